@@ -128,44 +128,34 @@ FINISH = api.FinishInfo(
     stats=STATS,
     stop_string="\n\n",
 )
+HELLO = m.Hello(
+    protocol_version=1,
+    drafter_id=DrafterId("drafter-a"),
+    incarnation="1f2e",
+    vocab_size=49152,
+    tokenizer_hash="ab" * 32,
+    methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
+    feature_layout=m.FeatureLayout.PROJECTED,
+    feature_fingerprint="cd" * 8,
+)
 SAMPLES: dict[str, tuple[str, Any]] = {
     "proposals": ("drafter", m.Proposals.of([CHAIN, PROPOSAL], draft_us=1234)),
     "chains": ("drafter", m.Proposals.of([CHAIN])),
-    "hello": (
-        "drafter",
-        m.Hello(
-            protocol_version=1,
-            drafter_id=DrafterId("drafter-a"),
-            incarnation="1f2e",
-            vocab_size=49152,
-            tokenizer_hash="ab" * 32,
-            methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
-            feature_layout=m.FeatureLayout.PROJECTED,
-            feature_fingerprint="cd" * 8,
-        ),
-    ),
+    "hello": ("drafter", HELLO),
     "hello_offsets": (
         "drafter",
-        m.Hello(
-            protocol_version=1,
-            drafter_id=DrafterId("drafter-a"),
-            incarnation="1f2e",
-            vocab_size=49152,
+        replace(
+            HELLO,
             tokenizer_hash="",
             methods=(DraftMethod.EAGLE3,),
-            feature_layout=m.FeatureLayout.PROJECTED,
-            feature_fingerprint="cd" * 8,
             lanes=True,
             feature_offsets=True,
         ),
     ),
     "hello_lanes": (
         "drafter",
-        m.Hello(
-            protocol_version=1,
-            drafter_id=DrafterId("drafter-a"),
-            incarnation="1f2e",
-            vocab_size=49152,
+        replace(
+            HELLO,
             tokenizer_hash="",
             methods=(DraftMethod.NGRAM,),
             feature_layout=m.FeatureLayout.NONE,

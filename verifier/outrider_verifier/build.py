@@ -128,7 +128,7 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
     """Tokens of K/V that the device has room for beside the weights, which are there already."""
     # Not before it is a GPU that is served: a CPU needs no triton, which this asks for.
     from outrider.engine.device.legal_rows import legal_bytes
-    from outrider_verifier.device_engine import family_of
+    from outrider_verifier.families import family_of
 
     per_token = kv_bytes_per_token(model, getattr(torch, config.dtype))
     head_bytes = 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 
 from outrider.engine.device.brake import Brake, LargerModel
 from outrider.engine.device.current import enter_launching_thread
-from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.health import device_works
 from outrider.engine.device.own_head import OwnHead, OwnShape
 from outrider.engine.device.pinned import pin
@@ -39,9 +37,17 @@ from outrider.engine.swap import SwapSpace
 from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.device_groups import Chunk, Group, add_prompts, asked_of, group_rows
+from outrider_verifier.device_groups import (
+    Chunk,
+    DeviceFlight,
+    Group,
+    add_prompts,
+    asked_of,
+    group_rows,
+)
 from outrider_verifier.device_seats import Seats
 from outrider_verifier.engine import wire_array
+from outrider_verifier.families import family_of
 from outrider_verifier.form_drafts import (
     Emitted,
     begin_under_masks,
@@ -58,23 +64,6 @@ from outrider_verifier.settled import is_told
 from outrider_verifier.slack import Slack
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class DeviceFlight(Flight):
-    """A round on its way."""
-
-    prefill: Sequence[PrefillRow]
-    verify: Sequence[VerifyRow]
-    groups: list[Group]
-    submitted: float
-    """On the clock of `time.perf_counter`."""
-
-    @property
-    def launched_at(self) -> float:
-        """When the device had the first launch."""
-        launched = self.groups[0].launched if self.groups else None
-        return self.submitted if launched is None else launched.at
 
 
 class DeviceRoundEngine:
@@ -402,16 +391,3 @@ class DeviceRoundEngine:
             return array
         assert launched.features is not None
         return wire_array(launched.features.wait(), self._feature_dtype)
-
-
-def family_of(config: VerifierConfig, *, own_nodes: int, features: bool) -> ShapeFamily:
-    """The shapes of a verifier's rounds; as `ShapeFamily`."""
-    return ShapeFamily(
-        max_rows=config.max_sessions,
-        # Beside a head of this process, too: a lookup drafts for whom its plan says so. Unless it
-        # is simulated what stands, which is for that head's chains.
-        max_nodes=1 if own_nodes and config.simulated_acceptance else 1 + config.max_tree_nodes,
-        own_nodes=own_nodes,
-        features=features,
-        judges=not config.simulated_acceptance,
-    )

@@ -16,6 +16,7 @@ from outrider.engine.device.shapes import Drafts, Judge
 from outrider.wire.messages import Proposals
 from outrider_verifier.device_seats import Seat
 from outrider_verifier.packing import PrefillRow, VerifyRow, legal_masks
+from outrider_verifier.runner import Flight
 from outrider_verifier.sessions import keep_features
 
 _NO_ROWS: Final = RoundRows.of([])
@@ -81,6 +82,23 @@ class Group:
     def own(self) -> bool:
         """Whether the rows verify drafts of this process's own head."""
         return self.drafts is Drafts.OWN
+
+
+@dataclass(slots=True, eq=False)
+class DeviceFlight(Flight):
+    """A round on its way."""
+
+    prefill: Sequence[PrefillRow]
+    verify: Sequence[VerifyRow]
+    groups: list[Group]
+    submitted: float
+    """On the clock of `time.perf_counter`."""
+
+    @property
+    def launched_at(self) -> float:
+        """When the device had the first launch."""
+        launched = self.groups[0].launched if self.groups else None
+        return self.submitted if launched is None else launched.at
 
 
 def asked_of(group: Group) -> Asked | None:

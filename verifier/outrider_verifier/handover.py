@@ -301,7 +301,6 @@ class Handover:
         links, fed = self._links[handles], self._with_features[handles]
         concerned = set(links.tolist())
         shared = len(concerned) > 1
-        features: _Features
         if isinstance(told.features, Placed) and concerned == {told.features.link_id}:
             features = self._in_place(told.features, fed)
         else:

@@ -93,7 +93,7 @@ class Lane:
     def reserve(self, size: int) -> NDArray[np.uint8] | None:
         """A place for what others write into a frame, which is then sent as it lies there
         (`Ring.reserve`); None where there is none, or copying is as good."""
-        if size <= 2 * INLINE_BYTES or self._unsent or self.closed:
+        if size <= 2 * INLINE_BYTES or self._unsent:
             return None
         return self._outgoing.reserve(size)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from outrider_verifier.__main__ import parse_args
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.device_engine import family_of
+from outrider_verifier.families import family_of
 
 from outrider.config import load_config
 from outrider.engine.device.shapes import Drafts
