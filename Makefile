@@ -20,7 +20,7 @@ PYTEST_FLEETS := $(PYTEST) -n $(FLEETS_AT_ONCE) --dist loadfile --no-loadscope-r
   --transport inproc,grpc,lane,ray
 FLEETS := tests/chaos tests/integration
 
-.PHONY: setup setup-serve demo test test-fast test-thorough test-ray test-real check format proto generated helm docs bench clean
+.PHONY: setup setup-serve demo test test-fast test-thorough test-compiled test-ray test-real check format proto generated helm docs bench compiled clean
 
 setup: $(STAMP)
 
@@ -68,6 +68,21 @@ test-fast: setup
 # The rest of the grids whose corners `make test` runs: no branch, only more values of each.
 test-thorough: setup
 	$(PYTEST_X2) --thorough -m "thorough and not gpu" tests/unit
+
+# A wheel whose host side of a round is compiled (decision 48), and the suites over it; a test that
+# replaces a part of a compiled class is skipped.
+compiled: setup
+	@rm -rf dist/compiled
+	HATCH_BUILD_HOOKS_ENABLE=1 $(BIN)/python -m pip wheel -q --no-deps -w dist/compiled .
+	@ls dist/compiled
+
+UNPACKED := $(CURDIR)/build/compiled
+ON_COMPILED := PYTHONSAFEPATH=1 PYTHONPATH=$(UNPACKED)
+test-compiled: compiled
+	@rm -rf $(UNPACKED)
+	@$(BIN)/python -m zipfile -e dist/compiled/*.whl $(UNPACKED)
+	$(ON_COMPILED) $(PYTEST_X2) -o pythonpath="$(UNPACKED) ." -m "not gpu" $(addprefix tests/unit/,verifier drafter spec transport engine) tests/wire tests/statistical
+	$(ON_COMPILED) $(PYTEST_FLEETS) -o pythonpath="$(UNPACKED) ." -m "not gpu" $(FLEETS)
 
 test-ray: setup
 	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py

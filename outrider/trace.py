@@ -54,9 +54,9 @@ class Recorder:
         """Leave a mark."""
         # The counter gives each place to one thread only.
         place = next(self._places) % len(self._ring)
-        self._ring[place] = Mark(began, lasted, name, n, track or self._thread())
+        self._ring[place] = Mark(began, lasted, name, n, track or self._calling_thread())
 
-    def _thread(self) -> int:
+    def _calling_thread(self) -> int:
         """The calling thread, whose name is noted."""
         thread = threading.get_ident()
         if thread not in self._threads:

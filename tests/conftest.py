@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+pytest_plugins = ("tests.compiled",)
+
 TRANSPORTS = ("inproc", "grpc", "lane", "ray")
 """lane: gRPC where streams of sessions go by lanes."""
 

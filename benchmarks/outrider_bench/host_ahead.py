@@ -8,7 +8,7 @@ what lies between the landing of a round and the submission of the next.
 from __future__ import annotations
 
 import time
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -41,13 +41,10 @@ class AheadSide(VerifierSide):
         """`offered`: drafts for outcomes, of each session and round."""
         super().__init__(sessions, steps, planner="fixed")
         self._offered = offered
-        rounds: Any = self._rounds
-        rounds._engine.collect = self.until(
-            "verifier: sheet", rounds._engine.collect, "verifier: outcome settled"
-        )
-        rounds._straight_on = self.until(
-            "verifier: drafts found", rounds._straight_on, "verifier: submitted" + BESIDE
-        )
+        rounds = self._rounds
+        self.bracket(rounds._engine, "collect", "verifier: sheet", "verifier: outcome settled")
+        submitted = "verifier: submitted" + BESIDE
+        self.bracket(rounds, "_straight_on", "verifier: drafts found", submitted)
 
     def begin(self) -> None:
         """Verify a first draft of each session; the round stays in flight."""

@@ -6,7 +6,6 @@ As `host`, but rounds run ahead: nothing that they need comes from outside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -24,10 +23,8 @@ class OwnSide(AheadSide):
         plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=length)
         self.open(sessions, min((length + 1) * (rounds + 32), 1900), plan, drafted=False)
         self.mark_steps("verifier: report")
-        accounts: Any = self._rounds._accounts
-        accounts.follow_up = self.until(
-            "verifier: committed", accounts.follow_up, "verifier: accounts, events"
-        )
+        accounts, after = self._rounds._accounts, "verifier: accounts, events"
+        self.bracket(accounts, "follow_up", "verifier: committed", after)
         for _ in range(8):
             self.round()
         self.steps.taken.clear()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from types import MethodType
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ from outrider.wire.messages import FeatureLayout, Proposals, SessionSpec
 from outrider.wire.rounds import sound_proposals
 from outrider_bench.gpu.random_model import TINY, head_shape, random_head, random_target
 from outrider_bench.host_canned import BESIDE, CannedDownloads, CannedGraphs, Steps
-
-T = TypeVar("T")
 
 WIDTH: Final = 4096
 LENGTH: Final = 4
@@ -157,27 +155,26 @@ class VerifierSide:
             self._lanes.attach_drafter(_DRAFTER, lane)
         self._waiting = self._unsaid = False
         self._rounds.flush = self._flushed
-        handover: Any = self._core.handover
+        handover = self._core.handover
         before = "verifier: rest" + BESIDE if self.offers else "verifier: outcome settled"
-        handover.follow = self.until(
-            before, handover.follow, "verifier: prefixes moved" + self.offers
-        )
-        handover.verdicts = self.until(
-            None, handover.verdicts, "verifier: verdicts made" + self.offers
-        )
+        self.bracket(handover, "follow", before, "verifier: prefixes moved" + self.offers)
+        self.bracket(handover, "verdicts", None, "verifier: verdicts made" + self.offers)
         self.vocab_size = target.vocab_size
 
-    def until(self, before: str | None, function: Callable[..., T], after: str) -> Callable[..., T]:
-        """`function` with a mark where it begins and where it ends."""
+    def bracket(self, owner: object, method: str, before: str | None, after: str) -> None:
+        """Mark where calls of a method begin and end. Those of a class that is compiled (decision
+        48) cannot be: what they take is part of the step behind them."""
+        function = getattr(owner, method)
 
-        def marked(*given: Any, **named: Any) -> T:
+        def marked(*given: Any, **named: Any) -> Any:
             if before is not None:
                 self._steps.mark(before)
             result = function(*given, **named)
             self._steps.mark(after)
             return result
 
-        return marked
+        if isinstance(function, MethodType):
+            setattr(owner, method, marked)
 
     def open(self, sessions: int, max_new_tokens: int, plan: Plan, *, drafted: bool = True) -> None:
         """Attach a drafter, open sessions, which it is to follow if `drafted`, and run their
@@ -261,11 +258,10 @@ class AheadSide(VerifierSide):
     def mark_steps(self, before_planner: str) -> None:
         """Time the steps of the rounds from here on; `before_planner`: the one that ends where the
         planner sees what a round gave."""
-        own: Any = self._rounds
-        own._attempt = self.until(None, own._attempt, "verifier: submitted")
-        own._collect = self.until("verifier: made ready", own._collect, "verifier: outcome read")
-        policy: Any = self._core.policy
-        policy.observe_round = self.until(before_planner, policy.observe_round, "verifier: planner")
+        rounds = self._rounds
+        self.bracket(rounds, "_attempt", None, "verifier: submitted")
+        self.bracket(rounds, "_collect", "verifier: made ready", "verifier: outcome read")
+        self.bracket(self._core.policy, "observe_round", before_planner, "verifier: planner")
 
     def plan_and_run(self, rest: str) -> bool:
         """Plan and submit a round, settle the one before it; whether there was one to submit.

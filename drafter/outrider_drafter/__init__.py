@@ -21,3 +21,7 @@ slow_*      what benchmarks make it suffer: a link that holds everything (throug
 metrics     Prometheus metrics, and the figures of `DrafterInfo`
 config      settings; build: from them to loaded sources and a service; __main__: the process
 """
+
+from outrider.compiled import require_one_build
+
+require_one_build(__file__)

@@ -6,6 +6,7 @@ B rows of a bucket, R new rows a session, H feature width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -101,7 +102,8 @@ class Members(NamedTuple):
         return np.where(self.ahead, own, self.keys)
 
 
-class Ready(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
     """Sessions with their new rows, the live one last in each; int64 columns [B]."""
 
     members: Members

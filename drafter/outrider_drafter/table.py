@@ -166,7 +166,11 @@ class SessionTable:
     def of_connection(self, connection: int) -> list[Session]:
         """The sessions that one connection announced."""
         found = self._connections.get(connection)
-        return [] if found is None else [self.session(s) for s in found.slots[found.slots >= 0]]
+        return (
+            []
+            if found is None
+            else [self.session(s) for s in found.slots[found.slots >= 0].tolist()]
+        )
 
     def take_in(self, connection: int, verdicts: Verdicts) -> Taken:
         """Move sessions on by a message, as far as its entries make sense.

@@ -68,7 +68,7 @@ class DraftWorker:
         """Out of the inbox; an error leaves those behind it for later."""
         self._gives_way = False
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
+        self._worker = threading.Thread(target=self._run, name="drafting", daemon=True)
 
     def backlog(self, connection: int) -> int:
         """Messages of a connection that wait for the thread."""
@@ -82,11 +82,11 @@ class DraftWorker:
     @property
     def alive(self) -> bool:
         """Whether the thread runs."""
-        return self._thread.is_alive()
+        return self._worker.is_alive()
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._worker.start()
 
     def submit(self, connection: int, *messages: SessionMessage) -> None:
         """Hand messages to the thread, which takes all of them in before it drafts. To be called
@@ -103,8 +103,8 @@ class DraftWorker:
         """End the thread after its current batch; idempotent."""
         self._stopping = True
         self._inbox.put(None)
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        if self._worker.is_alive():
+            self._worker.join(timeout_s)
 
     def _run(self) -> None:
         # OpenMP keeps the number of threads by thread; being asked, torch sets it for this one.

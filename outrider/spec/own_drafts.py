@@ -137,8 +137,8 @@ class OwnDrafts:
         if lose and seen_s is not None:
             # Rounds with prompts take now this, now that: a few of them prove nothing.
             host_error = host_s * host.error / round_s if host is not None and host_s else 0.0
-            unsure = TIMES_SURE / SURE * math.hypot(host_error, seen_error)
-            lose = self._short_of(MARGIN * needed, unsure)
+            doubt = TIMES_SURE / SURE * math.hypot(host_error, seen_error)
+            lose = self._short_of(MARGIN * needed, doubt)
         if lose:
             self._give_up(load, now)
             return

@@ -21,3 +21,7 @@
 The service posts commands to the loop; the loop drives the core and the round engine and posts
 effects back, one hand-off a round.
 """
+
+from outrider.compiled import require_one_build
+
+require_one_build(__file__)

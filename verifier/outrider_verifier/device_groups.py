@@ -16,7 +16,6 @@ from outrider.engine.device.shapes import Drafts, Judge
 from outrider.wire.messages import Proposals
 from outrider_verifier.device_seats import Seat
 from outrider_verifier.packing import PrefillRow, VerifyRow, legal_masks
-from outrider_verifier.runner import Flight
 from outrider_verifier.sessions import keep_features
 
 _NO_ROWS: Final = RoundRows.of([])
@@ -85,7 +84,7 @@ class Group:
 
 
 @dataclass(slots=True, eq=False)
-class DeviceFlight(Flight):
+class DeviceFlight:
     """A round on its way."""
 
     prefill: Sequence[PrefillRow]

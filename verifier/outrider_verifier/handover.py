@@ -361,7 +361,7 @@ def may_need_features(spec: SessionSpec, own_draft: int) -> bool:
     a plan without drafts, which may become another), or, where it should have one and none was
     there, to one that comes later. `own_draft` is 0 where its drafts are not made here."""
     if spec.drafter_id is not None:
-        return spec.plan.method in (*FEATURE_FED, DraftMethod.NONE)
+        return spec.plan.method in FEATURE_FED or spec.plan.method is DraftMethod.NONE
     return spec.plan.speculative and spec.plan.method in FEATURE_FED and not own_draft
 
 

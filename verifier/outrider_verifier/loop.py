@@ -59,11 +59,11 @@ class EngineLoop:
         rounds.flush = self._flush
         self._commands: Letterbox[Command] = Letterbox()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+        self._worker = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        self._worker.start()
 
     def post(self, command: Command) -> None:
         """Queue a command; any thread."""
@@ -77,7 +77,7 @@ class EngineLoop:
     def stop(self, timeout_s: float) -> None:
         """Fail all sessions and end the thread; waits for the rounds in flight."""
         self.post(Stop())
-        self._thread.join(timeout_s)
+        self._worker.join(timeout_s)
 
     def left_over(self) -> list[Command]:
         """Commands that the thread will never take; to be asked once it has ended."""

@@ -1,0 +1,28 @@
+"""Whether an installation's host side is compiled (decision 48)."""
+
+from __future__ import annotations
+
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Final
+
+_SPEC: Final = Path(__file__).parent / "spec"
+
+
+def has_extensions(folder: Path) -> bool:
+    """Whether modules in this folder are compiled."""
+    return any(entry.name.endswith(tuple(EXTENSION_SUFFIXES)) for entry in folder.iterdir())
+
+
+COMPILED: Final = has_extensions(_SPEC)
+"""Whether this installation's are."""
+
+
+def require_one_build(package: str) -> None:
+    """Raise ImportError where a package, whose `__file__` is given, and this one are not of one
+    build: compiled modules know where in an object another one of them keeps what."""
+    if has_extensions(Path(package).parent) != COMPILED:
+        raise ImportError(
+            f"{Path(package).parent} and {_SPEC.parent} are of different builds, one is compiled: "
+            "a checkout comes before an installation, or the other way round"
+        )

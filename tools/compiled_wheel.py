@@ -1,0 +1,152 @@
+"""Build hook: a wheel whose host side of a round is compiled by mypyc (decision 48).
+
+    make compiled
+
+A C compiler and Python's headers have to be there. Sources are in the wheel, too: Python takes the
+compiled module of a name before the other one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+PACKAGES: Final[Mapping[str, Sequence[str]]] = {
+    "verifier/outrider_verifier": (
+        # Read once, at the start.
+        *("build", "config", "assembly"),
+        # Of the event loop, a few times a session; or of CPUs and tests.
+        *("checks", "conduct", "drafters", "failing", "forms", "engine", "simulation"),
+        # A class of prometheus_client's, which mypyc cannot extend.
+        "metrics",
+    ),
+    "drafter/outrider_drafter": (
+        *("build", "config", "service", "handshake", "session_spans"),
+        *("relay", "slow_link", "slow_source"),
+        # Sources without a device.
+        *("ahead", "forest", "grow", "growth", "head_batch", "head_forest", "headkv"),
+        *("ngram", "small_model"),
+        "metrics",
+        # Abstract classes of sources of both kinds.
+        "source",
+        # It and the table that its sessions are rows of name each other.
+        "sessions",
+        # Final tuples of floats, which mypyc takes for unset.
+        "calibration",
+        # What `outrider bench host` puts a canned device in place of.
+        "device_writes",
+    ),
+    # What is said of a request, here and below: frozen data that processes pickle, which mypyc's
+    # classes cannot be.
+    "outrider/spec": ("modes", "plan", "sampling", "structured", "token_limits"),
+    "outrider/wire": (
+        *("logprobs", "messages", "server_info", "stats"),
+        # Other messages than those of rounds and sessions.
+        *("answer_codec", "control_codec", "inference", "inference_codec", "pool_codec"),
+    ),
+    "outrider/transport/lane": ("join",),
+    "outrider/engine/device": (
+        # A class of ctypes'; and what `outrider bench host` puts canned things in place of.
+        *("driver", "graphs", "buffers"),
+        # Before the first round.
+        *("brake", "current", "family", "head_weights", "health", "pinned", "warm_up"),
+        # What torch captures once.
+        *("chain_levels", "draft", "draft_forward", "drawing", "head_forward", "model_forward"),
+        *("own_head", "own_law", "target"),
+    ),
+}
+"""Folders of packages, and which of their modules stay as they are."""
+MODULES: Final = (
+    "outrider/trace.py",
+    "outrider/transport/framed.py",
+    "outrider/transport/grpc/laned.py",
+    "outrider/transport/heartbeat.py",
+    "outrider/transport/letterbox.py",
+    "outrider/transport/mailbox.py",
+    "outrider/transport/outgoing.py",
+)
+"""Modules beside those."""
+SOURCES: Final = ("outrider", "verifier/outrider_verifier", "drafter/outrider_drafter")
+
+_SETUP: Final = """
+import sys
+from setuptools import setup
+from mypyc.build import mypycify
+
+target, how, *modules = sys.argv[1:]
+sys.argv[1:] = ["build_ext", "--build-lib", f"{target}/lib", "--build-temp", f"{target}/objects"]
+# Types of what is not installed where wheels are built are anything.
+options = ["--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", f"{target}/cache"]
+if how == "translate":
+    options.append("--no-site-packages")
+extensions = mypycify(
+    [*options, *modules], opt_level="2", debug_level="0", multi_file=True, target_dir=f"{target}/c"
+)
+if how == "compile":
+    setup(name="outrider-compiled", packages=[], ext_modules=extensions)
+"""
+
+
+def modules(root: Path) -> list[str]:
+    """The modules to compile, as paths below the folders that Python finds packages in."""
+    found: list[str] = [*MODULES]
+    for folder, left in PACKAGES.items():
+        names = {path.stem for path in (root / folder).glob("*.py")}
+        if unknown := set(left) - names:
+            raise ValueError(f"no such modules in {folder}: {sorted(unknown)}")
+        package = Path(folder)
+        package = package if package.parts[0] == "outrider" else Path(package.name)
+        compiled = sorted(name for name in names - set(left) if not name.startswith("__"))
+        found += [str(package / f"{name}.py") for name in compiled]
+    return found
+
+
+def compile_modules(root: Path, into: Path, *, translate_only: bool = False) -> Path:
+    """Compile what is to be; the folder of the extensions, laid out as they are installed.
+    `translate_only`: into C and no further, which is most of what can go wrong.
+
+    Raises RuntimeError with what mypyc or the compiler said.
+    """
+    # A copy has no settings of the project's own, and nothing is left in the checkout.
+    tree = into / "tree"
+    for source in SOURCES:
+        shutil.copytree(root / source, tree / Path(source).name)
+    (tree / "setup.py").write_text(_SETUP)
+    how = "translate" if translate_only else "compile"
+    command = [sys.executable, "setup.py", str(into), how, *modules(root)]
+    environment = os.environ | {"MYPYPATH": "."}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"mypyc failed:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}")
+    return into / "lib"
+
+
+class CompiledWheel(BuildHookInterface[Any]):
+    """Adds the extensions to the wheel."""
+
+    PLUGIN_NAME = "custom"
+    _folder: Path | None = None
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called by hatch before the wheel is put together; an editable one is left alone."""
+        if self.target_name != "wheel" or version == "editable":
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="outrider-compiled-"))
+        library = compile_modules(Path(self.root), self._folder)
+        build_data |= {"pure_python": False, "infer_tag": True}
+        build_data["force_include"] |= {
+            str(path): str(path.relative_to(library)) for path in library.rglob("*.so")
+        }
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Called when it is there."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
