@@ -44,6 +44,11 @@ MOST_TRIALS: Final = 3
 TRIAL_S: Final = 0.25
 TRIAL_ROUNDS: Final = 8.0
 """How long sessions decode plainly to see what such rounds take, and how many at least."""
+WON_GAIN: Final = 1.2
+LOSING_S: Final = 1.0
+"""How long drafts that have gained so much over plain rounds that were seen must lose at the same
+load before they are given up: a host that is held up holds up all rounds of a moment, so that each
+seems to confirm the other."""
 FIRST_HOLD_S: Final = 30.0
 LONGEST_HOLD_S: Final = 1800.0
 """How long sessions begin without drafts; doubles each time that drafts are given up again."""
@@ -64,6 +69,8 @@ class OwnDrafts:
     """By load."""
     _trials: dict[int, int] = field(default_factory=dict)
     """How often plain rounds were run at a load to be seen."""
+    _won: dict[int, float] = field(default_factory=dict)
+    """When drafts that win at a load, or have won there, last did not lose."""
 
     @property
     def gain(self) -> float:
@@ -140,8 +147,11 @@ class OwnDrafts:
             doubt = TIMES_SURE / SURE * math.hypot(host_error, seen_error)
             lose = self._short_of(MARGIN * needed, doubt)
         if lose:
-            self._give_up(load, now)
+            if now - self._won.get(load, -math.inf) >= LOSING_S:
+                self._give_up(load, now)
             return
+        if load in self._won or (seen_s is not None and self._gain >= WON_GAIN):
+            self._won[load] = now
         if self._gain >= 1.0:
             self._hold_s.pop(load, None)
         unsure = known and lasting and seen_s is None and self._gain < CLEAR_GAIN
@@ -155,6 +165,7 @@ class OwnDrafts:
             self._until[load] = now + max(TRIAL_S, TRIAL_ROUNDS * round_s)
 
     def _give_up(self, load: int, now: float) -> None:
+        self._won.pop(load, None)
         hold_s = self._hold_s.get(load, FIRST_HOLD_S)
         self._until[load] = now + hold_s
         self._hold_s[load] = min(2.0 * hold_s, LONGEST_HOLD_S)

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, Protocol
 
 from outrider.spec.costs import CostTable
 from outrider.spec.evidence import RoundTimes
+from outrider_verifier.openings import Openings
 
 STEADY: Final = 0.6
 """Doublings by which the sessions may differ from a load before there is another: a session that
@@ -63,6 +64,8 @@ class Ran(NamedTuple):
     pieces: int
     """Of prompts."""
     seconds: float
+    prompts: int = 0
+    """So many that these are of."""
     own: bool = False
     """Whether drafts of the head in this process were verified."""
     featured: bool = False
@@ -76,6 +79,7 @@ class Loads:
         """`piece_tokens`: prompt tokens of a piece, as `times` counts them."""
         self.times = times
         self._costs = costs
+        self._openings = Openings()
         self._piece_tokens = piece_tokens
         self._plain: dict[int, RoundTimes] = {}
         """What plain rounds took without features, by load, in what the device was measured to
@@ -220,6 +224,9 @@ class Loads:
     def observe(self, ran: Ran) -> None:
         """A round ended. What prompts added to it is left out, by the device's times or else by
         their share of its tokens."""
+        device_s = self.times(ran.rows, own=ran.own, pieces=ran.pieces) if ran.rows else None
+        if device_s and not ran.nodes and self.tells(ran.rows):
+            self._openings.observe(ran.prompts, ran.seconds - device_s, own=ran.own)
         added_s = self._added_s(ran)
         self.prompts_s += added_s
         self.rounds += 1
@@ -240,9 +247,17 @@ class Loads:
         """Whether a round in which so many sessions decode tells what one takes at this load."""
         return rows >= FULL * self.sessions
 
+    def opening_s(self, ran: Ran) -> float:
+        """What opening sessions added to a round."""
+        return min(self._openings.each_s * ran.prompts, MOST_ADDED * ran.seconds)
+
     def _added_s(self, ran: Ran) -> float:
         if not ran.pieces:
             return 0.0
+        added_s = self._device_added_s(ran) + self.opening_s(ran)
+        return min(added_s, MOST_ADDED * ran.seconds)
+
+    def _device_added_s(self, ran: Ran) -> float:
         # Alone they are charged as they would be beside the sessions: a round of their own, which
         # others may have to wait for, is what speculation costs.
         beside = ran.rows or self.sessions
@@ -250,6 +265,6 @@ class Loads:
         # Rounds with prompts make features whether or not they are kept.
         without_s = self.times(beside, own=ran.own, featured=ran.featured)
         if with_s and without_s:
-            return min(max(0.0, with_s - without_s), MOST_ADDED * ran.seconds)
+            return max(0.0, with_s - without_s)
         prompts = ran.pieces * self._piece_tokens
         return ran.seconds * prompts / (prompts + beside + ran.nodes)

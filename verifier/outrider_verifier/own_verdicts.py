@@ -9,7 +9,7 @@ from typing import Final
 from outrider.spec.modes import Mode
 from outrider.spec.own_drafts import OwnDrafts
 from outrider_verifier.known import Kind, Pace
-from outrider_verifier.loads import Loads, beside
+from outrider_verifier.loads import Loads, Ran, beside
 from outrider_verifier.settled import Alike, Settled
 
 MAX_KINDS: Final = 256
@@ -76,20 +76,18 @@ class OwnVerdicts:
             for _, own in self._concerned()
         )
 
-    def observe(
-        self, rows: Sequence[OwnRow], seconds: float | None, pieces: int, now: float
-    ) -> None:
-        """`rows` verified own drafts, beside `pieces` of prompts, in a round that took `seconds`;
-        None: rows without drafts took part."""
-        loads, count = self._loads, len(rows)
+    def observe(self, rows: Sequence[OwnRow], ran: Ran, now: float) -> None:
+        """`rows` verified own drafts in a round."""
+        loads, count, pieces = self._loads, len(rows), ran.pieces
+        alone = count == ran.rows
         # Where others have no drafts, too, it is asked what all would get if they had.
-        judged = count if seconds is not None else max(count, loads.sessions)
+        judged = count if alone else max(count, loads.sessions)
         plain_s, own_s = loads.times(judged, own=False), loads.times(judged, own=True)
         if not plain_s or not own_s:
             return
         took_s, host_s = loads.times(count, own=True, pieces=pieces), None
-        if seconds is not None and took_s and loads.tells(count):
-            host_s = seconds - took_s
+        if alone and took_s and loads.tells(count):
+            host_s = ran.seconds - loads.opening_s(ran) - took_s
         # There are few, and a name is told apart faster than a kind.
         known = {id(pace.known): pace.known for pace, _ in rows if pace is not None}
         kinds = {each.kind for each in known.values()}

@@ -273,15 +273,15 @@ class Policy:
         now: float,
     ) -> None:
         """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
-        forward: `rows` and those that were `alike`. `prompts`: the tokens of each prompt that it
-        took."""
+        forward: `rows` and those that were `alike`. `prompts`: the tokens of each one in it."""
         self._ended_at = now
         apart = [row for row in rows if row.verified is not None]
         count, nodes = len(apart) + len(alike), sum([row.nodes for row in apart])
         own = own_rows(apart, alike)
         pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
         featured = keep_features(alike.sessions) or keep_features([row.session for row in rows])
-        self._loads.observe(Ran(count, nodes, pieces, seconds, bool(own), featured))
+        ran = Ran(count, nodes, pieces, seconds, len(prompts), bool(own), featured)
+        self._loads.observe(ran)
         # Plain decoding is that without features: whoever asks for no drafts keeps none.
         longer = self._loads.stretch(featured=featured)
         mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
@@ -291,7 +291,7 @@ class Policy:
         for row in apart:
             observe_row(row, mark, touched, self._round_s)
         if own:
-            self._own.observe(own, seconds if len(own) == count else None, pieces, now)
+            self._own.observe(own, ran, now)
             self.changed = self.changed or (self._automatic and self._own.plain(now))
         elif count and not pieces:
             # Of a round with prompts nobody knows well what is left without them.

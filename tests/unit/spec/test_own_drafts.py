@@ -141,6 +141,7 @@ def test_plain_rounds_are_run_for_a_moment_where_the_hosts_share_in_them_decides
     for seen_s, kept in ((PLAIN_S + 0.004, True), (PLAIN_S, False)):
         then = run(own, tokens=1.8, cost=1.6, host_s=0.004, start=until, seen_s=seen_s)
         assert (then is None) is kept
+        until += 100.0
 
 
 def test_the_hosts_share_of_many_sessions_says_nothing_of_few() -> None:
@@ -163,3 +164,21 @@ def test_slow_rounds_have_time_for_as_many() -> None:
 
 def test_where_the_hosts_share_does_not_matter_no_plain_rounds_are_run() -> None:
     assert run(OwnDrafts(), tokens=2.6, cost=1.2, host_s=0.002) is None
+
+
+def test_a_host_that_is_held_up_for_a_moment_ends_no_drafts_that_win() -> None:
+    for held_up_s, ends in ((0.6, False), (5.0, True)):
+        own, now = OwnDrafts(), 0.0
+        while now < 3.0 + held_up_s:
+            host_s = 0.006 if now > 3.0 else 0.001
+            now += 0.002 + host_s
+            own.observe(256, 256 * 2.5, 256 * 7.0, load=8, host_s=host_s)
+            own.judge(8, 0.001, 0.002, now, nodes=3, seen_s=0.002)
+        assert (own.mode(8, now) is Mode.PLAIN) == ends
+    # What has never won is given up as soon as that is known.
+    own, now = OwnDrafts(), 0.0
+    while own.mode(8, now) is Mode.SPECULATE:
+        now += 0.008
+        own.observe(256, 256 * 2.5, 256 * 7.0, load=8, host_s=0.006)
+        own.judge(8, 0.001, 0.002, now, nodes=3, seen_s=0.002)
+        assert now < 0.1

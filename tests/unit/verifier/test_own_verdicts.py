@@ -38,7 +38,7 @@ def verdicts(*kinds: Kind) -> OwnVerdicts:
 
 def rounds(own: OwnVerdicts, rows: list[OwnRow], *, count: int = 20, now: float = 0.0) -> None:
     for _ in range(count):
-        own.observe(rows, 0.0065, 0, now)
+        own.observe(rows, Ran(len(rows), 0, 0, 0.0065, own=True), now)
 
 
 def test_hot_sessions_give_drafts_up_and_cold_ones_that_follow_do_not() -> None:
@@ -115,14 +115,14 @@ def test_beside_sessions_without_drafts_it_is_asked_what_all_would_get_with_them
     own = OwnVerdicts(loads)
     own.follow(HOT)
     for _ in range(40):
-        own.observe([row(HOT, 2)] * 4, None, 0, 0.0)
+        own.observe([row(HOT, 2)] * 4, Ran(64, 0, 0, 0.01, own=True), 0.0)
     assert own.plain(1.0)
 
 
 def test_rounds_with_others_tell_of_tokens_and_no_more_kinds_are_kept_than_fit() -> None:
     own = verdicts(HOT)
     for _ in range(20):
-        own.observe([row(HOT, 1)] * 8, None, 3, 0.0)
+        own.observe([row(HOT, 1)] * 8, Ran(9, 0, 3, 0.01, 1, own=True), 0.0)
     assert own.plain(1.0)
     own.leave(HOT)
     for index in range(2 * MAX_KINDS):
