@@ -83,15 +83,21 @@ from mypyc.build import mypycify
 
 target, how, *modules = sys.argv[1:]
 sys.argv[1:] = ["build_ext", "--build-lib", f"{target}/lib", "--build-temp", f"{target}/objects"]
-# Types of what is not installed where wheels are built are anything.
-options = ["--ignore-missing-imports", "--follow-imports=silent", "--cache-dir", f"{target}/cache"]
-if how == "translate":
-    options.append("--no-site-packages")
+options = ["--follow-imports=silent", "--cache-dir", f"{target}/cache"]
 extensions = mypycify(
     [*options, *modules], opt_level="2", debug_level="0", multi_file=True, target_dir=f"{target}/c"
 )
 if how == "compile":
     setup(name="outrider-compiled", packages=[], ext_modules=extensions)
+"""
+
+
+_MYPY: Final = """
+[mypy]
+# Types of what is not installed where wheels are built are anything, also where it is.
+ignore_missing_imports = True
+[mypy-torch.*,triton.*,transformers.*,grpc.*,google.*,prometheus_client.*]
+follow_imports = skip
 """
 
 
@@ -120,6 +126,7 @@ def compile_modules(root: Path, into: Path, *, translate_only: bool = False) -> 
     for source in SOURCES:
         shutil.copytree(root / source, tree / Path(source).name)
     (tree / "setup.py").write_text(_SETUP)
+    (tree / "mypy.ini").write_text(_MYPY)
     how = "translate" if translate_only else "compile"
     command = [sys.executable, "setup.py", str(into), how, *modules(root)]
     environment = os.environ | {"MYPYPATH": "."}

