@@ -110,6 +110,12 @@ class DraftWorker:
         # OpenMP keeps the number of threads by thread; being asked, torch sets it for this one.
         torch.get_num_threads()
         enter_launching_thread(self._device)
+        # Entered once for all: a decorator of a generator that is compiled would leave it as soon
+        # as it was called (decision 48).
+        with torch.inference_mode():
+            self._serve()
+
+    def _serve(self) -> None:
         while not self._stopping:
             try:
                 self._work()

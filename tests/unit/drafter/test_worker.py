@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 from outrider_drafter.engine import Answers, SessionMessage
 from outrider_drafter.ngram import NgramSource
 from outrider_drafter.sessions import Session
@@ -66,6 +67,31 @@ def test_an_error_while_delivering_does_not_end_the_thread(
     assert found.get(timeout=10) == 12
     worker.stop()
     worker.stop()
+
+
+class Asking(NgramSource):
+    """Notes whether each step of its drafting is in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__(min_match=1)
+        self.modes: list[bool] = []
+
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+        self.modes.append(torch.is_inference_mode_enabled())
+        yield from super().drafts(sessions)
+        self.modes.append(torch.is_inference_mode_enabled())
+
+
+def test_all_drafting_is_in_inference_mode_whatever_a_source_says_of_itself() -> None:
+    script, source = Script(), Asking()
+    found: queue.Queue[Answers] = queue.Queue()
+    worker = DraftWorker(make_engine([source]), found.put_nowait, on_lost=_never)
+    worker.submit(1, script.start(plan=NGRAM))
+    worker.submit(1, script.verdict(10))
+    worker.start()
+    found.get(timeout=10)
+    worker.stop()
+    assert source.modes and all(source.modes)
 
 
 class Counting(NgramSource):
