@@ -82,7 +82,8 @@ test-compiled: compiled
 	@rm -rf $(UNPACKED)
 	@$(BIN)/python -m zipfile -e dist/compiled/*.whl $(UNPACKED)
 	$(ON_COMPILED) $(PYTEST_X2) -o pythonpath="$(UNPACKED) ." -m "not gpu" $(addprefix tests/unit/,verifier drafter spec transport engine) tests/wire tests/statistical
-	$(ON_COMPILED) $(PYTEST_FLEETS) -o pythonpath="$(UNPACKED) ." -m "not gpu" $(FLEETS)
+	$(ON_COMPILED) $(PYTEST_FLEETS) -o pythonpath="$(UNPACKED) ." -m "not gpu" --transport inproc,grpc,lane $(FLEETS) \
+	  $(addprefix --ignore=,$(wildcard tests/integration/test_ray_*.py))
 
 test-ray: setup
 	$(PYTEST) --transport ray tests/integration/test_transport_contract.py tests/integration/test_transport_bundles.py

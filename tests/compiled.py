@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import ModuleType
 
 import pytest
+import torch
 
 from outrider.compiled import COMPILED
 
@@ -45,6 +48,14 @@ def _replace_or_skip(
 
 if COMPILED:
     pytest.MonkeyPatch.setattr = _replace_or_skip  # type: ignore[assignment, method-assign]
+
+
+@pytest.fixture(autouse=True)
+def like_the_drafting_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where sources are compiled they rely on that thread's inference mode."""
+    drafts = COMPILED and "unit/drafter" in request.path.as_posix()
+    with torch.inference_mode() if drafts else nullcontext():
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
