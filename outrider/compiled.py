@@ -9,9 +9,14 @@ from typing import Final
 _SPEC: Final = Path(__file__).parent / "spec"
 
 
+def is_extension(file: str) -> bool:
+    """Whether a module in this file is compiled."""
+    return file.endswith(tuple(EXTENSION_SUFFIXES))
+
+
 def has_extensions(folder: Path) -> bool:
     """Whether modules in this folder are compiled."""
-    return any(entry.name.endswith(tuple(EXTENSION_SUFFIXES)) for entry in folder.iterdir())
+    return any(is_extension(entry.name) for entry in folder.iterdir())
 
 
 COMPILED: Final = has_extensions(_SPEC)

@@ -10,13 +10,12 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from importlib.machinery import EXTENSION_SUFFIXES
 from types import ModuleType
 
 import pytest
 import torch
 
-from outrider.compiled import COMPILED
+from outrider.compiled import COMPILED, is_extension
 
 _WHY = "it replaces a part of compiled code"
 _REPLACES = re.compile(
@@ -35,7 +34,7 @@ def _is_compiled(target: object) -> bool:
         target = sys.modules.get(target.__module__)
     file = target.__file__ if isinstance(target, ModuleType) else None
     name = getattr(target, "__name__", "")
-    return name.startswith("outrider") and (file or "").endswith(tuple(EXTENSION_SUFFIXES))
+    return name.startswith("outrider") and is_extension(file or "")
 
 
 def _replace_or_skip(

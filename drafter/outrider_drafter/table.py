@@ -166,11 +166,9 @@ class SessionTable:
     def of_connection(self, connection: int) -> list[Session]:
         """The sessions that one connection announced."""
         found = self._connections.get(connection)
-        return (
-            []
-            if found is None
-            else [self.session(s) for s in found.slots[found.slots >= 0].tolist()]
-        )
+        if found is None:
+            return []
+        return [self.session(slot) for slot in found.slots[found.slots >= 0].tolist()]
 
     def take_in(self, connection: int, verdicts: Verdicts) -> Taken:
         """Move sessions on by a message, as far as its entries make sense.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -70,6 +71,13 @@ def test_a_tuple_that_says_how_many_it_is_of_is_not_compiled() -> None:
 def test_all_that_is_to_be_compiled_can_be(tmp_path: Path) -> None:
     compile_modules(ROOT, tmp_path, translate_only=True)
     assert any((tmp_path / "c").rglob("*.c"))
+
+
+def test_what_wheels_are_compiled_with_is_what_is_checked_with() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]
+    (pinned,) = [each for each in hook["dependencies"] if each.startswith("mypy==")]
+    assert pinned in project["project"]["optional-dependencies"]["dev"]
 
 
 def test_a_module_that_is_gone_is_not_left_out_in_silence(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from outrider.spec.evidence import HELD_UP
+
 OPENING_S: Final = 150e-6
 """What is believed at first: of 129 us of the engine thread and 62 of the event loop some is done
 while a device works (`bench host --own 3 --routers 4 --sessions 256 --answers 90`, a Xeon)."""
@@ -17,10 +19,9 @@ FIRMNESS: Final = 64.0
 """How firmly that is believed: openings squared, off their mean."""
 HALF_LIFE: Final = 256.0
 """Rounds after which one counts half."""
-HELD_UP: Final = 2.0
-"""Times as long as expected,"""
+_KEEP: Final = 0.5 ** (1.0 / HALF_LIFE)
 HELD_UP_S: Final = 1e-3
-"""and so much more: what is beyond was no opening."""
+"""So much beyond `HELD_UP` times what is expected was no opening."""
 
 
 @dataclass(slots=True)
@@ -39,13 +40,13 @@ class _Line:
         if self.count:
             expected_s = max(0.0, self.seconds + each_s * (openings - self.openings))
             seconds = min(seconds, HELD_UP * expected_s + HELD_UP_S)
-        keep = 0.5 ** (1.0 / HALF_LIFE)
-        self.count = keep * self.count + 1.0
+        self.count = _KEEP * self.count + 1.0
         off = openings - self.openings
         self.openings += off / self.count
-        self.both = keep * self.both + off * (seconds - self.seconds) * (1.0 - 1.0 / self.count)
-        self.square = keep * self.square + off * off * (1.0 - 1.0 / self.count)
         self.seconds += (seconds - self.seconds) / self.count
+        # One factor off the mean as it was, one off the mean as it is (Welford 1962).
+        self.both = _KEEP * self.both + off * (seconds - self.seconds)
+        self.square = _KEEP * self.square + off * (openings - self.openings)
 
 
 @dataclass(slots=True)
