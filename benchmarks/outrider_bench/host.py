@@ -23,7 +23,7 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.lane import Lane, lane_pair
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.messages import DrafterMessage, SessionStart, Verdicts
-from outrider_bench.host_canned import BESIDE, CannedGraphs, CannedLanding, Steps
+from outrider_bench.host_canned import BESIDE, CannedCalls, CannedGraphs, CannedLanding, Steps
 from outrider_bench.host_verifier import LENGTH, SHAPE, WIDTH, VerifierSide
 from outrider_bench.report import table
 
@@ -45,6 +45,7 @@ class DrafterSide:
         canned.graphs = CannedGraphs(_drafted, lambda: steps.mark("drafter: batch staged"))
         canned._landing = CannedLanding(lambda: steps.mark("drafter: launched" + BESIDE))
         canned._writer.write = lambda *_: None
+        canned._batch._calls = CannedCalls()
         self._engine = DraftEngine(
             [self._source],
             limits=Limits(vocab_size=SHAPE.vocab_size, feature_size=WIDTH, max_context=2048),

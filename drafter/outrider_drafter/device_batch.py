@@ -1,6 +1,6 @@
 """The rows of a draft batch on their way to the device.
 
-B rows of a bucket, R new rows a session, H feature width.
+B rows of a bucket, R new rows a session, F feature rows that are uploaded, H feature width.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.draft_forward import DraftForward, NewRows
+from outrider.engine.device.driver import calls_of
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.warper import has_penalties
 from outrider.spec.noise import Stream, prefix_keys
 from outrider.spec.sampling import Rule
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_shapes import BATCH_SIZES
+from outrider_drafter.held_features import Lying
 from outrider_drafter.row_following import raw_array
 from outrider_drafter.sessions import Session
 from outrider_drafter.table import SessionTable
 
-_ALIGNMENT: Final = 256
-"""Bytes; kernels read features in wide pieces."""
 _WORDS: Final = 5
-"""Words of a session beside its tokens: slot, count, start, and a key of two."""
+"""Words of a session beside its rows: slot, count, start, and a key of two."""
+_ROW_WORDS: Final = 2
+"""Words of a row: its token, and which feature is its own."""
+_WASTE: Final = 2
+"""Rows that are uploaded from where they lie, at most, for each that a bucket has place for."""
 
 
 class Members(NamedTuple):
@@ -139,33 +143,42 @@ def is_general(session: Session) -> bool:
 class StagedRows(NamedTuple):
     """The batch's memory as one bucket sees it; `upload` brings `rows` and `draft_keys`."""
 
+    keys: NDArray[np.int64]
+    """[B]."""
     head: NDArray[np.int32]
     """[3, B]: slots, counts, starts."""
     tokens: NDArray[np.int32]
     """[B, R]."""
-    keys: NDArray[np.int64]
-    """[B]."""
-    features: NDArray[np.generic]
-    """[B, R, H]."""
+    sources: NDArray[np.int32]
+    """[B, R]: which of the feature rows is each one's."""
     staged: Tensor
-    """All of these as bytes."""
+    """All of these as words."""
     uploaded: Tensor
+    brought: Tensor
+    """[F, H]: feature rows on the device, in the order in which they were told."""
+    order: Tensor
+    """int32 [B * R]: `sources` on the device."""
     rows: NewRows
     draft_keys: Tensor
     """int64 [B]: keys of their DRAFT noise, as in `Drawing`."""
 
     def upload(self) -> None:
-        """Copy what was staged to the device, in the order of the stream; may be part of a graph.
+        """Copy what was staged to the device, in the order of the stream, and put the features in
+        order; may be part of a graph.
 
         The staging memory must stay as it is until the launch is over."""
         self.uploaded.copy_(self.staged, non_blocking=True)
+        features = self.rows.features
+        if features.shape[2]:
+            torch.index_select(self.brought, 0, self.order, out=features.flatten(0, 1))
 
 
 class DraftBatch:
-    """Static inputs of a launch, filled from the host by one upload that the launch begins with.
+    """Static inputs of a launch, filled from the host: words by an upload that the launch begins
+    with, features by a copy before it.
 
-    Words end where features begin, whatever the bucket: so what is uploaded is one piece, and an
-    unused row holds features, which are finite, not words.
+    Features that lie in a lane's memory are copied from there, in the order in which they were
+    told; the host puts others in order first.
     """
 
     def __init__(
@@ -180,19 +193,28 @@ class DraftBatch:
         """most_rows: new rows of a session."""
         most = BATCH_SIZES[-1]
         cells = most * most_rows
-        self._rows, self._width, self._dtype = rows, forward.feature_size, dtype
-        self._first_token = forward.first_token
-        self._border = -(-4 * (_WORDS * most + cells) // _ALIGNMENT) * _ALIGNMENT
-        size = self._border + cells * self._width * dtype.itemsize
-        self._uploaded = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._rows, self._width = rows, forward.feature_size
+        self._first_token, self._calls = forward.first_token, calls_of(device)
         pinned = device.type == "cuda"
-        self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        words = _WORDS * most + _ROW_WORDS * cells
+        self._uploaded = torch.zeros(words, dtype=torch.int32, device=device)
+        self._staged = torch.zeros(words, dtype=torch.int32, pin_memory=pinned)
+        # Zeros: an unused row has some feature, which must be finite.
+        shape = (_WASTE * cells, self._width)
+        self._brought = torch.zeros(shape, dtype=dtype, device=device)
+        self._ordered = torch.zeros((cells, self._width), dtype=dtype, device=device)
+        gathered = torch.zeros((cells, self._width), dtype=dtype, pin_memory=pinned)
+        self._gathered = raw_array(gathered)
+        """[cells, H]: features that the host has put in order."""
+        self._lying = Lying(self._gathered, np.zeros(0, dtype=np.int64))
+        """The feature rows of the batch that was staged last."""
         self._buckets: dict[tuple[int, int], StagedRows] = {}
 
     def fill(self, ready: Ready | None, size: int, num_rows: int) -> StagedRows:
         """Stage a batch in a bucket; rows without a session are the padding slot's.
 
-        The features are read from the messages that brought them. The staging memory is free
+        The features are read from the messages that brought them, some by the device: until the
+        launch is over, and `let_go` is called, nobody writes over these. The staging memory is free
         again: every launch is waited for before the next one.
         """
         place = self._buckets.get((size, num_rows))
@@ -202,6 +224,7 @@ class DraftBatch:
         place.head[0, count:] = self._rows.padding
         place.head[1:, count:] = 0
         place.tokens[count:] = -1
+        place.sources[count:] = 0
         if ready is not None:
             table, slots = ready.members.table, ready.members.slots
             place.head[0, :count] = ready.members.seats
@@ -214,49 +237,68 @@ class DraftBatch:
             tokens = table.tokens[slots[:, None], known]
             place.tokens[:count] = np.where(within < ready.counts[:, None], tokens, -1)
             if self._width:
-                table.features.gather(slots, ready.starts, ready.counts, place.features[:count])
+                self._bring(ready, place)
         return place
 
-    def newest(self, ready: Ready, size: int, num_rows: int) -> NDArray[np.generic]:
-        """The rows [B, R, H] that `fill` staged; valid until it is called again."""
-        return self._buckets[size, num_rows].features[: len(ready)]
+    def _bring(self, ready: Ready, place: StagedRows) -> None:
+        """Begin to copy the feature rows, and say which is whose."""
+        held, slots = ready.members.table.features, ready.members.slots
+        count, (size, num_rows) = len(ready), place.sources.shape
+        lying = held.lying(slots, ready.starts, ready.counts)
+        if lying is None or len(lying.rows) > _WASTE * size * num_rows:
+            rows = self._gathered[: count * num_rows]
+            held.gather(slots, ready.starts, ready.counts, rows.reshape(count, num_rows, -1))
+            lying = Lying(rows, np.arange(count) * num_rows)
+        self._calls.copy_from(self._brought[: len(lying.rows)], lying.rows)
+        # Behind a session's rows its last one is repeated.
+        within = np.minimum(np.arange(num_rows), ready.counts[:, None] - 1)
+        place.sources[:count] = lying.offsets[:, None] + within
+        self._lying = lying
+
+    def newest(self, ready: Ready) -> NDArray[np.generic]:
+        """The newest feature rows [B, H] of the batch that was staged last, copied."""
+        newest: NDArray[np.generic] = self._lying.rows[self._lying.offsets + ready.counts - 1]
+        return newest
+
+    def let_go(self) -> None:
+        """The launch is over: the memory in which its features lie may be used for others."""
+        self._lying = Lying(self._gathered, self._lying.offsets)
 
     def _bucket(self, size: int, num_rows: int) -> StagedRows:
         cells = size * num_rows
-        start = self._border - 4 * (_WORDS * size + cells)
-        end = self._border + cells * self._width * self._dtype.itemsize
+        keys, head, tokens = 2 * size, _WORDS * size, _WORDS * size + cells
 
         def split(memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            # Keys come last of the words: there is where words of 8 bytes may be.
-            keys = self._border - 8 * size
-            words = memory[start:keys].view(torch.int32)
-            features = memory[self._border : end].view(self._dtype)
+            # Keys come first: there is where words of 8 bytes may be.
             return (
-                words[: 3 * size].view(3, size),
-                words[3 * size :].view(size, num_rows),
-                memory[keys : self._border].view(torch.int64),
-                features.view(size, num_rows, self._width),
+                memory[:keys].view(torch.int64),
+                memory[keys:head].view(3, size),
+                memory[head:tokens].view(size, num_rows),
+                memory[tokens:].view(size, num_rows),
             )
 
-        head, tokens, keys, features = split(self._staged)
-        on_device = split(self._uploaded)
-        slots, counts, starts = on_device[0].unbind()
+        words = _WORDS * size + _ROW_WORDS * cells
+        staged, uploaded = self._staged[:words], self._uploaded[:words]
+        host, device = [part.numpy() for part in split(staged)], split(uploaded)
+        slots, counts, starts = device[1].unbind()
         return StagedRows(
-            head=head.numpy(),
-            tokens=tokens.numpy(),
-            keys=keys.numpy(),
-            features=raw_array(features),
-            staged=self._staged[start:end],
-            uploaded=self._uploaded[start:end],
+            keys=host[0],
+            head=host[1],
+            tokens=host[2],
+            sources=host[3],
+            staged=staged,
+            uploaded=uploaded,
+            brought=self._brought,
+            order=device[3].flatten(),
             rows=NewRows(
                 slots=slots,
                 tables=self._rows.tables,
-                tokens=on_device[1],
-                features=on_device[3],
+                tokens=device[2],
+                features=self._ordered[:cells].view(size, num_rows, self._width),
                 counts=counts,
                 starts=starts,
             ),
-            draft_keys=on_device[2],
+            draft_keys=device[0],
         )
 
 

@@ -299,9 +299,10 @@ class DeviceSource(DeviceFollower):
             self._grower.mask(shape, starts, size)
         result, entries = self._launch(shape, ready, size, num_rows, general=members.general)
         # While the device works.
-        self._took(ready, size, num_rows)
+        self._took(ready)
         cut = lengths(shape, members.wanted, members.table.rooms(members.slots))
         words = self._landing.wait(result).numpy()
+        self._batch.let_go()
         return self._grower.drafted(shape, members.sessions, cut, words, entries, starts)
 
     def _launch(
@@ -328,16 +329,17 @@ class DeviceSource(DeviceFollower):
             count_news(members, self._seats.counted, self._rows.warp)
         words = ahead.launch(nodes, self._batch.fill(ready, size, num_rows), members, lives)
         # While the device works.
-        self._took(ready, size, num_rows)
+        self._took(ready)
         ahead.take(self._landing.wait(words).numpy())
+        self._batch.let_go()
 
-    def _took(self, ready: Ready, size: int, num_rows: int) -> None:
+    def _took(self, ready: Ready) -> None:
         """The new rows of a launch are stable, and their features used."""
         members, stops = ready.members, ready.starts + ready.counts
         self._seats.stable[members.slots] = stops
         if self.feature_size:
-            staged = self._batch.newest(ready, size, num_rows)
-            members.table.features.use_batch(members.slots, ready.counts, stops, staged)
+            newest = self._batch.newest(ready)
+            members.table.features.use_batch(members.slots, stops, newest)
 
     def _give_up(self, session: Session) -> None:
         self._last = None

@@ -1,15 +1,15 @@
 """Features that arrived and were not used yet, where they lie in the messages that brought them.
 
-X session slots; H feature width. A draft batch reads its rows straight from the messages; a message
-is let go when all its rows were used. One that lies in a lane's memory is copied if that has not
-happened until the next one comes: what comes after it needs that memory.
+X session slots; B sessions of a batch; H feature width. A draft batch reads its rows straight from
+the messages; a message is let go when all its rows were used. One that lies in a lane's memory is
+copied if that has not happened until the next one comes: what comes after it needs that memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,15 @@ Convert = Callable[[WireTensor], NDArray[np.generic]]
 """Rows [F, H] as their reader holds them; a view where that is how they came."""
 _NOBODY: Final = 1 << 62
 """In the place of how far a session's features were used: it needs none any more."""
+
+
+class Lying(NamedTuple):
+    """All that a batch needs of one message."""
+
+    rows: NDArray[np.generic]
+    """[F, H] of the message; what else is in them is nobody's business."""
+    offsets: Indices
+    """[B]: the first row of each session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +149,15 @@ class HeldFeatures:
         self._used[slot] = stop
         self._tidy()
 
+    def lying(self, slots: Indices, starts: Indices, counts: Indices) -> Lying | None:
+        """Where counts[i] rows of the session in slots[i] lie, from position starts[i] on, all [B],
+        if just these are held, by one message in a lane's memory: a device can read them there.
+        Who looks at them keeps their place from being written over."""
+        if len(self._messages) != 1 or not self._messages[0].brings(slots, starts, counts):
+            return None
+        (message,) = self._messages
+        return Lying(message.rows, message.offsets) if is_lent(message.rows) else None
+
     def gather(
         self, slots: Indices, starts: Indices, counts: Indices, out: NDArray[np.generic]
     ) -> None:
@@ -171,12 +189,11 @@ class HeldFeatures:
             assert self._last is not None
             flat[again * most] = self._last[slots[again]]
 
-    def use_batch(
-        self, slots: Indices, counts: Indices, stops: Indices, out: NDArray[np.generic]
-    ) -> None:
-        """What `gather` wrote into `out` was used: positions below stops[i] of each session."""
+    def use_batch(self, slots: Indices, stops: Indices, last: NDArray[np.generic]) -> None:
+        """Positions below stops[i] of the session in slots[i] were used, for all [B]; `last` [B, H]
+        are the newest of them."""
         assert self._last is not None
-        self._last[slots] = out[np.arange(len(slots)), counts - 1]
+        self._last[slots] = last
         self._used[slots] = stops
         self._tidy()
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.errors import InvalidMessageError
-from outrider.transport.lane import LaneSet
+from outrider.transport.lane import Lane, LaneSet
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.messages import Encoded, Heartbeat, Welcome
 from outrider_drafter.engine import Answers, SessionMessage
@@ -19,13 +22,25 @@ class Lanes(LaneSet):
     """By connection; drafting thread only."""
 
     def __init__(
-        self, metrics: Metrics, *, max_unsent: int, on_lost: Callable[[int], None]
+        self,
+        metrics: Metrics,
+        *,
+        max_unsent: int,
+        on_lost: Callable[[int], None],
+        pin: Callable[[NDArray[np.uint8]], bool],
     ) -> None:
-        """`max_unsent` bounds the answers that wait for a verifier that does not read."""
+        """`max_unsent` bounds the answers that wait for a verifier that does not read; `pin` pins
+        memory for the device that copies features from it."""
         # Features go from there to where the device reads them.
         super().__init__(on_lost, borrows=True)
         self._metrics = metrics
         self._max_unsent = max_unsent
+        self._pin = pin
+
+    def attach(self, number: int, lane: Lane) -> None:
+        """See `LaneSet`."""
+        lane.read_by(self._pin)
+        super().attach(number, lane)
 
     def answer(self, answers: Answers) -> Answers:
         """Send what goes by lanes; returns the rest."""

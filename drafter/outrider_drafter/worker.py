@@ -12,6 +12,7 @@ import torch
 
 from outrider import trace
 from outrider.engine.device.current import enter_launching_thread
+from outrider.engine.device.pinned import pin
 from outrider.transport.lane import Lane
 from outrider.transport.letterbox import Letterbox
 from outrider_drafter.engine import Answers, ConnectionClosed, DraftEngine, SessionMessage
@@ -55,7 +56,13 @@ class DraftWorker:
         must not block. `max_unsent`: answers that wait for a verifier that does not read."""
         self._engine = engine
         self._deliver = deliver
-        self._lanes = Lanes(engine.metrics, max_unsent=max_unsent, on_lost=on_lane_lost)
+        on_device = torch.device(device)
+        self._lanes = Lanes(
+            engine.metrics,
+            max_unsent=max_unsent,
+            on_lost=on_lane_lost,
+            pin=lambda memory: pin(memory, on_device),
+        )
         self._on_lost = on_lost
         self._device = device
         self._inbox: Letterbox[tuple[int, Sequence[SessionMessage] | Lane] | None] = Letterbox()

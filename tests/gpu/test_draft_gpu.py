@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from outrider_drafter.device_head_source import DeviceHeadSource
 from outrider_drafter.head_source import HeadSource
 from torch import Tensor
 
+from outrider.engine.device.current import enter_launching_thread
 from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.graphs import GraphCache
+from outrider.engine.device.pinned import pin
 from outrider.engine.kernels.drafts import growth, tree_rank
 from outrider.engine.kernels.drafts import inputs as draft_inputs
 from outrider.engine.kernels.drafts.growth import (
@@ -23,9 +26,14 @@ from outrider.engine.kernels.drafts.growth import (
 )
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.spec.sampling import SamplingParams
+from outrider.transport.lane import is_lent
+from outrider.wire.codec import decode_verifier_messages, encode_verifier_messages
+from outrider.wire.messages import Verdicts
 from tests.factories import make_eagle3_head
-from tests.unit.drafter.helpers import make_engine
-from tests.unit.drafter.mixed_sessions import MIX, random_ends, told
+from tests.fakes.lanes import lane_pair
+from tests.unit.drafter.helpers import CHAIN, make_engine
+from tests.unit.drafter.lying import told_together
+from tests.unit.drafter.mixed_sessions import COUPLED, MIX, random_ends, told
 from tests.unit.engine.device.draft_sessions import (
     DETERMINISTIC,
     MIXED,
@@ -236,3 +244,43 @@ def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
         for name, proposal in ours.items():
             assert proposal.tree.tokens.tolist() == theirs[name].tree.tokens.tolist(), name
             assert proposal.tree.parents.tolist() == theirs[name].tree.parents.tolist()
+
+
+def test_features_are_read_from_the_lane_that_brings_them(checkpoint: Path) -> None:
+    enter_launching_thread(CUDA)
+    mix = [(CHAIN, sampling) for sampling in (SamplingParams(), COUPLED) * 7]
+    # Enough of them that they cross in the lane's ring.
+    ends = [[12 + step * 10] * len(mix) for step in range(5)]
+    device = DeviceHeadSource(
+        plain_head(checkpoint, device="cuda:0"),
+        max_rows=8192,
+        max_context=256,
+        max_sessions=16,
+        dtype=torch.float32,
+        device=CUDA,
+    )
+    pinned, lent = [], []
+
+    def pin_it(memory: NDArray[np.uint8]) -> bool:
+        pinned.append(pin(memory, CUDA))
+        return pinned[-1]
+
+    with lane_pair() as (ours, theirs):
+        theirs.read_by(pin_it)
+
+        def through_lane(verdicts: Verdicts) -> Verdicts:
+            ours.send(*encode_verifier_messages([verdicts]))
+            (frame,) = theirs.borrow()
+            (message,) = decode_verifier_messages(frame)
+            assert isinstance(message, Verdicts) and message.features is not None
+            lent.append(is_lent(message.features.joined()))
+            return message
+
+        found = told_together(make_engine([device]), mix, ends, through_lane)
+        assert pinned == [True] and lent == [True] * len(ends)
+    host = HeadSource(plain_head(checkpoint), max_rows=8192)
+    expected = told_together(make_engine([host]), mix, ends)
+    for here, there in zip(found, expected, strict=True):
+        assert here.keys() == there.keys() and len(here) == len(mix)
+        for name, proposal in here.items():
+            assert proposal.tree.tokens.tolist() == there[name].tree.tokens.tolist(), name

@@ -16,7 +16,9 @@ import ctypes
 from functools import cache
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _LIBRARY: Final = "libcuda.so.1"
@@ -56,6 +58,10 @@ class Calls(Protocol):
     def copy(self, to: Tensor, source: Tensor) -> None:
         """`source` to `to`, alike in size and type; one of them is in pinned memory, which must
         stay until the copy is over."""
+
+    def copy_from(self, to: Tensor, source: NDArray[np.generic]) -> None:
+        """The bytes of `source`, an array in one piece that may be read-only, to `to`, as many. It
+        must stay until the copy is over; only where it is in pinned memory does nobody wait."""
 
     def mark(self) -> Mark:
         """A new one."""
@@ -145,6 +151,14 @@ class DriverCalls:
         code = self.under_lock.cuMemcpyAsync(to.data_ptr(), source.data_ptr(), size, _stream())
         self.check(code, "cuMemcpyAsync")
 
+    def copy_from(self, to: Tensor, source: NDArray[np.generic]) -> None:
+        """See `Calls`."""
+        size = source.nbytes
+        if to.nbytes != size or not (to.is_contiguous() and source.flags.c_contiguous):
+            raise ValueError(f"a copy of {size} bytes to {to.nbytes}, or in pieces")
+        code = self.under_lock.cuMemcpyAsync(to.data_ptr(), source.ctypes.data, size, _stream())
+        self.check(code, "cuMemcpyAsync")
+
     def mark(self) -> Mark:
         """See `Calls`."""
         return _DriverMark(self)
@@ -185,6 +199,12 @@ class TorchCalls:
     def copy(self, to: Tensor, source: Tensor) -> None:
         """See `Calls`."""
         to.copy_(source, non_blocking=True)
+
+    def copy_from(self, to: Tensor, source: NDArray[np.generic]) -> None:
+        """See `Calls`."""
+        # A tensor of what is read-only is warned of, whatever is done with it.
+        owned = source if source.flags.writeable else source.copy()
+        to.copy_(torch.from_numpy(owned).view(to.dtype).view(to.shape), non_blocking=True)
 
     def mark(self) -> Mark:
         """See `Calls`."""

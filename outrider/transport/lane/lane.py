@@ -90,6 +90,10 @@ class Lane:
         """See `Ring.open_for`."""
         self._outgoing.open_for(pin)
 
+    def read_by(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
+        """See `Ring.read_by`."""
+        self._incoming.read_by(pin)
+
     def reserve(self, size: int) -> NDArray[np.uint8] | None:
         """A place for what others write into a frame, which is then sent as it lies there
         (`Ring.reserve`); None where there is none, or copying is as good."""

@@ -33,6 +33,7 @@ from tests.unit.drafter.helpers import (
     make_engine,
     name_of,
 )
+from tests.unit.drafter.lying import Lender, told_together
 from tests.unit.drafter.mixed_sessions import COUPLED, HOSTED, MIX, REJECTION, random_ends, told
 from tests.unit.drafter.on_device import on_device
 from tests.unit.engine.device.draft_sessions import plain_head
@@ -69,6 +70,45 @@ def test_every_session_gets_the_hosts_drafts_round_after_round(head: DraftHead) 
             assert_same(proposal, theirs[name])
             validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=12)
     assert len(source._on_host) == HOSTED
+
+
+def test_features_that_lie_in_a_lane_are_read_by_the_device_where_they_lie(
+    head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mix = [(CHAIN, sampling) for plan, sampling in MIX if plan is CHAIN and sampling != REJECTION]
+    rng = np.random.default_rng(4)
+    # Prompts, then one to four rows of each session a round.
+    ends = np.cumsum([[12] * len(mix), *rng.integers(1, 5, (6, len(mix)))], axis=0).tolist()
+    source, lender = on_device(head), Lender(gap=2)
+    lent_while_it_drafts: list[int] = []
+    wait = source._landing.wait
+
+    def count_and_wait(like: torch.Tensor) -> torch.Tensor:
+        lent_while_it_drafts.append(lender.lent)
+        return wait(like)
+
+    monkeypatch.setattr(source._landing, "wait", count_and_wait)
+    found = told_together(make_engine([source]), mix, ends, lender)
+    assert lent_while_it_drafts == [1] * 7, "its memory is used until the launch is over"
+    assert lender.lent == 0, "and no longer"
+    expected = told_together(make_engine([HeadSource(head, max_rows=8192)]), mix, ends)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) == len(mix)
+        for name, proposal in ours.items():
+            assert_same(proposal, theirs[name])
+
+
+def test_features_in_a_lane_of_sessions_that_are_drafted_apart_are_put_in_order(
+    head: DraftHead,
+) -> None:
+    ends, lender = random_ends(5, seed=5), Lender(gap=1)
+    found = told_together(make_engine([on_device(head)]), MIX, ends, lender)
+    expected = told_together(make_engine([HeadSource(head, max_rows=8192)]), MIX, ends)
+    assert lender.lent == 0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) == len(MIX)
+        for name, proposal in ours.items():
+            assert_same(proposal, theirs[name])
 
 
 def test_stable_rows_are_the_hosts(head: DraftHead) -> None:

@@ -86,7 +86,8 @@ def test_every_row_is_read_at_its_place(steps: list[list[int] | str]) -> None:
                 assert found == [feature(slot, p) for p in range(start, stop)]
                 spare = out[index, stop - start :].tolist()
                 assert all(row == [-1.0, -1.0] or row[0] == slot for row in spare)
-            held.use_batch(np.array(slots), counts, np.array(stops), out)
+            newest = out[np.arange(len(slots)), counts - 1]
+            held.use_batch(np.array(slots), np.array(stops), newest)
         for slot, stop in zip(slots, stops, strict=True):
             script.used[slot] = stop
     assert len(held) == 0 or script.used != script.ends
