@@ -77,6 +77,10 @@ class RoundTimes:
     """(seconds, weight) of each, the oldest one first."""
     _ranked: list[tuple[float, float]] = field(default_factory=list)
     """The same, the shortest one first."""
+    rounds: float = 0.0
+    """How many rounds these are."""
+    _seconds: float = 0.0
+    """Of all of them, stalls as long as they were."""
     _mean: float = math.nan
     _error: float = math.nan
     """nan: yet to be worked out."""
@@ -88,18 +92,24 @@ class RoundTimes:
         ranked, seen = self._ranked, (seconds, rounds)
         self._last.append(seen)
         insort(ranked, seen)
+        self.rounds += rounds
+        self._seconds += rounds * seconds
         if len(ranked) > self.window:
-            del ranked[bisect_left(ranked, self._last.popleft())]
+            oldest = self._last.popleft()
+            del ranked[bisect_left(ranked, oldest)]
+            self.rounds -= oldest[1]
+            self._seconds -= oldest[0] * oldest[1]
         self._stale, self._error = True, math.nan
 
     def _work_out(self) -> float:
         ranked = self._ranked
-        lasted, weights = zip(*ranked, strict=True)
         # Mostly none can be a stall.
-        if lasted[-1] > OUTLIER * lasted[0]:
-            most = OUTLIER * self._longest_usual()
-            usual = bisect_right(lasted, most)
-            lasted = (*lasted[:usual], *[most] * (len(lasted) - usual))
+        if ranked[-1][0] <= OUTLIER * ranked[0][0]:
+            return self._seconds / self.rounds
+        lasted, weights = zip(*ranked, strict=True)
+        most = OUTLIER * self._longest_usual()
+        usual = bisect_right(lasted, most)
+        lasted = (*lasted[:usual], *[most] * (len(lasted) - usual))
         mean: float = sum(map(mul, lasted, weights)) / sum(weights)
         return mean
 
@@ -116,12 +126,8 @@ class RoundTimes:
         """Begin anew."""
         self._last.clear()
         self._ranked.clear()
+        self.rounds = self._seconds = 0.0
         self._mean, self._error, self._stale = math.nan, math.nan, False
-
-    @property
-    def rounds(self) -> float:
-        """How many rounds these are."""
-        return sum([weight for _, weight in self._ranked])
 
     @property
     def mean_s(self) -> float:

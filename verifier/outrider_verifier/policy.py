@@ -39,6 +39,9 @@ MOST_ALONE: Final = 0.5
 """Share of a row's time that rounds of nothing but prompts may have taken for it to count."""
 STARVED_ROUNDS: Final = 16
 """Rounds in a row that did not count after which such ones do: both modes meet prompts."""
+PLAIN_LOOKS: Final = 4
+"""Rounds for which what is in force for sessions that decode plainly is not looked up anew, if
+nothing has changed: a small model's rounds are short, and in each of them they would ask."""
 IDLE_S: Final = 0.25
 IDLE_ROUNDS: Final = 16
 """Time, and plain rounds, without any round after which what the load was before is over: whoever
@@ -74,6 +77,8 @@ class Policy:
         self._own = OwnVerdicts(self._loads)
         self._piece_tokens = piece_tokens
         self._round = 0
+        self._looked_at = 0
+        """The round since which nothing has changed for sessions that decode plainly."""
         self._settled = False
         """Whether the load had lasted when the last round was planned."""
         self._round_s = 0.0
@@ -154,6 +159,8 @@ class Policy:
         if self._settled is not self._loads.settled:
             self._settled = self._loads.settled
             self.changed = self._automatic
+        if self.changed or self._round - self._looked_at >= PLAIN_LOOKS:
+            self._looked_at = self._round
 
     def _rest(self, sessions: int) -> None:
         """Begin anew with so many sessions if nothing has run for a while."""
@@ -313,8 +320,6 @@ class Policy:
         known = tally.known
         contest = self._contest(known)
         contest.expected_s = self._loads.plain_s
-        if tally.mode is Mode.PLAIN:
-            contest.ready_s = lean.ready_s(known, self._loads)
         timed = tally.alone_s <= MOST_ALONE * tally.seconds
         known.starved = 0 if timed else known.starved + 1
         seen = tally.seen(timed=timed or known.starved > STARVED_ROUNDS)
@@ -373,7 +378,7 @@ class Policy:
 
     def _fresh(self, known: Known) -> Known:
         """`known` with what rows ask of it looked up for this round."""
-        if known.fresh_at != self._round:
+        if known.fresh_at < (self._looked_at if known.plain else self._round):
             known.fresh_at = self._round
             known.ahead = known.look is not None and known.look.ahead(self._loads.load)
             known.patience_s = patience_s(
@@ -381,6 +386,8 @@ class Policy:
             )
             contest = self._contest(known)
             known.plain = contest.mode is Mode.PLAIN
+            if contest.in_force is Mode.PLAIN:
+                contest.ready_s = lean.ready_s(known, self._loads)
             hold(known, contest, self._loads)
             lets_go = lean.lets_go(known, contest, self._loads)
             if lets_go and not known.lets_go:
