@@ -38,12 +38,21 @@ def ready_s(known: Known, loads: Loads) -> float:
 
 def lets_go(known: Known, contest: Contest, loads: Loads) -> bool:
     """Whether sessions of a kind keep no features from now on; `contest`: that of the load. For
-    good, so it takes a load that has lasted, at which plain decoding was seen to be faster."""
-    if contest.in_force is not Mode.PLAIN or contest.trying or known.kind.method not in FEATURE_FED:
+    good, so it takes a load at which plain decoding was seen to be faster, and that has lasted,
+    unless the same was seen at the load before: sessions that come and go lead from one to the
+    other and back, and one that keeps features makes the rounds of all longer."""
+    if known.kind.method not in FEATURE_FED or not _is_plain(contest):
         return False
-    if not (loads.steady and contest.compared):
-        return False
+    if not loads.steady:
+        before = known.contests.get(loads.before)
+        if before is None or not _is_plain(before):
+            return False
     return pays(loads) and loads.rounds >= known.gathers_until
+
+
+def _is_plain(contest: Contest) -> bool:
+    """Whether plain decoding was seen to be faster, and nothing else is being tried."""
+    return contest.in_force is Mode.PLAIN and not contest.trying and contest.compared
 
 
 def gather(known: Known, loads: Loads) -> None:

@@ -97,6 +97,8 @@ class Loads:
         not."""
         self._changed_at = 0
         """The round since which the load is what it is."""
+        self.before = 0
+        """The load before this one."""
         self._base = 0
         """The load that this one has risen from."""
         self.peak = 0
@@ -120,6 +122,7 @@ class Loads:
         before, self.load, self._fewer_since = self.load, round(self.load + above), None
         if self.load == before:
             return False
+        self.before = before
         if self.rounds - self._changed_at > RISING:
             self._base = before
         self._base = min(self._base, self.load)
@@ -130,7 +133,7 @@ class Loads:
     def rest(self, sessions: int) -> None:
         """Nothing ran for a while, and now there are so many sessions: what was before is over."""
         self.sessions = max(1, sessions)
-        self.load = self.peak = self._base = round(math.log2(self.sessions))
+        self.load = self.peak = self.before = self._base = round(math.log2(self.sessions))
         self._changed_at, self._fewer_since = self.rounds - LASTING - self.sessions, None
 
     @property

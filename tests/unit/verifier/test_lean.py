@@ -290,3 +290,20 @@ def test_what_features_take_is_no_part_of_a_plain_round() -> None:
     for _ in range(64):
         seen.observe(Ran(8, 0, 0, before + seen.features_s, own=False, featured=True))
     assert seen.plain_s == pytest.approx(before, rel=0.01)
+
+
+def test_between_two_loads_at_which_both_were_seen_to_lose_nobody_keeps_them() -> None:
+    busy, mine = loads(200.0), known()
+    mine.contests = {3: left(), 2: left()}
+    busy.begin_round(3)
+    for _ in range(40):
+        busy.begin_round(3)
+        busy.observe(Ran(3, 0, 0, 0.0015))
+    assert busy.load == 2 and busy.steady
+    busy.begin_round(8)
+    assert busy.load == 3 and not busy.steady
+    assert lean.lets_go(mine, mine.contests[3], busy)
+    # Of the load before it nothing is known but by this one, or drafts are in force there.
+    for other in (Contest.beside(left()), Contest()):
+        mine.contests[2] = other
+        assert not lean.lets_go(mine, mine.contests[3], busy)
