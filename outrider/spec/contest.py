@@ -196,7 +196,8 @@ class Contest:
         usual_s = self._usual_s
         if not math.isnan(usual_s):
             # Usual rounds count: a stall pays for no probe.
-            self._credit_s += (THIN_BUDGET if self._thin else BUDGET) * seen.rounds * usual_s
+            served_s = seen.stands_for * seen.rounds * usual_s
+            self._credit_s += (THIN_BUDGET if self._thin else BUDGET) * served_s
         if not seen.settled:
             # Coming back is part of what a probe costs.
             lost_s = max(0.0, self._lost_s(mode, seen))
@@ -205,7 +206,7 @@ class Contest:
             return
         if mode is Mode.PLAIN:
             self._note_plain(seen)
-            self._winnings.decoded_plainly(seen.rounds)
+            self._winnings.decoded_plainly(seen.stands_for * seen.rounds)
         else:
             if self._stalls.held_up(seen, self._drafts):
                 seen = replace(seen, timed=False)

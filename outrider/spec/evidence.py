@@ -55,6 +55,8 @@ class Seen:
     """Whether its seconds tell anything."""
     able: float = 1.0
     """Share of the sessions that could speculate, in [0, 1]."""
+    stands_for: int = 1
+    """Rounds like it, itself included, of which nothing else was seen."""
 
     @property
     def rounds(self) -> float:

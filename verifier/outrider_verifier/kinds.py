@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from outrider.ids import DrafterId
+from outrider.spec.contest import Contest
 from outrider.spec.look_ahead import LookAhead
-from outrider_verifier.known import Kind, Known
+from outrider_verifier.known import Kind, Known, begun_contest
+from outrider_verifier.loads import Loads
 from outrider_verifier.own_verdicts import MAX_KINDS
 
 
@@ -30,6 +32,15 @@ class Kinds(dict[Kind, Known]):
             # Where nothing is decided, plans say how drafts are made.
             known.ahead = kind.look_ahead and not self._automatic
         return known
+
+    def contest(self, known: Known, loads: Loads) -> Contest:
+        """That of a kind at the load of now."""
+        contest = known.contests.get(loads.load)
+        if contest is None or not contest.decided:
+            contest = begun_contest(known, self.values(), loads.load)
+            contest.expected_s = loads.plain_s
+            known.contests[loads.load] = contest
+        return contest
 
     def attached(self, drafter_id: DrafterId) -> None:
         """A drafter has connected: what was found of its predecessor's speed is void."""

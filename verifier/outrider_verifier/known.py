@@ -105,7 +105,7 @@ class Tally:
     missed: int = 0
     """Rows that went without a draft, wanted or not: each emitted a token."""
 
-    def seen(self, *, timed: bool) -> Seen:
+    def seen(self, *, timed: bool, stands_for: int) -> Seen:
         """The round as a contest sees it; `timed`: whether its seconds tell anything."""
         return Seen(
             rows=self.rows,
@@ -116,6 +116,7 @@ class Tally:
             settled=self.settled,
             timed=timed,
             able=1.0 - self.known.lean / max(1, self.known.sessions),
+            stands_for=stands_for,
         )
 
     def add(self, rows: int, tokens: int, squares: int, seconds: float, alone_s: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from outrider_verifier.known import Known, Mark, Tally
@@ -11,6 +11,13 @@ from outrider_verifier.settled import Settled
 
 MISS_ROUNDS: Final = 4.0
 """Plain rounds that a miss counts as at most when drafts are judged."""
+
+
+def note_end(sessions: Iterable[Session], mark: Mark) -> None:
+    """A round of these ended at `mark`, and nothing more is to be seen of it."""
+    for session in sessions:
+        if session.pace is not None:
+            session.pace.mark = mark
 
 
 def observe_plain(sessions: Sequence[Session], mark: Mark, touched: list[Tally]) -> list[Session]:

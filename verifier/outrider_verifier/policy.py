@@ -17,28 +17,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from outrider.ids import DrafterId
-from outrider.spec.contest import Contest
 from outrider.spec.costs import CostTable
 from outrider.spec.estimates import LEAST_ROUNDS, patience_s
-from outrider.spec.evidence import Seen
 from outrider.spec.modes import Mode, Reason
 from outrider.wire.accounting import REASON_FLAGS
 from outrider.wire.messages import PAUSED
 from outrider_verifier import lean
 from outrider_verifier.holds import hold, stays
+from outrider_verifier.judging import Judging
 from outrider_verifier.kinds import Kinds
-from outrider_verifier.known import Kind, Known, Mark, Pace, Tally, begun_contest, named_gain
+from outrider_verifier.known import Kind, Known, Pace, named_gain
 from outrider_verifier.lengths import Lengths
-from outrider_verifier.loads import Loads, Ran, Times
-from outrider_verifier.observing import observe_plain, observe_row
-from outrider_verifier.own_verdicts import OwnVerdicts, own_rows
-from outrider_verifier.sessions import NO_LIMIT, Session, keep_features
+from outrider_verifier.loads import Loads, Times
+from outrider_verifier.own_verdicts import OwnVerdicts
+from outrider_verifier.sessions import NO_LIMIT, Session
 from outrider_verifier.settled import NO_ROWS, Alike, Settled
 
-MOST_ALONE: Final = 0.5
-"""Share of a row's time that rounds of nothing but prompts may have taken for it to count."""
-STARVED_ROUNDS: Final = 16
-"""Rounds in a row that did not count after which such ones do: both modes meet prompts."""
 PLAIN_LOOKS: Final = 4
 """Rounds for which what is in force for sessions that decode plainly is not looked up anew, if
 nothing has changed: a small model's rounds are short, and in each of them they would ask."""
@@ -71,11 +65,18 @@ class Policy:
         self._ceiling_s = ceiling_s
         self.costs = CostTable()
         """Forwards by the shape of their round."""
-        self._lengths = Lengths(self.costs, verify_s)
         self._kinds = Kinds(automatic=automatic, begins_ahead=not shares_cores)
         self._loads = Loads(times, self.costs, piece_tokens=piece_tokens)
         self._own = OwnVerdicts(self._loads)
-        self._piece_tokens = piece_tokens
+        self._judging = Judging(
+            self._loads,
+            self._kinds,
+            self._own,
+            Lengths(self.costs, verify_s),
+            self.costs,
+            automatic=automatic,
+            piece_tokens=piece_tokens,
+        )
         self._round = 0
         self._looked_at = 0
         """The round since which nothing has changed for sessions that decode plainly."""
@@ -135,7 +136,7 @@ class Policy:
             if self.pauses(session):
                 self.turn(session, paused=True)
         elif known.sessions == 1 and known.contests:
-            self._contest(known).begin_text()
+            self._kinds.contest(known, self._loads).begin_text()
         return pace
 
     def leave(self, session: Session) -> None:
@@ -161,6 +162,7 @@ class Policy:
             self.changed = self._automatic
         if self.changed or self._round - self._looked_at >= PLAIN_LOOKS:
             self._looked_at = self._round
+            self._judging.look_around()
 
     def _rest(self, sessions: int) -> None:
         """Begin anew with so many sessions if nothing has run for a while."""
@@ -282,74 +284,11 @@ class Policy:
         """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
         forward: `rows` and those that were `alike`. `prompts`: the tokens of each one in it."""
         self._ended_at = now
-        apart = [row for row in rows if row.verified is not None]
-        count, nodes = len(apart) + len(alike), sum([row.nodes for row in apart])
-        own = own_rows(apart, alike)
-        pieces = sum(-(-tokens // self._piece_tokens) for tokens in prompts)
-        featured = keep_features(alike.sessions) or keep_features([row.session for row in rows])
-        ran = Ran(count, nodes, pieces, seconds, len(prompts), bool(own), featured)
-        self._loads.observe(ran)
-        # Plain decoding is that without features: whoever asks for no drafts keeps none.
-        longer = self._loads.stretch(featured=featured)
-        mark = Mark(now, self._loads.prompts_s, self._loads.alone_s)
-        touched: list[Tally] = []
-        for session in observe_plain(alike.sessions, mark, touched):
-            observe_row(Settled.plain(session), mark, touched, self._round_s)
-        for row in apart:
-            observe_row(row, mark, touched, self._round_s)
-        if own:
-            self._own.observe(own, ran, now)
-            self.changed = self.changed or (self._automatic and self._own.plain(now))
-        elif count and not pieces:
-            # Of a round with prompts nobody knows well what is left without them.
-            self.costs.observe(count, nodes, forward_s)
-            if nodes:
-                # Plain rounds tell no drafter: the host's share is no matter of nodes.
-                self._lengths.observe(seconds - forward_s)
-        if count and not (own or nodes):
+        judging = self._judging
+        judging.observe_round(rows, alike, seconds, forward_s, prompts, now, self._round_s)
+        self.changed = self.changed or (self._automatic and judging.turned)
+        if judging.plain:
             self._round_s = self._loads.round_s
-        for tally in touched:
-            if tally.mode is Mode.PLAIN and longer > 1.0:
-                tally.seconds /= longer
-            if self._automatic:
-                self._judge(tally)
-            tally.clear()
-
-    def _judge(self, tally: Tally) -> None:
-        """Let the contests of a kind see what the kind's sessions got."""
-        known = tally.known
-        contest = self._contest(known)
-        contest.expected_s = self._loads.plain_s
-        timed = tally.alone_s <= MOST_ALONE * tally.seconds
-        known.starved = 0 if timed else known.starved + 1
-        seen = tally.seen(timed=timed or known.starved > STARVED_ROUNDS)
-        if not self._judge_ahead(tally, contest, seen):
-            before, was = contest.mode, contest.in_force
-            contest.observe(tally.mode, seen)
-            turned = (contest.mode, contest.in_force) != (before, was)
-            if known.look is not None and turned:
-                known.look.follow(contest, was, self._loads.load)
-            self.changed = self.changed or turned
-            if turned:
-                known.gathers_until = 0
-        if contest.due:
-            lean.gather(known, self._loads)
-        known.review += tally.mode is Mode.SPECULATE
-        other = self._lengths.review(known, self._loads.load, self._loads.sessions)
-        self.changed = self.changed or other
-
-    def _judge_ahead(self, tally: Tally, contest: Contest, seen: Seen) -> bool:
-        """Weigh look-ahead against lock-step, while nothing is being tried against plain decoding;
-        whether rounds like these only try the way that is not in force, and so tell nothing of
-        what speculation gives."""
-        look, load = tally.known.look, self._loads.load
-        if look is None or tally.mode is Mode.PLAIN or contest.trying:
-            return False
-        before, tried = look.ahead(load), look.trying(load)
-        if look.observe(load, seen, ahead=tally.ahead, hits=tally.hits, missed=tally.missed):
-            contest.renew()
-        self.changed = self.changed or look.ahead(load) is not before
-        return tried or look.trying(load)
 
     # ---- reports -------------------------------------------------------------------------------
 
@@ -384,7 +323,7 @@ class Policy:
             known.patience_s = patience_s(
                 known.arrival, self._round_s, bound_s=math.inf, ceiling_s=self._ceiling_s
             )
-            contest = self._contest(known)
+            contest = self._kinds.contest(known, self._loads)
             known.plain = contest.mode is Mode.PLAIN
             if contest.in_force is Mode.PLAIN:
                 contest.ready_s = lean.ready_s(known, self._loads)
@@ -396,12 +335,3 @@ class Policy:
             known.lets_go = lets_go
             known.why = REASON_FLAGS[contest.reason]
         return known
-
-    def _contest(self, known: Known) -> Contest:
-        load = self._loads.load
-        contest = known.contests.get(load)
-        if contest is None or not contest.decided:
-            contest = begun_contest(known, self._kinds.values(), load)
-            contest.expected_s = self._loads.plain_s
-            known.contests[load] = contest
-        return contest
