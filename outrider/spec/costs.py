@@ -66,11 +66,11 @@ class CostTable:
         if self._filled is None:
             self._filled = _fill(self._seconds)
         per_row = nodes / max(rows, 1)
-        column = [np.interp(per_row, NODE_STEPS, row) for row in self._filled]
         place = float(np.interp(rows, ROW_STEPS, np.arange(len(ROW_STEPS))))
         low = int(place)
         high = min(low + 1, len(ROW_STEPS) - 1)
-        between: NDArray[np.float64] = column[low] + (place - low) * (column[high] - column[low])
+        below, above = (np.interp(per_row, NODE_STEPS, self._filled[row]) for row in (low, high))
+        between: NDArray[np.float64] = below + (place - low) * (above - below)
         return between
 
 
