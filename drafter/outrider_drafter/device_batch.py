@@ -206,8 +206,8 @@ class DraftBatch:
         gathered = torch.zeros((cells, self._width), dtype=dtype, pin_memory=pinned)
         self._gathered = raw_array(gathered)
         """[cells, H]: features that the host has put in order."""
-        self._lying = Lying(self._gathered, np.zeros(0, dtype=np.int64))
-        """The feature rows of the batch that was staged last."""
+        self._lying: Lying | None = None
+        """The feature rows of the batch that was staged last, until they are let go."""
         self._buckets: dict[tuple[int, int], StagedRows] = {}
 
     def fill(self, ready: Ready | None, size: int, num_rows: int) -> StagedRows:
@@ -257,12 +257,14 @@ class DraftBatch:
 
     def newest(self, ready: Ready) -> NDArray[np.generic]:
         """The newest feature rows [B, H] of the batch that was staged last, copied."""
-        newest: NDArray[np.generic] = self._lying.rows[self._lying.offsets + ready.counts - 1]
+        lying = self._lying
+        assert lying is not None
+        newest: NDArray[np.generic] = lying.rows[lying.offsets + ready.counts - 1]
         return newest
 
     def let_go(self) -> None:
         """The launch is over: the memory in which its features lie may be used for others."""
-        self._lying = Lying(self._gathered, self._lying.offsets)
+        self._lying = None
 
     def _bucket(self, size: int, num_rows: int) -> StagedRows:
         cells = size * num_rows

@@ -153,10 +153,12 @@ class HeldFeatures:
         """Where counts[i] rows of the session in slots[i] lie, from position starts[i] on, all [B],
         if just these are held, by one message in a lane's memory: a device can read them there.
         Who looks at them keeps their place from being written over."""
-        if len(self._messages) != 1 or not self._messages[0].brings(slots, starts, counts):
+        if len(self._messages) != 1:
             return None
         (message,) = self._messages
-        return Lying(message.rows, message.offsets) if is_lent(message.rows) else None
+        if not (is_lent(message.rows) and message.brings(slots, starts, counts)):
+            return None
+        return Lying(message.rows, message.offsets)
 
     def gather(
         self, slots: Indices, starts: Indices, counts: Indices, out: NDArray[np.generic]

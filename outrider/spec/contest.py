@@ -122,6 +122,12 @@ class Contest:
         return self._found and self.in_force is Mode.PLAIN
 
     @property
+    def holds_plain(self) -> bool:
+        """Whether plain decoding is in force and was run at this very load, and nothing else is
+        being tried."""
+        return self.in_force is Mode.PLAIN and not self.trying and self.compared
+
+    @property
     def mode(self) -> Mode:
         """What sessions are to do now."""
         return self.in_force if self._probe is None else self._probe.mode

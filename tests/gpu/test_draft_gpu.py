@@ -28,12 +28,11 @@ from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.spec.sampling import SamplingParams
 from outrider.transport.lane import is_lent
 from outrider.wire.codec import decode_verifier_messages, encode_verifier_messages
-from outrider.wire.messages import Verdicts
+from outrider.wire.messages import Proposal, Verdict, Verdicts
 from tests.factories import make_eagle3_head
 from tests.fakes.lanes import lane_pair
 from tests.unit.drafter.helpers import CHAIN, make_engine
-from tests.unit.drafter.lying import told_together
-from tests.unit.drafter.mixed_sessions import COUPLED, MIX, random_ends, told
+from tests.unit.drafter.mixed_sessions import COUPLED, MIX, random_ends, together, told
 from tests.unit.engine.device.draft_sessions import (
     DETERMINISTIC,
     MIXED,
@@ -218,19 +217,33 @@ def test_inputs_and_layout_equal_their_twins(dtype: torch.dtype) -> None:
         assert torch.equal(one, other.cpu())
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
-    checkpoint: Path, graphs: bool
-) -> None:
-    device = DeviceHeadSource(
+def on_device(checkpoint: Path, *, graphs: bool = True) -> DeviceHeadSource:
+    return DeviceHeadSource(
         plain_head(checkpoint, device="cuda:0"),
         max_rows=8192,
         max_context=256,
         max_sessions=16,
         dtype=torch.float32,
-        device="cuda:0",
+        device=CUDA,
         cuda_graphs=graphs,
     )
+
+
+def assert_same_drafts(
+    found: list[dict[str, Proposal]], expected: list[dict[str, Proposal]], sessions: int
+) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) == sessions
+        for name, proposal in ours.items():
+            assert proposal.tree.tokens.tolist() == theirs[name].tree.tokens.tolist(), name
+            assert proposal.tree.parents.tolist() == theirs[name].tree.parents.tolist()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
+    checkpoint: Path, graphs: bool
+) -> None:
+    device = on_device(checkpoint, graphs=graphs)
     if graphs:
         device.warm_up()
         device.graphs.sealed = False
@@ -239,11 +252,7 @@ def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
     found, expected = (
         told(make_engine([source]), MIX, random_ends(4, seed=4)) for source in (device, host)
     )
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys() and len(ours) == len(MIX)
-        for name, proposal in ours.items():
-            assert proposal.tree.tokens.tolist() == theirs[name].tree.tokens.tolist(), name
-            assert proposal.tree.parents.tolist() == theirs[name].tree.parents.tolist()
+    assert_same_drafts(found, expected, len(MIX))
 
 
 def test_features_are_read_from_the_lane_that_brings_them(checkpoint: Path) -> None:
@@ -251,14 +260,6 @@ def test_features_are_read_from_the_lane_that_brings_them(checkpoint: Path) -> N
     mix = [(CHAIN, sampling) for sampling in (SamplingParams(), COUPLED) * 7]
     # Enough of them that they cross in the lane's ring.
     ends = [[12 + step * 10] * len(mix) for step in range(5)]
-    device = DeviceHeadSource(
-        plain_head(checkpoint, device="cuda:0"),
-        max_rows=8192,
-        max_context=256,
-        max_sessions=16,
-        dtype=torch.float32,
-        device=CUDA,
-    )
     pinned, lent = [], []
 
     def pin_it(memory: NDArray[np.uint8]) -> bool:
@@ -268,19 +269,15 @@ def test_features_are_read_from_the_lane_that_brings_them(checkpoint: Path) -> N
     with lane_pair() as (ours, theirs):
         theirs.read_by(pin_it)
 
-        def through_lane(verdicts: Verdicts) -> Verdicts:
-            ours.send(*encode_verifier_messages([verdicts]))
+        def through_lane(entries: Sequence[Verdict]) -> list[Verdicts]:
+            ours.send(*encode_verifier_messages(together(entries)))
             (frame,) = theirs.borrow()
             (message,) = decode_verifier_messages(frame)
             assert isinstance(message, Verdicts) and message.features is not None
             lent.append(is_lent(message.features.joined()))
-            return message
+            return [message]
 
-        found = told_together(make_engine([device]), mix, ends, through_lane)
+        found = told(make_engine([on_device(checkpoint)]), mix, ends, through_lane)
         assert pinned == [True] and lent == [True] * len(ends)
     host = HeadSource(plain_head(checkpoint), max_rows=8192)
-    expected = told_together(make_engine([host]), mix, ends)
-    for here, there in zip(found, expected, strict=True):
-        assert here.keys() == there.keys() and len(here) == len(mix)
-        for name, proposal in here.items():
-            assert proposal.tree.tokens.tolist() == there[name].tree.tokens.tolist(), name
+    assert_same_drafts(found, told(make_engine([host]), mix, ends, together), len(mix))

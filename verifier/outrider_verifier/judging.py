@@ -68,8 +68,7 @@ class Judging:
 
     def _is_calm(self, known: Known) -> bool:
         contest = self._kinds.contest(known, self._loads)
-        tries = contest.trying or contest.due
-        return contest.compared and contest.mode is Mode.PLAIN and not tries
+        return contest.holds_plain and not contest.due
 
     def observe_round(
         self,

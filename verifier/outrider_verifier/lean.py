@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Final
 
 from outrider.spec.contest import Contest
-from outrider.spec.modes import Mode
 from outrider.spec.plan import FEATURE_FED
 from outrider_verifier.known import Known
 from outrider_verifier.loads import Loads
@@ -41,18 +40,13 @@ def lets_go(known: Known, contest: Contest, loads: Loads) -> bool:
     good, so it takes a load at which plain decoding was seen to be faster, and that has lasted,
     unless the same was seen at the load before: sessions that come and go lead from one to the
     other and back, and one that keeps features makes the rounds of all longer."""
-    if known.kind.method not in FEATURE_FED or not _is_plain(contest):
+    if known.kind.method not in FEATURE_FED or not contest.holds_plain:
         return False
     if not loads.steady:
         before = known.contests.get(loads.before)
-        if before is None or not _is_plain(before):
+        if before is None or not before.holds_plain:
             return False
     return pays(loads) and loads.rounds >= known.gathers_until
-
-
-def _is_plain(contest: Contest) -> bool:
-    """Whether plain decoding was seen to be faster, and nothing else is being tried."""
-    return contest.in_force is Mode.PLAIN and not contest.trying and contest.compared
 
 
 def gather(known: Known, loads: Loads) -> None:

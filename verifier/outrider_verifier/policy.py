@@ -79,7 +79,7 @@ class Policy:
         )
         self._round = 0
         self._looked_at = 0
-        """The round since which nothing has changed for sessions that decode plainly."""
+        """The round in which it was last looked around; see `PLAIN_LOOKS`."""
         self._settled = False
         """Whether the load had lasted when the last round was planned."""
         self._round_s = 0.0

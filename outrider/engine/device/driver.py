@@ -145,18 +145,18 @@ class DriverCalls:
         if not (to.is_contiguous() and source.is_contiguous()):
             _BY_TORCH.copy(to, source)
             return
-        size = source.nbytes
-        if to.nbytes != size:
-            raise ValueError(f"a copy of {size} bytes to {to.nbytes}")
-        code = self.under_lock.cuMemcpyAsync(to.data_ptr(), source.data_ptr(), size, _stream())
-        self.check(code, "cuMemcpyAsync")
+        self._copy(to, source.data_ptr(), source.nbytes)
 
     def copy_from(self, to: Tensor, source: NDArray[np.generic]) -> None:
         """See `Calls`."""
-        size = source.nbytes
-        if to.nbytes != size or not (to.is_contiguous() and source.flags.c_contiguous):
-            raise ValueError(f"a copy of {size} bytes to {to.nbytes}, or in pieces")
-        code = self.under_lock.cuMemcpyAsync(to.data_ptr(), source.ctypes.data, size, _stream())
+        if not (to.is_contiguous() and source.flags.c_contiguous):
+            raise ValueError("a copy from or to what lies in pieces")
+        self._copy(to, source.ctypes.data, source.nbytes)
+
+    def _copy(self, to: Tensor, address: int, size: int) -> None:
+        if to.nbytes != size:
+            raise ValueError(f"a copy of {size} bytes to {to.nbytes}")
+        code = self.under_lock.cuMemcpyAsync(to.data_ptr(), address, size, _stream())
         self.check(code, "cuMemcpyAsync")
 
     def mark(self) -> Mark:

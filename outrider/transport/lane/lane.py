@@ -87,12 +87,13 @@ class Lane:
         self.flush()
 
     def open_for(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """See `Ring.open_for`."""
-        self._outgoing.open_for(pin)
+        """From here on places can be reserved, if `pin` can have the memory written to by whoever
+        will write into them (`Ring.pin`)."""
+        self._outgoing.pin(pin)
 
     def read_by(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """See `Ring.read_by`."""
-        self._incoming.read_by(pin)
+        """Have what is borrowed pinned for a device that reads it there (`Ring.pin`)."""
+        self._incoming.pin(pin)
 
     def reserve(self, size: int) -> NDArray[np.uint8] | None:
         """A place for what others write into a frame, which is then sent as it lies there

@@ -80,8 +80,8 @@ class Ring:
         self._last: _Frame | None = None
         """The frame that was written last."""
         self._memory_array: NDArray[np.uint8] | None = None
-        """The memory as those who write into places see it; None: nobody may. Of a reader, what is
-        pinned of it."""
+        """The memory, while it is pinned: as those who write into places see it; None: nobody
+        may."""
         self._closed = False
         self._lent: deque[int] = deque()
         """Of a reader: numbers of the frames that were lent, but for the first of them that were
@@ -158,15 +158,10 @@ class Ring:
         if frame.place is None:
             self._head = self._unread.pop().start
 
-    def open_for(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """From here on places can be reserved, if `pin` can have the memory written to by whoever
-        will write into them."""
-        memory = np.frombuffer(self._memory, np.uint8)
-        self._memory_array = memory if pin(memory) else None
-
-    def read_by(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """Of a reader: have `pin` see to it that a device copies what is lent as fast as it can,
-        until the ring is closed; where it cannot, copies take longer."""
+    def pin(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
+        """Have `pin` see to it that a device copies to and from the memory without anybody waiting,
+        until the ring is closed. Where it cannot, there are no places (`reserve`),
+        and copies of what is lent take longer."""
         memory = np.frombuffer(self._memory, np.uint8)
         self._memory_array = memory if pin(memory) else None
 

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from outrider_drafter.engine import DraftEngine
 
-from outrider.spec.plan import Plan
-from outrider.spec.sampling import SamplingParams
-from outrider.wire.messages import FeatureRows, Proposal, Verdicts
-from tests.unit.drafter.helpers import Script, drain, name_of
-
-Carry = Callable[[Verdicts], Verdicts]
-
-
-def told_together(
-    engine: DraftEngine,
-    mix: Sequence[tuple[Plan, SamplingParams]],
-    ends: Sequence[Sequence[int]],
-    carry: Carry = lambda verdicts: verdicts,
-) -> list[dict[str, Proposal]]:
-    """As `told`, each round being one message, which `carry` brings."""
-    scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(mix))]
-    for script, (plan, sampling) in zip(scripts, mix, strict=True):
-        engine.handle(1, script.start(plan=plan, sampling=sampling))
-    rounds = []
-    for round_ends in ends:
-        entries = [script.entry(end) for script, end in zip(scripts, round_ends, strict=True)]
-        engine.handle(1, carry(Verdicts.of(entries)))
-        rounds.append({name_of(p): p for p in drain(engine)})
-    return rounds
+from outrider.wire.messages import FeatureRows, Verdict, Verdicts
+from tests.unit.drafter.mixed_sessions import together
 
 
 class Lender:
@@ -46,10 +23,10 @@ class Lender:
         self.lent = 0
         """Frames that somebody looks at."""
 
-    def __call__(self, verdicts: Verdicts) -> Verdicts:
-        """The same verdicts, their features lent."""
-        if verdicts.features is None:
-            return verdicts
+    def __call__(self, entries: Sequence[Verdict]) -> list[Verdicts]:
+        """One message, its features lent."""
+        (verdicts,) = together(entries)
+        assert verdicts.features is not None
         rows, counts = verdicts.features.joined(), verdicts.feature_counts
         offsets = np.cumsum(counts + self._gap) - counts
         memory = np.full((int((counts + self._gap).sum()), rows.shape[1]), np.nan, np.float32)
@@ -60,7 +37,7 @@ class Lender:
         weakref.finalize(held, self._write_over, memory)
         lying = np.frombuffer(held.data.toreadonly(), np.float32).reshape(memory.shape)
         features = FeatureRows(dtype=verdicts.features.dtype, pieces=(lying,))
-        return replace(verdicts, features=features, feature_offsets=offsets)
+        return [replace(verdicts, features=features, feature_offsets=offsets)]
 
     def _write_over(self, memory: NDArray[np.float32]) -> None:
         self.lent -= 1

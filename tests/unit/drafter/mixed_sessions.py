@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from outrider_drafter.engine import DraftEngine
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.wire.messages import Proposal
+from outrider.wire.messages import Proposal, Verdict, Verdicts
 from tests.unit.drafter.helpers import CHAIN, TREE, Script, drain, name_of
 
 COUPLED = SamplingParams(temperature=0.8, seed=2**64 - 9)
@@ -46,8 +46,25 @@ def random_ends(rounds: int, *, seed: int) -> list[list[int]]:
     return ends
 
 
+Bring = Callable[[Sequence[Verdict]], Sequence[Verdicts]]
+"""What a round says of each session, as messages."""
+
+
+def apart(entries: Sequence[Verdict]) -> list[Verdicts]:
+    """A message of each session."""
+    return [Verdicts.of([entry]) for entry in entries]
+
+
+def together(entries: Sequence[Verdict]) -> list[Verdicts]:
+    """One of all."""
+    return [Verdicts.of(entries)]
+
+
 def told(
-    engine: DraftEngine, mix: Sequence[tuple[Plan, SamplingParams]], ends: Sequence[Sequence[int]]
+    engine: DraftEngine,
+    mix: Sequence[tuple[Plan, SamplingParams]],
+    ends: Sequence[Sequence[int]],
+    bring: Bring = apart,
 ) -> list[dict[str, Proposal]]:
     """Proposals after each round of verdicts, session i being told up to `ends[round][i]`."""
     scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(mix))]
@@ -55,7 +72,7 @@ def told(
         engine.handle(1, script.start(plan=plan, sampling=sampling))
     rounds = []
     for round_ends in ends:
-        for script, end in zip(scripts, round_ends, strict=True):
-            engine.handle(1, script.verdict(end))
+        for verdicts in bring([s.entry(end) for s, end in zip(scripts, round_ends, strict=True)]):
+            engine.handle(1, verdicts)
         rounds.append({name_of(p): p for p in drain(engine)})
     return rounds

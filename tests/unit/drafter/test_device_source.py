@@ -33,8 +33,16 @@ from tests.unit.drafter.helpers import (
     make_engine,
     name_of,
 )
-from tests.unit.drafter.lying import Lender, told_together
-from tests.unit.drafter.mixed_sessions import COUPLED, HOSTED, MIX, REJECTION, random_ends, told
+from tests.unit.drafter.lying import Lender
+from tests.unit.drafter.mixed_sessions import (
+    COUPLED,
+    HOSTED,
+    MIX,
+    REJECTION,
+    random_ends,
+    together,
+    told,
+)
 from tests.unit.drafter.on_device import on_device
 from tests.unit.engine.device.draft_sessions import plain_head
 
@@ -59,16 +67,23 @@ def assert_same(found: Proposal, expected: Proposal) -> None:
         )
 
 
+def assert_the_hosts(
+    found: list[dict[str, Proposal]], expected: list[dict[str, Proposal]], sessions: int
+) -> None:
+    """Every session got the host's drafts in every round."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) == sessions
+        for name, proposal in ours.items():
+            assert_same(proposal, theirs[name])
+            validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=12)
+
+
 def test_every_session_gets_the_hosts_drafts_round_after_round(head: DraftHead) -> None:
     ends = random_ends(5, seed=1)
     source = on_device(head)
     found = told(make_engine([source]), MIX, ends)
     expected = told(make_engine([HeadSource(head, max_rows=8192)]), MIX, ends)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys() and len(ours) == len(MIX)
-        for name, proposal in ours.items():
-            assert_same(proposal, theirs[name])
-            validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=12)
+    assert_the_hosts(found, expected, len(MIX))
     assert len(source._on_host) == HOSTED
 
 
@@ -88,27 +103,21 @@ def test_features_that_lie_in_a_lane_are_read_by_the_device_where_they_lie(
         return wait(like)
 
     monkeypatch.setattr(source._landing, "wait", count_and_wait)
-    found = told_together(make_engine([source]), mix, ends, lender)
+    found = told(make_engine([source]), mix, ends, lender)
     assert lent_while_it_drafts == [1] * 7, "its memory is used until the launch is over"
     assert lender.lent == 0, "and no longer"
-    expected = told_together(make_engine([HeadSource(head, max_rows=8192)]), mix, ends)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys() and len(ours) == len(mix)
-        for name, proposal in ours.items():
-            assert_same(proposal, theirs[name])
+    expected = told(make_engine([HeadSource(head, max_rows=8192)]), mix, ends, together)
+    assert_the_hosts(found, expected, len(mix))
 
 
 def test_features_in_a_lane_of_sessions_that_are_drafted_apart_are_put_in_order(
     head: DraftHead,
 ) -> None:
     ends, lender = random_ends(5, seed=5), Lender(gap=1)
-    found = told_together(make_engine([on_device(head)]), MIX, ends, lender)
-    expected = told_together(make_engine([HeadSource(head, max_rows=8192)]), MIX, ends)
+    found = told(make_engine([on_device(head)]), MIX, ends, lender)
+    expected = told(make_engine([HeadSource(head, max_rows=8192)]), MIX, ends, together)
     assert lender.lent == 0
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys() and len(ours) == len(MIX)
-        for name, proposal in ours.items():
-            assert_same(proposal, theirs[name])
+    assert_the_hosts(found, expected, len(MIX))
 
 
 def test_stable_rows_are_the_hosts(head: DraftHead) -> None:
