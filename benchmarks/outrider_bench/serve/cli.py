@@ -44,7 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain, separate, colocated, fused; plain is always measured, unless it "
         "has waves --in-turn; default: plain,separate",
     )
-    add("--model", default=DEFAULT_MODEL, help="name, directory, or widened (8B cost)")
+    add(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="name, directory, or widened (8B cost); with --router the directory of what it "
+        "serves, for the lab's rounds",
+    )
     add("--wide", metavar="SHAPE", help="widen --model: HIDDEN,INNER,LAYERS,HEADS,KV_HEADS")
     add("--head", type=Path, help="draft head; default: the one that ships for the model")
     add("--draft-model", metavar="NAME|DIR", help="for --drafter model")

@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from outrider.client.local import CPU, CUDA, SEPARATE
 from outrider.client.modelfiles import ModelFiles, find_model
 from outrider.engine.checkpoint import load_model_config
 from outrider.errors import InvalidRequestError, OutriderError
+from outrider.models import model_dir
 from outrider.spec.plan import DraftMethod
 from outrider_bench.environment import describe
 from outrider_bench.gpu.bench import DEVICE_COPY_BYTES_S
@@ -117,14 +119,14 @@ class Run:
                 self._measure_router(meter)
             else:
                 machine = self._machine()
-                self._know_model(meter, machine)
+                self._know_model(meter, machine.files.path, machine.device, machine.dtype)
                 for service in self._services:
                     self._measure_service(meter, machine, service)
         return self._merged()
 
     def _machine(self) -> Machine:
         args = self._args
-        dtype = args.dtype or ("float32" if args.device == CPU else "bfloat16")
+        dtype = args.dtype or _usual_dtype(args.device)
         files = bench_model(args.model, args.head, wide=args.wide, dtype=dtype, device=args.device)
         draft_model = None if args.draft_model is None else find_model(args.draft_model).path
         _check_files(files, self._drafts)
@@ -147,14 +149,22 @@ class Run:
             row_us=args.row_us,
         )
 
-    def _know_model(self, meter: Meter, machine: Machine) -> None:
+    def _know_served(self, meter: Meter, name: str) -> None:
+        """The lab's rounds for what a running router serves, as far as its files are known: those
+        of --model, a directory, or of a model of that name that is on this machine."""
+        args = self._args
+        given = Path(args.model)
+        path = given if given.is_dir() else model_dir(name)
+        if (path / "config.json").is_file():
+            self._know_model(meter, path, args.device, args.dtype or _usual_dtype(args.device))
+
+    def _know_model(self, meter: Meter, model: Path, device: str, dtype: str) -> None:
         """The lab's rounds where they are of this device and of a model of this cost; the floor."""
         import torch
 
-        config = load_model_config(machine.files.path)
-        read = weight_bytes(config, getattr(torch, machine.dtype))
+        read = weight_bytes(load_model_config(model), getattr(torch, dtype))
         gpu = describe().get("gpu")
-        if machine.device == CUDA and gpu is not None:
+        if device == CUDA and gpu is not None:
             meter.lab = read_lab(str(gpu), read)
             meter.about["floor_ms"] = round(read / DEVICE_COPY_BYTES_S * 1000.0, 4)
 
@@ -165,6 +175,7 @@ class Run:
         parse_list(placement, PLACEMENTS, "--placement")
         model = fleet.info.verifiers[0].model if fleet.info.verifiers else self._args.model
         awake = self._args.awake_cores or 0
+        self._know_served(meter, model)
         plain = Service(placement=PLAIN, drafts=(Drafts(),), awake_cores=awake)
         drafts = drafts_at(placement, self._drafts)
         drafted = Service(placement=placement, drafts=drafts, awake_cores=awake)
@@ -275,6 +286,10 @@ class Run:
         return results.merge(
             self._content, {**self._about, "cells": [], results.LEFT_OUT: self._left_out}
         )
+
+
+def _usual_dtype(device: str) -> str:
+    return "float32" if device == CPU else "bfloat16"
 
 
 def places_of(wanted: Sequence[str], in_turn: bool) -> list[str]:

@@ -8,11 +8,12 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from outrider_bench.prompts import BenchPrompt
-from outrider_bench.serve import results
+from outrider_bench.serve import cli, results, run
 from outrider_bench.serve.cells import (
     PLAIN,
     SETS,
@@ -297,6 +298,30 @@ class TestLab:
         assert found.ms == lab.rounds[("fused", 3)][32]
         assert not read_lab("NVIDIA H100 80GB HBM3", 14_361_829_376).rounds
         assert not read_lab("NVIDIA H200", 269_000_000).rounds
+
+    def test_they_are_known_for_what_a_running_router_serves(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shape = {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "tie_word_embeddings": False,
+        }
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        monkeypatch.setattr(run, "describe", lambda: {"gpu": "NVIDIA H200"})
+        parser = argparse.ArgumentParser()
+        cli.add_arguments(parser)
+        flags = ["--router", "h:1", "--device", "cuda", "--model"]
+        meter = SimpleNamespace(lab=Lab(), about={})
+        run.Run(parser.parse_args([*flags, "smollm2-135m"]), {})._know_served(meter, "no-such")
+        assert not meter.lab.rounds
+        run.Run(parser.parse_args([*flags, str(tmp_path)]), {})._know_served(meter, "no-such")
+        assert meter.lab.round_of(replace(CELL, placement="separate", sessions=8)) is not None
 
     def test_efficiency_is_the_share_of_the_labs_tokens(self) -> None:
         # Two sessions, three tokens a round of 5 ms: 1,200 tokens/s at best.
