@@ -65,6 +65,9 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
 }
 """Folders of packages, and which of their modules stay as they are."""
 MODULES: Final = (
+    "outrider/engine/block_ledger.py",
+    "outrider/engine/blocks.py",
+    "outrider/engine/kvcache.py",
     "outrider/trace.py",
     "outrider/transport/framed.py",
     "outrider/transport/grpc/laned.py",

@@ -19,7 +19,7 @@ from outrider.engine.kernels.state import (
     NUM_STREAMS,
     RULE_NUMBERS,
     SamplingState,
-    stream_keys,
+    stream_key_row,
 )
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.sampling import SamplingParams
@@ -97,7 +97,7 @@ class DeviceRows:
         self._held[slot] = []
         state = self.sampling
         # Copies from pageable memory have left it when they return: nothing to keep alive.
-        state.stream_keys[slot].copy_(torch.from_numpy(stream_keys(sampling)))
+        state.stream_keys[slot].copy_(torch.from_numpy(stream_key_row(sampling)))
         state.temperatures[slot] = sampling.temperature
         state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
         self.warp.begin(slot, sampling)

@@ -201,23 +201,22 @@ class KVSequence:
         first = self._blocks[0] * self._pool.block_tokens
         self.start = first if joined and in_order else None
 
-    @torch.inference_mode()
     def _move_to(self, extent: range) -> None:
         """Go on in an extent that was taken; what is written, if not committed, goes along."""
         used, start = self._len + self._pending, extent.start * self._pool.block_tokens
         if used:
-            storage = self._pool.storage
-            there = storage.narrow(3, start, used)
-            if self.start is not None:
-                there.copy_(storage.narrow(3, self.start, used))
-            else:
-                there.copy_(storage.index_select(3, self.slots(0, used)))
+            with torch.inference_mode():
+                storage = self._pool.storage
+                there = storage.narrow(3, start, used)
+                if self.start is not None:
+                    there.copy_(storage.narrow(3, self.start, used))
+                else:
+                    there.copy_(storage.index_select(3, self.slots(0, used)))
         if self._blocks:
             self._pool.ledger.give(self._blocks)
         self._blocks, self._told = [], 0
         self._append(extent)
 
-    @torch.inference_mode()
     def _copy_from(self, filled: Sequence[int]) -> None:
         """The first slots become those of these blocks."""
         storage, size = self._pool.storage, self._pool.block_tokens
@@ -227,7 +226,8 @@ class KVSequence:
             while place + count < len(filled) and self._follow(filled, place + count):
                 count += 1
             to, source = self._blocks[place] * size, filled[place] * size
-            storage.narrow(3, to, count * size).copy_(storage.narrow(3, source, count * size))
+            with torch.inference_mode():
+                storage.narrow(3, to, count * size).copy_(storage.narrow(3, source, count * size))
             place += count
 
     def _follow(self, filled: Sequence[int], place: int) -> bool:

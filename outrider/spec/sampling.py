@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from outrider.errors import InvalidRequestError
@@ -101,6 +101,9 @@ class SamplingParams:
             f"banned_ids must be at most {MAX_BANNED_IDS} ids >= 0",
         )
         _check_bias(self.logit_bias)
+        self._check_noise()
+
+    def _check_noise(self) -> None:
         _require(0 <= self.seed <= UINT64_MAX, f"seed must fit in 64 bits, got {self.seed}")
         if self.draft_key is not None:
             _require(0 <= self.draft_key <= UINT64_MAX, "draft_key must fit in 64 bits")
@@ -139,8 +142,19 @@ class SamplingParams:
         if self.draft_key is not None:
             return self
         stream = self.draft_stream
-        key = 0 if stream is None else self.stream_key(stream)
-        return replace(self, seed=0, draft_key=key)
+        return self.with_noise(draft_key=0 if stream is None else self.stream_key(stream))
+
+    def with_noise(self, *, seed: int = 0, draft_key: int | None = None) -> SamplingParams:
+        """The same parameters, which are not checked again, with this noise: most sessions differ
+        in nothing else. Raises InvalidRequestError where the fields do."""
+        other: SamplingParams = object.__new__(SamplingParams)
+        for name in _PARAMETERS:
+            object.__setattr__(other, name, getattr(self, name))
+        object.__setattr__(other, "seed", seed)
+        object.__setattr__(other, "draft_key", draft_key)
+        other._check_noise()
+        return other
 
 
 _DRAFT_STREAMS = {Rule.COUPLED: Stream.TARGET, Rule.REJECTION: Stream.DRAFT}
+_PARAMETERS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("seed", "draft_key"))

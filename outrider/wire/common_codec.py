@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
-from typing import TypeVar
+from functools import _lru_cache_wrapper, lru_cache
+from typing import Final, TypeVar
 
 from google.protobuf.message import Message
 
@@ -23,6 +24,13 @@ from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
 from outrider.wire.v1 import common_pb2 as pb
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
+DecodedT = TypeVar("DecodedT")
+
+REMEMBERED: Final = 256
+"""Plans, and sampling parameters but for their noise, of which hundreds of sessions have the same:
+checking them costs more than all the rest of a session's opening message."""
+REMEMBERED_BYTES: Final = 256
+"""Longer ones are not remembered: a peer could fill the memory with them."""
 
 RULES: dict[Rule, pb.Rule] = {
     Rule.GREEDY: pb.RULE_GREEDY,
@@ -72,6 +80,12 @@ def maybe(table: Mapping[int, EnumT], value: int, name: str) -> EnumT | None:
     return None if value == 0 else known(table, value, name)
 
 
+def _remembered(decode: _lru_cache_wrapper[DecodedT], message: Message) -> DecodedT:
+    """What a message means, looked up by its bytes unless they are many."""
+    data = message.SerializeToString()
+    return decode(data) if len(data) <= REMEMBERED_BYTES else decode.__wrapped__(data)
+
+
 def methods_from_pb(values: Collection[int]) -> tuple[DraftMethod, ...]:
     """Draft methods of a handshake or info message."""
     count(values, "methods", high=MAX_METHODS)
@@ -110,6 +124,22 @@ def bias_from_pb(messages: Collection[pb.LogitBias]) -> tuple[tuple[int, float],
 
 def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
     """Decode and validate sampling parameters."""
+    common = pb.Sampling()
+    common.CopyFrom(message)
+    common.ClearField("seed")
+    common.ClearField("draft_key")
+    params = _remembered(_sampling_of, common)
+    with reading("sampling"):
+        return params.with_noise(
+            seed=message.seed,
+            draft_key=message.draft_key if message.HasField("draft_key") else None,
+        )
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _sampling_of(data: bytes) -> SamplingParams:
+    """All but the noise."""
+    message = pb.Sampling.FromString(data)
     banned = token_ids(message.banned_ids, "banned_ids", high=MAX_BANNED_IDS)
     bias = bias_from_pb(message.logit_bias)
     with reading("sampling"):
@@ -124,8 +154,6 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
             presence_penalty=message.presence_penalty,
             frequency_penalty=message.frequency_penalty,
             banned_ids=banned,
-            seed=message.seed,
-            draft_key=message.draft_key if message.HasField("draft_key") else None,
             rule=maybe(RULES_FROM_PB, message.rule, "rule") or Rule.COUPLED,
             logit_bias=bias,
         )
@@ -214,7 +242,12 @@ _DEFAULT_PLAN = Plan()
 
 def plan_from_pb(message: pb.Plan) -> Plan:
     """Decode and validate a plan."""
-    default = _DEFAULT_PLAN
+    return _remembered(_plan_of, message)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _plan_of(data: bytes) -> Plan:
+    message, default = pb.Plan.FromString(data), _DEFAULT_PLAN
     with reading("plan"):
         return Plan(
             method=maybe(METHODS_FROM_PB, message.method, "method") or default.method,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.engine.device.slots import SessionSlots
-from outrider.engine.kernels.state import stream_keys
+from outrider.engine.kernels.state import stream_key_row
 from outrider.engine.kvcache import KVPool
 from outrider.spec.sampling import SamplingParams
 
@@ -53,7 +53,7 @@ def test_a_burst_of_sessions_on_a_busy_stream_is_told_of_each() -> None:
     assert not woken.query(), "nothing waited for the device"
     torch.cuda.synchronize()
     assert slots.sequence.tables[places].tolist() == [list(s.blocks) for s in sequences]
-    keys = np.stack([stream_keys(SamplingParams(seed=number)) for number in range(SESSIONS)])
+    keys = np.stack([stream_key_row(SamplingParams(seed=number)) for number in range(SESSIONS)])
     assert np.array_equal(slots.sampling.stream_keys[places].cpu().numpy(), keys)
     lengths, roots = slots.sequence.lengths[places], slots.sequence.roots[places]
     assert lengths.tolist() == [9, 5] * (SESSIONS // 2)

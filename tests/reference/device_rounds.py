@@ -21,7 +21,7 @@ from outrider.engine.kernels.state import (
     RULE_REJECTION,
     RULE_TARGET_ONLY,
     SamplingState,
-    stream_keys,
+    stream_key_row,
 )
 from outrider.spec.law import DraftLaw
 from outrider.spec.sampling import Rule, SamplingParams
@@ -67,7 +67,7 @@ def sampling_state(
     params: Sequence[SamplingParams], slots: Tensor, num_slots: int
 ) -> SamplingState:
     """State in which session slots[b] samples by params[b]; the other slots are greedy."""
-    keys = np.stack([stream_keys(p) for p in params])
+    keys = np.stack([stream_key_row(p) for p in params])
     state = SamplingState(
         stream_keys=torch.zeros(num_slots, NUM_STREAMS, dtype=torch.int64),
         temperatures=torch.zeros(num_slots),

@@ -85,6 +85,19 @@ class Bounds:
         """Blocks that stay free when a session is let in beside so many."""
         return max(int(self.watermark * total_blocks), running + 1)
 
+    def level(self, claim: Claim) -> int:
+        """A session's claim on the others' blocks."""
+        return claim.priority + int(claim.waited_s / self.aging_s)
+
+    def turn(self, claim: Claim) -> tuple[float, float]:
+        """Who is let in first is smaller."""
+        return -self.level(claim), claim.opened_at
+
+    def entry(self, claim: Claim) -> int:
+        """Blocks that a session takes when it is let in."""
+        last = claim.preemptions >= self.max_preemptions
+        return claim.most_blocks if last else claim.next_blocks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
@@ -94,27 +107,14 @@ class State:
     total_blocks: int
     running: Sequence[Claim]
     waiting: Sequence[Claim]
-    unpressed: int = 0
-    """Sessions that run besides, and that nobody need look at; see `unpressed`."""
 
 
-def unpressed(
-    *, most_running: int, running: int, total_blocks: int, waiting: Sequence[Claim], bounds: Bounds
-) -> State | None:
-    """The state where everybody can run and nobody will want for a block, however long answers get:
-    then nobody is preempted, and who runs need not be looked at. None: everybody must be.
-    `most_running`: all blocks that the `running` sessions may ever have to hold."""
-    most, everybody = most_running + sum([c.most_blocks for c in waiting]), running + len(waiting)
-    reserve = bounds.reserve(everybody, total_blocks)
-    if most + reserve > total_blocks or everybody > bounds.max_running:
-        return None
-    return State(
-        free_blocks=total_blocks - most_running,
-        total_blocks=total_blocks,
-        running=(),
-        waiting=waiting,
-        unpressed=running,
-    )
+def all_fit(*, most_blocks: int, sessions: int, total_blocks: int, bounds: Bounds) -> bool:
+    """Whether so many sessions, those that wait among them, can all run and none will ever want for
+    a block, however long answers get: `most_blocks` is what they may have to hold, all together.
+    Then `plan` would preempt nobody and `let_all_in`."""
+    reserve = bounds.reserve(sessions, total_blocks)
+    return most_blocks + reserve <= total_blocks and sessions <= bounds.max_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +140,17 @@ def plan(state: State, bounds: Bounds) -> list[Action]:
     rounds free; if anybody is being served, somebody runs."""
     book = _Book(state, bounds)
     book.make_room_to_grow()
-    for claim in sorted(state.waiting, key=book.rank):
+    for claim in sorted(state.waiting, key=bounds.turn):
         if not book.let_in(claim):
             break
     return book.actions
+
+
+def let_all_in(waiting: Iterable[Claim], bounds: Bounds) -> list[Action]:
+    """What to do where `all_fit`; of a claim only who waits, how long and what for is looked at."""
+    return [
+        LetIn(claim.session_id, bounds.entry(claim)) for claim in sorted(waiting, key=bounds.turn)
+    ]
 
 
 def choose_way(*, swap_s: float | None, recompute_s: float, wanted: Way | None = None) -> Way:
@@ -187,16 +194,11 @@ class _Book:
         self._bounds = bounds
         self._total = state.total_blocks
         self._running = {claim.session_id: claim for claim in state.running}
-        self._unpressed = state.unpressed
         self._spare = state.free_blocks - sum(map(_missing, state.running))
         """Free blocks beyond those that running sessions are about to take; may be negative."""
         self._holders = Counter(block for claim in state.running for block in claim.shared)
         """Of blocks that several hold: who of them still runs."""
         self.actions: list[Action] = []
-
-    def rank(self, claim: Claim) -> tuple[float, float]:
-        """Who comes first is smaller."""
-        return -self._level(claim), claim.opened_at
 
     def make_room_to_grow(self) -> None:
         """Preempt until everybody else finds the blocks for the next rounds."""
@@ -216,7 +218,7 @@ class _Book:
                 victims.append(lesser[len(victims)])
         for victim in self._needed(claim, victims):
             self._preempt(victim)
-        blocks = self._entry(claim)
+        blocks = self._bounds.entry(claim)
         self._spare -= blocks
         self._running[claim.session_id] = claim._replace(blocks=blocks, next_blocks=blocks)
         self.actions.append(LetIn(claim.session_id, blocks))
@@ -224,14 +226,14 @@ class _Book:
 
     def _fits(self, claim: Claim, gone: Sequence[Claim]) -> bool:
         """Whether a session finds a place and blocks once these are gone."""
-        stay = self._unpressed + len(self._running) - len(gone)
+        stay = len(self._running) - len(gone)
         spare = self._spare + self._freed(gone)
         if not stay:
-            return self._entry(claim) <= spare
+            return self._bounds.entry(claim) <= spare
         if stay >= self._bounds.max_running:
             return False
         reserve = self._bounds.reserve(stay, self._total)
-        entry = self._entry(claim)
+        entry = self._bounds.entry(claim)
         room = min(claim.most_blocks, entry + self._bounds.guard_blocks * bool(claim.preemptions))
         return max(room, entry + reserve) <= spare and self._expected(claim, gone)
 
@@ -271,24 +273,16 @@ class _Book:
 
     def _lesser(self, claim: Claim) -> Iterable[Claim]:
         """Whom a session that waits may displace."""
-        level = self._level(claim)
+        level = self._bounds.level
         return (
             other
             for other in self._open_to_preemption()
-            if other.priority < claim.priority and self._level(other) < level and not other.guarded
+            if other.priority < claim.priority and level(other) < level(claim) and not other.guarded
         )
 
     def _cost(self, claim: Claim) -> tuple[int, bool, int, float]:
         """Who goes first is smaller: the lowest claim, then the least progress, then the latest."""
-        return self._level(claim), claim.guarded, claim.tokens, -claim.opened_at
-
-    def _level(self, claim: Claim) -> int:
-        return claim.priority + int(claim.waited_s / self._bounds.aging_s)
-
-    def _entry(self, claim: Claim) -> int:
-        """Blocks that a session takes when it is let in."""
-        last = claim.preemptions >= self._bounds.max_preemptions
-        return claim.most_blocks if last else claim.next_blocks
+        return self._bounds.level(claim), claim.guarded, claim.tokens, -claim.opened_at
 
 
 def _missing(claim: Claim) -> int:

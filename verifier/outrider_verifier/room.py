@@ -26,9 +26,10 @@ from outrider_verifier.preemption import (
     Preempt,
     State,
     Way,
+    all_fit,
     choose_way,
+    let_all_in,
     plan,
-    unpressed,
 )
 from outrider_verifier.prefixes import Prefixes
 from outrider_verifier.runner import RoundRunner
@@ -161,7 +162,7 @@ class Room:
         due = self.waiting and (touched != self._seen or now >= self._again_at)
         if grown and not due and not self.pressed:
             return True
-        actions = plan(self._state(now, grown=grown), self._bounds)
+        actions = self._actions(now, grown=grown)
         self.pressed = any(
             [isinstance(action, Preempt) and action.session_id in flying for action in actions]
         )
@@ -173,47 +174,55 @@ class Room:
             raise AssertionError("blocks were preempted for and are not there")
         return True
 
-    def _state(self, now: float, *, grown: bool) -> State:
-        waiting = [self._claim(session, now) for session in self.waiting.values()]
-        if grown:
-            found = unpressed(
-                most_running=sum([session.most_blocks for session in self.running.values()]),
-                running=len(self.running),
-                total_blocks=self._total,
-                waiting=waiting,
-                bounds=self._bounds,
+    def _actions(self, now: float, *, grown: bool) -> list[Action]:
+        running, waiting = self.running.values(), self.waiting.values()
+        if grown and all_fit(
+            most_blocks=sum([session.most_blocks for session in (*running, *waiting)]),
+            sessions=len(running) + len(waiting),
+            total_blocks=self._total,
+            bounds=self._bounds,
+        ):
+            return let_all_in(
+                [self._brief_claim(session, now) for session in waiting], self._bounds
             )
-            if found is not None:
-                return found
-        return State(
+        state = State(
             free_blocks=self._pool.free_blocks,
             total_blocks=self._total,
-            running=[self._claim(session, now) for session in self.running.values()],
-            waiting=waiting,
+            running=[self._claim(session, now) for session in running],
+            waiting=[self._claim(session, now) for session in waiting],
+        )
+        return plan(state, self._bounds)
+
+    def _brief_claim(self, session: Session, now: float) -> Claim:
+        """Of a session that waits, as far as `let_all_in` looks at it."""
+        since, most = session.waits_since, session.most_blocks
+        held_next = session.kv_len + self._runner.slack.beyond(session)
+        return Claim(
+            session_id=session.session_id,
+            priority=session.spec.priority,
+            opened_at=session.opened_at,
+            blocks=0,
+            next_blocks=self._pool.blocks_for(held_next),
+            most_blocks=most,
+            expected_blocks=most,
+            preemptions=session.preemptions,
+            waited_s=session.waited_s + (0.0 if since is None else now - since),
         )
 
     def _claim(self, session: Session, now: float) -> Claim:
-        spec, since = session.spec, session.waits_since
+        spec = session.spec
         before = len(spec.token_ids) - spec.prompt_len
         answer = self.lengths.expected(before + session.emitted, before + spec.max_new_tokens)
-        beyond = self._runner.slack.beyond(session)
-        most = session.most_blocks
+        expected = spec.prompt_len + answer + self._runner.slack.beyond(session)
         lately = (
             session.length - session.resumed_len < GUARD_TOKENS
             and now - session.resumed_at < GUARD_S
         )
-        return Claim(
-            session_id=session.session_id,
-            priority=spec.priority,
-            opened_at=session.opened_at,
+        return self._brief_claim(session, now)._replace(
             blocks=session.kv.num_blocks,
             shared=tuple(self._pool.ledger.shared(session.kv.blocks)),
-            next_blocks=self._pool.blocks_for(session.kv_len + beyond),
-            most_blocks=most,
-            expected_blocks=min(most, self._pool.blocks_for(spec.prompt_len + answer + beyond)),
+            expected_blocks=min(session.most_blocks, self._pool.blocks_for(expected)),
             tokens=session.kv.len,
-            preemptions=session.preemptions,
-            waited_s=session.waited_s + (0.0 if since is None else now - since),
             guarded=session.preemptions > 0 and lately,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from outrider.errors import InvalidRequestError
 from outrider.grammar.constraint import Constraint
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
+from outrider.spec.token_limits import TokenLimits
 from outrider.wire.messages import SessionSpec
 from outrider_verifier.lookup import StandIn
 
@@ -291,56 +292,54 @@ def check_spec(
 ) -> None:
     """Refuse a session that can never be served. Raises InvalidRequestError."""
     count = len(spec.token_ids)
-    _require(count > 0, "the prompt is empty", "EMPTY_PROMPT")
-    _require(
-        min(spec.token_ids) >= 0 and max(spec.token_ids) < vocab_size,
-        f"prompt token ids must be in [0, {vocab_size})",
-        "TOKEN_OUT_OF_RANGE",
-    )
-    _require(
-        all(0 <= token < vocab_size for token in spec.stop_token_ids),
-        f"stop token ids must be in [0, {vocab_size})",
-        "TOKEN_OUT_OF_RANGE",
-    )
-    _require(
-        1 <= spec.prompt_len <= count,
-        f"prompt_len must be in [1, {count}], got {spec.prompt_len}",
-        "INVALID_PROMPT_LEN",
-    )
-    _require(
-        spec.max_new_tokens >= 1,
-        f"max_new_tokens must be at least 1, got {spec.max_new_tokens}",
-        "INVALID_MAX_NEW_TOKENS",
-    )
-    _require(
-        count + spec.max_new_tokens <= max_context_len,
-        f"prompt ({count}) and max_new_tokens ({spec.max_new_tokens}) exceed the context of "
-        f"{max_context_len} tokens",
-        "CONTEXT_TOO_LONG",
-    )
-    if (limits := spec.token_limits) is not None:
-        _require(
-            max(itertools.chain(limits.allowed_ids, *limits.bad_words)) < vocab_size,
+    # Words are made for what is refused alone: they took most of the time.
+    if not count:
+        _refuse("the prompt is empty", "EMPTY_PROMPT")
+    if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:
+        _refuse(f"prompt token ids must be in [0, {vocab_size})", "TOKEN_OUT_OF_RANGE")
+    stops = spec.stop_token_ids
+    if stops and (min(stops) < 0 or max(stops) >= vocab_size):
+        _refuse(f"stop token ids must be in [0, {vocab_size})", "TOKEN_OUT_OF_RANGE")
+    if not 1 <= spec.prompt_len <= count:
+        _refuse(f"prompt_len must be in [1, {count}], got {spec.prompt_len}", "INVALID_PROMPT_LEN")
+    if spec.max_new_tokens < 1:
+        _refuse(
+            f"max_new_tokens must be at least 1, got {spec.max_new_tokens}",
+            "INVALID_MAX_NEW_TOKENS",
+        )
+    if count + spec.max_new_tokens > max_context_len:
+        _refuse(
+            f"prompt ({count}) and max_new_tokens ({spec.max_new_tokens}) exceed the context of "
+            f"{max_context_len} tokens",
+            "CONTEXT_TOO_LONG",
+        )
+    limits = spec.token_limits
+    if limits is not None and _greatest(limits) >= vocab_size:
+        _refuse(
             f"allowed ids and those of bad words must be in [0, {vocab_size})",
             "TOKEN_OUT_OF_RANGE",
         )
-    _require(
-        spec.structured_output is None or len(spec.stop_token_ids) > 0,
-        "structured output needs a stop token id: nothing else could end it",
-        "INVALID_STRUCTURE",
-    )
+    if spec.structured_output is not None and not stops:
+        _refuse(
+            "structured output needs a stop token id: nothing else could end it",
+            "INVALID_STRUCTURE",
+        )
     check_plan(spec.plan, max_tree_nodes=max_tree_nodes)
 
 
 def check_plan(plan: Plan, *, max_tree_nodes: int) -> None:
     """Refuse a plan whose proposals would all be invalid here. Raises InvalidRequestError."""
-    _require(
-        not plan.speculative or plan.draft_tokens <= max_tree_nodes,
-        f"draft_tokens must be at most {max_tree_nodes} on this verifier, got {plan.draft_tokens}",
-        "INVALID_PLAN",
-    )
+    if plan.speculative and plan.draft_tokens > max_tree_nodes:
+        _refuse(
+            f"draft_tokens must be at most {max_tree_nodes} on this verifier, got "
+            f"{plan.draft_tokens}",
+            "INVALID_PLAN",
+        )
 
 
-def _require(ok: bool, message: str, reason: str) -> None:
-    if not ok:
-        raise InvalidRequestError(message, reason=reason)
+def _greatest(limits: TokenLimits) -> int:
+    return max(itertools.chain(limits.allowed_ids, *limits.bad_words))
+
+
+def _refuse(message: str, reason: str) -> NoReturn:
+    raise InvalidRequestError(message, reason=reason)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -31,9 +32,11 @@ from outrider.errors import ResourceExhaustedError
 from outrider.spec.sampling import SamplingParams
 
 _KEY_WORDS = 2 * NUM_STREAMS
-_FIELDS = _KEY_WORDS + 6
-"""Words of a slot beside its table: stream keys, its number (2), temperature, rule, length, root.
+_HEAD: Final = Struct(f"={NUM_STREAMS}Qqf3i")
+"""What a slot has beside its table: stream keys, its number, temperature, rule, length, root.
 Numbers of 64 bits lie at even places."""
+_FIELDS: Final = _HEAD.size // 4
+"""Words of these."""
 _BEGUN: Final = 8
 """Slots that one launch writes."""
 _GROWN: Final = 64
@@ -100,6 +103,10 @@ class SessionSlots:
         # One launch for all fields: a session waits for every one of them before its first round.
         self._graphs = GraphCache(device, enabled=graphs)
         padding, held = SamplingParams(), self._padding_kv.blocks
+        # What is left of a launch says again where the padding slot begins. Places are of 64 bits,
+        # as the copy wants them: in front, where they are aligned.
+        self._no_places = np.full(_GROWN, self.padding * blocks, np.int64)
+        self._no_blocks = np.full(_GROWN, held[0], np.int32)
         self._nobody = self._row(self.padding, held, padding, length=1, root=0)
         # Captured now: no session is to wait for it later.
         for rows in ([], [self._nobody], [self._nobody] * _BEGUN):
@@ -170,10 +177,8 @@ class SessionSlots:
         root: int,
     ) -> NDArray[np.int32]:
         words: NDArray[np.int32] = np.empty(self._width, dtype=np.int32)
-        words[:_KEY_WORDS] = stream_keys(sampling).view(np.int32)
-        words[_KEY_WORDS : _KEY_WORDS + 2] = np.array([slot], dtype=np.int64).view(np.int32)
-        words[_KEY_WORDS + 2] = np.array([sampling.temperature], dtype=np.float32).view(np.int32)[0]
-        words[_KEY_WORDS + 3 : _FIELDS] = (RULE_NUMBERS[sampling.effective_rule], length, root)
+        rule, keys = RULE_NUMBERS[sampling.effective_rule], stream_keys(sampling)
+        _HEAD.pack_into(words.data, 0, *keys, slot, sampling.temperature, rule, length, root)
         words[_FIELDS : _FIELDS + len(blocks)] = blocks
         # A row is padded to the nodes of its launch. What those write past the session's blocks
         # goes where the padding slot's goes; the blocks of a table's past may be others' by now.
@@ -182,16 +187,14 @@ class SessionSlots:
 
     def _write(self, rows: list[NDArray[np.int32]], places: list[int], held: list[int]) -> None:
         """Write at most _BEGUN slots, then at most _GROWN blocks to these places of all tables."""
-        # What is left of the launch says again where the padding slot begins.
-        left = _GROWN - len(held)
-        where = np.array(places + [self.padding * self._blocks] * left, np.int64)
-        numbers = np.array(held + [self._padding_kv.blocks[0]] * left, np.int32)
-        # Places are of 64 bits, as the copy wants them: in front, where they are aligned.
-        grown = (where.view(np.int32), numbers)
+        where, numbers = self._no_places, self._no_blocks
+        if held:
+            where, numbers = where.copy(), numbers.copy()
+            where[: len(held)], numbers[: len(held)] = places, held
         # Where few are served they begin one by one, and their tables may be long.
         count = len(rows) if len(rows) < 2 else _BEGUN
         staged = self._staged[: count * self._width + 3 * _GROWN]
-        upload(staged, *rows, *[self._nobody] * (count - len(rows)), *grown)
+        upload(staged, *rows, *[self._nobody] * (count - len(rows)), where.view(np.int32), numbers)
         self._graphs.run(("slots", count), partial(self._spread, staged, count))
 
     def _spread(self, staged: Tensor, count: int) -> None:

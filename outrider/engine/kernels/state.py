@@ -97,7 +97,15 @@ RULE_NUMBERS = {
 }
 
 
-def stream_keys(sampling: SamplingParams) -> NDArray[np.int64]:
-    """A slot's row of `SamplingState.stream_keys`: int64 [NUM_STREAMS]."""
-    keys = [sampling.stream_key(stream) if sampling.knows(stream) else 0 for stream in Stream]
-    return np.array(keys, dtype=np.uint64).view(np.int64)
+_STREAMS = tuple(Stream)
+"""Going through an enumeration takes longer than what is asked of it here."""
+
+
+def stream_keys(sampling: SamplingParams) -> list[int]:
+    """A slot's row of `SamplingState.stream_keys`: NUM_STREAMS words of 64 bits."""
+    return [sampling.stream_key(stream) if sampling.knows(stream) else 0 for stream in _STREAMS]
+
+
+def stream_key_row(sampling: SamplingParams) -> NDArray[np.int64]:
+    """The same, int64 [NUM_STREAMS]."""
+    return np.array(stream_keys(sampling), dtype=np.uint64).view(np.int64)

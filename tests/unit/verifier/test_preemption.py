@@ -18,9 +18,10 @@ from outrider_verifier.preemption import (
     Preempt,
     State,
     Way,
+    all_fit,
     choose_way,
+    let_all_in,
     plan,
-    unpressed,
 )
 
 from outrider.ids import SessionId
@@ -139,20 +140,20 @@ def test_where_nobody_will_want_for_a_block_who_runs_need_not_be_looked_at(
     case: tuple[State, Bounds],
 ) -> None:
     state, bounds = case
-    found = unpressed(
-        most_running=sum(each.most_blocks for each in state.running),
-        running=len(state.running),
+    everybody = (*state.running, *state.waiting)
+    most = sum(each.most_blocks for each in everybody)
+    found = all_fit(
+        most_blocks=most,
+        sessions=len(everybody),
         total_blocks=state.total_blocks,
-        waiting=state.waiting,
         bounds=bounds,
     )
-    everybody = (*state.running, *state.waiting)
-    spare = state.total_blocks - sum(each.most_blocks for each in everybody)
+    spare = state.total_blocks - most
     enough = spare >= max(int(bounds.watermark * state.total_blocks), len(everybody) + 1)
-    assert (found is not None) == (enough and len(everybody) <= bounds.max_running)
-    if found is not None:
-        assert not found.running and plan(found, bounds) == plan(state, bounds)
-        assert len(plan(found, bounds)) == len(state.waiting)
+    assert found == (enough and len(everybody) <= bounds.max_running)
+    if found:
+        assert let_all_in(state.waiting, bounds) == plan(state, bounds)
+        assert len(plan(state, bounds)) == len(state.waiting)
 
 
 def test_no_more_run_than_may() -> None:

@@ -22,7 +22,7 @@ from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft
-from outrider.engine.kernels.state import RULE_NUMBERS, SamplingState, stream_keys
+from outrider.engine.kernels.state import RULE_NUMBERS, SamplingState, stream_key_row
 from outrider.engine.linear import PlainLinear
 from outrider.spec.sampling import Rule, SamplingParams
 
@@ -104,7 +104,7 @@ class Sessions:
             max_len=BLOCKS * BLOCK,
         )
         self.program = AheadProgram(self.forward)
-        keys = [stream_keys(p) for p in (*self.sampling, SamplingParams())]
+        keys = [stream_key_row(p) for p in (*self.sampling, SamplingParams())]
         self.state = SamplingState(
             stream_keys=torch.from_numpy(np.stack(keys)).to(self.device),
             temperatures=torch.tensor(

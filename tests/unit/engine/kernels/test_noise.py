@@ -18,7 +18,7 @@ from outrider.engine.kernels.noise import (
     row_keys,
     uniform,
 )
-from outrider.engine.kernels.state import stream_keys
+from outrider.engine.kernels.state import stream_key_row
 from outrider.spec import noise as spec
 from outrider.spec.noise import Stream
 from outrider.spec.sampling import SamplingParams
@@ -41,7 +41,7 @@ def _noise(
 
 
 def _stream_keys(seed: int) -> np.ndarray:
-    return stream_keys(SamplingParams(seed=seed))
+    return stream_key_row(SamplingParams(seed=seed))
 
 
 @triton.jit
