@@ -159,6 +159,8 @@ class VerifierSide:
         before = "verifier: rest" + BESIDE if self.offers else "verifier: outcome settled"
         self.bracket(handover, "follow", before, "verifier: prefixes moved" + self.offers)
         self.bracket(handover, "verdicts", None, "verifier: verdicts made" + self.offers)
+        kept = "verifier: features kept" + BESIDE
+        self.bracket(self._rounds, "catch_up", "verifier: submitted" + BESIDE, kept)
         self.vocab_size = target.vocab_size
 
     def bracket(self, owner: object, method: str, before: str | None, after: str) -> None:
@@ -202,7 +204,7 @@ class VerifierSide:
         self._steps.mark("verifier: planned")
         self._waiting, self._unsaid = True, True
         self._rounds.run(plan)
-        self._steps.mark("verifier: features kept" + BESIDE)
+        self._steps.mark("verifier: rest" + BESIDE)
         self.tell()
 
     def tell(self) -> int:

@@ -5,7 +5,7 @@ H width of a feature. Arrays hold the wire's element type (bfloat16 as uint16 bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -65,6 +65,8 @@ class FeatureStore:
         `chunk`: to a chunk that is yet to be taken; _UNKEPT: without features. The last one is that
         of handle -1."""
         self._used_bytes = 0
+        self._left: Callable[[], None] | None = None
+        """What is yet to be added, see `later`."""
         # Touched now: a page that nobody has touched costs a round more than what it is for.
         self._add_slab().fill(0)
 
@@ -78,6 +80,18 @@ class FeatureStore:
         """Bytes of all features held."""
         return self._used_bytes
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Leave for later what adds features, for as long as nobody looks at any: copying takes
+        long, and what is waited for may be here before it is over. It must not raise."""
+        self.catch_up()
+        self._left = work
+
+    def catch_up(self) -> None:
+        """Do what was left."""
+        work, self._left = self._left, None
+        if work is not None:
+            work()
+
     def open(self, handle: int) -> None:
         """Start keeping features of a session."""
         self.close(handle)
@@ -85,6 +99,7 @@ class FeatureStore:
 
     def complete(self, handle: int) -> bool:
         """Whether every position's feature so far is held."""
+        self.catch_up()
         return int(self._next[handle]) != _UNKEPT
 
     def held(self, handle: int) -> int:
@@ -93,10 +108,12 @@ class FeatureStore:
 
     def has_room(self, count: int) -> bool:
         """Whether so many positions more fit the budget."""
+        self.catch_up()
         return self._used_bytes + count * self._row_bytes <= self._budget
 
     def chunks(self, handle: int) -> list[int]:
         """Numbers of a session's chunks that are full."""
+        self.catch_up()
         return self._chunks[handle][: self.held(handle) // self.chunk]
 
     def rows(self, number: int) -> NDArray[np.generic]:
@@ -149,6 +166,7 @@ class FeatureStore:
     def append_each(self, sessions: Sequence[int], rows: NDArray[np.generic]) -> None:
         """Add the next position's feature of each of n sessions by their handles, all different:
         rows [n, H], which are copied; no-op for those without any. Handle -1 is nobody's."""
+        self.catch_up()
         if len(sessions) < FEW:
             for number, handle in enumerate(sessions):
                 self.append(handle, rows[number : number + 1])
@@ -174,6 +192,7 @@ class FeatureStore:
     def read(self, handle: int, start: int, stop: int) -> list[NDArray[np.generic]]:
         """Positions start .. stop, at least one, as pieces [m, H]; they must be held. Views: what
         is still needed when the session may have ended has to be copied."""
+        self.catch_up()
         used = self._used(handle)
         assert start < stop <= used, (start, stop, used)
         first, last = start // self.chunk, (stop - 1) // self.chunk

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from outrider import trace
 from outrider.spec.costs import GAIN
@@ -144,6 +145,8 @@ class Rounds:
         self._core.drafters.tell_begun()
         # What the round in flight emitted counts even where its sessions cannot go on.
         self.settle(alone=flying is None)
+        # While the device works.
+        self.catch_up()
         self._flying = flying
         if failure is not None:
             self.failing.all(*failure)
@@ -215,14 +218,40 @@ class Rounds:
         if not self.holds_back:
             self.flush()
         self._core.stand_ins.observe(prompts + decoded.apart)
-        self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
-        for row in prompts:
-            if row.session.prefilled and not row.session.ended:
-                self._core.room.keep_prefix(row.session)
         if len(told):
             # While drafters draft.
             self._grow_ahead(flying, 0)
+        keep, store = partial(self._keep, flying, outcome, prompts, decoded), self._core.store
+        # Drafts may be here before it is done, and the next round waits for nothing else.
+        waits = self._engine.run_ahead and self._flying is None and await_drafts(flying)
+        if store is not None and len(told) and waits:
+            store.later(keep)
+        else:
+            keep()
         return failure
+
+    def _keep(
+        self,
+        flying: InFlight,
+        outcome: RoundOutcome,
+        prompts: Sequence[Settled],
+        decoded: Committed,
+    ) -> None:
+        """Keep what others may need of the round one day."""
+        began = trace.now()
+        try:
+            self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
+            for row in prompts:
+                if row.session.prefilled and not row.session.ended:
+                    self._core.room.keep_prefix(row.session)
+        except Exception as bug:
+            self.failing.all(flying.sessions, bug)
+        trace.span("keep", began, len(flying.verify))
+
+    def catch_up(self) -> None:
+        """Do what the last round left for later."""
+        if self._core.store is not None:
+            self._core.store.catch_up()
 
     def _book(
         self,

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
+from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
 from outrider_bench import host_ahead, host_churn, host_plain, host_served
-from outrider_bench.host import measure
-from outrider_bench.host_canned import BESIDE
+from outrider_bench.host import DrafterSide, measure
+from outrider_bench.host_canned import BESIDE, Steps
 from outrider_bench.host_own import OwnSide
+from outrider_bench.host_verifier import VerifierSide
+
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.transport.lane import lane_pair
 
 
 def test_every_step_is_timed_in_every_round() -> None:
@@ -19,6 +26,45 @@ def test_every_step_is_timed_in_every_round() -> None:
     critical = [name for name in steps.taken if BESIDE not in name]
     assert sum(name.startswith("verifier: ") for name in critical) == 9
     assert sum(name.startswith("drafter: ") for name in critical) == 6
+
+
+def test_features_of_a_round_are_copied_while_the_device_is_at_the_next_one() -> None:
+    order = list[str]()
+    ours, theirs = lane_pair()
+    with torch.inference_mode(), closing(ours), closing(theirs):
+        verifier = VerifierSide(3, Steps(), planner="fixed", lane=ours)
+        drafter = DrafterSide(3, Steps(), verifier.head)
+        verifier.open(3, 64, Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=60_000))
+        verifier.offer(drafter.follow(theirs))
+        store = verifier.service._core.store
+        assert store is not None
+        engine = verifier.service._rounds._engine
+        for owner, name in ((engine, "submit"), (engine, "collect"), (store, "append")):
+            _note(owner, name, order)
+        verifier.round()
+        kept = store.used_bytes
+        verifier.offer(drafter.follow(theirs))
+        assert store.used_bytes == kept and "append" not in order
+        verifier.round()
+    assert store.used_bytes > kept
+    assert [name for name, _ in groupby(order)] == [
+        "submit",
+        "collect",
+        "submit",
+        "append",
+        "collect",
+    ]
+
+
+def _note(owner: Any, method: str, order: list[str]) -> None:
+    """Have calls of a method be written down."""
+    function = getattr(owner, method)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        order.append(method)
+        return function(*given, **named)
+
+    setattr(owner, method, noted)
 
 
 def test_with_look_ahead_every_round_is_a_hit_and_drafts_are_taken_in_beside() -> None:

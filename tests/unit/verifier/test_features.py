@@ -130,3 +130,37 @@ def test_a_round_past_the_budget_and_sessions_without_features() -> None:
     kept.append_each([17, 0, 1, 3], rows(4, 8))
     assert [kept.complete(handle) for handle in range(4)] == [False, True, False, True]
     assert np.array_equal(np.concatenate(kept.read(1, 0, 3)), rows(11)[[1, 5, 10]])
+
+
+def test_what_is_left_for_later_is_there_for_whoever_looks_and_before_what_comes_behind_it() -> (
+    None
+):
+    kept, done = store(), list[int]()
+
+    def add(start: int) -> None:
+        done.append(start)
+        kept.append(A, rows(2, start))
+
+    kept.open(A)
+    kept.later(lambda: add(0))
+    assert done == [] and kept.used_bytes == 0
+    kept.later(lambda: add(2))
+    assert done == [0]
+    kept.append(A, rows(1, 4))
+    assert done == [0, 2]
+    kept.later(lambda: add(5))
+    assert np.array_equal(np.concatenate(kept.read(A, 0, 7)), rows(7))
+    kept.later(lambda: add(7))
+    kept.catch_up()
+    kept.catch_up()
+    assert done == [0, 2, 5, 7]
+
+
+def test_what_is_left_for_sessions_that_end_or_do_without_is_not_kept() -> None:
+    kept = store()
+    kept.open(A)
+    kept.append(A, rows(2))
+    kept.later(lambda: kept.append(A, rows(2, 2)))
+    kept.close(A)
+    kept.catch_up()
+    assert not kept.complete(A) and kept.used_bytes == 0
