@@ -10,6 +10,15 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # wheels>. The default is what PyPI offers.
 ARG EXTRA=engine
 ARG TORCH_INDEX_URL=
+# The host's side of a round is compiled here (docs/decisions/0048); --build-arg COMPILED= for Python
+# as it is, without a compiler. BUILD_PACKAGES: what the base lacks for that, Python's headers, too.
+ARG COMPILED=1
+ARG BUILD_PACKAGES="gcc libc6-dev"
+# hadolint ignore=DL3008,SC2086
+RUN if [ -n "$COMPILED" ]; then \
+        apt-get update && apt-get install -y --no-install-recommends $BUILD_PACKAGES \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 WORKDIR /src
 COPY constraints.txt pyproject.toml deploy/tools/requirements.py ./
 # Dependencies have layers of their own: a change of the code does not install them anew.
@@ -26,9 +35,11 @@ COPY router/outrider_router router/outrider_router
 COPY benchmarks benchmarks
 COPY deploy/ray/outrider_ray deploy/ray/outrider_ray
 COPY heads heads
+COPY tools/compiled_wheel.py tools/compiled_wheel.py
 # The shipped heads are at /opt/outrider/heads, wherever Python keeps its packages; what is in the
 # image is in /opt/outrider/sbom.cdx.json, in CycloneDX.
-RUN /opt/venv/bin/pip install --no-deps . \
+RUN if [ -n "$COMPILED" ]; then export HATCH_BUILD_HOOKS_ENABLE=1; fi \
+    && /opt/venv/bin/pip install --no-deps . \
     && python3 -m venv /opt/sbom \
     && /opt/sbom/bin/pip install cyclonedx-bom==7.5.0 \
     && mkdir /opt/outrider \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_everything_is_installed_within_the_constraints(role: str) -> None:
     installs = re.findall(r"/opt/venv/bin/pip install ([^&]*)", stages_of(role))
     assert installs
     assert all(re.search(r"-c constraints.txt|--no-deps|\$torch", line) for line in installs)
+
+
+def test_the_engines_images_are_compiled_unless_that_is_declined() -> None:
+    """The hook's file, as pyproject names it, has to be there when the wheel is built."""
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    hook = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]["path"]
+    for role in ("verifier", "drafter"):
+        built = stages_of(role).partition("\nFROM ")[2].partition("\nFROM ")[0]
+        copied, _, installed = built.partition("HATCH_BUILD_HOOKS_ENABLE=1")
+        assert f"COPY {hook} {hook}" in copied and "pip install --no-deps ." in installed
+        assert "ARG COMPILED=1" in copied and copied.count('if [ -n "$COMPILED" ]') == 2
 
 
 def test_a_routers_image_gets_no_torch() -> None:
