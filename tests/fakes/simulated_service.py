@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, cast
 
 import numpy as np
 from outrider_verifier.inbox import Held
@@ -27,6 +26,7 @@ from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import Proposals, SessionSpec
+from tests.fakes.target import NO_BLOCKS
 
 ROWS = (1, 8, 32, 64)
 DRAFT = 4
@@ -219,7 +219,8 @@ class Service:
             plan=plan if speculative else Plan(),
             drafter_id=DrafterId("drafter") if speculative and not self.own else None,
         )
-        kv, keeps = cast(Any, None), speculative and self.costs.features > 0.0
+        keeps = speculative and self.costs.features > 0.0
+        kv = NO_BLOCKS.sequence()
         session = Session.create(spec, ticket=index, kv=kv, now=self.now, keeps_features=keeps)
         session.handle = self._answers[index]
         if self.policy is not None:

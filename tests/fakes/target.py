@@ -21,6 +21,8 @@ from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.sampling import SamplingParams
 
 FEATURE_SIZE = 2
+NO_BLOCKS = KVPool(num_layers=1, num_kv_heads=1, head_dim=1, num_blocks=1, block_tokens=1)
+"""Of sessions that are in no real round."""
 
 
 class FakeTarget:

@@ -11,6 +11,7 @@ from outrider_verifier.sessions import Session
 
 from outrider.spec.contest import Contest
 from outrider.spec.modes import Mode
+from tests.fakes.target import NO_BLOCKS
 from tests.unit.verifier.harness import LONG, make_spec
 
 MANY, FEW = 6, 3
@@ -41,10 +42,8 @@ class Stage:
         return pace.known
 
     def open(self) -> Session:
-        kv: Any = None
-        session = Session.create(
-            make_spec(plan=LONG, max_new_tokens=256), ticket=1, kv=kv, now=0.0, keeps_features=False
-        )
+        spec, kv = make_spec(plan=LONG, max_new_tokens=256), NO_BLOCKS.sequence()
+        session = Session.create(spec, ticket=1, kv=kv, now=0.0, keeps_features=False)
         session.link_id = 1
         self.policy.opened(session)
         self.sessions.append(session)
