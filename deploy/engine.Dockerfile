@@ -1,7 +1,7 @@
 # Verifier and drafter: one set of layers, two entry points. Build from the repository root:
 #     docker build -f deploy/engine.Dockerfile --target verifier -t outrider-verifier .
 #     docker build -f deploy/engine.Dockerfile --target drafter -t outrider-drafter .
-# PYTHON_IMAGE: any image with Python 3.11 or newer and its venv module.
+# PYTHON_IMAGE: any image with Python 3.11 or newer and its venv module, and apt where it is compiled.
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
@@ -10,6 +10,14 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # wheels>. The default is what PyPI offers.
 ARG EXTRA=engine
 ARG TORCH_INDEX_URL=
+WORKDIR /src
+COPY constraints.txt pyproject.toml deploy/tools/requirements.py ./
+# Dependencies have layers of their own: a change of the code does not install them anew.
+RUN python3 -m venv /opt/venv \
+    && torch="$(grep ^torch== constraints.txt)" \
+    && /opt/venv/bin/pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
+RUN python3 requirements.py pyproject.toml "$EXTRA,trace" > requirements.txt \
+    && /opt/venv/bin/pip install -c constraints.txt -r requirements.txt
 # The host's side of a round is compiled here (docs/decisions/0048); --build-arg COMPILED= for Python
 # as it is, without a compiler. BUILD_PACKAGES: what the base lacks for that, Python's headers, too.
 ARG COMPILED=1
@@ -19,14 +27,6 @@ RUN if [ -n "$COMPILED" ]; then \
         apt-get update && apt-get install -y --no-install-recommends $BUILD_PACKAGES \
         && rm -rf /var/lib/apt/lists/*; \
     fi
-WORKDIR /src
-COPY constraints.txt pyproject.toml deploy/tools/requirements.py ./
-# Dependencies have layers of their own: a change of the code does not install them anew.
-RUN python3 -m venv /opt/venv \
-    && torch="$(grep ^torch== constraints.txt)" \
-    && /opt/venv/bin/pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
-RUN python3 requirements.py pyproject.toml "$EXTRA,trace" > requirements.txt \
-    && /opt/venv/bin/pip install -c constraints.txt -r requirements.txt
 COPY README.md LICENSE ./
 COPY outrider outrider
 COPY drafter/outrider_drafter drafter/outrider_drafter

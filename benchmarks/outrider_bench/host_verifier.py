@@ -160,7 +160,7 @@ class VerifierSide:
         self.bracket(handover, "follow", before, "verifier: prefixes moved" + self.offers)
         self.bracket(handover, "verdicts", None, "verifier: verdicts made" + self.offers)
         kept = "verifier: features kept" + BESIDE
-        self.bracket(self._rounds, "catch_up", "verifier: submitted" + BESIDE, kept)
+        self.bracket(self._rounds._keeping, "catch_up", "verifier: submitted" + BESIDE, kept)
         self.vocab_size = target.vocab_size
 
     def bracket(self, owner: object, method: str, before: str | None, after: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
-from functools import _lru_cache_wrapper, lru_cache
+from functools import lru_cache
 from typing import Final, TypeVar
 
 from google.protobuf.message import Message
@@ -24,7 +24,6 @@ from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
 from outrider.wire.v1 import common_pb2 as pb
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
-DecodedT = TypeVar("DecodedT")
 
 REMEMBERED: Final = 256
 """Plans, and sampling parameters but for their noise, of which hundreds of sessions have the same:
@@ -80,12 +79,6 @@ def maybe(table: Mapping[int, EnumT], value: int, name: str) -> EnumT | None:
     return None if value == 0 else known(table, value, name)
 
 
-def _remembered(decode: _lru_cache_wrapper[DecodedT], message: Message) -> DecodedT:
-    """What a message means, looked up by its bytes unless they are many."""
-    data = message.SerializeToString()
-    return decode(data) if len(data) <= REMEMBERED_BYTES else decode.__wrapped__(data)
-
-
 def methods_from_pb(values: Collection[int]) -> tuple[DraftMethod, ...]:
     """Draft methods of a handshake or info message."""
     count(values, "methods", high=MAX_METHODS)
@@ -124,11 +117,17 @@ def bias_from_pb(messages: Collection[pb.LogitBias]) -> tuple[tuple[int, float],
 
 def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
     """Decode and validate sampling parameters."""
-    common = pb.Sampling()
-    common.CopyFrom(message)
-    common.ClearField("seed")
-    common.ClearField("draft_key")
-    params = _remembered(_sampling_of, common)
+    if message.banned_ids or message.logit_bias:
+        # Lists may be long: they are counted before anything else.
+        params = _common_sampling(message)
+    else:
+        common = pb.Sampling()
+        common.CopyFrom(message)
+        common.ClearField("seed")
+        common.ClearField("draft_key")
+        data = common.SerializeToString()
+        few = len(data) <= REMEMBERED_BYTES
+        params = _sampling_of(data) if few else _common_sampling(message)
     with reading("sampling"):
         return params.with_noise(
             seed=message.seed,
@@ -138,8 +137,11 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
 
 @lru_cache(maxsize=REMEMBERED)
 def _sampling_of(data: bytes) -> SamplingParams:
+    return _common_sampling(pb.Sampling.FromString(data))
+
+
+def _common_sampling(message: pb.Sampling) -> SamplingParams:
     """All but the noise."""
-    message = pb.Sampling.FromString(data)
     banned = token_ids(message.banned_ids, "banned_ids", high=MAX_BANNED_IDS)
     bias = bias_from_pb(message.logit_bias)
     with reading("sampling"):
@@ -242,12 +244,17 @@ _DEFAULT_PLAN = Plan()
 
 def plan_from_pb(message: pb.Plan) -> Plan:
     """Decode and validate a plan."""
-    return _remembered(_plan_of, message)
+    data = message.SerializeToString()
+    return _plan_of(data) if len(data) <= REMEMBERED_BYTES else _plan(message)
 
 
 @lru_cache(maxsize=REMEMBERED)
 def _plan_of(data: bytes) -> Plan:
-    message, default = pb.Plan.FromString(data), _DEFAULT_PLAN
+    return _plan(pb.Plan.FromString(data))
+
+
+def _plan(message: pb.Plan) -> Plan:
+    default = _DEFAULT_PLAN
     with reading("plan"):
         return Plan(
             method=maybe(METHODS_FROM_PB, message.method, "method") or default.method,

@@ -82,7 +82,8 @@ class FeatureStore:
 
     def later(self, work: Callable[[], None]) -> None:
         """Leave for later what adds features, for as long as nobody looks at any: copying takes
-        long, and what is waited for may be here before it is over. It must not raise."""
+        long, and what is waited for may be here before it is over. It must not raise, nor end a
+        session: whoever looks is at work with them."""
         self.catch_up()
         self._left = work
 
@@ -134,6 +135,7 @@ class FeatureStore:
     def share(self, handle: int, chunks: Sequence[int]) -> None:
         """The next positions of a session are those of chunks that are full and held; its last one
         must be full, too, and there must be room for them."""
+        self.catch_up()
         assert self.complete(handle) and self.has_room(len(chunks) * self.chunk)
         assert not self._next[handle] % self.chunk
         for number in chunks:

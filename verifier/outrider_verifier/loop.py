@@ -94,8 +94,6 @@ class EngineLoop:
         idle_since = time.monotonic()
         while not (self._stopping or self._failing.device_lost):
             awaited = wait_until is not None
-            if not self._core.sessions:
-                self._rounds.catch_up()
             idle = awaited or not self._core.sessions
             taken = self._take_commands(wait_until, block=idle)
             if self._failing.device_lost:
@@ -124,7 +122,6 @@ class EngineLoop:
             self._flush_settled()
         # Nothing may be left running on a device when the thread is gone.
         self._rounds.settle()
-        self._rounds.catch_up()
         self._lanes.close()
         if self._failing.device_lost:
             self._drop_all(device_lost_error())

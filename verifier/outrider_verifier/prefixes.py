@@ -80,6 +80,9 @@ class Prefixes:
     def begin(self, session: Session, slots: int) -> int:
         """Let a session that holds no block hold blocks for `slots` slots, of which the first are
         written: how many tokens it need not prefill. At 0 it holds nothing yet."""
+        if self._store is not None:
+            # With its features the round before may have left its prompts to be kept.
+            self._store.catch_up()
         self._counters["prefix_tokens_asked"] += session.kv_len
         found = self._find(session)
         if not found or not session.kv.begin_with([kept.block for kept in found], slots):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 from outrider import trace
 from outrider.spec.costs import GAIN
@@ -18,6 +17,7 @@ from outrider_verifier.accounts import Accounts
 from outrider_verifier.core import Core
 from outrider_verifier.failing import Failing
 from outrider_verifier.flying import InFlight, await_drafts, prompted
+from outrider_verifier.keeping import Keeping
 from outrider_verifier.next_round import NextRound
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.planning import turn
@@ -75,6 +75,7 @@ class Rounds:
         self.holds_back = False
         """Whether what the last round emitted is handed over once the next one was submitted."""
         self.failing = Failing(core, engine)
+        self._keeping = Keeping(core, self._accounts, self.failing)
         core.room.failed = self.failing.one
 
     @property
@@ -89,6 +90,7 @@ class Rounds:
     def plan(self, now: float) -> RoundPlan:
         """What to do now; while a round is in flight, an empty plan means to settle it, at once or,
         if the plan says when to look again, once it has `landed`."""
+        self._keeping.end_unkept()
         flying, room = self._flying, self._core.room
         under_way = () if flying is None else flying.plan
         if not room.ready(now, touched=self._core.touched, flying=under_way):
@@ -145,8 +147,8 @@ class Rounds:
         self._core.drafters.tell_begun()
         # What the round in flight emitted counts even where its sessions cannot go on.
         self.settle(alone=flying is None)
-        # While the device works.
-        self.catch_up()
+        # While the device works, if that could be.
+        self._keeping.catch_up()
         self._flying = flying
         if failure is not None:
             self.failing.all(*failure)
@@ -221,37 +223,11 @@ class Rounds:
         if len(told):
             # While drafters draft.
             self._grow_ahead(flying, 0)
-        keep, store = partial(self._keep, flying, outcome, prompts, decoded), self._core.store
         # Drafts may be here before it is done, and the next round waits for nothing else.
-        waits = self._engine.run_ahead and self._flying is None and await_drafts(flying)
-        if store is not None and len(told) and waits:
-            store.later(keep)
-        else:
-            keep()
+        awaited = len(told) and self._flying is None and await_drafts(flying)
+        later = bool(self._engine.run_ahead and awaited)
+        self._keeping.keep(flying, outcome, prompts, decoded, later=later)
         return failure
-
-    def _keep(
-        self,
-        flying: InFlight,
-        outcome: RoundOutcome,
-        prompts: Sequence[Settled],
-        decoded: Committed,
-    ) -> None:
-        """Keep what others may need of the round one day."""
-        began = trace.now()
-        try:
-            self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
-            for row in prompts:
-                if row.session.prefilled and not row.session.ended:
-                    self._core.room.keep_prefix(row.session)
-        except Exception as bug:
-            self.failing.all(flying.sessions, bug)
-        trace.span("keep", began, len(flying.verify))
-
-    def catch_up(self) -> None:
-        """Do what the last round left for later."""
-        if self._core.store is not None:
-            self._core.store.catch_up()
 
     def _book(
         self,

@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         default=DEFAULT_MODEL,
-        help="name, directory, or widened (8B cost); with --router the directory of what it "
-        "serves, for the lab's rounds",
+        help="name, directory, or widened (8B cost); with a --router of this host the directory of "
+        "what it serves, for the lab's rounds",
     )
     add("--wide", metavar="SHAPE", help="widen --model: HIDDEN,INNER,LAYERS,HEADS,KV_HEADS")
     add("--head", type=Path, help="draft head; default: the one that ships for the model")

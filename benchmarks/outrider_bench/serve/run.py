@@ -6,7 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +55,7 @@ from outrider_bench.serve.widened import bench_model
 
 OPEN_SESSIONS: Final = 64
 """Sessions that services are started for where only the rate of arrivals is known."""
+_HERE: Final = ("127.0.0.1", "localhost", "[::1]")
 GRID_TEMPERATURES: Final = (0.0, 0.7, 1.0, 1.5, 2.0)
 GRID_DRAFTS: Final = "chain-3,tree-32,ngram"
 GRID_SESSIONS: Final = "1,8,32,64"
@@ -150,13 +151,17 @@ class Run:
         )
 
     def _know_served(self, meter: Meter, name: str) -> None:
-        """The lab's rounds for what a running router serves, as far as its files are known: those
-        of --model, a directory, or of a model of that name that is on this machine."""
+        """The lab's rounds for what a running router of this host serves, as far as its files are
+        known: those of --model, a directory, or of a model of that name that is on this machine."""
         args = self._args
+        if args.router.rpartition(":")[0] not in _HERE:
+            return
         given = Path(args.model)
         path = given if given.is_dir() else model_dir(name)
         if (path / "config.json").is_file():
-            self._know_model(meter, path, args.device, args.dtype or _usual_dtype(args.device))
+            with suppress(OutriderError):
+                dtype = args.dtype or _usual_dtype(args.device)
+                self._know_model(meter, path, args.device, dtype)
 
     def _know_model(self, meter: Meter, model: Path, device: str, dtype: str) -> None:
         """The lab's rounds where they are of this device and of a model of this cost; the floor."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +16,7 @@ from outrider_bench.host_canned import BESIDE, Steps
 from outrider_bench.host_own import OwnSide
 from outrider_bench.host_verifier import VerifierSide
 
+from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.lane import lane_pair
 
@@ -28,32 +30,69 @@ def test_every_step_is_timed_in_every_round() -> None:
     assert sum(name.startswith("drafter: ") for name in critical) == 6
 
 
-def test_features_of_a_round_are_copied_while_the_device_is_at_the_next_one() -> None:
-    order = list[str]()
+CHAIN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=60_000)
+
+
+@contextmanager
+def lock_step(sessions: int) -> Iterator[tuple[VerifierSide, Callable[[], None]]]:
+    """A verifier whose sessions have drafts, and what lets a drafter follow it and answer."""
     ours, theirs = lane_pair()
     with torch.inference_mode(), closing(ours), closing(theirs):
-        verifier = VerifierSide(3, Steps(), planner="fixed", lane=ours)
-        drafter = DrafterSide(3, Steps(), verifier.head)
-        verifier.open(3, 64, Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=60_000))
-        verifier.offer(drafter.follow(theirs))
-        store = verifier.service._core.store
-        assert store is not None
-        engine = verifier.service._rounds._engine
-        for owner, name in ((engine, "submit"), (engine, "collect"), (store, "append")):
+        verifier = VerifierSide(sessions + 2, Steps(), planner="fixed", lane=ours)
+        drafter = DrafterSide(sessions + 2, Steps(), verifier.head)
+        verifier.open(sessions, 64, CHAIN)
+
+        def draft() -> None:
+            verifier.offer(drafter.follow(theirs))
+
+        draft()
+        yield verifier, draft
+
+
+def test_features_of_a_round_are_copied_while_the_device_is_at_the_next_one() -> None:
+    order = list[str]()
+    with lock_step(3) as (verifier, draft):
+        core, engine = verifier.service._core, verifier.service._rounds._engine
+        assert core.store is not None
+        for owner, name in ((engine, "submit"), (engine, "collect"), (core.store, "append")):
             _note(owner, name, order)
         verifier.round()
-        kept = store.used_bytes
-        verifier.offer(drafter.follow(theirs))
-        assert store.used_bytes == kept and "append" not in order
+        kept = core.store.used_bytes
+        draft()
+        assert core.store.used_bytes == kept and "append" not in order
         verifier.round()
-    assert store.used_bytes > kept
-    assert [name for name, _ in groupby(order)] == [
-        "submit",
-        "collect",
-        "submit",
-        "append",
-        "collect",
-    ]
+        assert core.store.used_bytes > kept
+    calls = [name for name, _ in groupby(order)]
+    assert calls == ["submit", "collect", "submit", "append", "collect"]
+
+
+def test_who_begins_meanwhile_finds_the_prompts_of_the_round_before() -> None:
+    with lock_step(2) as (verifier, draft):
+        core = verifier.service._core
+        verifier.open_one(2, 200, 8, CHAIN, drafted=True)
+        while not core.sessions[SessionId("s2")].prefilled:
+            verifier.round()
+            draft()
+        # No features are kept of it, so nobody asks the store for its sake.
+        verifier.open_one(3, 200, 8, Plan(), drafted=False)
+        verifier.service._rounds.plan(0.0)
+        assert core.sessions[SessionId("s3")].prefill_left < 16
+
+
+def test_a_round_that_cannot_be_kept_ends_its_sessions_and_nobody_in_the_middle_of_a_look() -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    with lock_step(3) as (verifier, _):
+        core = verifier.service._core
+        verifier.round()
+        assert core.store is not None
+        setattr(core.store, "append", fails)  # noqa: B010
+        for session in core.sessions.values():
+            assert core.store.complete(session.handle)
+        assert len(core.sessions) == 3
+        assert verifier.service._rounds.plan(0.0).empty
+        assert not core.sessions and core.counters["failed_rounds"] == 1
 
 
 def _note(owner: Any, method: str, order: list[str]) -> None:

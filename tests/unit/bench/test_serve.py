@@ -316,9 +316,13 @@ class TestLab:
         monkeypatch.setattr(run, "describe", lambda: {"gpu": "NVIDIA H200"})
         parser = argparse.ArgumentParser()
         cli.add_arguments(parser)
-        flags = ["--router", "h:1", "--device", "cuda", "--model"]
+        flags = ["--router", "127.0.0.1:1", "--device", "cuda", "--model"]
         meter = SimpleNamespace(lab=Lab(), about={})
         run.Run(parser.parse_args([*flags, "smollm2-135m"]), {})._know_served(meter, "no-such")
+        assert not meter.lab.rounds
+        # The devices of another host are not known.
+        there = parser.parse_args([*flags, str(tmp_path), "--router", "elsewhere:1"])
+        run.Run(there, {})._know_served(meter, "no-such")
         assert not meter.lab.rounds
         run.Run(parser.parse_args([*flags, str(tmp_path)]), {})._know_served(meter, "no-such")
         assert meter.lab.round_of(replace(CELL, placement="separate", sessions=8)) is not None
