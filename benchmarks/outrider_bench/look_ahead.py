@@ -19,6 +19,7 @@ from outrider_drafter.calibration import SHARPNESS, Calibration
 from outrider_drafter.outcomes import Layout, Places, best, seen
 
 from outrider.client.flags import at_least
+from outrider.client.local import default_dtype
 from outrider.client.modelfiles import ModelFiles, find_model
 from outrider.engine.heads import (
     DraftHead,
@@ -132,8 +133,7 @@ def load(args: argparse.Namespace) -> Models:
     files = find_model(args.model, head=args.head)
     if files.head is None:
         raise InvalidRequestError(f"no head ships for {args.model}: give --head DIR")
-    default = "float32" if args.device == "cpu" else "bfloat16"
-    dtype: torch.dtype = getattr(torch, args.dtype or default)
+    dtype: torch.dtype = getattr(torch, args.dtype or default_dtype(args.device))
     target = load_target(files.path, dtype=dtype, device=args.device)
     places: dict[str, Any] = {
         "num_target_layers": target.config.num_layers,

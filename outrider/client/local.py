@@ -17,6 +17,11 @@ MOST_ROUTERS = 8
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 
 
+def default_dtype(device: str) -> str:
+    """Element type of models on a device, where none is said."""
+    return "float32" if device == CPU else "bfloat16"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
     """What to run."""
@@ -153,7 +158,7 @@ class LocalConfig:
     @property
     def element_type(self) -> str:
         """Element type of the models."""
-        return self.dtype or ("float32" if self.device == CPU else "bfloat16")
+        return self.dtype or default_dtype(self.device)
 
     @property
     def drafter_methods(self) -> tuple[DraftMethod, ...]:

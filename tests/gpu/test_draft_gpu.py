@@ -32,7 +32,14 @@ from outrider.wire.messages import Proposal, Verdict, Verdicts
 from tests.factories import make_eagle3_head
 from tests.fakes.lanes import lane_pair
 from tests.unit.drafter.helpers import CHAIN, make_engine
-from tests.unit.drafter.mixed_sessions import COUPLED, MIX, random_ends, together, told
+from tests.unit.drafter.mixed_sessions import (
+    COUPLED,
+    MIX,
+    random_ends,
+    side_by_side,
+    together,
+    told,
+)
 from tests.unit.engine.device.draft_sessions import (
     DETERMINISTIC,
     MIXED,
@@ -232,11 +239,9 @@ def on_device(checkpoint: Path, *, graphs: bool = True) -> DeviceHeadSource:
 def assert_same_drafts(
     found: list[dict[str, Proposal]], expected: list[dict[str, Proposal]], sessions: int
 ) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == theirs.keys() and len(ours) == sessions
-        for name, proposal in ours.items():
-            assert proposal.tree.tokens.tolist() == theirs[name].tree.tokens.tolist(), name
-            assert proposal.tree.parents.tolist() == theirs[name].tree.parents.tolist()
+    for name, ours, theirs in side_by_side(found, expected, sessions):
+        assert ours.tree.tokens.tolist() == theirs.tree.tokens.tolist(), name
+        assert ours.tree.parents.tolist() == theirs.tree.parents.tolist()
 
 
 @pytest.mark.parametrize("graphs", [True, False])

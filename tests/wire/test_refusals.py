@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 
 from outrider.errors import InvalidMessageError, InvalidRequestError
-from outrider.spec.plan import Plan
-from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured import MAX_STRUCTURE_BYTES
-from outrider.wire import codec, common_codec
+from outrider.wire import codec
 from outrider.wire.answer_codec import event_from_pb
-from outrider.wire.common_codec import plan_from_pb, sampling_from_pb
 from outrider.wire.inference import GenerateRequest, SamplingOptions, TextPrompt
 from outrider.wire.inference_codec import request_from_pb, request_to_pb
 from outrider.wire.limits import MAX_MESSAGE_BYTES
@@ -493,28 +490,3 @@ def test_the_form_of_an_answer_must_be_one_that_the_contract_knows() -> None:
     opened = codec.decode_sessions_request(bad.SerializeToString())
     assert isinstance(opened, MalformedOpen)
     assert "needs a text" in opened.error.message
-
-
-def test_what_is_remembered_of_others_changes_nothing_for_a_session() -> None:
-    """Plans and sampling parameters are looked up by their bytes, but for the noise."""
-    for _ in range(2):
-        for seed, banned in ((7, ()), (8, ()), (8, (3,)), (7, ())):
-            message = common_pb2.Sampling(temperature=0.5, seed=seed, banned_ids=banned)
-            found = sampling_from_pb(message)
-            expected = SamplingParams(temperature=0.5, seed=seed, banned_ids=banned)
-            assert found == expected and hash(found) == hash(expected)
-        with pytest.raises(InvalidMessageError, match="temperature"):
-            sampling_from_pb(common_pb2.Sampling(temperature=-0.5, seed=7))
-        with pytest.raises(InvalidMessageError, match="draft_key"):
-            sampling_from_pb(common_pb2.Sampling(temperature=0.5, seed=7, draft_key=1))
-        with pytest.raises(InvalidMessageError, match="top_k"):
-            plan_from_pb(common_pb2.Plan(top_k=999))
-        assert plan_from_pb(common_pb2.Plan(top_k=2)) == Plan(top_k=2)
-
-
-def test_a_message_full_of_what_nobody_knows_is_not_remembered() -> None:
-    before = common_codec._plan_of.cache_info().currsize
-    # Field 99, bytes.
-    unknown = common_pb2.Plan.FromString(b"\x9a\x06\xff\x07" + bytes(1023))
-    assert plan_from_pb(unknown) == Plan()
-    assert common_codec._plan_of.cache_info().currsize == before

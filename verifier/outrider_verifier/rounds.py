@@ -224,8 +224,8 @@ class Rounds:
             # While drafters draft.
             self._grow_ahead(flying, 0)
         # Drafts may be here before it is done, and the next round waits for nothing else.
-        awaited = len(told) and self._flying is None and await_drafts(flying)
-        later = bool(self._engine.run_ahead and awaited)
+        awaited = len(told) > 0 and self._flying is None and await_drafts(flying)
+        later = self._engine.run_ahead and awaited
         self._keeping.keep(flying, outcome, prompts, decoded, later=later)
         return failure
 

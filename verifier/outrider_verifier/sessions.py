@@ -15,7 +15,6 @@ from outrider.errors import InvalidRequestError
 from outrider.grammar.constraint import Constraint
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
-from outrider.spec.token_limits import TokenLimits
 from outrider.wire.messages import SessionSpec
 from outrider_verifier.lookup import StandIn
 
@@ -295,11 +294,9 @@ def check_spec(
     # Words are made for what is refused alone: they took most of the time.
     if not count:
         _refuse("the prompt is empty", "EMPTY_PROMPT")
-    if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:
-        _refuse(f"prompt token ids must be in [0, {vocab_size})", "TOKEN_OUT_OF_RANGE")
     stops = spec.stop_token_ids
-    if stops and (min(stops) < 0 or max(stops) >= vocab_size):
-        _refuse(f"stop token ids must be in [0, {vocab_size})", "TOKEN_OUT_OF_RANGE")
+    _check_ids(spec.token_ids, vocab_size, "prompt token ids")
+    _check_ids(stops, vocab_size, "stop token ids")
     if not 1 <= spec.prompt_len <= count:
         _refuse(f"prompt_len must be in [1, {count}], got {spec.prompt_len}", "INVALID_PROMPT_LEN")
     if spec.max_new_tokens < 1:
@@ -313,12 +310,9 @@ def check_spec(
             f"{max_context_len} tokens",
             "CONTEXT_TOO_LONG",
         )
-    limits = spec.token_limits
-    if limits is not None and _greatest(limits) >= vocab_size:
-        _refuse(
-            f"allowed ids and those of bad words must be in [0, {vocab_size})",
-            "TOKEN_OUT_OF_RANGE",
-        )
+    if (limits := spec.token_limits) is not None:
+        every = [*itertools.chain(limits.allowed_ids, *limits.bad_words)]
+        _check_ids(every, vocab_size, "allowed ids and those of bad words")
     if spec.structured_output is not None and not stops:
         _refuse(
             "structured output needs a stop token id: nothing else could end it",
@@ -337,8 +331,9 @@ def check_plan(plan: Plan, *, max_tree_nodes: int) -> None:
         )
 
 
-def _greatest(limits: TokenLimits) -> int:
-    return max(itertools.chain(limits.allowed_ids, *limits.bad_words))
+def _check_ids(ids: Sequence[int], vocab_size: int, what: str) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        _refuse(f"{what} must be in [0, {vocab_size})", "TOKEN_OUT_OF_RANGE")
 
 
 def _refuse(message: str, reason: str) -> NoReturn:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.client.local import CPU, CUDA, SEPARATE
+from outrider.client.local import CUDA, SEPARATE, default_dtype
 from outrider.client.modelfiles import ModelFiles, find_model
 from outrider.engine.checkpoint import load_model_config
 from outrider.errors import InvalidRequestError, OutriderError
@@ -127,7 +127,7 @@ class Run:
 
     def _machine(self) -> Machine:
         args = self._args
-        dtype = args.dtype or _usual_dtype(args.device)
+        dtype = args.dtype or default_dtype(args.device)
         files = bench_model(args.model, args.head, wide=args.wide, dtype=dtype, device=args.device)
         draft_model = None if args.draft_model is None else find_model(args.draft_model).path
         _check_files(files, self._drafts)
@@ -160,7 +160,7 @@ class Run:
         path = given if given.is_dir() else model_dir(name)
         if (path / "config.json").is_file():
             with suppress(OutriderError):
-                dtype = args.dtype or _usual_dtype(args.device)
+                dtype = args.dtype or default_dtype(args.device)
                 self._know_model(meter, path, args.device, dtype)
 
     def _know_model(self, meter: Meter, model: Path, device: str, dtype: str) -> None:
@@ -291,10 +291,6 @@ class Run:
         return results.merge(
             self._content, {**self._about, "cells": [], results.LEFT_OUT: self._left_out}
         )
-
-
-def _usual_dtype(device: str) -> str:
-    return "float32" if device == CPU else "bfloat16"
 
 
 def places_of(wanted: Sequence[str], in_turn: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from outrider_drafter.engine import DraftEngine
@@ -76,3 +76,16 @@ def told(
             engine.handle(1, verdicts)
         rounds.append({name_of(p): p for p in drain(engine)})
     return rounds
+
+
+def side_by_side(
+    found: Sequence[Mapping[str, Proposal]],
+    expected: Sequence[Mapping[str, Proposal]],
+    sessions: int,
+) -> Iterator[tuple[str, Proposal, Proposal]]:
+    """Of each round and session its name, its proposal and the other one; every session has one of
+    both in every round."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) == sessions
+        for name, proposal in ours.items():
+            yield name, proposal, theirs[name]
