@@ -61,7 +61,7 @@ async def test_pausing_and_resuming_changes_no_text_and_drafters_follow(
             make_spec(
                 f"s{i}",
                 prompt=tuple(range(3, 9 + 7 * i)),
-                max_new_tokens=60,
+                max_new_tokens=120,
                 plan=plan,
                 sampling=SamplingParams(temperature=0.5 * i, seed=i),
             )
