@@ -15,9 +15,11 @@ from statistics import median
 from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
+from outrider_bench import gaps
 from outrider_bench.gpu.svg import write_svg
 from outrider_bench.gpu.trace import TrackSpan
 from outrider_bench.report import say
+from outrider_bench.serve.results import write
 
 Event = dict[str, Any]
 
@@ -31,20 +33,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     add("files", type=Path, nargs="+", metavar="FILE.json", help="one of each process")
-    add("-o", "--out", type=Path, required=True, metavar="FILE.json", help="opens in Perfetto")
+    add("-o", "--out", type=Path, metavar="FILE.json", help="opens in Perfetto")
     add("--svg", type=Path, metavar="FILE.svg", help="a picture of a part of it")
     add("--from-ms", type=float, help="where the picture begins; default: in the middle")
     add("--for-ms", type=float, default=_SHOWN_MS, help=f"how much; default: {_SHOWN_MS:g}")
+    add(
+        "--gaps",
+        action="store_true",
+        help="of a verifier and its drafter: what is between two forwards in lock-step",
+    )
+    add("--gaps-out", type=Path, metavar="PART.json", help="write exchange_us for service.json")
+    add("--idle-cores", action="store_true", help="there, say that no cores were kept awake")
 
 
 def run(args: argparse.Namespace) -> None:
     """Merge and draw. Raises InvalidRequestError for files that are no timelines of one host."""
-    content = merge([read(path) for path in args.files])
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(content), encoding="utf-8")
+    timelines = [read(path) for path in args.files]
+    if not (args.out or args.svg or args.gaps or args.gaps_out):
+        raise InvalidRequestError(
+            "what is to be done with them? Give --out, --svg, --gaps or --gaps-out",
+            reason="NOTHING_ASKED",
+        )
+    if args.gaps or args.gaps_out:
+        _show_gaps(timelines, args.gaps_out, suffix="-idle-cores" if args.idle_cores else "")
+    if args.out is not None or args.svg is not None:
+        _show(merge(timelines), args)
+
+
+def _show_gaps(timelines: Sequence[Event], out: Path | None, suffix: str) -> None:
+    found = gaps.find(timelines)
+    print(gaps.describe(found))
+    if out is not None:
+        exchange = {f"{rows}{suffix}": us for rows, us in gaps.exchange_us(found).items()}
+        write(out, {"exchange_us": exchange})
+
+
+def _show(content: Event, args: argparse.Namespace) -> None:
+    """All of it as one timeline, as a file and as a picture."""
     events = content["traceEvents"]
-    happened = [event for event in events if event["ph"] != "M"]
-    say(f"{len(happened)} events of {len(args.files)} processes in {args.out}")
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(content), encoding="utf-8")
+        happened = [event for event in events if event["ph"] != "M"]
+        say(f"{len(happened)} events of {len(args.files)} processes in {args.out}")
     if args.svg is not None:
         spans, tracks = spans_of(events)
         begin = middle_ms(spans) if args.from_ms is None else args.from_ms

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider import trace
 from outrider.engine.device.buffers import Landing
 from outrider.engine.device.drawing import Drawing
 from outrider.engine.device.shapes import bucket
@@ -298,10 +299,12 @@ class DeviceSource(DeviceFollower):
         if members.general:
             self._grower.mask(shape, starts, size)
         result, entries = self._launch(shape, ready, size, num_rows, general=members.general)
+        launched = trace.now()
         # While the device works.
         self._took(ready)
         cut = lengths(shape, members.wanted, members.table.rooms(members.slots))
         words = self._landing.wait(result).numpy()
+        trace.span("device", launched, len(ready), track="device")
         self._batch.let_go()
         return self._grower.drafted(shape, members.sessions, cut, words, entries, starts)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from outrider.compiled import COMPILED
 from outrider.errors import InvalidRequestError
 from outrider_bench.environment import describe
 from outrider_bench.report import say
@@ -33,6 +34,7 @@ def about() -> dict[str, Any]:
     facts = describe()
     versions = dict(facts["versions"])
     versions |= {name: facts[name] for name in ("python", "driver", "cuda") if name in facts}
+    versions["host"] = "compiled" if COMPILED else "source"
     device = facts.get("gpu", facts["cpu"])
     return {**{name: facts[name] for name in ("commit", "date")}, "device": device} | {
         "versions": versions

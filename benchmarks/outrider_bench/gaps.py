@@ -1,0 +1,165 @@
+"""What a round in lock-step waits for, by the timelines of a verifier and its drafter.
+
+A gap reaches from the end of a verify forward to the start of the next one. In lock-step one batch
+of drafts lies in it, and what is in between goes by steps that follow each other. Gaps with other
+work in them (prompts, rounds of two groups, look-ahead) are left out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Final
+
+from outrider.errors import InvalidRequestError
+from outrider_bench.report import table
+
+Event = dict[str, Any]
+
+STEPS: Final = (
+    "settled",
+    "told",
+    "on its way",
+    "taken in by the drafter",
+    "staged",
+    "drafted by the device",
+    "answered",
+    "sent",
+    "on its way back",
+    "taken in by the verifier",
+    "planned",
+    "launched",
+)
+"""In their order; each one ends where the next one begins."""
+DEVICE: Final = "drafted by the device"
+"""What is no part of the exchange."""
+FEWEST: Final = 8
+"""Gaps of as many rows that tell something."""
+_VERIFIER, _DRAFTER = "verifier", "drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """One gap: rows of the round that follows, and each step's microseconds, as in STEPS."""
+
+    rows: int
+    steps: tuple[float, ...]
+
+    @property
+    def exchange_us(self) -> float:
+        """All of it but what the drafter's device does."""
+        return sum(self.steps) - self.steps[STEPS.index(DEVICE)]
+
+
+class _Spans:
+    """Spans of one name of one process, in the order of their beginnings; microseconds."""
+
+    def __init__(self, events: Sequence[Event], name: str) -> None:
+        found = sorted(
+            (event["ts"], event["ts"] + event["dur"], event["args"]["n"])
+            for event in events
+            if event["ph"] == "X" and event["name"] == name
+        )
+        self.all: list[tuple[float, float, int]] = found
+        self._begins = [began for began, _, _ in found]
+
+    def between(self, begin: float, end: float) -> list[tuple[float, float, int]]:
+        """Those that begin in between."""
+        first, last = bisect_left(self._begins, begin), bisect_right(self._begins, end)
+        return self.all[first:last]
+
+    def only(self, begin: float, end: float) -> tuple[float, float, int] | None:
+        """The one that begins in between; None if it is not one."""
+        found = self.between(begin, end)
+        return found[0] if len(found) == 1 else None
+
+
+def find(timelines: Sequence[Event]) -> list[Gap]:
+    """The gaps of a verifier and its drafter.
+
+    Raises InvalidRequestError where it is not one of each, or they are of several hosts.
+    """
+    sides = {timeline["otherData"]["process"]: timeline for timeline in timelines}
+    if len(timelines) != 2 or set(sides) != {_VERIFIER, _DRAFTER}:
+        raise InvalidRequestError(
+            "gaps are those of one verifier and one drafter: give both timelines, and no others",
+            reason="NO_PAIR",
+        )
+    if len({timeline["otherData"]["clock"] for timeline in timelines}) > 1:
+        raise InvalidRequestError(
+            "these are of several hosts, whose clocks have nothing in common", reason="CLOCKS"
+        )
+    return list(_gaps(sides[_VERIFIER]["traceEvents"], sides[_DRAFTER]["traceEvents"]))
+
+
+def _gaps(verifier: Sequence[Event], drafter: Sequence[Event]) -> Iterator[Gap]:
+    forwards = _Spans(verifier, "forward")
+    tells, takes, plans, submits = (
+        _Spans(verifier, name) for name in ("tell", "take in", "plan", "submit")
+    )
+    heard, drafts, device, sends = (
+        _Spans(drafter, name) for name in ("take in", "draft", "device", "send")
+    )
+    if not device.all:
+        # On a CPU nothing but the drafting is in a draft.
+        device = drafts
+    for (_, ended, _), (begins, _, rows) in pairwise(forwards.all):
+        draft, worked = drafts.only(ended, begins), device.only(ended, begins)
+        taken, sent = heard.only(ended, begins), sends.only(ended, begins)
+        if draft is None or worked is None or taken is None or sent is None:
+            continue
+        told = tells.between(ended, taken[0])
+        back = takes.between(sent[0], begins)
+        planned = plans.between(back[-1][0], begins) if back else []
+        submitted = submits.between(planned[-1][0], begins) if planned else []
+        if not told or not submitted:
+            continue
+        moments = (
+            ended,
+            *(told[0][0], told[0][1]),
+            *(taken[0], draft[0], worked[0], worked[1], draft[1], sent[1]),
+            *(back[-1][0], planned[-1][0], submitted[-1][0]),
+            begins,
+        )
+        yield Gap(rows, tuple(after - before for before, after in pairwise(moments)))
+
+
+def by_rows(gaps: Sequence[Gap]) -> dict[int, list[Gap]]:
+    """Gaps by the rows of their rounds, where there are enough of them; fewest rows first."""
+    counts = sorted({gap.rows for gap in gaps})
+    each = {count: [gap for gap in gaps if gap.rows == count] for count in counts}
+    return {count: found for count, found in each.items() if len(found) >= FEWEST}
+
+
+def exchange_us(gaps: Sequence[Gap]) -> dict[str, int]:
+    """`exchange_us` of service.json: the median exchange by the rows of a round."""
+    return {
+        str(rows): round(median(gap.exchange_us for gap in found))
+        for rows, found in by_rows(gaps).items()
+    }
+
+
+def describe(gaps: Sequence[Gap]) -> str:
+    """A table: medians of each step by the rows of a round, in microseconds.
+
+    Raises InvalidRequestError where there is no round in lock-step.
+    """
+    found = by_rows(gaps)
+    if not found:
+        raise InvalidRequestError(
+            "there are no rounds in lock-step (`bench serve --look-ahead 0`) in these timelines",
+            reason="NO_EVENTS",
+        )
+    exchange = exchange_us(gaps)
+    rows: list[list[object]] = [
+        [step, *(round(median(gap.steps[place] for gap in those)) for those in found.values())]
+        for place, step in enumerate(STEPS)
+    ]
+    whole = [round(median(sum(gap.steps) for gap in those)) for those in found.values()]
+    rows.append(["**the whole gap**", *whole])
+    rows.append(["**exchange**, all but the device", *exchange.values()])
+    rows.append(["rounds", *(len(those) for those in found.values())])
+    return table(["us, median", *(f"{count} rows" for count in found)], rows)
