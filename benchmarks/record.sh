@@ -92,7 +92,8 @@ simulated)
   ;;
 host)
   $OUTRIDER bench events --clients 8 --tokens 1 --seconds 4 --out "$out/events.json.txt"
-  $OUTRIDER bench host --sessions 64
+  $OUTRIDER bench host --sessions 1,64
+  $OUTRIDER bench host --sessions 1 --pause-ms 4
   ;;
 *)
   echo "no part $part: separate, fused, small, simulated, host" >&2

@@ -9,6 +9,7 @@ device, or the other process, works.
 from __future__ import annotations
 
 import argparse
+import time
 from contextlib import closing
 from typing import Any
 
@@ -84,8 +85,16 @@ def _drafted(key: Any) -> tuple[Tensor, None]:
     return torch.full((size, shape.depth), 5, dtype=torch.int32), None
 
 
-def measure(sessions: int, rounds: int, *, planner: str = "fixed") -> Steps:
-    """Run so many rounds of both sides."""
+def _pause(pause_s: float) -> None:
+    """Stay on the core and do nothing else, as a thread that looks for what comes does."""
+    until = time.perf_counter() + pause_s
+    while time.perf_counter() < until:
+        pass
+
+
+def measure(sessions: int, rounds: int, *, planner: str = "fixed", pause_s: float = 0.0) -> Steps:
+    """Run so many rounds of both sides; each waits for the other for `pause_s`, in which its caches
+    are anybody's who shares them."""
     steps = Steps()
     ours, theirs = lane_pair()
     with torch.inference_mode(), closing(ours), closing(theirs):
@@ -96,7 +105,10 @@ def measure(sessions: int, rounds: int, *, planner: str = "fixed") -> Steps:
         for count in range(rounds + 2):
             if count == 2:
                 steps.taken.clear()
-            verifier.offer(drafter.follow(theirs))
+            _pause(pause_s)
+            proposals = drafter.follow(theirs)
+            _pause(pause_s)
+            verifier.offer(proposals)
             verifier.round()
             steps.end_round()
     return steps
@@ -148,7 +160,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="events reach those routers without the network",
     )
     parser.add_argument(
-        "--pause-ms", type=float, default=0.0, help="how long the device works, with --look-ahead"
+        "--pause-ms",
+        type=float,
+        default=0.0,
+        help="how long each process waits in a round, with --look-ahead how long the device works",
     )
 
 
@@ -186,7 +201,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _measure(sessions: int, args: argparse.Namespace) -> Steps:
     if not args.look_ahead:
-        return measure(sessions, args.rounds, planner=args.planner)
+        pause_s = args.pause_ms / 1e3
+        return measure(sessions, args.rounds, planner=args.planner, pause_s=pause_s)
     from outrider_bench import host_ahead
 
     return host_ahead.measure(
