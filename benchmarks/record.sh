@@ -2,6 +2,7 @@
 # The cells of benchmarks/results/gpu/service.json, in parts, each for one machine:
 #
 #   benchmarks/record.sh separate OUT DIR    two GPUs: a drafter on a card of its own, at an 8B's cost
+#   benchmarks/record.sh idle OUT DIR        two GPUs: the exchange of processes that let cores sleep
 #   benchmarks/record.sh fused OUT DIR       one GPU: a head in the verifier, every parameter
 #   benchmarks/record.sh small OUT [LOADS]   one GPU: the 135M model with a drafter that loses there
 #   benchmarks/record.sh simulated OUT       one GPU: 256 sessions, acceptance by chance
@@ -48,13 +49,16 @@ separate)
   wide=(--placement separate --model "$dir/target" --head "$dir/head" --max-sessions 64 --routers 2)
   up separate 7101 "${wide[@]}" --awake-cores 3 --trace-dir "$out/awake"
   of=(--placement separate --routers 2 --model "$dir/target" --awake-cores 3)
-  cells "${of[@]}" --drafts chain-4,tree-16 --sampling greedy,top_p --sessions 1,8,32,64 --waves 3
+  cells "${of[@]}" --drafts chain-4,tree-16 --sampling greedy,top_p --sessions 1,8,32,64 --waves 2
   cells "${of[@]}" --drafts chain-4+lockstep --sampling greedy --sessions 64,32,8,1 --waves 2
   down
   gaps awake --gaps-out "$out/exchange.json"
-  up idle 7102 "${wide[@]}" --awake-cores 0 --trace-dir "$out/idle"
-  cells --placement separate --routers 2 --model "$dir/target" --drafts chain-4+lockstep \
-    --sampling greedy --sessions 1 --waves 1 --max-tokens 128
+  ;;
+idle)
+  up idle 7102 --placement separate --model "$dir/target" --head "$dir/head" --max-sessions 64 \
+    --awake-cores 0 --trace-dir "$out/idle"
+  cells --placement separate --model "$dir/target" --drafts chain-4+lockstep --sampling greedy \
+    --sessions 1 --waves 1 --max-tokens 128
   down
   gaps idle --idle-cores --gaps-out "$out/exchange-idle.json"
   ;;
@@ -96,7 +100,7 @@ host)
   $OUTRIDER bench host --sessions 1 --pause-ms 4
   ;;
 *)
-  echo "no part $part: separate, fused, small, simulated, host" >&2
+  echo "no part $part: separate, idle, fused, small, simulated, host" >&2
   exit 2
   ;;
 esac
