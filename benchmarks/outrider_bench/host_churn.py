@@ -12,8 +12,7 @@ from typing import Final
 
 import torch
 
-from outrider.spec.plan import DraftMethod
-from outrider_bench.host_plain import LEAN, WAYS, PlainSide
+from outrider_bench.host_plain import WAYS, PlainSide
 from outrider_bench.report import table
 
 WIDTH: Final = 512
@@ -27,10 +26,8 @@ SETTLING: Final = 60
 class ChurningSide(PlainSide):
     """A verifier's engine thread; sessions that end are replaced at once."""
 
-    def __init__(
-        self, sessions: int, answers: int, method: DraftMethod | None, *, lean: bool = False
-    ) -> None:
-        super().__init__(sessions, 4 * answers, method, lean=lean, width=WIDTH)
+    def __init__(self, sessions: int, answers: int, way: str) -> None:
+        super().__init__(sessions, 4 * answers, way, width=WIDTH)
         self._sessions, self._answers = sessions, answers
         self._random = random.Random(0)
         self.opened = self.told = 0
@@ -61,10 +58,7 @@ def run(counts: Sequence[int], rounds: int, answers: int) -> None:
     found: dict[str, ChurningSide] = {}
     with torch.inference_mode():
         for count in counts:
-            sides = {
-                name: ChurningSide(count, answers, method, lean=name == LEAN)
-                for name, method in WAYS.items()
-            }
+            sides = {way: ChurningSide(count, answers, way) for way in WAYS}
             for number in range(SETTLING + rounds):
                 for side in sides.values():
                     if number == SETTLING:

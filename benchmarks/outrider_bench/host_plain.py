@@ -19,11 +19,15 @@ from outrider_bench.host_canned import Steps, steps_table
 from outrider_bench.host_verifier import WIDTH, AheadSide
 
 LEAN: Final = "head, no features kept"
+"""Paused, too; the others that are keep them."""
+LOST: Final = "head, nobody drafts"
+"""Nothing else keeps them from speculating."""
 WAYS: Final = {
     "no drafter": None,
     "n-gram, paused": DraftMethod.NGRAM,
     LEAN: DraftMethod.EAGLE3,
     "head, paused": DraftMethod.EAGLE3,
+    LOST: DraftMethod.EAGLE3,
 }
 """How sessions come to decode plainly, and the drafts that they did without."""
 ROUND_S: Final = 0.001
@@ -37,23 +41,24 @@ class PlainSide(AheadSide):
         self,
         sessions: int,
         rounds: int,
-        method: DraftMethod | None,
+        way: str,
         *,
-        lean: bool = False,
         width: int = WIDTH,
     ) -> None:
-        """`lean`: whether sessions keep no features."""
+        """`way`: one of WAYS."""
+        method = WAYS[way]
         super().__init__(sessions, width=width)
         self.plan = Plan() if method is None else Plan(method=method, draft_tokens=4)
-        self.drafted = method is not None
+        self.drafted = method is not None and way != LOST
         self.open(sessions, rounds + 64, self.plan, drafted=self.drafted)
-        self._pause(lean)
+        if way != LOST:
+            self._pause(lean=way == LEAN)
         self.mark_steps("verifier: accounts, events")
         for _ in range(8):
             self.plain_round()
         self.steps.taken.clear()
 
-    def _pause(self, lean: bool) -> None:
+    def _pause(self, *, lean: bool) -> None:
         """Have the planner find that drafts lose, by so much that it does not try them again."""
         policy: Any = self._core.policy
         if lean:
@@ -78,10 +83,7 @@ class PlainSide(AheadSide):
 def measure(sessions: int, rounds: int) -> dict[str, Steps]:
     """Run so many rounds of each way in turn; steps by way."""
     with torch.inference_mode():
-        sides = {
-            name: PlainSide(sessions, rounds, method, lean=name == LEAN)
-            for name, method in WAYS.items()
-        }
+        sides = {way: PlainSide(sessions, rounds, way) for way in WAYS}
         for _ in range(rounds):
             for side in sides.values():
                 side.plain_round()

@@ -109,6 +109,7 @@ class Accounts:
         _Booked(
             rounds=len(rows),
             tokens=len(rows.tokens),
+            fallbacks=int(np.count_nonzero(flags & FALLBACK)),
             paused=int(np.count_nonzero(flags & PAUSED)),
             accepted=int(accepted.sum()),
             proposed=sum(rows.drafted),
@@ -119,16 +120,19 @@ class Accounts:
         """[n]: of their events. Neighbours have the same, nearly always."""
         core, flags, of_all = self._core, 0, list[int]()
         told_by: object = self
-        paused = False
+        paused, alone = False, False
         for session in sessions:
             pace = session.pace
             by: object = session.spec.drafter_id
             if pace is not None:
                 # A kind has one drafter; of own drafts of all kinds the same is said.
                 by = _OWN if pace.own else pace.known
-            if (by is not told_by and by != told_by) or session.paused is not paused:
-                told_by, paused = by, session.paused
+            other = by is not told_by and by != told_by
+            if other or session.paused is not paused or (session.link_id is None) is not alone:
+                told_by, paused, alone = by, session.paused, session.link_id is None
                 flags = core.policy.planned(session) | core.drafters.attached_flag(session)
+                if session.lacks_drafter:
+                    flags |= FALLBACK
             of_all.append(flags)
         return of_all
 

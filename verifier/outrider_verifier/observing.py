@@ -32,6 +32,10 @@ def observe_plain(sessions: Sequence[Session], mark: Mark, touched: list[Tally])
         pace = session.pace
         if pace is None or pace.own:
             continue
+        if session.link_id is None and not session.paused:
+            # See `observe_row`.
+            pace.mark = mark
+            continue
         before = pace.mark
         if pace.unsettled > 0 or session.suspect or before is None:
             others.append(session)

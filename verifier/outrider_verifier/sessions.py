@@ -198,8 +198,18 @@ class Session:
 
     @property
     def wishes_drafts(self) -> bool:
-        """Whether drafts of a drafter are verified as long as the budget lasts."""
-        return not (self.paused or self.own_draft) and self.plan.speculative
+        """Whether drafts that this process does not make are verified as long as the budget lasts:
+        if there is anybody who would."""
+        if self.paused or self.own_draft or not self.plan.speculative:
+            return False
+        return self.link_id is not None or self.outdone
+
+    @property
+    def lacks_drafter(self) -> bool:
+        """Whether it decodes plainly only because nobody drafts for it."""
+        if self.link_id is not None or self.paused or self.own_draft:
+            return False
+        return self.plan.speculative and not self.outdone
 
     @property
     def outdone(self) -> bool:

@@ -275,9 +275,10 @@ def _commit(
     if len(tokens) >= remaining or not session.stop_ids.isdisjoint(tokens):
         tokens, reason = cut_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)
     if row is not None:
-        # The last two are what `draft_wanted` would find out by calls.
+        # The last two are what follows would find out by calls.
         if row.held is None and not (row.stand_in or session.own_draft or session.paused):
-            missed = session.draft_wanted
+            wished = session.wishes_drafts or session.lacks_drafter
+            missed = wished and session.max_draft_depth > 0
         session.round_id += 1
     session.append(tokens, now)
     return Settled(session, result, tokens, reason, row, missed)
@@ -294,6 +295,10 @@ def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
 
 
 def is_told(session: Session) -> bool:
-    """Whether a drafter hears of what the session commits; of one that has ended, and whose place
-    another may have, nobody does."""
-    return session.spec.drafter_id is not None and not (session.paused or session.ended)
+    """Whether its prefix is followed, for a drafter that hears of what the session commits, or for
+    one that is lost and of whose proposals one may be left, where lookups outdo it. Who is drafted
+    for again is told of from the beginning. Of one that has ended, and whose place another may
+    have, nobody hears."""
+    if session.paused or session.ended:
+        return False
+    return session.link_id is not None or (session.outdone and session.spec.drafter_id is not None)

@@ -131,7 +131,7 @@ def test_plain_rounds_are_timed_whatever_their_sessions_did_without() -> None:
 
 
 def test_drafters_hear_of_no_session_that_comes_and_goes_while_its_kind_is_paused() -> None:
-    side = host_churn.ChurningSide(4, 20, host_plain.WAYS["head, paused"])
+    side = host_churn.ChurningSide(4, 20, "head, paused")
     with torch.inference_mode():
         for _ in range(40):
             side.replacing_round()

@@ -22,8 +22,9 @@ from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import CHAIN, make_spec
 
 STOP, PLAIN = 9, Plan()
-KINDS = ["plain", "paused", "own", "lost its drafter", "looked up", "flagged", "ended"]
-ALIKE = {"plain", "paused", "own"}
+KINDS = ["plain", "paused", "own", "lost", "waits", "looked up", "flagged", "ended"]
+"""`lost`: its drafter is; `waits`: it has one, which sent nothing."""
+ALIKE = {"plain", "paused", "own", "lost"}
 
 
 def session_of(number: int, kind: str, budget: int) -> Session:
@@ -34,6 +35,7 @@ def session_of(number: int, kind: str, budget: int) -> Session:
     made = Session.create(spec, ticket=number, kv=kv, now=0.0, keeps_features=False)
     made.paused, made.own_draft = kind == "paused", 3 if kind == "own" else 0
     made.ended = kind == "ended"
+    made.link_id = 1 if kind in ("waits", "looked up") else None
     made.kv.advance(made.length)
     made.append((7,), 0.0)
     return made

@@ -327,6 +327,23 @@ def test_paused_sessions_are_observed_together_as_one_by_one() -> None:
     assert len(seen[0]) > 6
 
 
+def test_of_sessions_that_nobody_drafts_for_nothing_is_learnt() -> None:
+    policy = Policy(automatic=True, ceiling_s=0.04)
+    lost, paused = _session(policy), _session(policy)
+    policy.turn(paused, paused=True)
+    lost.link_id = paused.link_id = None
+    touched: list[Tally] = []
+    for number in range(8):
+        for session in observe_plain([lost, paused], Mark(0.01 * number, 0.0, 0.0), touched):
+            assert session is paused
+            observe_row(_row(session), Mark(0.01 * number, 0.0, 0.0), touched, 0.0)
+    assert {tally.mode for tally in touched} == {Mode.PLAIN}
+    assert sum(tally.rows for tally in touched) < 8
+    # It takes part again as soon as somebody drafts for it, from its last round on.
+    assert lost.pace is not None and lost.pace.mark is not None
+    assert lost.pace.mark.at == pytest.approx(0.07)
+
+
 def test_a_fixed_planner_carries_plans_out() -> None:
     policy = Policy(automatic=False, ceiling_s=0.04)
     session = _session(policy)
