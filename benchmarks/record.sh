@@ -2,7 +2,7 @@
 # The cells of benchmarks/results/gpu/service.json, in parts, each for one machine:
 #
 #   benchmarks/record.sh separate OUT DIR    two GPUs: a drafter on a card of its own, at an 8B's cost
-#   benchmarks/record.sh idle OUT DIR        two GPUs: the exchange of processes that let cores sleep
+#   benchmarks/record.sh exchange OUT DIR    two GPUs: what rounds in lock-step wait for
 #   benchmarks/record.sh fused OUT DIR       one GPU: a head in the verifier, every parameter
 #   benchmarks/record.sh small OUT [LOADS]   one GPU: the 135M model with a drafter that loses there
 #   benchmarks/record.sh simulated OUT       one GPU: 256 sessions, acceptance by chance
@@ -10,8 +10,14 @@
 #
 # OUT is a folder for the parts, DIR has target/ and head/ (benchmarks/widen.py). Then
 #   outrider bench serve --out benchmarks/results/gpu/service.json --merge OUT/*.json
-set -u
+set -eu
+if [ $# -lt 2 ]; then
+  sed -n '2,13s/^# \{0,1\}//p' "$0" >&2
+  exit 2
+fi
 part=$1 out=$2 dir=${3:-}
+services=''
+trap '[ -z "$services" ] || kill $services 2>/dev/null || true' EXIT
 loads=${3:-1:48:4 8:128:8 32:512:8 64:768:8} # sessions, requests, waves
 OUTRIDER=${OUTRIDER:-outrider}
 mkdir -p "$out"
@@ -23,8 +29,8 @@ up() {
   $OUTRIDER serve --device cuda --port "$port" "$@" >"$out/$name.log" 2>&1 &
   services=$! address=127.0.0.1:$port
   for _ in $(seq 600); do
-    grep -q "ready on $address" "$out/$name.log" && return
-    kill -0 "$services" 2>/dev/null || break
+    if grep -q "ready on $address" "$out/$name.log"; then return; fi
+    if ! kill -0 "$services" 2>/dev/null; then break; fi
     sleep .5
   done
   tail -20 "$out/$name.log" >&2
@@ -33,34 +39,35 @@ up() {
 
 down() {
   kill -TERM "$services"
-  wait "$services"
+  wait "$services" || true
+  services=''
 }
 
 cells() {
   $OUTRIDER bench serve --router "$address" --out "$out/$part.json" --keep-plain "$@"
 }
 
-gaps() {
-  $OUTRIDER bench timeline "$out/$1/verifier-0.json" "$out/$1/drafter-0.json" --gaps "${@:2}"
-}
-
 case $part in
 separate)
-  wide=(--placement separate --model "$dir/target" --head "$dir/head" --max-sessions 64 --routers 2)
-  up separate 7101 "${wide[@]}" --awake-cores 3 --trace-dir "$out/awake"
+  up separate 7101 --placement separate --model "$dir/target" --head "$dir/head" \
+    --max-sessions 64 --routers 2 --awake-cores 3
   of=(--placement separate --routers 2 --model "$dir/target" --awake-cores 3)
   cells "${of[@]}" --drafts chain-4,tree-16 --sampling greedy,top_p --sessions 1,8,32,64 --waves 2
-  cells "${of[@]}" --drafts chain-4+lockstep --sampling greedy --sessions 64,32,8,1 --waves 2
   down
-  gaps awake --gaps-out "$out/exchange.json"
   ;;
-idle)
-  up idle 7102 --placement separate --model "$dir/target" --head "$dir/head" --max-sessions 64 \
-    --awake-cores 0 --trace-dir "$out/idle"
-  cells --placement separate --model "$dir/target" --drafts chain-4+lockstep --sampling greedy \
-    --sessions 1 --waves 1 --max-tokens 128
-  down
-  gaps idle --idle-cores --gaps-out "$out/exchange-idle.json"
+exchange)
+  # What a timeline has are its last rounds: these services do nothing but lock-step.
+  for cores in 3 0; do
+    up "exchange-$cores" "710$((2 + cores))" --placement separate --model "$dir/target" \
+      --head "$dir/head" --max-sessions 64 --awake-cores "$cores" --planner fixed \
+      --trace-dir "$out/$cores"
+    cells --placement separate --model "$dir/target" --awake-cores "$cores" --planner fixed \
+      --drafts chain-4+lockstep --sampling greedy --sessions 64,1 --waves 1 --max-tokens 128
+    down
+    idle=$([ "$cores" -gt 0 ] || echo --idle-cores)
+    $OUTRIDER bench timeline "$out/$cores/verifier-0.json" "$out/$cores/drafter-0.json" \
+      --gaps --gaps-out "$out/exchange-$cores.json" $idle
+  done
   ;;
 fused)
   of=(--placement fused --model "$dir/target")
@@ -92,7 +99,7 @@ simulated)
   kill "$looks"
   down
   # Of the time in which there is work at all.
-  awk '$1 > 20 { sum += $1; n++ } END { print "busy", sum / n / 100, "of", n, "samples" }' "$out/busy.log"
+  awk '$1 > 20 { sum += $1; n++ } END { print "busy", n ? sum / n / 100 : 0, "of", n, "samples" }' "$out/busy.log"
   ;;
 host)
   $OUTRIDER bench events --clients 8 --tokens 1 --seconds 4 --out "$out/events.json.txt"
@@ -100,7 +107,7 @@ host)
   $OUTRIDER bench host --sessions 1 --pause-ms 4
   ;;
 *)
-  echo "no part $part: separate, idle, fused, small, simulated, host" >&2
+  echo "no part $part: separate, exchange, fused, small, simulated, host" >&2
   exit 2
   ;;
 esac

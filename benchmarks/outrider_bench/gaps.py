@@ -1,8 +1,9 @@
 """What a round in lock-step waits for, by the timelines of a verifier and its drafter.
 
 A gap reaches from the end of a verify forward to the start of the next one. In lock-step one batch
-of drafts lies in it, and what is in between goes by steps that follow each other. Gaps with other
-work in them (prompts, rounds of two groups, look-ahead) are left out.
+of drafts lies in it, and what is in between goes by steps that follow each other. Gaps in which
+more is drafted than once, or nothing, or in which steps overlap, are left out; rounds that read
+prompts beside their rows are not told from others. Record services that do nothing but lock-step.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ STEPS: Final = (
 DEVICE: Final = "drafted by the device"
 """What is no part of the exchange."""
 FEWEST: Final = 8
-"""Gaps of as many rows that tell something."""
+"""Gaps of as many rows that tell something,"""
+SHARE: Final = 0.1
+"""and of all gaps: a closed loop has rounds of fewer rows now and then."""
 _VERIFIER, _DRAFTER = "verifier", "drafter"
 
 
@@ -124,14 +127,17 @@ def _gaps(verifier: Sequence[Event], drafter: Sequence[Event]) -> Iterator[Gap]:
             *(back[-1][0], planned[-1][0], submitted[-1][0]),
             begins,
         )
-        yield Gap(rows, tuple(after - before for before, after in pairwise(moments)))
+        steps = tuple(after - before for before, after in pairwise(moments))
+        if rows and min(steps) >= 0.0:
+            yield Gap(rows, steps)
 
 
 def by_rows(gaps: Sequence[Gap]) -> dict[int, list[Gap]]:
     """Gaps by the rows of their rounds, where there are enough of them; fewest rows first."""
+    enough = max(FEWEST, SHARE * len(gaps))
     counts = sorted({gap.rows for gap in gaps})
     each = {count: [gap for gap in gaps if gap.rows == count] for count in counts}
-    return {count: found for count, found in each.items() if len(found) >= FEWEST}
+    return {count: found for count, found in each.items() if len(found) >= enough}
 
 
 def exchange_us(gaps: Sequence[Gap]) -> dict[str, int]:
@@ -150,7 +156,8 @@ def describe(gaps: Sequence[Gap]) -> str:
     found = by_rows(gaps)
     if not found:
         raise InvalidRequestError(
-            "there are no rounds in lock-step (`bench serve --look-ahead 0`) in these timelines",
+            f"of {len(gaps)} rounds in lock-step (`bench serve --look-ahead 0`) in these timelines "
+            f"no {FEWEST} have as many rows",
             reason="NO_EVENTS",
         )
     exchange = exchange_us(gaps)

@@ -131,7 +131,7 @@ class Accounts:
             if other or session.paused is not paused or (session.link_id is None) is not alone:
                 told_by, paused, alone = by, session.paused, session.link_id is None
                 flags = core.policy.planned(session) | core.drafters.attached_flag(session)
-                if session.lacks_drafter:
+                if session.lacks_drafter and session.draft_limit > 0:
                     flags |= FALLBACK
             of_all.append(flags)
         return of_all

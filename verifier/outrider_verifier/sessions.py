@@ -202,14 +202,16 @@ class Session:
         if there is anybody who would."""
         if self.paused or self.own_draft or not self.plan.speculative:
             return False
-        return self.link_id is not None or self.outdone
+        return not self.lacks_drafter
 
     @property
     def lacks_drafter(self) -> bool:
-        """Whether it decodes plainly only because nobody drafts for it."""
-        if self.link_id is not None or self.paused or self.own_draft:
+        """Whether it decodes plainly only because nobody has ever drafted for it. Where a drafter
+        did and is lost, or is suspect, lookups may stand in for it."""
+        if self.link_id is not None or self.suspect or self.paused or self.own_draft:
             return False
-        return self.plan.speculative and not self.outdone
+        stand_in = self.stand_in
+        return self.plan.speculative and (stand_in is None or stand_in.drafters is None)
 
     @property
     def outdone(self) -> bool:

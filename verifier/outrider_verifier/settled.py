@@ -295,10 +295,6 @@ def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
 
 
 def is_told(session: Session) -> bool:
-    """Whether its prefix is followed, for a drafter that hears of what the session commits, or for
-    one that is lost and of whose proposals one may be left, where lookups outdo it. Who is drafted
-    for again is told of from the beginning. Of one that has ended, and whose place another may
-    have, nobody hears."""
-    if session.paused or session.ended:
-        return False
-    return session.link_id is not None or (session.outdone and session.spec.drafter_id is not None)
+    """Whether a drafter hears of what the session commits; of one that has ended, and whose place
+    another may have, nobody does."""
+    return session.spec.drafter_id is not None and not (session.paused or session.ended)

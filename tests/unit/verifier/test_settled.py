@@ -10,7 +10,6 @@ import pytest
 from outrider_verifier.flying import InFlight
 from outrider_verifier.handover import Handover, Told
 from outrider_verifier.inbox import Inbox
-from outrider_verifier.lookup import StandIn
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.runner import Decoded, RowOutcome
 from outrider_verifier.schedule import RoundPlan
@@ -75,7 +74,7 @@ def test_all_go_on() -> None:
     assert told.wanted.all() and told.whole.all()
 
 
-@pytest.mark.parametrize("reason", ["stop", "budget", "ended", "paused", "no drafter", "lost"])
+@pytest.mark.parametrize("reason", ["stop", "budget", "ended", "paused", "no drafter"])
 def test_who_ends_or_is_followed_by_nobody_is_left_out(reason: str) -> None:
     options: dict[str, dict[str, Any]] = {
         "stop": {"stop_token_ids": (6,)},
@@ -84,21 +83,10 @@ def test_who_ends_or_is_followed_by_nobody_is_left_out(reason: str) -> None:
     }
     out = session(0, **options.get(reason, {}))
     out.paused, out.ended = reason == "paused", reason == "ended"
-    if reason == "lost":
-        out.link_id = None
     told = Sheet.of([session(1), out, session(2)]).verdicts(decoded((5, 6), (5, 6), (6,)))
     assert told.handles.tolist() == [1, 2]
     assert pieces(told) == [[5, 6], [6]]
     assert [None if rows is None else rows[0, 0] for rows in told.features] == [0, 2]
-
-
-def test_of_a_lost_drafter_whose_proposal_may_be_left_the_prefix_is_followed() -> None:
-    # Where lookups are verified in its place, what it sent before must not outlive its prefix.
-    lost = session(0)
-    lost.link_id, lost.stand_in = None, StandIn()
-    assert len(Sheet.of([lost]).verdicts(decoded((5, 6)))) == 0
-    lost.stand_in.better = True
-    assert Sheet.of([lost]).verdicts(decoded((5, 6))).handles.tolist() == [0]
 
 
 @pytest.mark.parametrize("reason", ["nobody", "paused", "drafter"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.unit.verifier.harness import (
     make_spec,
     verifier,
 )
+from tests.waiting import until
 
 PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=6, patience_ms=20)
 SAMPLINGS = {
@@ -79,6 +81,27 @@ async def test_it_drafts_where_a_drafter_is_silent_or_worse(
             assert result.tokens == rig.reference(each)
         assert counted(rig, "stand_in_rounds") > 20
         assert counted(rig, "stand_in_accepted_tokens") > 2 * counted(rig, "stand_in_rounds")
+        await rig.idle()
+
+
+@pytest.mark.parametrize("drafter", [silent, garbage])
+async def test_it_goes_on_when_the_drafter_is_lost(drafter: ProposeFn) -> None:
+    async with verifier(
+        target=Repeating(num_blocks=1024), planner="automatic", stand_in=True
+    ) as rig:
+        never_pauses(rig)
+        drafts = await rig.attach(drafter(rig.target))
+        each = spec(SAMPLINGS["greedy"], tokens=400)
+        running = asyncio.create_task(rig.run(each))
+        sessions = rig.service._core.sessions
+        await until(lambda: any(session.emitted > 80 for session in sessions.values()))
+        (session,) = sessions.values()
+        await drafts.detach()
+        await until(lambda: session.link_id is None)
+        emitted, rounds = session.emitted, session.round_id
+        result = await running
+        assert result.tokens == rig.reference(each)
+        assert result.last.stats.rounds - rounds < (400 - emitted) / 2
         await rig.idle()
 
 
