@@ -37,14 +37,7 @@ ROUND_S: Final = 0.001
 class PlainSide(AheadSide):
     """A verifier's engine thread whose sessions decode plainly, a round always in flight."""
 
-    def __init__(
-        self,
-        sessions: int,
-        rounds: int,
-        way: str,
-        *,
-        width: int = WIDTH,
-    ) -> None:
+    def __init__(self, sessions: int, rounds: int, way: str, *, width: int = WIDTH) -> None:
         """`way`: one of WAYS."""
         method = WAYS[way]
         super().__init__(sessions, width=width)

@@ -193,8 +193,8 @@ class VerifierSide:
         """Open a session with so many tokens of prompt; it waits for the next round."""
         drafter_id = _NAME if drafted else None
         spec = spec_of(f"s{ticket}", prompt, max_new_tokens, plan, drafter_id)
-        opened: Any = Open(ticket, spec, None)  # type: ignore[arg-type]
-        self._core.handle(opened, time.monotonic())
+        nobody: Any = None
+        self._core.handle(Open(ticket, spec, nobody), time.monotonic())
 
     def round(self) -> None:
         """Plan, launch and settle a round; the drafter is told by its lane."""

@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _show_gaps(timelines: Sequence[Event], out: Path | None, suffix: str) -> None:
+    common_clock(timelines)
     found = gaps.find(timelines)
     print(gaps.describe(found))
     if out is not None:
@@ -103,14 +104,20 @@ def read(path: Path) -> Event:
     raise InvalidRequestError(f"{path} is no timeline of a process", reason="NO_TIMELINE")
 
 
-def merge(timelines: Sequence[Event]) -> Event:
-    """One timeline: the events of all in their order, from 0 on, each process under an id of its
-    own. Raises InvalidRequestError where their clocks have nothing in common."""
+def common_clock(timelines: Sequence[Event]) -> str:
+    """The clock of all of them. Raises InvalidRequestError where there are several."""
     clocks = {timeline["otherData"]["clock"] for timeline in timelines}
     if len(clocks) > 1:
         raise InvalidRequestError(
             "these are of several hosts, whose clocks have nothing in common", reason="CLOCKS"
         )
+    return str(next(iter(clocks), ""))
+
+
+def merge(timelines: Sequence[Event]) -> Event:
+    """One timeline: the events of all in their order, from 0 on, each process under an id of its
+    own. Raises InvalidRequestError where their clocks have nothing in common."""
+    clock = common_clock(timelines)
     about: list[Event] = []
     happened: list[Event] = []
     for place, timeline in enumerate(timelines):
@@ -127,7 +134,7 @@ def merge(timelines: Sequence[Event]) -> Event:
     return {
         "traceEvents": about + happened,
         "displayTimeUnit": "ms",
-        "otherData": {"processes": names, "clock": next(iter(clocks), "")},
+        "otherData": {"processes": names, "clock": clock},
     }
 
 

@@ -200,9 +200,7 @@ class Session:
     def wishes_drafts(self) -> bool:
         """Whether drafts that this process does not make are verified as long as the budget lasts:
         if there is anybody who would."""
-        if self.paused or self.own_draft or not self.plan.speculative:
-            return False
-        return not self.lacks_drafter
+        return not (self.paused or self.own_draft or self.lacks_drafter) and self.plan.speculative
 
     @property
     def lacks_drafter(self) -> bool:

@@ -275,10 +275,9 @@ def _commit(
     if len(tokens) >= remaining or not session.stop_ids.isdisjoint(tokens):
         tokens, reason = cut_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)
     if row is not None:
-        # The last two are what follows would find out by calls.
+        # Wanted, whether or not there was anybody to make one.
         if row.held is None and not (row.stand_in or session.own_draft or session.paused):
-            wished = session.wishes_drafts or session.lacks_drafter
-            missed = wished and session.max_draft_depth > 0
+            missed = session.plan.speculative and session.max_draft_depth > 0
         session.round_id += 1
     session.append(tokens, now)
     return Settled(session, result, tokens, reason, row, missed)

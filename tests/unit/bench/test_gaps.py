@@ -145,3 +145,12 @@ def test_timelines_without_lock_step_or_of_other_processes_are_refused(tmp_path:
         run(files[:1], "--gaps")
     with pytest.raises(InvalidRequestError, match="--gaps"):
         run(files)
+
+
+def test_timelines_of_several_hosts_are_refused(tmp_path: Path) -> None:
+    files = in_lock_step(9).content(tmp_path)
+    content = json.loads(files[1].read_text())
+    content["otherData"]["clock"] = "another host's"
+    files[1].write_text(json.dumps(content))
+    with pytest.raises(InvalidRequestError, match="several hosts"):
+        run(files, "--gaps")

@@ -23,7 +23,7 @@ from tests.unit.verifier.harness import CHAIN, make_spec
 
 STOP, PLAIN = 9, Plan()
 KINDS = ["plain", "paused", "own", "lost", "waits", "looked up", "flagged", "ended"]
-"""`lost`: its drafter is; `waits`: it has one, which sent nothing."""
+"""`lost`: nobody drafts for it; `waits`: it has one, which sent nothing."""
 ALIKE = {"plain", "paused", "own", "lost"}
 
 

@@ -20,15 +20,7 @@ from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import FinishReason, SessionSpec
 from tests.fakes.runner import FakeFlight, FakeRunner, Verify
 from tests.fakes.target import FakeTarget
-from tests.unit.verifier.harness import (
-    ADDRESS,
-    CHAIN,
-    Rig,
-    close,
-    good_chain,
-    make_spec,
-    verifier,
-)
+from tests.unit.verifier.harness import ADDRESS, CHAIN, Rig, close, good_chain, make_spec, verifier
 from tests.waiting import soon, until
 
 OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
