@@ -60,7 +60,7 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         *("brake", "current", "family", "head_weights", "health", "pinned", "warm_up"),
         # What torch captures once.
         *("chain_levels", "draft", "draft_forward", "drawing", "head_forward", "model_forward"),
-        *("own_head", "own_law", "target"),
+        *("own_head", "target"),
     ),
 }
 """Folders of packages, and which of their modules stay as they are."""

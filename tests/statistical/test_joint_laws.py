@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.own_law import own_law
 from outrider.engine.kernels.acceptance.coins import ChainLaw, accept_sampled
+from outrider.engine.kernels.drafts.own_laws import own_law
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import NUM_STREAMS, RULE_NUMBERS, SamplingState
 from outrider.engine.warper import MAX_LOGIT

@@ -133,8 +133,12 @@ def over_plain(cell: dict[str, Any]) -> float | None:
 
 def floor_ratio(cells: Sequence[dict[str, Any]]) -> float | None:
     """The smallest tokens/s over plain decoding of all closed loops that speculate; in an open one
-    both are what arrives."""
-    closed = [cell for cell in cells if cell["sessions"] and cell["drafts"] != NONE]
+    both are what arrives, and a fixed planner drafts where it was told to, not where it pays."""
+    closed = [
+        cell
+        for cell in cells
+        if cell["sessions"] and cell["drafts"] != NONE and cell.get("planner") != "fixed"
+    ]
     ratios = [ratio for ratio in map(over_plain, closed) if ratio]
     return min(ratios) if ratios else None
 

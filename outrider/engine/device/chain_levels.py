@@ -14,10 +14,10 @@ from outrider.engine.device.draft_forward import NewRows
 from outrider.engine.device.draft_masks import DraftMasks
 from outrider.engine.device.head_weights import HeadWeights
 from outrider.engine.device.kept_rows import KeptRows
-from outrider.engine.device.own_law import own_law
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.kernels.acceptance.coins import ChainLaw
+from outrider.engine.kernels.drafts.own_laws import put_own_laws
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.warp.logits import warp_drafts
 from outrider.engine.kernels.warp.path import TokenPath
@@ -96,5 +96,5 @@ class ChainLevels:
         drafted = ids[chosen.long()].int()
         known.scatter_(1, levels.long()[:, None], drafted[:, None])
         self._tokens.index_copy_(0, places, known)
-        self._law.probs.index_put_((places, levels.long()), own_law(logits, state, slots))
+        put_own_laws(self._law.probs, logits, state, slots, levels)
         return drafted

@@ -17,7 +17,6 @@ from outrider.engine.device.draft_forward import DraftForward, NewRows, Seen
 from outrider.engine.device.draft_masks import DraftMasks
 from outrider.engine.device.drawing import Drawing, chain_path, tree_path
 from outrider.engine.device.other_ids import best_ids
-from outrider.engine.device.own_law import own_law
 from outrider.engine.draft_sampling import LawLimits
 from outrider.engine.kernels.drafts.coupled_topk import put_coupled_topk
 from outrider.engine.kernels.drafts.growth import (
@@ -28,6 +27,7 @@ from outrider.engine.kernels.drafts.growth import (
     select_frontier,
 )
 from outrider.engine.kernels.drafts.law_draw import ChainLaws, DrawnLaws, draw_from_laws, stack_laws
+from outrider.engine.kernels.drafts.own_laws import put_own_laws
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft, rank_tree
 from outrider.engine.kernels.sampling import choose_tokens
@@ -42,10 +42,8 @@ class ChainDraft(NamedTuple):
     """int32 [B, K]: target ids."""
     columns: Tensor
     """int32 [B, K]: draft ids."""
-    probs: Tensor | None
-    """float32 [B, K, Vd]: softmax(logits / T), the laws that the tokens were drawn from."""
     laws: ChainLaws | None = None
-    """The same in a form that can be shipped, if asked for."""
+    """The laws that the tokens were drawn from in a form that can be shipped, if asked for."""
     others: Tensor | None = None
     """int32 [B, K, NUM_OTHERS]: target ids that might have been drafted at each level, best first,
     -1 where there are no more; if asked for."""
@@ -74,7 +72,7 @@ class DraftProgram:
         state: SamplingState,
         length: int,
         warp: WarpState | None = None,
-        with_probs: bool = False,
+        own_laws: Tensor | None = None,
         law_limits: LawLimits | None = None,
         drawing: Drawing | None = None,
         legal: DraftMasks | None = None,
@@ -84,18 +82,19 @@ class DraftProgram:
         """Catch up, then draft `length` tokens by each session's rule.
 
         Greedy and target-only sessions take the mode, coupled ones the target's noise, rejection
-        ones draw from the laws that `with_probs` returns. warp: what sessions do to draft logits;
-        None: nothing. law_limits: draw from laws within these instead, and return them; rejection
-        sessions only. drawing: whose rule, warper and noise; None: those of the rows' slots.
-        legal: what may be drafted at each level; None: anything. with_others: asks for these.
+        ones draw from softmax(logits / T). own_laws: float32 [X, >= K, Vd], by slot and level,
+        where these are kept for `accept_sampled`; None: nowhere. warp: what sessions do to draft
+        logits; None: nothing. law_limits: draw from laws within these instead, and return them;
+        rejection sessions only. drawing: whose rule, warper and noise; None: those of the rows'
+        slots. legal: what may be drafted at each level; None: anything. with_others: asks for
+        these.
         """
         forward = self.forward
         layout = forward.layout(rows, num_steps=length - 1)
         places = forward.places(layout.positions, layout.write_slots)
         x = forward.catch_up(rows, layout, places, prune=prune)
         ids, (batch, num_new) = forward.vocabulary.target_ids, rows.tokens.shape
-        columns, laws, drawn = list[Tensor](), list[Tensor](), list[DrawnLaws]()
-        others = list[Tensor]()
+        columns, drawn, others = list[Tensor](), list[DrawnLaws](), list[Tensor]()
         owners, told, law_state = rows.slots, None, (state, rows.slots)
         if drawing is not None:
             owners, told = drawing.owners, drawing.uncounted
@@ -121,13 +120,12 @@ class DraftProgram:
             columns.append(choose_tokens(logits, *where, rows_per_slot=1, side="draft", ids=ids))
             if with_others:
                 others.append(best_ids(logits, *where, ids=ids))
-            if with_probs:
-                laws.append(own_law(logits, state, owners))
+            if own_laws is not None:
+                put_own_laws(own_laws, logits, state, owners, level)
         chosen = torch.stack(columns, dim=1)
         return ChainDraft(
             tokens=ids[chosen.long()].int(),
             columns=chosen,
-            probs=torch.stack(laws, dim=1) if laws else None,
             laws=stack_laws(drawn) if drawn else None,
             others=torch.stack(others, dim=1) if others else None,
         )

@@ -142,12 +142,9 @@ class OwnHead:
             length=self.shape.num_nodes,
             state=self._slots.sampling,
             warp=self.warp.state if sampled else None,
-            with_probs=sampled,
+            own_laws=self.law.probs if sampled and self.law is not None else None,
         )
-        places = rows.slots.long()
-        self.tokens.index_copy_(0, places, chain.tokens)
-        if self.law is not None and chain.probs is not None:
-            self.law.probs.index_copy_(0, places, chain.probs)
+        self.tokens.index_copy_(0, rows.slots.long(), chain.tokens)
 
     def catch_up(self, rows: NewRows) -> None:
         """Keep these rows of each session for drafts that are made later, and begin chains."""

@@ -106,22 +106,24 @@ def best_perturbed(scores, columns, valid, key, ids_ptr, HAS_IDS: tl.constexpr):
     if none can. Exact although float64 noise is made for a few columns only: the winner's float32
     estimate is within twice the error bound of the best estimate, and all such columns are tried.
     """
-    ids = columns
-    if HAS_IDS:
-        ids = tl.load(ids_ptr + columns, mask=valid, other=0).to(tl.int32)
-    estimates = scores + gumbel_estimate(noise_bits(key, ids))
-    top = tl.max(estimates, 0)
-    error = _ESTIMATE_ERROR + (tl.abs(top) + _NOISE_RANGE) * _SCORE_ERROR
-    possible = (estimates >= top - 2.0 * error) & (scores > float("-inf"))
     best = tl.full((), float("-inf"), tl.float64)
     best_column = tl.min(tl.where(valid, columns, _NO_COLUMN), 0)
-    column = tl.min(tl.where(possible, columns, _NO_COLUMN), 0)
-    while column < _NO_COLUMN:
-        here = columns == column
-        score = tl.max(tl.where(here, scores, float("-inf")), 0).to(tl.float64)
-        token = tl.max(tl.where(here, ids, 0), 0)
-        exact = score + gumbel(noise_bits(key, token))
-        best_column = tl.where(exact > best, column, best_column)
-        best = tl.where(exact > best, exact, best)
-        column = tl.min(tl.where(possible & (columns > column), columns, _NO_COLUMN), 0)
+    # What top-p leaves is in few tiles: the others need no noise.
+    if tl.max(scores, 0) > float("-inf"):
+        ids = columns
+        if HAS_IDS:
+            ids = tl.load(ids_ptr + columns, mask=valid, other=0).to(tl.int32)
+        estimates = scores + gumbel_estimate(noise_bits(key, ids))
+        top = tl.max(estimates, 0)
+        error = _ESTIMATE_ERROR + (tl.abs(top) + _NOISE_RANGE) * _SCORE_ERROR
+        possible = (estimates >= top - 2.0 * error) & (scores > float("-inf"))
+        column = tl.min(tl.where(possible, columns, _NO_COLUMN), 0)
+        while column < _NO_COLUMN:
+            here = columns == column
+            score = tl.max(tl.where(here, scores, float("-inf")), 0).to(tl.float64)
+            token = tl.max(tl.where(here, ids, 0), 0)
+            exact = score + gumbel(noise_bits(key, token))
+            best_column = tl.where(exact > best, column, best_column)
+            best = tl.where(exact > best, exact, best)
+            column = tl.min(tl.where(possible & (columns > column), columns, _NO_COLUMN), 0)
     return best, best_column

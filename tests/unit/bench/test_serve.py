@@ -431,6 +431,7 @@ class TestResults:
             described(replace(CELL, sessions=8), over_plain=1.1),
             described(replace(CELL, sessions=64)),
             described(replace(CELL, sessions=None, rate=2.0), over_plain=0.9),
+            described(replace(CELL, planner="fixed"), over_plain=0.8),
         ]
         assert results.floor_ratio(cells) == 1.1
         assert results.floor_ratio(cells[:1]) is None

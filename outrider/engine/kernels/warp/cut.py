@@ -61,7 +61,8 @@ def peak_of(maxima_ptr, row, tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-def _score(logit, temperature):
+def score_of(logit, temperature):
+    """The score of a logit, as `scaled_tile` has it."""
     return tl.div_rn(logit, tl.maximum(temperature, _MIN_TEMPERATURE))
 
 
@@ -138,23 +139,32 @@ def guide(
                 distances = _distances_of(low, high, 0)
                 total = tl.max(totals, 0)
                 need = tl.where(top_k > 0, top_k.to(tl.float32), top_p.to(tl.float32) * total)
-                error = _ERROR + tl.abs(_score(peak, temperature)) * _SCORE_ERROR
+                error = _ERROR + tl.abs(score_of(peak, temperature)) * _SCORE_ERROR
                 low, high = _narrowed(totals, distances, need, error, low, high)
                 if part == 0:
                     tl.store(brackets_ptr + 3 * row, low)
                     tl.store(brackets_ptr + 3 * row + 1, high)
                     tl.store(brackets_ptr + 3 * row + 2, need)
             bounds = _distances_of(low, high, LEVEL)
-            columns = part * TILE + tl.arange(0, TILE)
-            valid = columns < num_columns
-            logits_ptr += row * logits_stride
-            values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf"))
-            reach = (peak - values) * (1.0 / tl.maximum(temperature, _MIN_TEMPERATURE))
-            weights = tl.where(top_k > 0, 1.0, tl.exp(-reach))
-            inside = reach[None, :] <= bounds[:, None]
-            sums = tl.sum(tl.where(inside, weights[None, :], 0.0), 1)
+            scale = 1.0 / tl.maximum(temperature, _MIN_TEMPERATURE)
             which = tl.arange(0, _GUIDES)
-            tl.store(guides_ptr + (row * tiles + part) * _GUIDES + which, sums)
+            where = (row * tiles + part) * _GUIDES + which
+            sums = tl.zeros((_GUIDES,), tl.float32)
+            near = True
+            if LEVEL == 1:
+                # Most tiles have nothing within the bracket; what is beyond it was summed before.
+                nearest = (peak - tl.load(maxima_ptr + row * tiles + part)) * scale
+                near = nearest <= tl.max(tl.where(which == _GUIDES - 1, 0.0, bounds), 0)
+            if near:
+                columns = part * TILE + tl.arange(0, TILE)
+                valid = columns < num_columns
+                logits_ptr += row * logits_stride
+                values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf"))
+                reach = (peak - values) * scale
+                weights = tl.where(top_k > 0, 1.0, tl.exp(-reach))
+                inside = reach[None, :] <= bounds[:, None]
+                sums = tl.sum(tl.where(inside, weights[None, :], 0.0), 1)
+            tl.store(guides_ptr + where, sums)
 
 
 @triton.jit
@@ -204,7 +214,7 @@ def gather(
         temperature = tl.load(temperatures_ptr + slot)
         peak = peak_of(maxima_ptr, row, tiles, TILES)
         if peak > float("-inf"):
-            peak = _score(peak, temperature)
+            peak = score_of(peak, temperature)
             slack = tl.abs(peak) * _SCORE_ERROR
             low = tl.load(brackets_ptr + 3 * row)
             high = tl.load(brackets_ptr + 3 * row + 1)
@@ -225,9 +235,9 @@ def gather(
                 tl.store(sums_ptr + where, tl.sum(masses, 0))
                 tl.store(sums_ptr + where + 1, tl.sum(tl.where(above, masses, 0), 0))
             joins = (scores > float("-inf")) & (distances <= high) & (above == 0)
-            places = tl.cumsum(joins.to(tl.int32), axis=0)
             count = tl.sum(joins.to(tl.int32), 0)
             if count > 0:
+                places = tl.cumsum(joins.to(tl.int32), axis=0)
                 first = tl.atomic_add(found_ptr + row, count)
                 tl.store(candidates_ptr + row * num_columns + first + places - 1, scores, joins)
 
@@ -240,7 +250,7 @@ def _key(scores):
 
 
 @triton.jit
-def _score_of(key):
+def _of_key(key):
     """The score of a key."""
     order = key.to(tl.int32)
     return (order ^ ((order >> 31) & _LAST_INT32)).to(tl.float32, bitcast=True)
@@ -316,7 +326,7 @@ def search(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row // rows_per_slot)
     if (tl.load(flags_ptr + slot) & _CUTS) != 0:
-        peak = _score(peak_of(maxima_ptr, row, tiles, TILES), tl.load(temperatures_ptr + slot))
+        peak = score_of(peak_of(maxima_ptr, row, tiles, TILES), tl.load(temperatures_ptr + slot))
         top_k = tl.load(top_ks_ptr + slot)
         top_p = tl.load(top_ps_ptr + slot)
         lowest = peak + tl.load(floors_ptr + slot)
@@ -336,7 +346,7 @@ def search(
                 floor = _edge(
                     candidates_ptr, count, top_k.to(tl.int64), none, peak, floor, True, BLOCK
                 )
-                lowest = tl.maximum(lowest, _score_of(floor))
+                lowest = tl.maximum(lowest, _of_key(floor))
                 if top_p < 1.0:
                     for start in range(0, count, BLOCK):
                         index = start + tl.arange(0, BLOCK)
@@ -347,5 +357,5 @@ def search(
             if top_p < 1.0:
                 need = tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
                 edge = _edge(candidates_ptr, count, need, base, peak, floor, False, BLOCK)
-                lowest = tl.maximum(lowest, _score_of(edge))
+                lowest = tl.maximum(lowest, _of_key(edge))
         tl.store(lowest_ptr + row, lowest)

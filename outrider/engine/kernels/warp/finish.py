@@ -10,7 +10,7 @@ import triton.language as tl
 
 from outrider.engine.kernels.sampling import scaled_tile
 from outrider.engine.kernels.state import WARP_CUTS, WARP_LEGAL
-from outrider.engine.kernels.warp.cut import peak_of
+from outrider.engine.kernels.warp.cut import peak_of, score_of
 from outrider.engine.kernels.warp.legal import first_free, first_legal
 
 _CUTS = tl.constexpr(WARP_CUTS)
@@ -79,6 +79,10 @@ def finish(
         elif (flags & _CUTS) != 0:
             columns = part * TILE + tl.arange(0, TILE)
             valid = columns < num_columns
-            scores = scaled_tile(logits_ptr, columns, valid, tl.load(temperatures_ptr + slot))
-            below = valid & (scores < tl.load(lowest_ptr + row))
+            temperature, lowest = tl.load(temperatures_ptr + slot), tl.load(lowest_ptr + row)
+            best = tl.load(maxima_ptr + row * tl.num_programs(1) + part)
+            below = valid
+            if score_of(best, temperature) >= lowest:
+                scores = scaled_tile(logits_ptr, columns, valid, temperature)
+                below = valid & (scores < lowest)
             tl.store(logits_ptr + columns, float("-inf"), mask=below)

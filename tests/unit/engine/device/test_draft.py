@@ -46,7 +46,6 @@ def test_chains_are_the_hosts_round_after_round(head: DraftHead) -> None:
         chain = sessions.program.chain(
             sessions.rows(starts, counts, 9), state=sessions.state, length=5
         )
-        assert chain.probs is None
         host = sessions.on_host(total(starts, counts), [ChainGrowth(5) for _ in MIXED])
         for b in range(len(MIXED)):
             assert chain.tokens[b].tolist() == host[b].tree.tokens.tolist()
@@ -93,14 +92,17 @@ def test_laws_are_the_softmax_that_rejection_sessions_draw_from(head: DraftHead)
     sampling = [SamplingParams(temperature=0.8, rule=Rule.REJECTION, seed=i) for i in range(3)]
     sessions = Sessions(head, sampling)
     rows = sessions.rows([0, 0, 0], [4, 6, 3], 6)
-    chain = sessions.program.chain(rows, state=sessions.state, length=3, with_probs=True)
-    assert chain.probs is not None
+    laws = torch.zeros(len(sampling) + 1, 4, len(sessions.forward.vocabulary.target_ids))
+    chain = sessions.program.chain(rows, state=sessions.state, length=3, own_laws=laws)
+    assert laws[-1].eq(0).all(), "padding has no law"
+    assert laws[:, 3].eq(0).all()
+    probs = laws[rows.slots.long(), :3]
     x = sessions.program.catch_up(rows)
     expected = (sessions.forward.logits(x) / 0.8).softmax(-1)
-    torch.testing.assert_close(chain.probs[:-1, 0], expected[:-1])
-    drawn = chain.probs.gather(2, chain.columns[:, :, None].long())
+    torch.testing.assert_close(probs[:-1, 0], expected[:-1])
+    drawn = probs.gather(2, chain.columns[:, :, None].long())
     assert (drawn[:-1] > 0).all()
-    modes = chain.probs[:-1].argmax(-1)
+    modes = probs[:-1].argmax(-1)
     assert modes.tolist() != chain.columns[:-1].tolist(), "noise must decide some of the draws"
 
 

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from outrider.engine.acceptance import accept
-from outrider.engine.device.own_law import own_law
 from outrider.engine.kernels.acceptance.coins import (
     ChainLaw,
     DeviceLaw,
@@ -17,8 +15,7 @@ from outrider.engine.kernels.acceptance.coins import (
     accept_sampled_triton,
 )
 from outrider.engine.kernels.sampling import choose_tokens_torch
-from outrider.engine.kernels.state import RULE_REJECTION
-from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.sampling import Rule
 from tests.reference.device_rounds import (
     DEVICE,
     Launch,
@@ -28,7 +25,6 @@ from tests.reference.device_rounds import (
     device_law,
     mixed_batch,
     outcomes,
-    sampling_state,
 )
 
 CPU = torch.device("cpu")
@@ -117,22 +113,3 @@ def test_infinite_logits_share_their_probability(
     found = _judge(launch, batch, laws, device)
     assert found == _host(batch)
     assert {tokens[-1] for _, tokens, *_ in found} == {3, 7}
-
-
-ROWS: dict[str, tuple[list[float], list[float]]] = {
-    "nan": ([0.0, torch.nan, 1.0], [0.26894142, 0.0, 0.73105858]),
-    "inf": ([0.0, torch.inf, 1.0], [0.0, 1.0, 0.0]),
-    "two infs": ([torch.inf, torch.inf, 1.0], [0.0, 0.0, 0.0]),
-    "nothing": ([torch.nan, -torch.inf, torch.nan], [0.0, 0.0, 0.0]),
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_own_laws_are_those_of_the_tamed_scores_or_none(name: str) -> None:
-    logits, expected = (torch.tensor([values]) for values in ROWS[name])
-    params = [SamplingParams(temperature=1.0, rule=Rule.REJECTION)]
-    slots = torch.zeros(1, dtype=torch.int32)
-    state = sampling_state(params, slots, 2)
-    assert int(state.rules[0]) == RULE_REJECTION
-    law: Tensor = own_law(logits, state, slots)
-    torch.testing.assert_close(law, expected)

@@ -109,6 +109,31 @@ def test_a_tile_may_be_wider_than_a_row_and_candidates_fewer_than_a_block() -> N
     torch.testing.assert_close(found, _twin(case), rtol=0, atol=0, equal_nan=True)
 
 
+CUT = [
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=2.0, top_p=0.999999),
+    SamplingParams(temperature=1.0, top_k=5),
+    SamplingParams(temperature=1.0, top_k=20, top_p=0.5),
+    SamplingParams(temperature=0.3, min_p=0.02),
+    SamplingParams(temperature=1.0, top_p=0.5, logit_bias=((130, 30.0),)),
+]
+
+
+@pytest.mark.parametrize("behind", [5.0, 40.0, 500.0])
+def test_what_is_kept_may_be_in_a_single_tile(behind: float) -> None:
+    """Other tiles are looked at less closely, and cut off all the same."""
+    case = warp_case(CUT, 400, seed=4)
+    case.logits.copy_(torch.randn(case.logits.shape, generator=torch.Generator().manual_seed(8)))
+    case.logits[:, 96:128] += behind
+    found = _kernel(case)
+    torch.testing.assert_close(found, _twin(case), rtol=0, atol=0)
+    kept = (found > -torch.inf)[: NODES * 2]
+    assert kept.any(dim=1).all()
+    if behind > 5.0:
+        outside = torch.cat((kept[:, :96], kept[:, 128:]), dim=1)
+        assert not outside[:NODES].any(), "top_p = .9 cuts off what is so far behind"
+
+
 @pytest.mark.parametrize("seen", [None, 0, 2])
 def test_rows_of_a_chain_see_the_tokens_before_them(seen: int | None) -> None:
     """None: no tokens at all. With `seen` a row has so many more behind it than its place says."""
