@@ -1,7 +1,7 @@
 """How long a round takes where nothing but rounds is measured: the yardstick of efficiency.
 
 The results of `outrider bench gpu plain` and `rounds` on this kind of device, for a model of the
-cost that they measured; elsewhere the verifier's own figure of the same minute.
+cost that they measured; elsewhere, at one session, the verifier's own figure of the same minute.
 """
 
 from __future__ import annotations

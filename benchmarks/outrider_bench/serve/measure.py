@@ -131,10 +131,11 @@ def describe_cell(
 ) -> dict[str, Any]:
     """A cell's figures: those of its last wave, and how the waves before it went.
 
-    Without a round of the lab `forward_ms`, the verifier's own figure, stands for it.
+    Without a round of the lab `forward_ms`, the verifier's own figure, stands for it at one
+    session; of more it is of the rounds without prompts, most of which have fewer sessions.
     """
     first, last = waves[0], waves[-1]
-    if lab is None and forward_ms is not None:
+    if lab is None and forward_ms is not None and cell.sessions == 1:
         lab = LabRound(forward_ms, FORWARD)
     reached = efficiency(
         last.steady_tokens_per_s,

@@ -27,7 +27,7 @@ from outrider_bench.serve.cells import (
     plain_key,
 )
 from outrider_bench.serve.fleet import Service, plan_services
-from outrider_bench.serve.lab import FORWARD, Lab, efficiency, read_lab
+from outrider_bench.serve.lab import FORWARD, Lab, LabRound, efficiency, read_lab
 from outrider_bench.serve.loads import Size, arrivals, make_load, shares
 from outrider_bench.serve.measure import Budget, compare_in_turn, describe_cell, ratio
 from outrider_bench.serve.picture import draw, lines, title
@@ -338,14 +338,22 @@ class TestDescribe:
     def test_the_last_wave_counts_and_the_first_is_set_against_it(self) -> None:
         slow = Wave((answer(0, 2, 10), answer(0, 2, 10)), 2)
         fast = Wave((answer(0, 1, 5), answer(0, 1, 5)), 2)
-        facts = describe_cell(CELL, [slow, fast, fast], None, 1000.0)
+        facts = describe_cell(CELL, [slow, fast, fast], LabRound(1000.0, "plain.json"), 900.0)
         assert facts["first_wave_ratio"] == 0.5
         assert facts["waves_tokens_per_s"] == [1.8, 3.6, 3.6]
         assert facts["tokens_per_s"] == 3.6
         # Two sessions, two tokens a round of 1 s, and the wave reaches just that.
         assert facts["efficiency"] == 1.0
-        assert facts["lab_source"] == FORWARD
+        assert facts["lab_source"] == "plain.json"
         assert describe_cell(CELL, [fast], None, None)["first_wave_ratio"] is None
+
+    def test_the_verifiers_own_figure_stands_for_a_lab_at_one_session_alone(self) -> None:
+        wave = Wave((answer(0, 1, 5), answer(1, 2, 5)), 1)
+        alone = describe_cell(replace(CELL, sessions=1), [wave], None, 1000.0)
+        assert (alone["lab_source"], alone["lab_round_ms"]) == (FORWARD, 1000.0)
+        among = describe_cell(replace(CELL, sessions=2), [wave], None, 1000.0)
+        assert among["lab_source"] is among["lab_round_ms"] is None
+        assert among["forward_ms"] == 1000.0
 
     def test_steady_figures_are_compared_where_both_have_them(self) -> None:
         plain = {"tokens_per_s": 50.0, "steady_tokens_per_s": 55.0}
