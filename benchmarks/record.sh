@@ -52,7 +52,7 @@ separate)
   up separate 7101 --placement separate --model "$dir/target" --head "$dir/head" \
     --max-sessions 64 --routers 2 --awake-cores 3
   of=(--placement separate --routers 2 --model "$dir/target" --awake-cores 3)
-  cells "${of[@]}" --drafts chain-4,tree-16 --sampling greedy,top_p --sessions 1,8,32,64 --waves 2
+  cells "${of[@]}" --drafts chain-4,tree-7x4,tree-16 --sampling greedy,top_p --sessions 1,8,32,64 --waves 2
   down
   ;;
 exchange)

@@ -43,9 +43,10 @@ CHAIN_LENGTHS: Final = (3, 4, 5, 7)
 """A chain is drafted in the next of these lengths and cut; longer ones get the longest."""
 MODEL_CHAIN_LENGTHS: Final = (1, 2, *CHAIN_LENGTHS)
 """The same where each step is a forward of a model, too long to be cut off again."""
-TREES: Final = {8: 4, 16: 4, 32: 8, 64: 8}
+TREES: Final = {7: 4, 16: 4, 32: 8, 64: 8}
 """Nodes of a tree, and children of a node: a plan gets the most nodes that are not more than its
-own, or the fewest."""
+own, or the fewest. With its root a tree fills the rows that a verifier runs it in (`TREE_BUCKETS`):
+one of 8 would take as long as one of 16."""
 BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
 """Sessions of one launch, of which a few sizes are"""
 FEW_SIZES: Final = (1, 8, 64)

@@ -23,6 +23,8 @@ from outrider_drafter.device_shapes import (
 )
 from outrider_drafter.outcomes import BRANCH_SIZES
 
+from outrider.engine.device.shapes import TREE_BUCKETS
+
 LENGTHS = st.sampled_from([CHAIN_LENGTHS, MODEL_CHAIN_LENGTHS])
 
 
@@ -45,6 +47,13 @@ def test_chains_are_not_shorter_than_asked_and_trees_not_larger() -> None:
     assert fitted(Shape(100, 1, 100), CHAIN_LENGTHS).depth == CHAIN_LENGTHS[-1]
     for nodes in range(min(TREES), 200):
         assert fitted(Shape(nodes, 4, 6), CHAIN_LENGTHS).num_nodes <= nodes
+
+
+def test_a_tree_and_its_root_fill_the_rows_that_a_verifier_runs() -> None:
+    """Rows that nobody drafted for are forwarded like others."""
+    assert {1 + nodes for nodes in TREES} <= set(TREE_BUCKETS)
+    levels = {7: 4, 16: 5, 32: 6, 64: 7}
+    assert {nodes: fitted(Shape(nodes, 4, 3), CHAIN_LENGTHS).depth for nodes in TREES} == levels
 
 
 def test_no_shape_is_captured_twice() -> None:
