@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.lane import Lane, lane_pair
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
-from outrider.wire.messages import DrafterMessage, SessionStart, Verdicts
+from outrider.wire.messages import DrafterMessage, SessionEnd, SessionStart, Verdicts
 from outrider_bench.host_canned import BESIDE, CannedCalls, CannedGraphs, CannedLanding, Steps
 from outrider_bench.host_verifier import LENGTH, SHAPE, WIDTH, VerifierSide
 from outrider_bench.report import table
@@ -62,7 +62,7 @@ class DrafterSide:
             steps.mark("drafter: verdicts received")
             for message in [each for frame in frames for each in decode_verifier_messages(frame)]:
                 steps.mark("drafter: verdicts decoded")
-                assert isinstance(message, Verdicts | SessionStart)
+                assert isinstance(message, Verdicts | SessionStart | SessionEnd)
                 engine.handle(1, message)
                 steps.mark("drafter: verdicts taken in")
         written: list[bytes] = []
@@ -92,9 +92,12 @@ def _pause(pause_s: float) -> None:
         pass
 
 
-def measure(sessions: int, rounds: int, *, planner: str = "fixed", pause_s: float = 0.0) -> Steps:
+def measure(
+    sessions: int, rounds: int, *, planner: str = "fixed", pause_s: float = 0.0, answers: int = 0
+) -> Steps:
     """Run so many rounds of both sides; each waits for the other for `pause_s`, in which its caches
-    are anybody's who shares them."""
+    are anybody's who shares them. `answers`: tokens after which the session that is there for
+    longest gives way to another one; 0: all stay."""
     steps = Steps()
     ours, theirs = lane_pair()
     with torch.inference_mode(), closing(ours), closing(theirs):
@@ -102,9 +105,15 @@ def measure(sessions: int, rounds: int, *, planner: str = "fixed", pause_s: floa
         drafter = DrafterSide(sessions, steps, verifier.head)
         plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=LENGTH, patience_ms=60_000)
         verifier.open(sessions, LENGTH * (rounds + 4), plan)
+        opened, due = sessions, 0.0
         for count in range(rounds + 2):
             if count == 2:
                 steps.taken.clear()
+            due += sessions * LENGTH / answers if answers else 0.0
+            for _ in range(int(due)):
+                verifier.replace(opened, LENGTH * (rounds + 4), plan)
+                opened += 1
+            due %= 1.0
             _pause(pause_s)
             proposals = drafter.follow(theirs)
             _pause(pause_s)
@@ -136,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="with --plain or --routers: answers have N tokens about, and others take their places",
+        help="answers have N tokens about, and others take their places: means of all rounds",
     )
     parser.add_argument(
         "--own",
@@ -189,20 +198,26 @@ def run(args: argparse.Namespace) -> None:
             host_plain.run(counts, args.rounds)
         return
     found = [_measure(count, args) for count in counts]
-    names = list(found[0].taken)
+    typical = Steps.mean if args.answers else Steps.lowest
+    names = list(dict.fromkeys(name for steps in found for name in steps.taken))
     sides = [side for side in ("verifier", "drafter") if any(n.startswith(side) for n in names)]
-    rows = [[name, *(f"{steps.lowest(name):.0f}" for steps in found)] for name in names]
+    rows = [[name, *(f"{typical(steps, name):.0f}" for steps in found)] for name in names]
     for side in sides:
         critical = [name for name in names if name.startswith(side) and BESIDE not in name]
-        totals = [sum(map(steps.lowest, critical)) for steps in found]
+        totals = [sum(typical(steps, name) for name in critical) for steps in found]
         rows.append([f"**{side}, critical**", *(f"{total:.0f}" for total in totals)])
     print(table(["us", *(f"{count} sessions" for count in counts)], rows))
 
 
 def _measure(sessions: int, args: argparse.Namespace) -> Steps:
     if not args.look_ahead:
-        pause_s = args.pause_ms / 1e3
-        return measure(sessions, args.rounds, planner=args.planner, pause_s=pause_s)
+        return measure(
+            sessions,
+            args.rounds,
+            planner=args.planner,
+            pause_s=args.pause_ms / 1e3,
+            answers=args.answers,
+        )
     from outrider_bench import host_ahead
 
     return host_ahead.measure(

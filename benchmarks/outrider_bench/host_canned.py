@@ -42,6 +42,11 @@ class Steps:
             self.taken[name].append(taken)
         self._round.clear()
 
+    def mean(self, name: str) -> float:
+        """Microseconds of a step a round, those without it included."""
+        rounds = max(map(len, self.taken.values()))
+        return sum(self.taken[name]) / rounds
+
     def lowest(self, name: str) -> float:
         """Microseconds of a step: the mean of the lowest tenth of the rounds."""
         taken = sorted(self.taken[name])

@@ -196,6 +196,14 @@ class VerifierSide:
         nobody: Any = None
         self._core.handle(Open(ticket, spec, nobody), time.monotonic())
 
+    def replace(self, ticket: int, max_new_tokens: int, plan: Plan) -> None:
+        """End the session that is there for longest, and open another one."""
+        self._steps.begin()
+        self._core.free(next(iter(self._core.sessions.values())))
+        self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=True)
+        self._steps.mark("verifier: ended and opened" + BESIDE)
+        self.tell()
+
     def round(self) -> None:
         """Plan, launch and settle a round; the drafter is told by its lane."""
         self._steps.begin()

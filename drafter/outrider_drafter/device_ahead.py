@@ -16,14 +16,13 @@ from torch import Tensor
 from outrider.engine.device.buffers import Landing
 from outrider.engine.device.draft_ahead import AheadProgram
 from outrider.engine.device.graphs import GraphCache
-from outrider_drafter.device_batch import DraftBatch, Members, StagedRows, is_general
+from outrider_drafter.device_batch import DraftBatch, Members, StagedRows
 from outrider_drafter.device_branches import Brancher, Branching
 from outrider_drafter.device_growing import Grower
 from outrider_drafter.device_places import Placed
 from outrider_drafter.device_rows import DeviceRows
 from outrider_drafter.device_scores import MOST_PLACES, LiveScores, Scorer
 from outrider_drafter.device_shapes import Nodes, Shape
-from outrider_drafter.sessions import Session
 from outrider_drafter.source import Branches, Live, Outcome, Scored
 
 
@@ -46,7 +45,7 @@ class DeviceLookAhead:
     ) -> None:
         """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`, `sweeps`: as in the source;
         `path_rows`: see `Buckets`."""
-        self._rows, self._landing = rows, landing
+        self._landing = landing
         self._scorer = Scorer(program, rows, graphs, landing, dtype=dtype, sweeps=sweeps)
         self._brancher = Brancher(
             program,
@@ -141,9 +140,6 @@ class DeviceLookAhead:
         members = self._parts[0][0]
         if len(self._parts) > 1:
             members = Members.joined([part for part, _ in self._parts])
-        general = np.zeros(len(order), dtype=np.bool_)
-        if members.general:
-            general[:] = list(map(self._is_general, members.sessions, members.seats.tolist()))
         rows = np.zeros(len(self._lives), dtype=np.int64)
         rows[order] = np.arange(len(order))
         placed = [self._placed[live] for live in order]
@@ -151,10 +147,7 @@ class DeviceLookAhead:
             self._scores.held(),
             rows,
             members,
-            general,
+            members.general,
             [shape for _, shape in placed],
             [each.nodes.chain for each, _ in placed],
         )
-
-    def _is_general(self, session: Session, seat: int) -> bool:
-        return self._rows.warp.warps(seat) or is_general(session)

@@ -18,9 +18,10 @@ from outrider.engine.device.draft_forward import DraftForward, NewRows
 from outrider.engine.device.driver import calls_of
 from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.warper import has_penalties
-from outrider.spec.noise import Stream, prefix_keys
-from outrider.spec.sampling import Rule
+from outrider.spec.noise import prefix_keys
+from outrider_drafter import device_seats as seating
 from outrider_drafter.device_rows import DeviceRows
+from outrider_drafter.device_seats import Seats
 from outrider_drafter.device_shapes import BATCH_SIZES
 from outrider_drafter.held_features import Lying
 from outrider_drafter.row_following import raw_array
@@ -52,30 +53,31 @@ class Members(NamedTuple):
     """Whether any session warps its logits."""
     constrained: bool
     """Whether any session is in a grammar."""
-    general: bool
-    """Whether any warps them, or has drafts only of the form which may (`is_general`)."""
+    general: NDArray[np.bool_]
+    """Whether it has drafts only of the form that may warp logits: see `device_seats`."""
     keys: NDArray[np.uint64]
     """Keys of their DRAFT noise; 0 under other rules than rejection."""
     ahead: NDArray[np.bool_]
     """Whether each prefix draws from noise of its own."""
 
     @classmethod
-    def of(cls, sessions: Sequence[Session], seats: NDArray[np.int64], rows: DeviceRows) -> Members:
-        """Seated sessions; `seats` [X] by slot of the table."""
+    def of(cls, sessions: Sequence[Session], seats: Seats) -> Members:
+        """Sessions that are seated, and described there."""
         slots = np.array([session.slot for session in sessions], dtype=np.int64)
-        warps = any(map(rows.warp.warps, seats[slots].tolist()))
+        traits = seats.traits[slots]
+        found = int(np.bitwise_or.reduce(traits))
         return cls(
             table=sessions[0].table,
             sessions=sessions,
             slots=slots,
-            seats=seats[slots],
-            wanted=np.array([session.plan.draft_tokens for session in sessions], dtype=np.int64),
-            penalised=any(has_penalties(session.sampling) for session in sessions),
-            warps=warps,
-            constrained=any(session.constrained for session in sessions),
-            general=warps or any(map(is_general, sessions)),
-            keys=np.array([_draft_key(session) for session in sessions], dtype=np.uint64),
-            ahead=np.array([_draws_ahead(session) for session in sessions], dtype=np.bool_),
+            seats=seats.seats[slots],
+            wanted=seats.wanted[slots],
+            penalised=bool(found & seating.PENALISED),
+            warps=bool(found & seating.WARPS),
+            constrained=bool(found & seating.CONSTRAINED),
+            general=(traits & seating.GENERAL) != 0,
+            keys=seats.keys[slots],
+            ahead=(traits & seating.AHEAD) != 0,
         )
 
     @classmethod
@@ -90,7 +92,7 @@ class Members(NamedTuple):
             penalised=any(part.penalised for part in parts),
             warps=any(part.warps for part in parts),
             constrained=any(part.constrained for part in parts),
-            general=any(part.general for part in parts),
+            general=np.concatenate([part.general for part in parts]),
             keys=np.concatenate([part.keys for part in parts]),
             ahead=np.concatenate([part.ahead for part in parts]),
         )
@@ -117,27 +119,6 @@ class Ready:
 
     def __len__(self) -> int:
         return len(self.starts)
-
-
-def _draft_key(session: Session) -> int:
-    sampling = session.sampling
-    drawn = sampling.effective_rule is Rule.REJECTION and sampling.knows(Stream.DRAFT)
-    return sampling.stream_key(Stream.DRAFT) if drawn else 0
-
-
-def _draws_ahead(session: Session) -> bool:
-    return session.plan.look_ahead > 0 and session.sampling.effective_rule is Rule.REJECTION
-
-
-def is_general(session: Session) -> bool:
-    """Whether its drafts have only the form that may warp logits, whatever it does to them: those
-    in a grammar, trees of the best children by the target's noise, and chains with their laws."""
-    rule = session.sampling.effective_rule
-    return (
-        session.constrained
-        or rule is Rule.REJECTION
-        or (session.plan.top_k > 1 and rule is Rule.COUPLED)
-    )
 
 
 class StagedRows(NamedTuple):

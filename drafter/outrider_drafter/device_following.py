@@ -93,6 +93,8 @@ class DeviceFollower(RowFollower):
 
     def _new_shape(self, session: Session) -> Shape | None:
         """What to grow for a seated session, worked out from its plan and its room."""
+        seat = int(self._seats.seats[session.slot])
+        self._seats.describe(session, warps=self._rows.warp.warps(seat))
         shape = shape_of(session)
         if shape is not None and self._bounded:
             shape = fitted(shape, self._buckets.chains)
@@ -102,7 +104,7 @@ class DeviceFollower(RowFollower):
 
     def _prepare(
         self, members: Sequence[Session], shape: Shape | Nodes, *, or_shut: bool = True
-    ) -> list[Session]:
+    ) -> Sequence[Session]:
         """Make ready for a launch of some form; sessions that cannot be drafted are left out, and
         where no room is found, shut if `or_shut` says so."""
         table, seats = members[0].table, self._seats
@@ -124,6 +126,8 @@ class DeviceFollower(RowFollower):
             else:
                 self._try_room(session, int(rows[index]))
         seated = (seats.seats[slots] != UNSEATED) & (rows <= seats.room[slots])
+        if len(slots) == len(members) and bool(seated.all()):
+            return members
         return [table.session(slot) for slot in slots[seated].tolist()]
 
     def _try_room(self, session: Session, rows: int) -> None:

@@ -45,8 +45,8 @@ MODEL_CHAIN_LENGTHS: Final = (1, 2, *CHAIN_LENGTHS)
 """The same where each step is a forward of a model, too long to be cut off again."""
 TREES: Final = {7: 4, 16: 4, 32: 8, 64: 8}
 """Nodes of a tree, and children of a node: a plan gets the most nodes that are not more than its
-own, or the fewest. With its root a tree fills the rows that a verifier runs it in (`TREE_BUCKETS`):
-one of 8 would take as long as one of 16."""
+own, and a chain of as many where these are fewer. With its root a tree fills the rows that a
+verifier runs it in (`TREE_BUCKETS`): one of 8 would take as long as one of 16."""
 BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
 """Sessions of one launch, of which a few sizes are"""
 FEW_SIZES: Final = (1, 8, 64)
@@ -175,10 +175,11 @@ def most_sessions(shape: Shape) -> int:
 
 def fitted(shape: Shape, chains: tuple[int, ...]) -> Shape:
     """The shape of the family that is drafted in the place of this one."""
-    if shape.top_k == 1:
-        length = min(bucket(shape.depth, chains), chains[-1])
+    nodes = max([size for size in TREES if size <= shape.num_nodes], default=0)
+    if shape.top_k == 1 or not nodes:
+        levels = shape.depth if shape.top_k == 1 else shape.num_nodes
+        length = min(bucket(levels, chains), chains[-1])
         return Shape(length, 1, length, shape.with_law)
-    nodes = max([size for size in TREES if size <= shape.num_nodes], default=min(TREES))
     return Shape(nodes, TREES[nodes], default_depth(nodes))
 
 

@@ -180,7 +180,26 @@ class DeviceSource(DeviceFollower):
         if again is not None:
             yield self._draft(*again)
             return
-        groups: dict[tuple[bool, Shape], list[Session]] = {}
+        groups, hosted = self._grouped(sessions)
+        for shape, members in groups:
+            seated = self._prepare(members, shape)
+            most = most_sessions(shape)
+            for first in range(0, len(seated), most):
+                part: Sequence[Session] = seated[first : first + most]
+                alike = len(part) == len(sessions)
+                chosen = Members.of(sessions if alike else part, self._seats)
+                if alike:
+                    self._last = (sessions, shape, chosen)
+                yield self._draft(shape, self._ready(chosen))
+        if hosted:
+            yield from self._host_source().drafts(hosted)
+
+    def _grouped(
+        self, sessions: Sequence[Session]
+    ) -> tuple[list[tuple[Shape, list[Session]]], list[Session]]:
+        """Sessions by what is grown for them, those with much to catch up with last; and those that
+        the host drafts for."""
+        shapes: dict[Shape, list[Session]] = {}
         hosted: list[Session] = []
         for session in sessions:
             shape = self._known_shape(session)
@@ -190,21 +209,20 @@ class DeviceSource(DeviceFollower):
             if shape is None and self._follows(session):
                 shape = self._new_shape(session)
             if shape is not None:
-                known = len(session.tokens) - self._first_token
-                late = known - self._stable(session) > self._rows_with_draft
-                groups.setdefault((late, shape), []).append(session)
-        for (_, shape), members in sorted(groups.items(), key=lambda group: group[0][0]):
-            seated = self._prepare(members, shape)
-            most = most_sessions(shape)
-            for first in range(0, len(seated), most):
-                part: Sequence[Session] = seated[first : first + most]
-                alike = len(part) == len(sessions)
-                chosen = Members.of(sessions if alike else part, self._seats.seats, self._rows)
-                if alike:
-                    self._last = (sessions, shape, chosen)
-                yield self._draft(shape, self._ready(chosen))
-        if hosted:
-            yield from self._host_source().drafts(hosted)
+                shapes.setdefault(shape, []).append(session)
+        groups: tuple[list[tuple[Shape, list[Session]]], ...] = ([], [])
+        for shape, members in shapes.items():
+            slots = np.array([session.slot for session in members])
+            news = self._live(members[0].table, slots) + 1 - self._seats.stable[slots]
+            late = news > self._rows_with_draft
+            if not bool(late.any()):
+                groups[0].append((shape, members))
+                continue
+            for those, which in zip(groups, (~late, late), strict=True):
+                chosen = [members[index] for index in np.flatnonzero(which).tolist()]
+                if chosen:
+                    those.append((shape, chosen))
+        return groups[0] + groups[1], hosted
 
     def _again(self, sessions: Sequence[Session]) -> tuple[Shape, Ready] | None:
         """The same sessions in one launch once more, if nothing but their prefixes has changed and
@@ -296,9 +314,10 @@ class DeviceSource(DeviceFollower):
         if members.penalised:
             count_news(members, self._seats.counted, self._rows.warp)
         starts = starts_of(members.sessions) if members.constrained else ()
-        if members.general:
+        general = bool(members.general.any())
+        if general:
             self._grower.mask(shape, starts, size)
-        result, entries = self._launch(shape, ready, size, num_rows, general=members.general)
+        result, entries = self._launch(shape, ready, size, num_rows, general=general)
         launched = trace.now()
         # While the device works.
         self._took(ready)
@@ -324,7 +343,7 @@ class DeviceSource(DeviceFollower):
         self, ahead: DeviceLookAhead, nodes: Nodes, part: Sequence[Session], lives: Sequence[int]
     ) -> None:
         """Score live proposals `lives`, those of the sessions, in one launch."""
-        members = Members.of(part, self._seats.seats, self._rows)
+        members = Members.of(part, self._seats)
         ready = self._ready(members)
         size = bucket(len(ready), nodes.sizes)
         num_rows = bucket(int(ready.counts.max()), self._buckets.score_rows)

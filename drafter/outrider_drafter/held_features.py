@@ -62,14 +62,17 @@ class _Message:
             self.offsets[chosen],
         )
 
-    def brings(self, slots: Indices, starts: Indices, counts: Indices) -> bool:
-        """Whether the entries are just these rows."""
-        return (
-            len(self.slots) == len(slots)
-            and bool((self.slots == slots).all())
-            and bool((self.firsts == starts).all())
-            and bool((self.counts == counts).all())
-        )
+    def places(self, slots: Indices, starts: Indices, counts: Indices) -> Indices | None:
+        """[B]: from which row on counts[i] rows of the session in slots[i] lie, from position
+        starts[i] on, if just these were brought for each of them, whatever for others; None: if
+        not. Columns [B]."""
+        at = np.arange(len(slots))
+        if len(self.slots) != len(slots) or not bool((self.slots == slots).all()):
+            at = np.minimum(self.slots.searchsorted(slots), len(self.slots) - 1)
+            if not bool((self.slots[at] == slots).all()):
+                return None
+        alike = (self.firsts[at] == starts) & (self.counts[at] == counts)
+        return self.offsets[at] if bool(alike.all()) else None
 
 
 class HeldFeatures:
@@ -151,14 +154,14 @@ class HeldFeatures:
 
     def lying(self, slots: Indices, starts: Indices, counts: Indices) -> Lying | None:
         """Where counts[i] rows of the session in slots[i] lie, from position starts[i] on, all [B],
-        if just these are held, by one message in a lane's memory: a device can read them there.
-        Who looks at them keeps their place from being written over."""
-        if len(self._messages) != 1:
-            return None
-        (message,) = self._messages
-        if not (is_lent(message.rows) and message.brings(slots, starts, counts)):
-            return None
-        return Lying(message.rows, message.offsets)
+        if one message in a lane's memory brought just these: a device can read them there. Who
+        looks at them keeps their place from being written over."""
+        for message in reversed(self._messages):
+            if is_lent(message.rows):
+                offsets = message.places(slots, starts, counts)
+                if offsets is not None:
+                    return Lying(message.rows, offsets)
+        return None
 
     def gather(
         self, slots: Indices, starts: Indices, counts: Indices, out: NDArray[np.generic]
@@ -168,13 +171,14 @@ class HeldFeatures:
         some feature of the same session, or what it was."""
         size, most, width = out.shape
         flat = out.reshape(size * most, width)
-        if len(self._messages) == 1 and self._messages[0].brings(slots, starts, counts):
-            # One pass over the message's memory; behind its rows a session's last one is repeated.
-            (message,) = self._messages
-            within = np.minimum(np.arange(most), counts[:, None] - 1)
-            source = (message.offsets[:, None] + within).reshape(-1)
-            np.take(message.rows, source, axis=0, out=flat, mode="clip")
-            return
+        for message in reversed(self._messages):
+            offsets = message.places(slots, starts, counts)
+            if offsets is not None:
+                # One pass over its memory; behind its rows a session's last one is repeated.
+                within = np.minimum(np.arange(most), counts[:, None] - 1)
+                source = (offsets[:, None] + within).reshape(-1)
+                np.take(message.rows, source, axis=0, out=flat, mode="clip")
+                return
         row_of = np.full(len(self._used), -1, dtype=np.int64)
         row_of[slots] = np.arange(size)
         for message in self._messages:

@@ -20,7 +20,7 @@ def default_depth(num_nodes: int) -> int:
     """Levels of a tree whose plan leaves them open: 4 for 7 nodes, 5 for 16, 6 for 32, 7 for 64.
 
     Fewer are cheaper to draft, and cost more than they save: SmolLM2-135M's trees of 7 emit 3.10
-    tokens a round at T = 0 with 3 levels and 3.37 with 4.
+    tokens a round at T = 0 with 3 levels and 3.37 with 4 (14 prompts, 80 tokens).
     """
     return max(2, (num_nodes + 1).bit_length())
 

@@ -83,8 +83,8 @@ def test_the_file_has_every_cell_with_every_figure(
     assert all(cell["over_plain"] == 1.0 and cell["proposed_per_round"] == 0 for cell in plain)
     speculating = [cell for cell in content["cells"] if cell["placement"] != "plain"]
     assert all(cell["proposed_per_round"] > 0 for cell in speculating)
-    floor = min(cell["over_plain"] for cell in speculating)
-    assert content["plain_floor_ratio_min"] == floor
+    assert all(cell["over_plain"] > 0 for cell in speculating)
+    assert content["plain_floor_ratio_min"] is None, "a fixed planner drafts where it was told to"
     assert "separate, chain-2" in (tmp_path / "service.svg").read_text(encoding="utf-8")
 
     again = bench_serve({**flags, "sessions": "1", "requests": 2}, "--keep-plain")

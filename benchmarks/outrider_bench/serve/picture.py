@@ -32,8 +32,8 @@ def lines(cells: Sequence[dict[str, Any]]) -> dict[str, Line]:
         # Plain decoding draws alike under every rule.
         if _kind(cell) == chosen[0] and (plain or cell["rule"] == chosen[1]):
             awake = f" ({cell['awake_cores']} awake cores)" if cell["awake_cores"] else ""
-            name = PLAIN if plain else f"{cell['placement']}, {cell['drafts']}{awake}"
-            name += handicap_of(cell)
+            name = PLAIN if plain else f"{cell['placement']}, {cell['drafts']}"
+            name += awake + handicap_of(cell)
             found.setdefault(name, []).append((cell["sessions"], cell["tokens_per_s"]))
     return found
 

@@ -30,6 +30,15 @@ def test_every_step_is_timed_in_every_round() -> None:
     assert sum(name.startswith("drafter: ") for name in critical) == 6
 
 
+def test_sessions_that_end_make_way_for_others() -> None:
+    steps = measure(4, 24, answers=32)
+    replaced = "verifier: ended and opened" + BESIDE
+    assert len(steps.taken[replaced]) == 12, "four sessions, of eight rounds each"
+    decoded = "drafter: verdicts decoded"
+    assert len(steps.taken[decoded]) == 24
+    assert 0.0 < steps.mean(replaced) < max(steps.taken[replaced])
+
+
 CHAIN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=60_000)
 
 

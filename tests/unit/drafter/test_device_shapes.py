@@ -35,7 +35,7 @@ def test_every_shape_is_fitted_into_the_family(
     shape = Shape(nodes, top_k, min(depth, nodes), with_law and top_k == 1)
     found = fitted(shape, chains)
     assert found in {shape for shape, _ in family(chains)}
-    assert (found.top_k == 1) == (top_k == 1)
+    assert (found.top_k == 1) == (top_k == 1 or nodes < min(TREES))
     assert found.with_law == shape.with_law
 
 
@@ -45,6 +45,10 @@ def test_chains_are_not_shorter_than_asked_and_trees_not_larger() -> None:
         # Steps that are forwards of a model are not cut off again where it can be helped.
         assert fitted(Shape(length, 1, length), MODEL_CHAIN_LENGTHS).depth <= max(length + 1, 2)
     assert fitted(Shape(100, 1, 100), CHAIN_LENGTHS).depth == CHAIN_LENGTHS[-1]
+    for nodes in range(1, min(TREES)):
+        # More nodes than its plan has, a verifier may refuse; a chain is cut.
+        assert fitted(Shape(nodes, 4, 2), CHAIN_LENGTHS).top_k == 1
+        assert fitted(Shape(nodes, 4, 2), CHAIN_LENGTHS).depth >= nodes
     for nodes in range(min(TREES), 200):
         assert fitted(Shape(nodes, 4, 6), CHAIN_LENGTHS).num_nodes <= nodes
 

@@ -353,3 +353,20 @@ def test_a_bounded_source_cuts_its_longer_chains_to_what_was_asked(
         proposals += drain(engine)
     assert len(proposals[1].tree) == 6
     assert_same(*proposals)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), COUPLED])
+@pytest.mark.parametrize("nodes", [2, 4, 6])
+def test_a_bounded_source_drafts_a_tree_of_few_nodes_as_a_chain(
+    head: DraftHead, sampling: SamplingParams, nodes: int
+) -> None:
+    """A verifier need not take more nodes than the plan has."""
+    proposals = []
+    for top_k in (1, 4):
+        plan = Plan(method=CHAIN.method, draft_tokens=nodes, top_k=top_k)
+        engine, script = make_engine([on_device(head, bounded=True)]), Script(seed=13)
+        engine.handle(1, script.start(plan=plan, sampling=sampling))
+        engine.handle(1, script.verdict(12))
+        proposals += drain(engine)
+    assert len(proposals[1].tree) == nodes
+    assert_same(*proposals)

@@ -56,7 +56,7 @@ class Scripted:
 @given(
     st.lists(
         st.lists(st.integers(0, MOST), min_size=SESSIONS, max_size=SESSIONS)
-        | st.sampled_from(["read", "batch", "again"]),
+        | st.sampled_from(["read", "batch", "some", "again"]),
         max_size=20,
     )
 )
@@ -70,6 +70,8 @@ def test_every_row_is_read_at_its_place(steps: list[list[int] | str]) -> None:
         slots = [s for s in range(SESSIONS) if script.ends[s] > script.used[s]]
         if step == "again":
             slots = [s for s in range(SESSIONS) if script.used[s]]
+        elif step == "some":
+            slots = slots[1:]
         starts = [script.used[s] - (step == "again") for s in slots]
         stops = [min(script.ends[s], start + MOST) for s, start in zip(slots, starts, strict=True)]
         if step == "read":
@@ -119,6 +121,36 @@ def test_what_lies_in_a_lane_is_copied_if_it_is_not_used_until_the_next_message(
             del frame, rows
         messages = scripted.held._messages
         assert [is_lent(message.rows) for message in messages] == [False, False, True]
+
+
+def test_a_device_may_read_some_sessions_rows_where_others_lie_too() -> None:
+    scripted = Scripted()
+    with lane_pair() as (left, right):
+        counts, rows = [8_000, 4_000, 6_000], []
+        for slot, count in enumerate(counts):
+            rows += [feature(slot, position) for position in range(count)]
+        left.send(np.array(rows, np.float32).tobytes())
+        (frame,) = right.borrow()
+        scripted.take_in(np.frombuffer(frame, np.float32).reshape(-1, WIDTH), counts)
+        held, starts = scripted.held, np.zeros(2, dtype=np.int64)
+        lying = held.lying(np.array([0, 2]), starts, np.array([8_000, 6_000]))
+        assert lying is not None and lying.offsets.tolist() == [0, 12_000]
+        assert lying.rows[12_000].tolist() == feature(2, 0)
+        assert held.lying(np.array([0, 2]), starts, np.array([8_000, 5_999])) is None
+        assert held.lying(np.array([1, 2]), starts + 1, np.array([3_999, 5_999])) is None
+        held.drop(1)
+        assert held.lying(np.array([0, 1]), starts, np.array([8_000, 4_000])) is None
+        assert held.lying(np.array([2]), starts[:1], np.array([6_000])) is not None
+        del frame, lying
+        # What another message brings, which nobody lent, is no reason to look elsewhere.
+        held.open(1)
+        scripted.ends[1] = 0
+        scripted.tell([0, 3, 0])
+        assert held.lying(np.array([2]), starts[:1], np.array([6_000])) is None, "it was copied"
+        assert held.lying(np.array([1]), starts[:1], np.array([3])) is None, "it was not lent"
+        out = np.zeros((1, 3, WIDTH), np.float32)
+        held.gather(np.array([1]), starts[:1], np.array([3]), out)
+        assert out[0].tolist() == [feature(1, position) for position in range(3)]
 
 
 def test_what_is_copied_out_of_a_lane_is_what_somebody_waits_for() -> None:

@@ -66,7 +66,7 @@ def test_the_chain_is_pinned() -> None:
             st.integers(0, 2**64 - 1),
             st.lists(st.integers(0, 2**24), max_size=5) | st.just(list(range(100))),
         ),
-        max_size=8,
+        max_size=24,
     )
 )
 def test_prefixes_of_many_sessions_are_extended_at_once(

@@ -77,13 +77,18 @@ def sum_tiles(
     sums_ptr,
     NODES: tl.constexpr,
     TILE: tl.constexpr,
+    REJECTION_ONLY: tl.constexpr = False,
 ):
-    """Maximum and sum of exponentials of one tile of one row of a coin session."""
+    """Maximum and sum of exponentials of one tile of one row of a coin session; of sessions under
+    the rejection rule alone, if REJECTION_ONLY."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // NODES)
-    temperature = tl.load(temperatures_ptr + slot)
-    if _tosses_coins(temperature, tl.load(rules_ptr + slot)):
+    temperature, rule = tl.load(temperatures_ptr + slot), tl.load(rules_ptr + slot)
+    asked = _tosses_coins(temperature, rule)
+    if REJECTION_ONLY:
+        asked &= rule == _REJECTION
+    if asked:
         columns = part * TILE + tl.arange(0, TILE)
         valid = columns < num_columns
         scores = scaled_tile(logits_ptr + row * logits_stride, columns, valid, temperature)

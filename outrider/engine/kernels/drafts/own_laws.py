@@ -3,7 +3,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """The laws that the chains of a verifier's own head are drawn from, kept with their sessions.
 
-Only the rejection rule asks for them: rows of other sessions cost an early return.
+Only the rejection rule asks for them: rows of other sessions cost two early returns.
 
 R rows, X session slots, K draft length, V draft vocabulary, P tiles of a row.
 """
@@ -86,7 +86,7 @@ def put_own_laws_triton(
     maxima, sums = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits.device)
     shared = (logits, logits.stride(0), columns, state.temperatures, state.rules, slots)
     options = {"TILE": tile, "num_warps": warps_of(tile)}
-    sum_tiles[(rows, tiles)](*shared, maxima, sums, NODES=1, **options)
+    sum_tiles[(rows, tiles)](*shared, maxima, sums, NODES=1, REJECTION_ONLY=True, **options)
     by_row = isinstance(levels, Tensor)
     _put_tiles[(rows, tiles)](
         *shared,
