@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider_verifier.core import Core
 from outrider_verifier.flying import is_drafted
 from outrider_verifier.halves import Halves
@@ -17,6 +19,7 @@ from outrider_verifier.schedule import (
     plan_drafted,
     plan_round,
 )
+from outrider_verifier.sessions import Session
 
 
 class NextRound:
@@ -49,13 +52,9 @@ class NextRound:
         what one takes, 0: not known."""
         sessions = list(self._core.room.running.values())
         held = self._core.inbox.nodes([session.handle for session in sessions])
-        if self.half is None and all([nodes >= 0 for nodes in held]):
-            # So all are past their prompts, or were when they were preempted.
-            wanted = all([s.draft_wanted and not s.prefill_left for s in sessions])
-            names = [session.spec.session_id for session in sessions]
-            drafted = plan_drafted(names, held, self._limits) if wanted else None
-            if drafted is not None:
-                return drafted
+        drafted = self._all_drafted(sessions, held) if self.half is None else None
+        if drafted is not None:
+            return drafted
         return plan_round(
             list(map(self.rows.of, sessions, held)),
             now,
@@ -64,6 +63,26 @@ class NextRound:
             most_rows=self.half,
             times=Times(answer_s=self._core.policy.answer_s(), round_s=round_s),
         )
+
+    def _all_drafted(self, sessions: Sequence[Session], held: Sequence[int]) -> RoundPlan | None:
+        """The next round where there is a proposal, of so many nodes, for all that are past their
+        prompts; None: there is not (-1), or something is to be weighed."""
+        prompts: list[Session] = []
+        if min(held, default=0) < 0:
+            prompts = [session for session, nodes in zip(sessions, held, strict=True) if nodes < 0]
+            if not all([session.prefill_left > 0 for session in prompts]):
+                return None
+            sessions = [each for each, nodes in zip(sessions, held, strict=True) if nodes >= 0]
+            held = [nodes for nodes in held if nodes >= 0]
+            highest = max([session.spec.priority for session in prompts])
+            if any([session.spec.priority < highest for session in sessions]):
+                return None
+        # A proposal may be for a prefix that was there when its session was preempted.
+        if not all([s.draft_wanted and not s.prefill_left for s in sessions]):
+            return None
+        names = [session.spec.session_id for session in sessions]
+        prefilling = [self.rows.of(session, -1) for session in prompts]
+        return plan_drafted(names, held, self._limits, prefilling)
 
     def share_rounds(self) -> None:
         """Decide whether sessions share a round or take turns, by what is known now."""

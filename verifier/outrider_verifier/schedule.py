@@ -151,14 +151,20 @@ class _Ready(NamedTuple):
 
 
 def plan_drafted(
-    session_ids: Sequence[SessionId], nodes: Sequence[int], limits: Limits
+    session_ids: Sequence[SessionId],
+    nodes: Sequence[int],
+    limits: Limits,
+    prefilling: Sequence[RowState] = (),
 ) -> RoundPlan | None:
-    """The next round where every session has a usable proposal, with so many nodes: nobody is
-    waited for, so there is nothing to weigh. None if not all fit one round: then see `plan_round`.
-    """
+    """The next round where every session that decodes has a usable proposal, with so many nodes,
+    and gives way to no prompt: nobody is waited for, so there is nothing to weigh. None if not all
+    fit one round: then see `plan_round`."""
     if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
         return None
-    return RoundPlan(decode=tuple([_row_of(name, True) for name in session_ids]))
+    return RoundPlan(
+        prefill=_prompts(prefilling, len(session_ids), limits),
+        decode=tuple([_row_of(name, True) for name in session_ids]),
+    )
 
 
 def plan_alone(

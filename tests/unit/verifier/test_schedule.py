@@ -117,6 +117,12 @@ def test_where_all_have_drafts_and_fit_there_is_nothing_to_weigh() -> None:
     assert plan.prefill == expected.prefill == ()
     assert plan_drafted(names, [3, 0, 7], LIMITS) is None
     assert plan_drafted([], [], LIMITS) is None
+    prompts = [row("p", prefill_left=10, since=2.0), row("q", prefill_left=10, since=1.0)]
+    plan = plan_drafted(names, nodes, LIMITS, prompts)
+    expected = plan_round(rows + prompts, 9.0, LIMITS)
+    assert plan is not None and len(plan.prefill) == 2
+    assert plan.prefill == expected.prefill
+    assert sorted(plan.decode) == sorted(expected.decode)
 
 
 def test_one_row_always_fits() -> None:
