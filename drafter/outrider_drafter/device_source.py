@@ -174,37 +174,54 @@ class DeviceSource(DeviceFollower):
 
     @torch.inference_mode()
     def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
-        """Catch up and draft: one launch for all sessions of a shape; those that have much to catch
-        up with, as after a prompt, hold up nobody and come last."""
+        """Catch up and draft: one launch for all sessions of a shape; those that are new, or have
+        much to catch up with, hold up nobody and come last."""
         again = self._again(sessions)
         if again is not None:
             yield self._draft(*again)
             return
-        groups, hosted = self._grouped(sessions)
+        groups, new, hosted = self._grouped(sessions)
         for shape, members in groups:
-            seated = self._prepare(members, shape)
-            most = most_sessions(shape)
-            for first in range(0, len(seated), most):
-                part: Sequence[Session] = seated[first : first + most]
-                alike = len(part) == len(sessions)
-                chosen = Members.of(sessions if alike else part, self._seats)
-                if alike:
-                    self._last = (sessions, shape, chosen)
-                yield self._draft(shape, self._ready(chosen))
+            yield from self._draft_all(shape, members, sessions)
+        if new:
+            # Seating them takes calls of the device's driver, too.
+            for session in new:
+                self._follows(session)
+            for shape, members in self._grouped(new)[0]:
+                yield from self._draft_all(shape, members, sessions)
         if hosted:
             yield from self._host_source().drafts(hosted)
 
+    def _draft_all(
+        self, shape: Shape, members: Sequence[Session], sessions: Sequence[Session]
+    ) -> Iterator[Drafted]:
+        """Draft for sessions of a shape, by as many launches as they need; `sessions`: all that
+        want drafts."""
+        seated = self._prepare(members, shape)
+        most = most_sessions(shape)
+        for first in range(0, len(seated), most):
+            part = seated[first : first + most]
+            alike = len(part) == len(sessions)
+            chosen = Members.of(sessions if alike else part, self._seats)
+            if alike:
+                self._last = (sessions, shape, chosen)
+            yield self._draft(shape, self._ready(chosen))
+
     def _grouped(
         self, sessions: Sequence[Session]
-    ) -> tuple[list[tuple[Shape, list[Session]]], list[Session]]:
-        """Sessions by what is grown for them, those with much to catch up with last; and those that
-        the host drafts for."""
+    ) -> tuple[list[tuple[Shape, list[Session]]], list[Session], list[Session]]:
+        """Sessions by what is grown for them, those with much to catch up with last; those that
+        are new to the device; and those that the host drafts for."""
         shapes: dict[Shape, list[Session]] = {}
+        new: list[Session] = []
         hosted: list[Session] = []
         for session in sessions:
             shape = self._known_shape(session)
             if shape is None and self._is_on_host(session):
                 hosted.append(session)
+                continue
+            if shape is None and session.key not in self._known:
+                new.append(session)
                 continue
             if shape is None and self._follows(session):
                 shape = self._new_shape(session)
@@ -222,7 +239,7 @@ class DeviceSource(DeviceFollower):
                 chosen = [members[index] for index in np.flatnonzero(which).tolist()]
                 if chosen:
                     those.append((shape, chosen))
-        return groups[0] + groups[1], hosted
+        return groups[0] + groups[1], new, hosted
 
     def _again(self, sessions: Sequence[Session]) -> tuple[Shape, Ready] | None:
         """The same sessions in one launch once more, if nothing but their prefixes has changed and

@@ -11,9 +11,11 @@ import torch
 from outrider_drafter import device_source, row_following
 from outrider_drafter.__main__ import parse_args
 from outrider_drafter.build import _head_source
+from outrider_drafter.device_batch import Ready
 from outrider_drafter.device_rows import BLOCK_TOKENS
-from outrider_drafter.device_shapes import CHAIN_LENGTHS, TREES, family, score_family
+from outrider_drafter.device_shapes import CHAIN_LENGTHS, TREES, Shape, family, score_family
 from outrider_drafter.head_source import HeadSource
+from outrider_drafter.source import Drafted
 
 from outrider.engine.heads import DraftHead
 from outrider.spec.law import validate_law
@@ -370,3 +372,38 @@ def test_a_bounded_source_drafts_a_tree_of_few_nodes_as_a_chain(
         proposals += drain(engine)
     assert len(proposals[1].tree) == nodes
     assert_same(*proposals)
+
+
+def test_who_is_new_holds_up_nobody(head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its seat nor its draft comes before those of the others have left."""
+    source = on_device(head)
+    engine = make_engine([source])
+    scripts = [Script(f"s{number}", seed=number) for number in range(4)]
+    for script in scripts[:3]:
+        engine.handle(1, script.start())
+        engine.handle(1, script.verdict(10))
+    drain(engine)
+    order = list[str]()
+    seat, draft = source._rows.open, source._draft
+
+    def seated(sampling: SamplingParams) -> int:
+        order.append("seated")
+        return seat(sampling)
+
+    def drafted(shape: Shape, ready: Ready) -> Drafted:
+        order.append(f"{len(ready)} drafted")
+        return draft(shape, ready)
+
+    monkeypatch.setattr(source._rows, "open", seated)
+    monkeypatch.setattr(source, "_draft", drafted)
+    engine.handle(1, scripts[3].start())
+    engine.handle(1, scripts[3].verdict(8))
+    for script in scripts[:3]:
+        engine.handle(1, script.verdict(12))
+    assert len(drain(engine)) == 4
+    assert order == ["3 drafted", "seated", "1 drafted"]
+    order.clear()
+    for script in scripts:
+        engine.handle(1, script.verdict(14))
+    drain(engine)
+    assert order == ["4 drafted"]
