@@ -147,7 +147,6 @@ class DeviceLookAhead:
             self._scores.held(),
             rows,
             members,
-            members.general,
             [shape for _, shape in placed],
             [each.nodes.chain for each, _ in placed],
         )

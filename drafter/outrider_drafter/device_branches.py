@@ -57,8 +57,6 @@ class Branching(NamedTuple):
     rows: Indices
     """[lives]: row of each proposal's session in the columns; any of one that was not scored."""
     members: Members
-    general: NDArray[np.bool_]
-    """Whether each has drafts of the form that may warp logits."""
     shapes: Sequence[Shape]
     """All that are grown, each once."""
     shape_of: Indices
@@ -78,7 +76,6 @@ class Branching(NamedTuple):
         places: HeldPlaces,
         rows: Indices,
         members: Members,
-        general: NDArray[np.bool_],
         shapes: Sequence[Shape],
         of_chains: Sequence[bool],
     ) -> Branching:
@@ -88,7 +85,6 @@ class Branching(NamedTuple):
             places=places,
             rows=rows,
             members=members,
-            general=general,
             shapes=list(numbers),
             shape_of=np.array([numbers[shape] for shape in shapes]),
             depths=np.array([shape.depth for shape in shapes]),
@@ -256,7 +252,7 @@ class Brancher:
         starts: Starts = ()
         if members.constrained:
             starts = starts_of(sessions, _tokens_of(found.paths, chosen))
-        general = members.constrained or bool(branching.general[rows].any())
+        general = members.constrained or bool(branching.members.general[rows].any())
         if general:
             self._grower.mask(shape, starts, size)
         result, entries = self._launch(shape, size, num_rows, general=general)

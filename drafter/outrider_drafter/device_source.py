@@ -180,14 +180,17 @@ class DeviceSource(DeviceFollower):
         if again is not None:
             yield self._draft(*again)
             return
-        groups, new, hosted = self._grouped(sessions)
-        for shape, members in groups:
-            yield from self._draft_all(shape, members, sessions)
-        if new:
-            # Seating them takes calls of the device's driver, too.
-            for session in new:
-                self._follows(session)
-            for shape, members in self._grouped(new)[0]:
+        known: list[Session] = []
+        new: list[Session] = []
+        hosted: list[Session] = []
+        for session in sessions:
+            if session.key in self._known:
+                known.append(session)
+            else:
+                (hosted if self._is_on_host(session) else new).append(session)
+        # Seating who is new takes calls of the device's driver, too.
+        for part in (known, new):
+            for shape, members in self._grouped(part):
                 yield from self._draft_all(shape, members, sessions)
         if hosted:
             yield from self._host_source().drafts(hosted)
@@ -207,22 +210,11 @@ class DeviceSource(DeviceFollower):
                 self._last = (sessions, shape, chosen)
             yield self._draft(shape, self._ready(chosen))
 
-    def _grouped(
-        self, sessions: Sequence[Session]
-    ) -> tuple[list[tuple[Shape, list[Session]]], list[Session], list[Session]]:
-        """Sessions by what is grown for them, those with much to catch up with last; those that
-        are new to the device; and those that the host drafts for."""
+    def _grouped(self, sessions: Sequence[Session]) -> list[tuple[Shape, list[Session]]]:
+        """Sessions by what is grown for them, those with much to catch up with last."""
         shapes: dict[Shape, list[Session]] = {}
-        new: list[Session] = []
-        hosted: list[Session] = []
         for session in sessions:
             shape = self._known_shape(session)
-            if shape is None and self._is_on_host(session):
-                hosted.append(session)
-                continue
-            if shape is None and session.key not in self._known:
-                new.append(session)
-                continue
             if shape is None and self._follows(session):
                 shape = self._new_shape(session)
             if shape is not None:
@@ -239,7 +231,7 @@ class DeviceSource(DeviceFollower):
                 chosen = [members[index] for index in np.flatnonzero(which).tolist()]
                 if chosen:
                     those.append((shape, chosen))
-        return groups[0] + groups[1], new, hosted
+        return groups[0] + groups[1]
 
     def _again(self, sessions: Sequence[Session]) -> tuple[Shape, Ready] | None:
         """The same sessions in one launch once more, if nothing but their prefixes has changed and

@@ -100,7 +100,7 @@ def sum_tiles(
 
 
 @triton.jit
-def _logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES: tl.constexpr):
+def logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES: tl.constexpr):
     """(maximum, log of the sum of exponentials of what is below it) of a row, float64.
 
     They stay apart: beside a maximum of 1e30 the logarithm would not be there any more. (0, 0) if
@@ -198,7 +198,7 @@ def walk(
         key = noise_key(stream_keys_ptr, slot, _ACCEPT, tl.load(positions_ptr + first + node))
         if by_coins:
             here = (first + node).to(tl.int64)
-            top, log_sum = _logsumexp(maxima_ptr, sums_ptr, here, tiles, TILES)
+            top, log_sum = logsumexp(maxima_ptr, sums_ptr, here, tiles, TILES)
         shared_coin = uniform(noise_bits(key, tl.full((), _SHARED_COIN_ID, tl.int32)))
         begin = tl.full((), 0, tl.int32)
         end = tl.full((), 0, tl.int32)

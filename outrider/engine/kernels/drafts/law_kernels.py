@@ -29,7 +29,8 @@ _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _draws(temperatures_ptr, rules_ptr, slot):
+def draws(temperatures_ptr, rules_ptr, slot):
+    """Whether a slot's session draws from laws."""
     return (tl.load(temperatures_ptr + slot) > 0.0) & (tl.load(rules_ptr + slot) == _REJECTION)
 
 
@@ -48,7 +49,7 @@ def max_tiles(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
-    if _draws(temperatures_ptr, rules_ptr, slot):
+    if draws(temperatures_ptr, rules_ptr, slot):
         columns = part * TILE + tl.arange(0, TILE)
         valid = columns < num_columns
         temperature = tl.load(temperatures_ptr + slot)
@@ -98,7 +99,7 @@ def count_tiles(
     part = tl.program_id(1)
     tiles = tl.num_programs(1)
     slot = tl.load(slots_ptr + row)
-    if _draws(temperatures_ptr, rules_ptr, slot):
+    if draws(temperatures_ptr, rules_ptr, slot):
         columns = part * TILE + tl.arange(0, TILE)
         temperature = tl.load(temperatures_ptr + slot)
         row_ptr = logits_ptr + row * logits_stride
@@ -126,7 +127,7 @@ def gather_tiles(
     part = tl.program_id(1)
     tiles = tl.num_programs(1)
     slot = tl.load(slots_ptr + row)
-    if _draws(temperatures_ptr, rules_ptr, slot):
+    if draws(temperatures_ptr, rules_ptr, slot):
         columns = part * TILE + tl.arange(0, TILE)
         temperature = tl.load(temperatures_ptr + slot)
         row_ptr = logits_ptr + row * logits_stride
@@ -178,7 +179,7 @@ def cut_and_draw(
     """Cut one row's law and draw from what is kept."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    if _draws(temperatures_ptr, rules_ptr, slot):
+    if draws(temperatures_ptr, rules_ptr, slot):
         parts = tl.arange(0, TILES)
         size = tl.sum(tl.load(found_ptr + row * tiles + parts, mask=parts < tiles, other=0), 0)
         row_columns_ptr = columns_ptr + row * row_stride

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.kernels.acceptance.coin_kernels import HUGE_SCORE, sum_tiles
+from outrider.engine.kernels.acceptance.coin_kernels import HUGE_SCORE, logsumexp, sum_tiles
+from outrider.engine.kernels.drafts.law_kernels import draws
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.engine.kernels.sampling import (
     scaled_scores,
@@ -27,7 +28,6 @@ from outrider.engine.kernels.sampling import (
 )
 from outrider.engine.kernels.state import RULE_REJECTION, SamplingState
 
-_REJECTION = tl.constexpr(RULE_REJECTION)
 _HUGE_SCORE = tl.constexpr(HUGE_SCORE)
 
 
@@ -125,21 +125,16 @@ def _put_tiles(
     part = tl.program_id(1)
     tiles = tl.num_programs(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + slot)
-    if (temperature > 0.0) & (tl.load(rules_ptr + slot) == _REJECTION):
-        parts = tl.arange(0, TILES)
-        valid = parts < tiles
-        maxima = tl.load(maxima_ptr + row * tiles + parts, mask=valid, other=float("-inf"))
-        sums = tl.load(sums_ptr + row * tiles + parts, mask=valid, other=0.0)
-        top = tl.max(maxima, 0)
-        shift = tl.where(top > float("-inf"), top, 0.0)
-        total = tl.sum(sums * tl.exp(maxima - shift), 0)
-        sound = (top > float("-inf")) & ((top <= _HUGE_SCORE) | (total == 1.0))
+    if draws(temperatures_ptr, rules_ptr, slot):
+        top, log_sum = logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES)
+        sound = (top <= _HUGE_SCORE) | (log_sum == 0.0)
+        scale = tl.where(sound, tl.exp(-log_sum), 0.0).to(tl.float32)
         columns = part * TILE + tl.arange(0, TILE)
         inside = columns < num_columns
+        temperature = tl.load(temperatures_ptr + slot)
         scores = scaled_tile(logits_ptr + row * logits_stride, columns, inside, temperature)
-        law = tl.exp(scores - shift) / tl.where(sound, total, 1.0)
         laws_ptr += slot * slot_stride
         if BY_ROW:
             laws_ptr += tl.load(levels_ptr + row) * level_stride
-        tl.store(laws_ptr + columns, tl.where(sound, law, 0.0), mask=inside)
+        # Of a row without a score all is exp(-inf).
+        tl.store(laws_ptr + columns, tl.exp(scores - top.to(tl.float32)) * scale, mask=inside)
