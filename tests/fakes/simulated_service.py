@@ -17,8 +17,9 @@ import numpy as np
 from outrider_verifier.inbox import Held
 from outrider_verifier.packing import VerifyRow
 from outrider_verifier.policy import Policy
+from outrider_verifier.round_plan import Limits, RoundPlan, RowState, Times
 from outrider_verifier.runner import RowOutcome
-from outrider_verifier.schedule import Limits, RoundPlan, RowState, Times, plan_round
+from outrider_verifier.schedule import plan_round
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled
 

@@ -19,9 +19,9 @@ from outrider_verifier.policy import Policy
 from outrider_verifier.preemption import Bounds, Way
 from outrider_verifier.prefixes import Prefixes
 from outrider_verifier.room import GUARD_TOKENS, Room
+from outrider_verifier.round_plan import Limits
 from outrider_verifier.rounds import Rounds
 from outrider_verifier.runner import RoundRunner
-from outrider_verifier.schedule import Limits
 from outrider_verifier.stand_ins import StandIns
 
 

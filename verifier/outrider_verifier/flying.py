@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from outrider_verifier.handover import Told
 from outrider_verifier.inbox import Held
 from outrider_verifier.packing import PrefillRow, VerifyRow
+from outrider_verifier.round_plan import RoundPlan
 from outrider_verifier.rows import trim
 from outrider_verifier.runner import Flight
-from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Settled, Sheet, is_told
 

@@ -24,8 +24,8 @@ from outrider_verifier.core import Core
 from outrider_verifier.effects import Answer, Effect, Tell, told_by_link
 from outrider_verifier.failing import device_lost_error
 from outrider_verifier.lanes import Lanes
+from outrider_verifier.round_plan import RoundPlan
 from outrider_verifier.rounds import Rounds
-from outrider_verifier.schedule import RoundPlan
 
 logger = logging.getLogger(__name__)
 

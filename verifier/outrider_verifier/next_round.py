@@ -7,18 +7,10 @@ from collections.abc import Sequence
 from outrider_verifier.core import Core
 from outrider_verifier.flying import is_drafted
 from outrider_verifier.halves import Halves
+from outrider_verifier.round_plan import Limits, RoundPlan, Times
 from outrider_verifier.row_states import RowStates
 from outrider_verifier.runner import RoundRunner
-from outrider_verifier.schedule import (
-    Limits,
-    RoundPlan,
-    Times,
-    plan_ahead,
-    plan_alone,
-    plan_beside,
-    plan_drafted,
-    plan_round,
-)
+from outrider_verifier.schedule import plan_ahead, plan_alone, plan_beside, plan_drafted, plan_round
 from outrider_verifier.sessions import Session
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider_verifier.core import Core
-from outrider_verifier.schedule import RoundPlan
+from outrider_verifier.round_plan import RoundPlan
 from outrider_verifier.sessions import Session
 
 

@@ -21,8 +21,8 @@ from outrider_verifier.keeping import Keeping
 from outrider_verifier.next_round import NextRound
 from outrider_verifier.packing import PrefillRow, VerifyRow
 from outrider_verifier.planning import turn
+from outrider_verifier.round_plan import Limits, RoundPlan
 from outrider_verifier.runner import RoundOutcome, RoundRunner
-from outrider_verifier.schedule import Limits, RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Committed, Settled, Sheet, commit_prompts, commit_rows
 from outrider_verifier.straight_on import straight_on

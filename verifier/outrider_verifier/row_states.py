@@ -9,8 +9,8 @@ from outrider_verifier.core import Core
 from outrider_verifier.flying import drafted_row
 from outrider_verifier.inbox import Held
 from outrider_verifier.packing import VerifyRow
+from outrider_verifier.round_plan import DecodeRow, RoundPlan, RowState
 from outrider_verifier.runner import RoundRunner
-from outrider_verifier.schedule import DecodeRow, RoundPlan, RowState
 from outrider_verifier.sessions import Session
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from outrider_verifier.core import Core
 from outrider_verifier.flying import InFlight
 from outrider_verifier.packing import VerifyRow
-from outrider_verifier.schedule import Limits, RoundPlan, plan_drafted
+from outrider_verifier.round_plan import Limits, RoundPlan
+from outrider_verifier.schedule import plan_drafted
 from outrider_verifier.sessions import Session
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from itertools import cycle
 
 import pytest
+from outrider_verifier.round_plan import Limits, RowState
 from outrider_verifier.round_times import RoundTimes
-from outrider_verifier.schedule import Limits, RowState, plan_round
+from outrider_verifier.schedule import plan_round
 
 from outrider.engine.device.family import ShapeFamily
 from outrider.engine.device.shapes import PIECE_BUCKETS, PIECE_TOKENS

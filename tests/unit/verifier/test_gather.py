@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from outrider_verifier.schedule import Limits, RowState, Times, plan_round
+from outrider_verifier.round_plan import Limits, RowState, Times
+from outrider_verifier.schedule import plan_round
 
 from outrider.ids import SessionId
 

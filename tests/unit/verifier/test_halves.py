@@ -6,15 +6,8 @@ from dataclasses import replace
 
 import pytest
 from outrider_verifier.halves import Halves
-from outrider_verifier.schedule import (
-    DecodeRow,
-    Limits,
-    PrefillChunk,
-    RoundPlan,
-    RowState,
-    plan_beside,
-    plan_round,
-)
+from outrider_verifier.round_plan import DecodeRow, Limits, PrefillChunk, RoundPlan, RowState
+from outrider_verifier.schedule import plan_beside, plan_round
 from outrider_verifier.sessions import NO_LIMIT
 
 from outrider.ids import SessionId

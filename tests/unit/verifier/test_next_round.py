@@ -15,7 +15,7 @@ from outrider_bench.host_canned import Steps
 from outrider_bench.host_verifier import VerifierSide, spec_of
 from outrider_verifier import next_round
 from outrider_verifier.commands import Open
-from outrider_verifier.schedule import RoundPlan
+from outrider_verifier.round_plan import RoundPlan
 
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod, Plan

@@ -11,8 +11,8 @@ from outrider_verifier.flying import InFlight
 from outrider_verifier.handover import Handover, Told
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.packing import VerifyRow
+from outrider_verifier.round_plan import RoundPlan
 from outrider_verifier.runner import Decoded, RowOutcome
-from outrider_verifier.schedule import RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.settled import Sheet
 

@@ -12,7 +12,7 @@ from outrider_verifier.flying import InFlight
 from outrider_verifier.inbox import Held
 from outrider_verifier.lookup import StandIn
 from outrider_verifier.packing import VerifyRow
-from outrider_verifier.schedule import Limits, RoundPlan
+from outrider_verifier.round_plan import Limits, RoundPlan
 from outrider_verifier.sessions import Session
 from outrider_verifier.straight_on import straight_on
 

@@ -1,0 +1,126 @@
+"""What the schedule is told of sessions and limits, and what it answers (pure; seconds of one
+clock)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from outrider.ids import SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of one round."""
+
+    prefill_tokens: int
+    """Prompt tokens of all sessions in one round."""
+    prefill_beside: Callable[[int, bool], int | None] = lambda rows, crowded: None
+    """Prompt tokens in a round in which so many sessions decode, who wait for them, and in one to
+    which prompts crowd; None: as many as in any round."""
+    piece_tokens: int = 1
+    """Prompt tokens that a round takes at a time: what a session leaves of a piece free counts as
+    taken."""
+    decode_tokens: int
+    """Roots and nodes of all sessions in one round; one row always fits."""
+    gather_s: float
+    """How long the first ready row waits for rows whose proposals may still come,"""
+    gather_rounds: float = 0.0
+    """and that is so many rounds at least, if the drafter usually answers within them. Where it
+    computes on the target's cores, a round that goes at once makes both slower, and those that
+    wait miss it all the same."""
+    yield_s: float = 0.05
+    """How long a ready row stays out of rounds with prompts of a higher priority, which are the
+    shorter for it."""
+
+
+class Times(NamedTuple):
+    """What is known of how long things take, seconds; 0: nothing."""
+
+    answer_s: float = 0.0
+    """From a round's end to the drafts for what it emitted."""
+    round_s: float = 0.0
+    """A round."""
+
+
+class RowState(NamedTuple):
+    """What the schedule must know about one session."""
+
+    session_id: SessionId
+    prefill_left: int
+    """Tokens to prefill that no round was submitted with; 0 once the session can decode."""
+    nodes: int | None
+    """Nodes of the usable proposal, None if there is none."""
+    since: float
+    """When the session's root became known (a prefilling one: when it was opened)."""
+    proposal_at: float = 0.0
+    """When the usable proposal arrived."""
+    own_nodes: int = 0
+    """Nodes that this process drafted for it."""
+    stand_in: bool = False
+    """Whether these were looked up, which is better than to wait for its drafter."""
+    awaits_proposal: bool = False
+    """Whether there is none and one is expected: speculative plan, live drafter that is not
+    suspect."""
+    patience_s: float = 0.0
+    """How long the row waits for a proposal, from `since`."""
+    runs_ahead: bool = False
+    """Whether its next round needs nothing that the one in flight tells the host."""
+    remaining: int = 2
+    """Tokens it may still emit, those of a round in flight not counted off."""
+    priority: int = 0
+    """Prompts of greater ones go first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """The next `num_tokens` prompt tokens of a session."""
+
+    session_id: SessionId
+    num_tokens: int
+
+
+class DecodeRow(NamedTuple):
+    """A session's root, with its proposal if it has one."""
+
+    session_id: SessionId
+    drafted: bool = False
+    """Whether there is a usable proposal."""
+    missed: bool = False
+    """Whether the row goes without a proposal because its patience is over."""
+    stand_in: bool = False
+    """Whether it goes without one because what is looked up is better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """A round to run now, or (no rows at all) nothing before `wait_until`."""
+
+    prefill: tuple[PrefillChunk, ...] = ()
+    decode: tuple[DecodeRow, ...] = ()
+    wait_until: float | None = None
+    """Look again at this time; None: nothing will happen without a new command."""
+    alone: bool = False
+    """Whether none of its sessions needs anything from outside this process, for this round or the
+    one after it."""
+
+    @property
+    def session_ids(self) -> list[SessionId]:
+        """The sessions of the round, prompts first."""
+        return [row.session_id for row in self.prefill] + [row.session_id for row in self.decode]
+
+    def __contains__(self, session_id: object) -> bool:
+        """Whether the session is in the round; of many, `session_ids` is to be asked."""
+        return session_id in self.session_ids
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to run now."""
+        return not self.prefill and not self.decode
+
+    def by(self, at: float | None) -> RoundPlan:
+        """This one, looked at again at `at` at the latest, if that is a time."""
+        if at is None or (self.wait_until is not None and self.wait_until <= at):
+            return self
+        return replace(self, wait_until=at)
