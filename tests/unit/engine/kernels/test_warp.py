@@ -119,18 +119,18 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize("behind", [5.0, 40.0, 500.0])
+@pytest.mark.parametrize("behind", [5.0, 500.0])
 def test_what_is_kept_may_be_in_a_single_tile(behind: float) -> None:
     """Other tiles are looked at less closely, and cut off all the same."""
-    case = warp_case(CUT, 400, seed=4)
+    case = warp_case(CUT, 160, seed=4)
     case.logits.copy_(torch.randn(case.logits.shape, generator=torch.Generator().manual_seed(8)))
-    case.logits[:, 96:128] += behind
+    case.logits[:, 32:64] += behind
     found = _kernel(case)
     torch.testing.assert_close(found, _twin(case), rtol=0, atol=0)
     kept = (found > -torch.inf)[: NODES * 2]
     assert kept.any(dim=1).all()
     if behind > 5.0:
-        outside = torch.cat((kept[:, :96], kept[:, 128:]), dim=1)
+        outside = torch.cat((kept[:, :32], kept[:, 64:]), dim=1)
         assert not outside[:NODES].any(), "top_p = .9 cuts off what is so far behind"
 
 
