@@ -119,7 +119,7 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize("behind", [5.0, 500.0])
+@pytest.mark.parametrize("behind", [5.0, 40.0, 500.0])
 def test_what_is_kept_may_be_in_a_single_tile(behind: float) -> None:
     """Other tiles are looked at less closely, and cut off all the same."""
     case = warp_case(CUT, 160, seed=4)
