@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 from outrider.errors import OutriderError
+from outrider.extras import needs_packages
 
 # Modules by name: the client processes of `serve` import this one again, and shall not import
 # torch and all engines with it.
@@ -37,20 +39,28 @@ BENCHMARKS: Final = {
 
 def main() -> int:
     """Run one benchmark; the exit status."""
-    parser = argparse.ArgumentParser(prog="outrider bench")
-    commands = parser.add_subparsers(dest="name", metavar="NAME", required=True)
-    modules = {}
-    for name, (module, text) in BENCHMARKS.items():
-        modules[name] = importlib.import_module(f"outrider_bench.{module}")
-        command = commands.add_parser(name, help=text, description=modules[name].__doc__)
-        modules[name].add_arguments(command)
-    args = parser.parse_args()
     try:
-        modules[args.name].run(args)
+        _run(sys.argv[1:])
     except OutriderError as error:
         print(f"outrider bench: {error.message}", file=sys.stderr)
         return 1
     return 0
+
+
+def _run(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="outrider bench")
+    commands = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    parsers = {name: commands.add_parser(name, help=text) for name, (_, text) in BENCHMARKS.items()}
+    asked = next(iter(arguments), "")
+    if asked not in BENCHMARKS:
+        parser.parse_args(arguments)  # help, or a mistake
+        return
+    # Only what is asked for: some need packages that others do without.
+    with needs_packages(asked):
+        module = importlib.import_module(f"outrider_bench.{BENCHMARKS[asked][0]}")
+        parsers[asked].description = module.__doc__
+        module.add_arguments(parsers[asked])
+        module.run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

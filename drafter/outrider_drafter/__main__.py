@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.awake import AwakeCores
 from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
+from outrider.extras import needs_packages
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
 from outrider.process import (
@@ -165,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging(config.log_level)
         wait_awake_briefly()
         spans = exporting(config.tracing, "outrider-drafter", config.drafter_id)
-        with recording(config.trace_file, "drafter"), spans:
+        with recording(config.trace_file, "drafter"), spans, needs_packages("outrider-drafter"):
             return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.client.flags import at_least
-from outrider.errors import AlreadyExistsError, NotFoundError
+from outrider.errors import AlreadyExistsError
+from outrider.extras import needs_packages
 from outrider.transport.tls import NAME_SUFFIX, Role, TlsConfig
 
 if TYPE_CHECKING:
@@ -67,13 +68,8 @@ def make_certificates(
     Raises NotFoundError without the package `cryptography`, AlreadyExistsError where there is an
     authority already: others may trust it.
     """
-    try:
+    with needs_packages("outrider certs"):
         import cryptography  # noqa: F401
-    except ModuleNotFoundError:
-        raise NotFoundError(
-            "outrider certs needs the package cryptography: pip install 'outrider[tls]'",
-            reason="NOT_INSTALLED",
-        ) from None
     if (directory / f"{CA}.pem").exists():
         raise AlreadyExistsError(f"there is an authority in {directory}", reason="CERTS_EXIST")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ SHARED_MEMORY_FRACTION = 0.7
 """Share of a GPU's memory for a verifier that a drafter computes beside."""
 MOST_ROUTERS = 8
 """At one address: a client whose connection broke finds its router again by trying."""
+DRAIN_S = 30.0
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 
 
@@ -75,6 +76,8 @@ class LocalConfig:
     """KV budget of each verifier; None takes its default, which on a GPU is what there is."""
     max_sessions: int | None = None
     queue_limit: int | None = None
+    drain_s: float = DRAIN_S
+    """Time that running requests get to end when all is to stop."""
     journal: Path | None = None
     """Log by which resumable requests survive a restart of the router; None keeps none."""
     slow_reader_s: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +22,12 @@ from outrider.client.local_flags import (
     router_args,
     verifier_args,
 )
-from outrider.client.processes import NOT_READY, ChildProcess, check_running
+from outrider.client.processes import NOT_READY, STOP_S, ChildProcess, check_running
 from outrider.errors import UnavailableError
 from outrider.transport.tls import Role
 
 LOOK_S = 1.0
+DRAIN_LOOK_S = 0.05
 START_S = 600.0
 """Longest wait for a process to load its model and serve."""
 
@@ -82,8 +84,22 @@ class LocalCluster:
             self.close()
             raise
 
+    def drain(self, enough: threading.Event) -> None:
+        """Have the routers refuse what is new and wait until they have ended, which they do once
+        running requests have, and after `drain_s` at the latest; or until it is `enough`.
+
+        All others go on meanwhile: the requests need them.
+        """
+        routers = self.members[Role.ROUTER]
+        for router in routers:
+            router.ask_to_stop()
+        end = time.monotonic() + self._config.drain_s + STOP_S
+        while any(router.exit_status is None for router in routers):
+            if enough.wait(DRAIN_LOOK_S) or time.monotonic() > end:
+                return
+
     def close(self) -> None:
-        """Stop everything; idempotent."""
+        """Stop everything, whatever runs; idempotent."""
         for process in self.processes:
             process.close()
         if self._own_logs is not None:

@@ -139,6 +139,7 @@ def router_args(
         look_ahead=config.look_ahead,
         fan_out=config.fan_out,
         queue_limit=config.queue_limit,
+        drain_s=config.drain_s,
         journal=config.journal,
         slow_reader_s=config.slow_reader_s,
         metrics_port=port + index if port else port,

@@ -14,7 +14,7 @@ from typing import IO
 from outrider.errors import UnavailableError
 
 STOP_S = 5.0
-"""Time that a process gets to stop before it is killed."""
+"""Time that a process with nothing left to do gets to stop before it is killed."""
 NOT_READY = "CHILD_NOT_READY"
 """Reason of the error of a process that takes longer than was waited."""
 _TAIL_LINES = 12
@@ -108,6 +108,11 @@ class ChildProcess:
             return ""
         lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
         return "; its log ends with:\n  " + "\n  ".join(lines[-_TAIL_LINES:]) if lines else ""
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, if it runs, and do not wait."""
+        if self._process is not None:
+            self._process.terminate()
 
     def close(self) -> None:
         """Stop it: asked first, killed after a while; idempotent."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from outrider.client.flags import add_look_ahead_arguments, at_least, number_from
-from outrider.client.local import LocalConfig
+from outrider.client.local import DRAIN_S, LocalConfig
 from outrider.client.local_cluster import LocalCluster, say
 from outrider.client.modelfiles import DEFAULT_MODEL, find_model
 from outrider.client.modules import run_module
@@ -30,6 +30,7 @@ STEADY_S = 60.0
 SIGNALLED = 128
 """What shells add to the number of the signal that ended a process."""
 RAY_MODULE = "outrider_ray"
+DRAIN_HELP = f"that running requests get after SIGTERM; default: {DRAIN_S:g}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
     add("--max-sessions", type=at_least(1), metavar="N", help="that each verifier serves at once")
     add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
+    add("--drain-s", type=number_from(0.0), metavar="S", default=DRAIN_S, help=DRAIN_HELP)
     add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
     add("--threads", type=at_least(1), metavar="N", help="of each verifier and drafter")
     add("--tls-dir", type=Path, metavar="DIR", help="certificates, from `outrider certs DIR`")
@@ -86,15 +88,16 @@ def run(args: argparse.Namespace) -> int:
     if args.runtime == "ray":
         # Ray's launcher is a process of its own: this one imports no Ray.
         return run_module(RAY_MODULE, [*ray_args(config), *own])
-    stop = threading.Event()
+    stop, enough = threading.Event(), threading.Event()
     _on_stop(_give_up)
     with LocalCluster(config) as cluster:
-        _on_stop(lambda *_: stop.set())
+        _on_stop(lambda *_: (enough if stop.is_set() else stop).set())
         keepers = [Keeper(process) for process in cluster.processes]
         while not stop.wait(LOOK_S):
             for keeper in keepers:
                 keeper.look(time.monotonic())
-        say("stopping")
+        say(f"stopping: what runs gets {config.drain_s:g} s, or until a second signal")
+        cluster.drain(enough)
     return 0
 
 
@@ -132,6 +135,7 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         prefix_cache=not args.no_prefix_cache,
         max_sessions=args.max_sessions,
         queue_limit=args.queue_limit,
+        drain_s=args.drain_s,
         journal=args.journal,
         planner=args.planner,
         look_ahead=args.look_ahead,
@@ -230,6 +234,7 @@ def ray_args(config: LocalConfig) -> list[str]:
         "kv-tokens": config.kv_tokens,
         "max-sessions": config.max_sessions,
         "queue-limit": config.queue_limit,
+        "drain-s": config.drain_s,
         "journal": config.journal,
         "threads": config.threads,
         "awake-cores": config.awake_cores,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from outrider.config import parse_config
 from outrider.errors import OutriderError
+from outrider.extras import needs_packages
 from outrider.logs import setup_logging
 from outrider.process import add_tls_arguments, run, tune_collector
 from outrider.spans import add_tracing_flags, exporting
@@ -91,6 +92,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--journal-fsync",
         choices=("off", "interval", "always"),
         help="when it is forced to the disk; default: interval, every second",
+    )
+    parser.add_argument(
+        "--drain-s", type=float, metavar="S", help="that running requests get after SIGTERM"
     )
     parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait")
     parser.add_argument(
@@ -215,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        with exporting(config.tracing, "outrider-router", config.listen):
+        spans = exporting(config.tracing, "outrider-router", config.listen)
+        with spans, needs_packages("outrider-router"):
             run(serve(config))
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -15,6 +16,8 @@ from tests.integration.stack import wait_until
 
 COUNT = 4
 TOKENS = 80
+LONG = 160
+"""Tokens of sessions that are still drafted for when a fault strikes."""
 PATIENCE_MS = 100
 
 
@@ -46,16 +49,17 @@ class Load:
     """Clients that ask the same, each with its seed, again and again until they are told to stop;
     any error fails the test."""
 
-    plain: tuple[tuple[int, ...], ...] = ()
-    """What they hear without a drafter."""
+    plain: ClassVar[dict[int, tuple[tuple[int, ...], ...]]] = {}
+    """What they hear without a drafter, by tokens."""
 
-    def __init__(self, pool: PoolStack) -> None:
+    def __init__(self, pool: PoolStack, *, tokens: int = TOKENS) -> None:
         self._address = pool.router.address
+        self._tokens = tokens
         self._enough = threading.Event()
         self._threads = ThreadPoolExecutor(COUNT)
-        if not Load.plain:
+        if tokens not in Load.plain:
             plain = [self._threads.submit(self._ask, seed, drafter="none") for seed in range(COUNT)]
-            Load.plain = tuple(each.result(timeout=60.0).token_ids for each in plain)
+            Load.plain[tokens] = tuple(each.result(timeout=60.0).token_ids for each in plain)
         self._running = [self._threads.submit(self._run, seed) for seed in range(COUNT)]
         wait_until(
             lambda: min(sessions(pool, "d0"), sessions(pool, "d1")) > 0,
@@ -68,7 +72,7 @@ class Load:
         with Client(self._address, timeout_s=60.0, retry=retry) as client:
             return client.generate(
                 PROMPT,
-                max_tokens=TOKENS,
+                max_tokens=self._tokens,
                 ignore_eos=True,
                 temperature=0.8,
                 seed=seed,
@@ -87,7 +91,7 @@ class Load:
         last: list[GenerateResult] = []
         for seed, running in enumerate(self._running):
             heard = running.result(timeout=60.0)
-            assert {result.token_ids for result in heard} == {self.plain[seed]}
+            assert {result.token_ids for result in heard} == {self.plain[self._tokens][seed]}
             last.append(heard[-1])
         self._threads.shutdown()
         return last
@@ -97,12 +101,23 @@ def sessions(pool: PoolStack, name: str) -> int:
     return sum(pool.sessions_of(name).values())
 
 
+def drafts(pool: PoolStack, name: str) -> bool:
+    """Whether it has answered a verifier that has sessions of it."""
+    drafter = pool.drafter(name)
+    return drafter is not None and any(
+        link.sessions and link.answer_ms > 0.0 for link in drafter.links
+    )
+
+
 def test_a_stopped_drafter_is_in_quarantine_and_gets_sessions_again_when_it_goes_on(
     pool: PoolStack,
 ) -> None:
     silent = 'outrider_drafter_quarantines_total{reason="silent"'
     before = pool.metric(silent)
-    load = Load(pool)
+    load = Load(pool, tokens=LONG)
+    # Before a drafter's first proposals for a session nobody waits for it: to be missed it must
+    # have answered.
+    wait_until(lambda: drafts(pool, "d1"), timeout_s=30.0, what="drafts")
     pool.drafters["d1"].freeze()
     wait_until(lambda: pool.metric(silent) > before, timeout_s=20.0, what="quarantine")
     wait_until(lambda: sessions(pool, "d1") == 0, timeout_s=20.0, what="sessions moved")

@@ -8,6 +8,13 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
+
+
+def drain(seconds: float, file: str) -> None:
+    time.sleep(seconds)
+    Path(file).touch()
+    sys.exit(0)
 
 
 def main() -> None:
@@ -16,7 +23,11 @@ def main() -> None:
     parser.add_argument("--fail", action="store_true")
     parser.add_argument("--silent", action="store_true")
     parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
+    parser.add_argument("--drain-s", type=float, help="end so long after SIGTERM ...")
+    parser.add_argument("--drained", help="... and leave this file then")
     args = parser.parse_args()
+    if args.drain_s is not None:
+        signal.signal(signal.SIGTERM, lambda *_: drain(args.drain_s, args.drained))
     if args.deaf:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.fail:

@@ -10,25 +10,49 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from outrider.client import Client, cli, user
 
 START_S = 120.0
+TOKENS = 1500
+"""Of a stream that takes seconds."""
+
+
+SERVE = ("outrider.client.cli", "serve")
+HASTY = ("tests.fakes.hasty_serve",)
+
+
+class Service(NamedTuple):
+    """A running command."""
+
+    address: str
+    """Of its router."""
+    process: subprocess.Popen[str]
+
+    @property
+    def client(self) -> Client:
+        return Client(self.address, timeout_s=60.0)
 
 
 @contextmanager
-def serving(*flags: str, said: list[str] | None = None) -> Iterator[str]:
-    """The address of its router; the command must end well when it is asked to. `said`: takes what
-    it and its processes say."""
-    command = [sys.executable, "-m", "outrider.client.cli", "serve", *flags]
+def serving(
+    *flags: str, said: list[str] | None = None, command: Sequence[str] = SERVE
+) -> Iterator[Service]:
+    """The service; the command must end well when it is asked to. `said`: takes what it and its
+    processes say."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     with subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=environment
+        [sys.executable, "-m", *command, *flags],
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env=environment,
     ) as process:
         timer = threading.Timer(START_S, process.kill)
         timer.start()
@@ -46,9 +70,10 @@ def serving(*flags: str, said: list[str] | None = None) -> Iterator[str]:
             # What nobody reads would fill the pipe.
             reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
             reader.start()
-            yield address
+            yield Service(address, process)
         finally:
-            process.send_signal(signal.SIGTERM)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
             ended = process.wait(60)
         assert ended == 0
 
@@ -59,15 +84,30 @@ def test_so_many_verifiers_and_drafters_serve_behind_one_router(
 ) -> None:
     files = ("--model", str(tiny_target), "--head", str(tiny_head))
     counts = ("--verifiers", "2", "--drafters", "2")
-    with serving(*files, *counts, "--port", "0", "--threads", "1") as address:
-        with Client(address, timeout_s=60.0) as client:
+    with serving(*files, *counts, "--port", "0", "--threads", "1") as service:
+        with service.client as client:
             answer = client.generate([user("Name a colour.")], max_tokens=8, ignore_eos=True)
         assert len(answer.token_ids) == 8
-        assert cli.main(["status", "--router", address]) == 0
+        assert cli.main(["status", "--router", service.address]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = sorted(line.split()[1] for line in lines[1:])
     assert names == ["drafter-0", "drafter-1", "verifier-0", "verifier-1"]
     assert not any("NOT HEALTHY" in line for line in lines)
+
+
+@pytest.mark.timeout(240)
+def test_a_running_stream_comes_to_its_end_when_all_is_told_to_stop(tiny_target: Path) -> None:
+    model = ("--model", str(tiny_target), "--drafter-methods", "none", "--threads", "1")
+    with serving(*model, "--port", "0", command=HASTY) as service, service.client as client:
+        count = [user("Count.")]
+        with client.stream(count, max_tokens=TOKENS, ignore_eos=True, resume=False) as stream:
+            next(stream)
+            service.process.send_signal(signal.SIGTERM)
+            told = time.monotonic()
+            answer = stream.result()
+        assert answer.finish.reason == "length" and len(answer.token_ids) == TOKENS
+        # It ran on for longer than a process that is merely closed.
+        assert time.monotonic() - told > 2 * 0.3
 
 
 def routers_of(model: Path) -> list[int]:
@@ -90,9 +130,9 @@ def routers_that_served(said: list[str]) -> set[str]:
     return {line["session_id"].partition("-")[0] for line in ended}
 
 
-def answer_of(address: str) -> int:
+def answer_of(service: Service) -> int:
     """Tokens of an answer to a client with a connection of its own."""
-    with Client(address, timeout_s=60.0) as client:
+    with service.client as client:
         answer = client.generate([user("Name a colour.")], max_tokens=4, ignore_eos=True)
     return len(answer.token_ids)
 
@@ -103,17 +143,17 @@ def test_several_routers_serve_at_one_address_and_one_that_dies_is_not_missed(
 ) -> None:
     said: list[str] = []
     model = ("--model", str(tiny_target), "--drafter-methods", "none", "--threads", "1")
-    with serving(*model, "--routers", "2", "--port", "0", said=said) as address:
+    with serving(*model, "--routers", "2", "--port", "0", said=said) as service:
         # Connections are given to either at random: all to one of them once in 2 ** 23 runs.
-        assert [answer_of(address) for _ in range(24)] == [4] * 24
+        assert [answer_of(service) for _ in range(24)] == [4] * 24
         served = routers_that_served(said)
         assert len(served) == 2
         routers = routers_of(tiny_target)
         assert len(routers) == 2
         os.kill(routers[0], signal.SIGKILL)
-        assert [answer_of(address) for _ in range(24)] == [4] * 24
+        assert [answer_of(service) for _ in range(24)] == [4] * 24
         deadline = time.monotonic() + 30.0
         while len(routers_that_served(said)) < 3 and time.monotonic() < deadline:
-            answer_of(address)
+            answer_of(service)
         # It was started again, and is given connections once it has found the verifier.
         assert len(routers_that_served(said)) == 3

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from outrider.awake import AwakeCores
 from outrider.config import parse_config
 from outrider.errors import OutriderError
+from outrider.extras import needs_packages
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
 from outrider.process import (
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging(config.log_level)
         wait_awake_briefly()
         spans = exporting(config.tracing, "outrider-verifier", config.verifier_id)
-        with recording(config.trace_file, "verifier"), spans:
+        with recording(config.trace_file, "verifier"), spans, needs_packages("outrider-verifier"):
             return run(serve(config))
     except OutriderError as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")

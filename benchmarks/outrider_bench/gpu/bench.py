@@ -20,6 +20,7 @@ from outrider.errors import InvalidRequestError
 from outrider_bench.environment import describe
 from outrider_bench.gpu.drive import chat_prompts
 from outrider_bench.gpu.engine import Models
+from outrider_bench.gpu.machine import AWAKE_CORES, DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.random_model import (
     SHAPES,
     head_shape,
@@ -33,14 +34,10 @@ from outrider_bench.gpu.widening import WideSpec, weight_bytes
 from outrider_bench.prompts import load_prompts
 from outrider_bench.report import say, table
 
-DEVICE_COPY_BYTES_S: Final = 4.3e12
-"""Rate of a device copy on an H200, for the floor: bytes of weights over it."""
 VLLM_EMITTED: Final = {1: 1.72, 3: 2.60, 5: 3.20, 7: 3.60}
 """Tokens a round that the peer's measurements simulated, by draft length."""
 SPARE_SESSIONS: Final = 2
 """Sessions admitted past the batch: one that has just ended may still be held."""
-AWAKE_CORES: Final = 3
-"""Of each process that serves over gRPC: its event loop, its working thread, gRPC's own."""
 SLACK_TOKENS: Final = 96
 """K/V slots a session may take past prompt and output: draft nodes, rounded up to blocks."""
 

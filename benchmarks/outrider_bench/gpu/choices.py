@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
-from outrider_bench.gpu.bench import DEVICE_COPY_BYTES_S, Bench, show
+from outrider_bench.gpu.bench import Bench, show
 from outrider_bench.gpu.engine import Models
+from outrider_bench.gpu.machine import DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.random_model import head_shape, random_head
 from outrider_bench.gpu.steps import DraftBench, kernel_names
 

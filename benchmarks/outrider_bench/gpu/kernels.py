@@ -22,7 +22,8 @@ from outrider.engine.kernels.linear.qkv import rotary_qkv
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.state import NUM_STREAMS, RULE_COUPLED, SamplingState
-from outrider_bench.gpu.bench import DEVICE_COPY_BYTES_S, Bench, show
+from outrider_bench.gpu.bench import Bench, show
+from outrider_bench.gpu.machine import DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.random_model import SHAPES
 from outrider_bench.gpu.steps import timed_ms
 

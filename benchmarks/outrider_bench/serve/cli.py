@@ -18,7 +18,7 @@ from outrider.client.local import CPU, CUDA, DEVICES, SEPARATE
 from outrider.client.modelfiles import DEFAULT_MODEL
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.spec.sampling import Rule
-from outrider_bench.gpu.bench import AWAKE_CORES
+from outrider_bench.gpu.machine import AWAKE_CORES
 from outrider_bench.prompts import DEFAULT_PROMPTS
 from outrider_bench.report import table
 from outrider_bench.serve import results

@@ -18,7 +18,7 @@ from outrider.errors import InvalidRequestError, OutriderError
 from outrider.models import model_dir
 from outrider.spec.plan import DraftMethod
 from outrider_bench.environment import describe
-from outrider_bench.gpu.bench import DEVICE_COPY_BYTES_S
+from outrider_bench.gpu.machine import DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.widening import weight_bytes
 from outrider_bench.prompts import load_prompts
 from outrider_bench.report import say

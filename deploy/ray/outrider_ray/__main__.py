@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
+from outrider.extras import needs_packages
 from outrider.logs import setup_logging
 from outrider.process import run, tune_collector
 from outrider_ray.commands import NAMES, run_command
@@ -138,22 +139,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments and arguments[0] in NAMES:
-            return run_command(arguments)
-        config = parse_args(arguments)
-        setup_logging(config.log_level)
-        from outrider_ray.cluster import ray_cluster
-
-        with ray_cluster(config):
-            if config.detached:
-                _detach(config)
-            else:
-                run(serve(config))
+        with needs_packages("Ray as a runtime"):
+            return _run(arguments)
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
         return _EXIT_MISUSE
     except KeyboardInterrupt:
         pass
+    return 0
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] in NAMES:
+        return run_command(arguments)
+    config = parse_args(arguments)
+    setup_logging(config.log_level)
+    from outrider_ray.cluster import ray_cluster
+
+    with ray_cluster(config):
+        if config.detached:
+            _detach(config)
+        else:
+            run(serve(config))
     return 0
 
 

@@ -88,6 +88,13 @@ def test_the_journal_is_the_routers(parsed: Parsed) -> None:
     assert "journal" not in flags_of(router_args(parsed(), ["v"], ["d"]))
 
 
+def test_running_requests_get_as_long_as_is_said(parsed: Parsed) -> None:
+    assert flags_of(router_args(parsed(), ["v"], ["d"]))["drain-s"] == "30.0"
+    config = parsed("--drain-s", "2")
+    assert flags_of(router_args(config, ["v"], ["d"]))["drain-s"] == "2.0"
+    assert flags_of(serve.ray_args(config))["drain-s"] == "2.0"
+
+
 def test_so_many_processes_are_started_by_either_runtime(parsed: Parsed) -> None:
     config = parsed("--verifiers", "2", "--drafters", "3")
     assert (config.verifiers, config.drafters) == (2, 3)

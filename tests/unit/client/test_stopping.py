@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client import cli, local_cluster, serve
+from outrider.client import cli, local_cluster, processes, serve
 from outrider.client.modelfiles import ModelFiles
 from outrider.client.processes import ChildProcess
 
@@ -21,12 +21,17 @@ STARTED_S = 30.0
 class FakeChildren:
     """Children that say what the flags tell them to, in place of the three processes."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, drain_s: float | None = None, at: Path = Path()) -> None:
+        """`drain_s`: they end so long after SIGTERM and leave a file with their name in `at`."""
         self.started: list[ChildProcess] = []
         self._flags = flags
+        self._drain_s, self._at = drain_s, at
 
     def make(self, name: str, _module: str, _args: object, **where: object) -> ChildProcess:
-        child = ChildProcess(name, "tests.fakes.child", self._flags)
+        flags = list(self._flags)
+        if self._drain_s is not None:
+            flags += ["--drain-s", str(self._drain_s), "--drained", str(self._at / name)]
+        child = ChildProcess(name, "tests.fakes.child", flags)
         self.started.append(child)
         return child
 
@@ -84,6 +89,53 @@ def test_a_signal_while_all_serve_is_a_clean_end(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
     assert cli.main(["serve"]) == 0
     assert all(child.pid is None for child in children.started)
+
+
+def test_running_requests_get_their_time_while_those_they_need_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Longer than the time in which what is merely closed must end.
+    children = FakeChildren(drain_s=1.0, at=tmp_path)
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
+    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
+    assert cli.main(["serve", "--routers", "2", "--drain-s", "20", "--port", "50999"]) == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"router-0", "router-1"}
+    assert all(child.pid is None for child in children.started)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_what_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    children = FakeChildren(drain_s=2.0 * STARTED_S, at=tmp_path)
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
+    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
+    drain = local_cluster.LocalCluster.drain
+
+    def drain_and_hear(self: local_cluster.LocalCluster, enough: threading.Event) -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+        drain(self, enough)
+
+    monkeypatch.setattr(local_cluster.LocalCluster, "drain", drain_and_hear)
+    began = time.monotonic()
+    assert cli.main(["serve"]) == 0
+    assert time.monotonic() - began < STARTED_S
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_router_that_never_ends_is_not_waited_for_forever(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    children = FakeChildren(drain_s=2.0 * STARTED_S, at=tmp_path)
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(local_cluster, "STOP_S", 0.2)
+    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
+    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
+    began = time.monotonic()
+    assert cli.main(["serve", "--drain-s", "0.5"]) == 0
+    assert time.monotonic() - began < STARTED_S
 
 
 def _signal_later(*_: object, **__: object) -> None:
