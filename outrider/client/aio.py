@@ -83,7 +83,7 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
         self._channels = Channels(Door(address, tls).aio_channel)
-        self._farewells = Farewells(self._channels, self._metadata)
+        self._farewells = Farewells(self._channels)
 
     async def __aenter__(self) -> Self:
         return self
@@ -97,8 +97,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; running calls are cancelled."""
-        await self._farewells.said()
+        """Close the connection; running requests are aborted, whoever reads their answers."""
+        await self._farewells.say_all()
         for channel in self._channels.all():
             await channel.close()
 
@@ -124,11 +124,14 @@ class AsyncClient:
         said = self._said(metadata)
         request, deadline = make_request(prompt, options), self._deadline(timeout_s)
         attempts = Attempts(self._retry, resumable=request.resumable)
+        self._farewells.wanted.add(attempts, request, said)
         try:
             answer = await self._attempt(request, attempts, deadline, said)
         except asyncio.CancelledError:
-            self._farewells.say(request)
+            self._farewells.say(request, said)
             raise
+        finally:
+            self._farewells.wanted.done(attempts)
         if answer is not None:
             return answer
         # The request has arrived, its answer has not: that is taken up as a stream.
@@ -332,6 +335,7 @@ class AsyncStream:
             self._channel = self._channels.current
             method = self._channel.unary_stream(path)
             timeout_s = remaining(self._deadline, time.monotonic())
+            self._farewells.wanted.add(self._attempts, self._request, self._metadata)
             self._call = method(data, timeout=timeout_s, metadata=self._metadata)
         try:
             message = await self._call.read()
@@ -345,7 +349,7 @@ class AsyncStream:
         if isinstance(message, bytes):
             self._attempts.heard()
             return self._collected.add(self._decode(message))
-        self._over = True
+        self._end()
         return None
 
     async def _recover(self, problem: OutriderError) -> None:
@@ -360,15 +364,19 @@ class AsyncStream:
             )
             self._resume = await wait(again, problem, self._deadline)
         except OutriderError:
-            self._over = True
+            self._end()
             raise
         except asyncio.CancelledError:
             self._leave()
             raise
 
+    def _end(self) -> None:
+        self._over = True
+        self._farewells.wanted.done(self._attempts)
+
     def _leave(self) -> asyncio.Future[None]:
         """Want no more, and have the router told."""
-        self._over = True
+        self._end()
         if self._call is not None:
             self._call.cancel()
-        return self._farewells.say(self._request)
+        return self._farewells.say(self._request, self._metadata)

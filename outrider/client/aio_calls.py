@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping, Sequence
 
 import grpc
 
@@ -12,38 +13,45 @@ from outrider.client.calls import ABORT, ABORT_TIMEOUT_S, Metadata
 from outrider.client.channels import Channels
 from outrider.client.resuming import Again
 from outrider.client.retry import RetryPolicy, remaining
+from outrider.client.wanted import Wanted
 from outrider.errors import OutriderError
+from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest
 
 
 class Farewells:
     """Tells the router of resumable requests that nobody wants any more, in the background."""
 
-    def __init__(self, channels: Channels[grpc.aio.Channel], metadata: Metadata) -> None:
+    def __init__(self, channels: Channels[grpc.aio.Channel]) -> None:
+        self.wanted = Wanted()
         self._channels = channels
-        self._metadata = metadata
         self._tasks: set[asyncio.Future[None]] = set()
 
-    def say(self, request: GenerateRequest) -> asyncio.Future[None]:
+    def say(self, request: GenerateRequest, metadata: Metadata) -> asyncio.Future[None]:
         """Have a request aborted; other requests end with their calls."""
-        task: asyncio.Future[None] = asyncio.ensure_future(self._abort(request))
+        if not request.resumable or request.request_id is None:
+            return self._say({})
+        return self._say({metadata: [request.request_id]})
+
+    async def say_all(self) -> None:
+        """Have all aborted that were wanted until now, and wait until the router was told of these
+        and of others, within a bound."""
+        self._say(self.wanted.take())
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _say(self, requests: Mapping[Metadata, Sequence[RequestId]]) -> asyncio.Future[None]:
+        task: asyncio.Future[None] = asyncio.ensure_future(self._abort(requests))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def said(self) -> None:
-        """Wait until all were told, within a bound."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _abort(self, request: GenerateRequest) -> None:
-        if not request.resumable or request.request_id is None:
-            return
+    async def _abort(self, requests: Mapping[Metadata, Sequence[RequestId]]) -> None:
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         method = self._channels.current.unary_unary(ABORT.path)
-        # A router that does not hear of it finds out within its grace time.
+        # A router that does not hear of them finds out within its grace time.
         with contextlib.suppress(grpc.aio.AioRpcError):
-            data = ABORT.encode([request.request_id])
-            await method(data, timeout=ABORT_TIMEOUT_S, metadata=self._metadata)
+            for metadata, ids in requests.items():
+                await method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
 
 
 async def replace(

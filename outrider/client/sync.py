@@ -27,8 +27,9 @@ from outrider.client.connecting import Door, call_metadata, check_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.resuming import Attempts
 from outrider.client.retry import RetryPolicy, remaining
-from outrider.client.sync_calls import pause, replace, say_farewell, wait
+from outrider.client.sync_calls import pause, replace, say_farewell, say_farewells, wait
 from outrider.client.tracing import with_trace
+from outrider.client.wanted import Wanted
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.transport.tls import TlsConfig
@@ -82,6 +83,7 @@ class Client:
         self._timeout_s = timeout_s
         self._retry = retry if retry is not None else RetryPolicy()
         self._channels = Channels(Door(address, tls).channel)
+        self._wanted = Wanted()
 
     def __enter__(self) -> Self:
         return self
@@ -95,7 +97,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; running calls are cancelled."""
+        """Close the connection; running requests are aborted, whoever reads their answers."""
+        say_farewells(self._channels, self._wanted)
         for channel in self._channels.all():
             channel.close()
 
@@ -121,14 +124,17 @@ class Client:
         said = self._said(metadata)
         request, deadline = make_request(prompt, options), self._deadline(timeout_s)
         attempts = Attempts(self._retry, resumable=request.resumable)
+        self._wanted.add(attempts, request, said)
         try:
             answer = self._attempt(request, attempts, deadline, said)
         except OutriderError:
             raise
         except BaseException:
             # An interrupt: nobody waits for the answer any more.
-            say_farewell(self._channels, request, self._metadata)
+            say_farewell(self._channels, request, said)
             raise
+        finally:
+            self._wanted.done(attempts)
         if answer is not None:
             return answer
         # The request has arrived, its answer has not: that is taken up as a stream.
@@ -187,6 +193,7 @@ class Client:
             request,
             attempts,
             deadline,
+            wanted=self._wanted,
             metadata=metadata,
             resume=resume,
         )
@@ -250,6 +257,7 @@ class Stream:
         attempts: Attempts,
         deadline: float | None,
         *,
+        wanted: Wanted,
         metadata: Metadata,
         resume: bool = False,
     ) -> None:
@@ -260,6 +268,7 @@ class Stream:
         self._request = request
         self._attempts = attempts
         self._deadline = deadline
+        self._wanted = wanted
         self._metadata = metadata
         self._resume = resume
         self._collected = Collected()
@@ -329,12 +338,13 @@ class Stream:
             self._channel = self._channels.current
             method = self._channel.unary_stream(path)
             timeout_s = remaining(self._deadline, time.monotonic())
+            self._wanted.add(self._attempts, self._request, self._metadata)
             self._call = method(data, timeout=timeout_s, metadata=self._metadata)
         message = next(self._call, None)
         if message is not None:
             self._attempts.heard()
             return self._collected.add(self._decode(message))
-        self._over = True
+        self._end()
         return None
 
     def _recover(self, problem: OutriderError) -> None:
@@ -349,12 +359,16 @@ class Stream:
             )
             self._resume = wait(again, problem, self._deadline)
         except OutriderError:
-            self._over = True
+            self._end()
             raise
+
+    def _end(self) -> None:
+        self._over = True
+        self._wanted.done(self._attempts)
 
     def _leave(self) -> None:
         """Want no more, and have the router told."""
-        self._over = True
+        self._end()
         if self._call is not None:
             self._call.cancel()
         say_farewell(self._channels, self._request, self._metadata)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping, Sequence
 
 import grpc
 
@@ -11,7 +12,9 @@ from outrider.client.calls import ABORT, ABORT_TIMEOUT_S, Metadata
 from outrider.client.channels import Channels
 from outrider.client.resuming import Again
 from outrider.client.retry import RetryPolicy, remaining
+from outrider.client.wanted import Wanted
 from outrider.errors import OutriderError
+from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest
 
 
@@ -19,14 +22,24 @@ def say_farewell(
     channels: Channels[grpc.Channel], request: GenerateRequest, metadata: Metadata
 ) -> None:
     """Tell the router that nobody wants a resumable request; others end with their calls."""
-    if not request.resumable or request.request_id is None:
-        return
+    if request.resumable and request.request_id is not None:
+        _abort(channels, {metadata: [request.request_id]})
+
+
+def say_farewells(channels: Channels[grpc.Channel], wanted: Wanted) -> None:
+    """The same of all that were wanted until now."""
+    _abort(channels, wanted.take())
+
+
+def _abort(
+    channels: Channels[grpc.Channel], requests: Mapping[Metadata, Sequence[RequestId]]
+) -> None:
     method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
     method = channels.current.unary_unary(ABORT.path)
-    # A router that does not hear of it finds out within its grace time.
+    # A router that does not hear of them finds out within its grace time.
     with contextlib.suppress(grpc.RpcError):
-        data = ABORT.encode([request.request_id])
-        method(data, timeout=ABORT_TIMEOUT_S, metadata=metadata)
+        for metadata, ids in requests.items():
+            method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
 
 
 def replace(

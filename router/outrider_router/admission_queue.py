@@ -23,7 +23,7 @@ from outrider_router.admission import (
 from outrider_router.config import RouterConfig
 from outrider_router.expectation import Lengths
 from outrider_router.guest import Guest
-from outrider_router.hints import Places
+from outrider_router.hints import REFUSALS, Places
 from outrider_router.ledger import Lease, Ledger
 from outrider_router.metrics import RouterMetrics
 from outrider_router.party import Party
@@ -182,6 +182,7 @@ class AdmissionQueue:
     def _line_up_all(self, party: Party, tickets: Sequence[Ticket]) -> None:
         """Let all of a party in, or none of them."""
         try:
+            self._ledger.check_party(len(tickets), self.queue_limit)
             self._line_up(guests := self._enter(tickets))
         except OutriderError as error:
             party.refuse(error)
@@ -304,18 +305,12 @@ class AdmissionQueue:
             self._refuse(victim, "DISPLACED", each_s)
 
     def _refuse(self, ticket: Ticket, reason: str, each_s: float) -> None:
-        request_id = ticket.request_id
-        error = ResourceExhaustedError(
-            f"{self.queue_limit} requests are waiting already; try again later"
-            if reason == "QUEUE_FULL"
-            else "the queue is full, and a request that goes first took the place",
-            reason=reason,
-            retry_after_s=self._places.hint_s(
-                request_id if ticket.returns else None, self._clock(), each_s
-            ),
-        )
+        known = ticket.request_id if ticket.returns else None
+        hint_s = self._places.hint_s(known, self._clock(), each_s)
+        what = REFUSALS[reason].format(limit=self.queue_limit)
         self._metrics.refusals.labels(reason).inc()
-        self.fail(request_id, error)
+        error = ResourceExhaustedError(what, reason=reason, retry_after_s=hint_s)
+        self.fail(ticket.request_id, error)
 
     def _state(self) -> State:
         pending = [guest for guest in self._waiting.values() if guest.pending]

@@ -6,6 +6,8 @@ refused again. So each is told the time of a place behind those that were held o
 
 from __future__ import annotations
 
+from typing import Final
+
 from outrider.ids import RequestId
 
 MIN_RETRY_S = 0.05
@@ -15,6 +17,11 @@ KEEP_S = 2.0
 clients add to what they are told, so that they do not come together."""
 MOST_KNOWN = 4
 """Refused clients that are known when they come back, as a multiple of the queue's limit."""
+REFUSALS: Final = {
+    "QUEUE_FULL": "there is no room in the queue, which holds {limit} requests; try again later",
+    "DISPLACED": "the queue is full, and a request that goes first took the place",
+}
+"""What those are told who have no place in the queue, by reason."""
 
 
 class Promises:

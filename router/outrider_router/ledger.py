@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId, VerifierId
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission import FULL_BACKOFF_S, VerifierLoad
@@ -134,6 +135,17 @@ class Ledger:
     def could_fit(self, kv_tokens: int) -> bool:
         """Whether some healthy verifier could serve a session that may grow to this size."""
         return any(load.fits_empty(kv_tokens) for load in self.loads)
+
+    def check_party(self, size: int, queue_limit: int) -> None:
+        """Requests that come together must find places or wait: InvalidRequestError where the
+        healthy verifiers and the queue are too few for them even when nobody else is there."""
+        most = sum(load.max_sessions for load in self.loads if not load.draining)
+        if most and size > most + queue_limit:
+            raise InvalidRequestError(
+                f"{size} answers cannot be given at once: the fleet serves {most} requests while "
+                f"{queue_limit} wait",
+                reason="TOO_MANY_ANSWERS",
+            )
 
     def _regrow(self, budget: _Budget) -> None:
         for lease in budget.leases:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,66 @@ async def test_leaving_the_context_early_cancels_the_request(
         await anext(stream)
         assert verifier.live
     await until(lambda: idle(router, verifier))
+
+
+async def test_closing_a_client_aborts_what_it_asked_for_and_nobody_has_left(
+    address: str, router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.round_s = 0.01
+    client = AsyncClient(address, retry=NO_RETRY)
+    stream = client.stream("abc", max_tokens=1000)
+    await anext(stream)
+    whole = asyncio.create_task(client.generate("abc", max_tokens=1000))
+    await until(lambda: len(verifier.live) == 2)
+    await client.close()
+    # At once, not after the time that a router keeps what broke off.
+    await until(lambda: idle(router, verifier))
+    for answer in (whole, stream.result()):
+        with pytest.raises(CancelledRequestError):
+            await answer
+
+
+async def test_the_synchronous_client_aborts_them_too(
+    address: str, router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.round_s = 0.01
+
+    def use() -> None:
+        client = Client(address, retry=NO_RETRY)
+        stream = client.stream("abc", max_tokens=1000)
+        next(stream)
+        with ThreadPoolExecutor(1) as threads:
+            whole = threads.submit(client.generate, "abc", max_tokens=1000)
+            end = time.monotonic() + 10.0
+            while len(verifier.live) < 2:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            client.close()
+            for result in (whole.result, stream.result):
+                with pytest.raises(CancelledRequestError):
+                    result()
+
+    await asyncio.to_thread(use)
+    await until(lambda: idle(router, verifier))
+
+
+async def test_what_a_client_waits_for_is_forgotten_when_it_has_come_or_is_dropped(
+    address: str,
+) -> None:
+    async with AsyncClient(address, retry=NO_RETRY) as client:
+        wanted = client._farewells.wanted
+        await client.generate("abc", max_tokens=2)
+        await client.stream("abc", max_tokens=2).result()
+        with pytest.raises(InvalidRequestError):
+            await client.generate("abc", max_tokens=5000)
+        with pytest.raises(NotFoundError):
+            await client.stream("abc", model="other").result()
+        assert not wanted.take()
+        stream = client.stream("abc", max_tokens=1000)
+        await anext(stream)
+        del stream
+        gc.collect()
+        assert not wanted.take()
 
 
 async def test_cancelling_a_unary_call_cancels_the_request(

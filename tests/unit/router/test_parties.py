@@ -11,7 +11,7 @@ from outrider_router.party import Party
 from outrider_router.tenants import TenantLimits
 from outrider_router.waiting import Ticket
 
-from outrider.errors import CancelledRequestError, OutriderError
+from outrider.errors import CancelledRequestError, InvalidRequestError, OutriderError
 from outrider.ids import RequestId
 from tests.unit.router.helpers import ticket
 from tests.unit.router.test_admission_queue import Bench, bench
@@ -85,9 +85,24 @@ async def test_a_full_queue_takes_all_of_them_or_none() -> None:
     assert_nobody(made)
 
 
+async def test_more_than_could_ever_be_there_at_once_are_told_so() -> None:
+    made = bench(limit=2)
+    # Before a verifier is seen nobody knows how many that are.
+    refused = await together(made, [ticket(n) for n in range(6)])
+    assert reasons(refused) == ["NO_VERIFIER"] * 6
+    made.look(max_sessions=3)
+    refused = await together(made, [ticket(n) for n in range(10, 16)])
+    (error, *_) = (task.exception() for task in refused)
+    assert isinstance(error, InvalidRequestError) and error.reason == "TOO_MANY_ANSWERS"
+    assert "6 answers" in error.message and "serves 3 requests while 2 wait" in error.message
+    assert_nobody(made)
+    as_many = await together(made, [ticket(n) for n in range(20, 25)])
+    assert [task.done() for task in as_many] == [True] * 3 + [False] * 2
+
+
 async def test_those_with_places_give_them_back_where_one_of_them_has_none() -> None:
     made = bench(limit=1)
-    made.look(max_sessions=2)
+    made.look(kv_total_blocks=20)
     # Two have places, one waits, and for the last one there is no room.
     refused = await together(made, [ticket(n) for n in range(4)])
     assert reasons(refused) == ["QUEUE_FULL"] * 4
@@ -156,7 +171,7 @@ async def test_nobody_waits_for_one_who_has_left() -> None:
 
 async def test_a_party_that_is_refused_takes_no_turn_from_anybody() -> None:
     made = bench(limit=1)
-    made.look(max_sessions=3)
+    made.look(kv_total_blocks=90)
     size = {"prompt_tokens": 10, "max_new_tokens": 20}
     for first in range(0, 24, 6):
         refused = await together(made, [ticket(first + n, 30, **size) for n in range(6)])
