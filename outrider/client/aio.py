@@ -10,7 +10,7 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
-from outrider.client.aio_calls import Farewells, pause, replace, wait
+from outrider.client.aio_calls import Farewells, answer_of, is_cancelled, pause, replace, wait
 from outrider.client.calls import (
     ABORT,
     DEFAULT_TIMEOUT_S,
@@ -30,7 +30,7 @@ from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.resuming import Attempts
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.tracing import with_trace
-from outrider.errors import OutriderError
+from outrider.errors import CancelledRequestError, OutriderError
 from outrider.ids import RequestId
 from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
@@ -99,7 +99,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; running requests are aborted, whoever reads their answers."""
         await self._farewells.say_all()
-        for channel in self._channels.all():
+        for channel in self._channels.take():
             await channel.close()
 
     async def generate(
@@ -210,7 +210,8 @@ class AsyncClient:
             method = channel.unary_unary(GENERATE.path)
             try:
                 timeout_s = remaining(deadline, time.monotonic())
-                answer = await method(data, timeout=timeout_s, metadata=metadata)
+                call = method(data, timeout=timeout_s, metadata=metadata)
+                answer = await answer_of(self._channels, call)
                 return GENERATE.decode(answer)
             except grpc.aio.AioRpcError as error:
                 problem = typed(error, self.address)
@@ -230,7 +231,8 @@ class AsyncClient:
             method = channel.unary_unary(rpc.path)
             try:
                 left_s = remaining(deadline, time.monotonic())
-                answer = await method(data, timeout=left_s, metadata=self._metadata)
+                call = method(data, timeout=left_s, metadata=self._metadata)
+                answer = await answer_of(self._channels, call)
                 return rpc.decode(answer)
             except grpc.aio.AioRpcError as error:
                 problem = typed(error, self.address)
@@ -338,11 +340,13 @@ class AsyncStream:
             self._farewells.wanted.add(self._attempts, self._request, self._metadata)
             self._call = method(data, timeout=timeout_s, metadata=self._metadata)
         try:
-            message = await self._call.read()
+            message = await answer_of(self._channels, self._call.read())
+        except CancelledRequestError:
+            self._end()
+            raise
         except asyncio.CancelledError:
             # grpc.aio reports a call that `close` cancelled as if its reader were cancelled.
-            task = asyncio.current_task()
-            if not self._over or (task is not None and task.cancelling()):
+            if not self._over or is_cancelled():
                 self._leave()
                 raise
             return None

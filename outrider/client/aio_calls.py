@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TypeVar
 
 import grpc
 
@@ -14,9 +15,11 @@ from outrider.client.channels import Channels
 from outrider.client.resuming import Again
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.wanted import Wanted
-from outrider.errors import OutriderError
+from outrider.errors import CancelledRequestError, OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest
+
+AnswerT = TypeVar("AnswerT")
 
 
 class Farewells:
@@ -47,11 +50,28 @@ class Farewells:
 
     async def _abort(self, requests: Mapping[Metadata, Sequence[RequestId]]) -> None:
         method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        method = self._channels.current.unary_unary(ABORT.path)
         # A router that does not hear of them finds out within its grace time.
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        with contextlib.suppress(grpc.aio.AioRpcError, CancelledRequestError):
+            method = self._channels.current.unary_unary(ABORT.path)
             for metadata, ids in requests.items():
                 await method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
+
+
+def is_cancelled() -> bool:
+    """Whether the running task is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def answer_of(channels: Channels[grpc.aio.Channel], call: Awaitable[AnswerT]) -> AnswerT:
+    """What a call answers. Raises CancelledRequestError where the client was closed meanwhile:
+    grpc.aio reports that as if the caller were cancelled."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if not is_cancelled():
+            channels.check_open()
+        raise
 
 
 async def replace(

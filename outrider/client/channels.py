@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from outrider.client.resuming import MOST_LOOKS, is_elsewhere
-from outrider.errors import ConnectionLostError, OutriderError
+from outrider.errors import CancelledRequestError, ConnectionLostError, OutriderError
 
 ChannelT = TypeVar("ChannelT")
 
@@ -30,14 +30,18 @@ class Channels(Generic[ChannelT]):
         self._lock = threading.Lock()
         self._current = make()
         self._old: deque[ChannelT] = deque()
+        self._closed = False
 
     @property
     def current(self) -> ChannelT:
-        """The channel for the next call."""
+        """The channel for the next call. Raises CancelledRequestError (CLIENT_CLOSED)."""
+        self.check_open()
         return self._current
 
     def broke(self, channel: ChannelT, problem: OutriderError) -> ChannelT | None:
-        """A call on `channel` failed with `problem`; the one to be closed now, if any."""
+        """A call on `channel` failed with `problem`; the one to be closed now, if any. Raises
+        CancelledRequestError (CLIENT_CLOSED) where the call failed because all were closed."""
+        self.check_open()
         # Another connection may lead to another router.
         if not (isinstance(problem, ConnectionLostError) or is_elsewhere(problem)):
             return None
@@ -48,6 +52,13 @@ class Channels(Generic[ChannelT]):
             self._current = self._make()
             return self._old.popleft() if len(self._old) > MOST_OLD else None
 
-    def all(self) -> list[ChannelT]:
-        """Every channel that is open, to be closed."""
-        return [self._current, *self._old]
+    def take(self) -> list[ChannelT]:
+        """Every channel that is open, to be closed; there are no others from now on."""
+        with self._lock:
+            self._closed = True
+            return [self._current, *self._old]
+
+    def check_open(self) -> None:
+        """CancelledRequestError (CLIENT_CLOSED) once they were taken."""
+        if self._closed:
+            raise CancelledRequestError("the client was closed", reason="CLIENT_CLOSED")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
+from outrider.spec.mixing import MASK64
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.spec.structured import StructuredKind, StructuredOutput
@@ -55,7 +56,7 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     seed: int
-    """The same seed gives the same text."""
+    """The same seed gives the same text; 64 bits, a negative one stands for itself plus 2^64."""
     rule: Rule | str
     """Acceptance rule at temperature > 0: coupled, rejection, target-only or greedy."""
     banned_token_ids: Sequence[int]
@@ -112,8 +113,8 @@ _SAMPLING = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "seed",
 )
+MIN_SEED = -(2**63)
 
 
 def user(content: str) -> ChatMessage:
@@ -152,17 +153,18 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
         model=options.get("model"),
         sampling=SamplingOptions(
             **{name: options[name] for name in _SAMPLING if name in options},  # type: ignore[literal-required]
+            seed=_seed(options),
             rule=None if rule is None else _member(Rule, rule),
-            banned_token_ids=tuple(options.get("banned_token_ids", ())),
-            logit_bias=tuple(options.get("logit_bias", {}).items()),
+            banned_token_ids=_ids(options, "banned_token_ids"),
+            logit_bias=_biases(options),
             allowed_token_ids=_allowed(options),
-            bad_words=_strings(options.get("bad_words", ())),
+            bad_words=_strings(options, "bad_words"),
         ),
         stopping=StoppingOptions(
             max_tokens=options.get("max_tokens"),
             min_tokens=options.get("min_tokens"),
-            stop=_strings(options.get("stop", ())),
-            stop_token_ids=tuple(options.get("stop_token_ids", ())),
+            stop=_strings(options, "stop"),
+            stop_token_ids=_ids(options, "stop_token_ids"),
             ignore_eos=options.get("ignore_eos"),
             include_stop_str_in_output=options.get("include_stop_str_in_output", False),
         ),
@@ -188,15 +190,17 @@ def make_prompt(prompt: PromptLike) -> Prompt:
     match prompt:
         case TextPrompt() | TokenPrompt() | ChatPrompt():
             return prompt
-        case str():
+        case str() if prompt:
             return TextPrompt(prompt)
-    items = list(prompt)
+    # Bytes and mappings have items, too, which nobody means.
+    listed = isinstance(prompt, Iterable) and not isinstance(prompt, (str, bytes, Mapping))
+    items = list(prompt) if listed else []
     if items and all(isinstance(item, ChatMessage) for item in items):
         return ChatPrompt(tuple(item for item in items if isinstance(item, ChatMessage)))
     if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return TokenPrompt(tuple(item for item in items if isinstance(item, int)))
     raise InvalidRequestError(
-        "a prompt is a text, a non-empty sequence of token ids or one of ChatMessages",
+        "a prompt is a text, a sequence of token ids or one of ChatMessages, and not empty",
         reason="INVALID_PROMPT",
     )
 
@@ -223,7 +227,7 @@ def _structured(options: GenerateOptions) -> StructuredOutput | None:
 
 def _allowed(options: GenerateOptions) -> tuple[int, ...]:
     """The only ids that may come, where that was said: none of them would read as all."""
-    allowed = tuple(options.get("allowed_token_ids", ()))
+    allowed = _ids(options, "allowed_token_ids")
     if "allowed_token_ids" in options and not allowed:
         raise InvalidRequestError(
             "allowed_token_ids must name at least one id", reason="INVALID_OPTION"
@@ -231,8 +235,38 @@ def _allowed(options: GenerateOptions) -> tuple[int, ...]:
     return allowed
 
 
-def _strings(texts: Sequence[str]) -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else tuple(texts)
+def _ids(options: GenerateOptions, name: str) -> tuple[int, ...]:
+    try:
+        return tuple(options.get(name, ()))  # type: ignore[arg-type]
+    except TypeError:
+        raise _not(options, name, "a sequence of token ids") from None
+
+
+def _biases(options: GenerateOptions) -> tuple[tuple[int, float], ...]:
+    biases: object = options.get("logit_bias", {})
+    if not isinstance(biases, Mapping):
+        raise _not(options, "logit_bias", "a mapping of token ids to amounts")
+    return tuple(biases.items())
+
+
+def _strings(options: GenerateOptions, name: str) -> tuple[str, ...]:
+    texts: Any = options.get(name, ())
+    try:
+        return (texts,) if isinstance(texts, str) else tuple(texts)
+    except TypeError:
+        raise _not(options, name, "a text or a sequence of texts") from None
+
+
+def _not(options: GenerateOptions, name: str, wanted: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{name} must be {wanted}, got {options.get(name)!r}", reason="INVALID_OPTION"
+    )
+
+
+def _seed(options: GenerateOptions) -> int | None:
+    """64 bits; a negative one stands for itself plus 2^64, as over HTTP."""
+    seed: Any = options.get("seed")
+    return seed & MASK64 if isinstance(seed, int) and MIN_SEED <= seed < 0 else seed
 
 
 def _member(kind: type[EnumT], value: str) -> EnumT:

@@ -99,7 +99,7 @@ class Client:
     def close(self) -> None:
         """Close the connection; running requests are aborted, whoever reads their answers."""
         say_farewells(self._channels, self._wanted)
-        for channel in self._channels.all():
+        for channel in self._channels.take():
             channel.close()
 
     def generate(

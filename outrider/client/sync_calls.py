@@ -13,7 +13,7 @@ from outrider.client.channels import Channels
 from outrider.client.resuming import Again
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.wanted import Wanted
-from outrider.errors import OutriderError
+from outrider.errors import CancelledRequestError, OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest
 
@@ -35,9 +35,9 @@ def _abort(
     channels: Channels[grpc.Channel], requests: Mapping[Metadata, Sequence[RequestId]]
 ) -> None:
     method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-    method = channels.current.unary_unary(ABORT.path)
     # A router that does not hear of them finds out within its grace time.
-    with contextlib.suppress(grpc.RpcError):
+    with contextlib.suppress(grpc.RpcError, CancelledRequestError):
+        method = channels.current.unary_unary(ABORT.path)
         for metadata, ids in requests.items():
             method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from outrider.errors import InvalidRequestError
@@ -54,6 +55,20 @@ from outrider.wire.limits import MAX_CHARACTERS, MAX_PRIORITY, MAX_SEQUENCE_LEN
 from outrider.wire.v1 import inference_pb2 as pb
 
 ValueT = TypeVar("ValueT")
+MessageT = TypeVar("MessageT", bound=Message)
+
+_WANTED: Final = {
+    FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",
+    FieldDescriptor.TYPE_FIXED64: "an integer in [0, 2^64)",
+    FieldDescriptor.TYPE_SINT32: "an integer in [-2^31, 2^31)",
+    FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_DOUBLE: "a number",
+    FieldDescriptor.TYPE_BOOL: "true or false",
+    FieldDescriptor.TYPE_STRING: "a text",
+}
+"""What the contract's types hold."""
+_MOST_QUOTED = 80
+"""Characters of a value in an error."""
 
 
 @contextmanager
@@ -65,6 +80,29 @@ def _encoding(what: str) -> Generator[None]:
         raise InvalidRequestError(f"{what}: {error}", reason="INVALID_REQUEST") from error
 
 
+def _made(kind: type[MessageT], **values: Any) -> MessageT:
+    """A message of these fields. Raises InvalidRequestError that names one which does not fit."""
+    try:
+        return kind(**values)
+    except (TypeError, ValueError, UnicodeError):
+        for name, value in values.items():
+            _check_field(kind, name, value)
+        raise
+
+
+def _check_field(kind: type[Message], name: str, value: object) -> None:
+    try:
+        kind(**{name: value})
+    except (TypeError, ValueError, UnicodeError) as error:
+        field = kind.DESCRIPTOR.fields_by_name[name]
+        wanted = _WANTED.get(field.type, "of another type")
+        each = "each be " if isinstance(value, tuple) else "be "
+        raise InvalidRequestError(
+            f"{name} must {each}{wanted}, got {repr(value)[:_MOST_QUOTED]}",
+            reason="INVALID_REQUEST",
+        ) from error
+
+
 def _set(message: Message, name: str, value: ValueT) -> ValueT | None:
     return value if message.HasField(name) else None
 
@@ -72,22 +110,22 @@ def _set(message: Message, name: str, value: ValueT) -> ValueT | None:
 def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
     """Encode a request; InvalidRequestError if a value does not fit its type."""
     with _encoding("request"):
-        message = pb.GenerateRequest(
+        message = _made(
+            pb.GenerateRequest,
             request_id=request.request_id,
             model=request.model,
             priority=request.priority,
             resumable=request.resumable,
             top_logprobs=request.top_logprobs,
             structured_output=structured_to_pb(request.structured_output),
+            skip_special_tokens=request.skip_special_tokens,
             return_prompt_token_ids=request.return_prompt_token_ids,
         )
-        if request.skip_special_tokens is not None:
-            message.skip_special_tokens = request.skip_special_tokens
         match request.prompt:
             case TextPrompt(text=value):
                 message.text = value
             case TokenPrompt(token_ids=ids):
-                message.token_ids.CopyFrom(pb.TokenPrompt(token_ids=ids))
+                message.token_ids.CopyFrom(_made(pb.TokenPrompt, token_ids=ids))
             case ChatPrompt(messages=turns):
                 message.chat.CopyFrom(
                     pb.ChatPrompt(
@@ -153,7 +191,10 @@ def _prompt_from_pb(message: pb.GenerateRequest) -> Prompt:
 
 
 def _sampling_to_pb(options: SamplingOptions) -> pb.SamplingOptions:
-    return pb.SamplingOptions(
+    with _encoding("logit_bias"):
+        bias = bias_to_pb(options.logit_bias)
+    return _made(
+        pb.SamplingOptions,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
@@ -164,7 +205,7 @@ def _sampling_to_pb(options: SamplingOptions) -> pb.SamplingOptions:
         seed=options.seed,
         rule=None if options.rule is None else RULES[options.rule],
         banned_token_ids=options.banned_token_ids,
-        logit_bias=bias_to_pb(options.logit_bias),
+        logit_bias=bias,
         allowed_token_ids=options.allowed_token_ids,
         bad_words=options.bad_words,
     )
@@ -196,16 +237,15 @@ def _sampling_from_pb(message: pb.SamplingOptions) -> SamplingOptions:
 
 
 def _stopping_to_pb(options: StoppingOptions) -> pb.StoppingOptions:
-    message = pb.StoppingOptions(
+    return _made(
+        pb.StoppingOptions,
         max_tokens=options.max_tokens,
         min_tokens=options.min_tokens,
         stop=options.stop,
         stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
         include_stop_str_in_output=options.include_stop_str_in_output,
     )
-    if options.ignore_eos is not None:
-        message.ignore_eos = options.ignore_eos
-    return message
 
 
 def _stopping_from_pb(message: pb.StoppingOptions) -> StoppingOptions:
@@ -224,16 +264,15 @@ def _stopping_from_pb(message: pb.StoppingOptions) -> StoppingOptions:
 
 
 def _speculation_to_pb(options: SpeculationOptions) -> pb.SpeculationOptions:
-    message = pb.SpeculationOptions(
+    return _made(
+        pb.SpeculationOptions,
+        enabled=options.enabled,
         method=None if options.method is None else METHODS[options.method],
         draft_tokens=options.draft_tokens,
         draft_top_k=options.draft_top_k,
         look_ahead=options.look_ahead,
         fan_out=options.fan_out,
     )
-    if options.enabled is not None:
-        message.enabled = options.enabled
-    return message
 
 
 def _speculation_from_pb(message: pb.SpeculationOptions) -> SpeculationOptions:

@@ -382,8 +382,11 @@ def test_an_oversized_frame_is_refused_unread() -> None:
 
 
 def test_a_value_that_the_contract_cannot_hold_is_the_callers_error() -> None:
-    for options in (SamplingOptions(top_k=-1), SamplingOptions(seed=2**64)):
-        with pytest.raises(InvalidRequestError, match="request: "):
+    for options, name in (
+        (SamplingOptions(top_k=-1), "top_k"),
+        (SamplingOptions(seed=2**64), "seed"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"^{name} must be an integer in "):
             request_to_pb(GenerateRequest(prompt=TextPrompt("x"), sampling=options))
 
 

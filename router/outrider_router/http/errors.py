@@ -51,6 +51,8 @@ CODES: Final = {
 
 _TYPES: Final = {400: INVALID, 404: "not_found_error", 429: "rate_limit_error"}
 _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_MOST_QUOTED = 100
+"""Characters of a header."""
 _MOST_TOLD = 3
 """Mistakes of a body that one answer tells."""
 
@@ -138,10 +140,26 @@ async def on_typed(_request: Request, error: Exception) -> Response:
     return describe(error).response()
 
 
-async def on_mistakes(_request: Request, error: Exception) -> Response:
+async def on_mistakes(request: Request, error: Exception) -> Response:
     """Handler of bodies that no request can be read from."""
     assert isinstance(error, RequestValidationError)
+    said = request.headers.get("content-type", "")
+    if not _is_json(said):
+        # The framework took the body for bytes, and found that these are no object.
+        return HttpError(
+            status=415,
+            type=INVALID,
+            message=f"Content-Type must be application/json, got {said[:_MOST_QUOTED]!r}",
+            code="unsupported_media_type",
+        ).response()
     return describe_mistakes(error.errors()).response()
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
 
 
 async def on_http(_request: Request, error: Exception) -> Response:

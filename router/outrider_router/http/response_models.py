@@ -206,6 +206,7 @@ _SAYS = {
     405: "The method is not allowed.",
     409: "A request of this X-Request-Id is running.",
     413: "The body is too large.",
+    415: "The body is not said to be JSON.",
     429: "A bound was reached; Retry-After says when to come back.",
     499: "The request was aborted by its id.",
     500: "A bug, or peers that do not fit together.",
@@ -218,7 +219,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The errors of an operation, for the OpenAPI."""
     return {
         status: {"model": ErrorAnswer, "description": _SAYS[status]}
-        for status in (400, 401, 405, 413, 429, 500, *statuses)
+        for status in (400, 401, 405, 413, 415, 429, 500, *statuses)
     }
 
 

@@ -149,9 +149,10 @@ async def test_closing_a_client_aborts_what_it_asked_for_and_nobody_has_left(
     await client.close()
     # At once, not after the time that a router keeps what broke off.
     await until(lambda: idle(router, verifier))
-    for answer in (whole, stream.result()):
+    for answer in (whole, stream.result(), client.generate("abc"), client.server_info()):
         with pytest.raises(CancelledRequestError):
             await answer
+    await stream.close()
 
 
 async def test_the_synchronous_client_aborts_them_too(
@@ -170,9 +171,10 @@ async def test_the_synchronous_client_aborts_them_too(
                 assert time.monotonic() < end
                 time.sleep(0.01)
             client.close()
-            for result in (whole.result, stream.result):
+            for result in (whole.result, stream.result, client.server_info):
                 with pytest.raises(CancelledRequestError):
                     result()
+            stream.close()
 
     await asyncio.to_thread(use)
     await until(lambda: idle(router, verifier))

@@ -182,6 +182,24 @@ async def test_bodies_that_are_no_json_are_refused(router: RouterService, conten
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "x" * 5000])
+async def test_json_that_is_said_to_be_something_else_is_told_so(
+    router: RouterService, kind: str
+) -> None:
+    body = json.dumps({"prompt": "abc", "max_tokens": 2}).encode()
+    async with http_client(router) as client:
+        answer = await client.post("/v1/completions", content=body, headers={"content-type": kind})
+        bare = await client.post("/v1/completions", content=body)
+        vendors = {"content-type": "application/vnd.api+json; charset=utf-8"}
+        taken = await client.post("/v1/completions", content=body, headers=vendors)
+    for refused in (answer, bare):
+        assert refused.status_code == 415
+        error = refused.json()["error"]
+        assert error["code"] == "unsupported_media_type" and len(error["message"]) < 200
+        assert error["message"].startswith("Content-Type must be application/json, got '")
+    assert taken.status_code == 200
+
+
 async def test_a_body_beyond_the_bound_is_refused_however_it_is_sent(
     router: RouterService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
