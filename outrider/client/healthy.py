@@ -40,8 +40,11 @@ def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
 
 
 def check_free(*addresses: str | None) -> None:
-    """FailedPreconditionError (ADDRESS_IN_USE) where somebody listens at one of these HOST:PORT:
-    routers that share their ports would share them with other fleets of the same user, too."""
+    """FailedPreconditionError (ADDRESS_IN_USE) where nobody can listen at one of these HOST:PORT.
+
+    Somebody else may: routers that share their ports would share them with other fleets of the
+    same user, too.
+    """
     for address in filter(None, addresses):
         host, port = _parts(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -116,6 +116,7 @@ class LocalConfig:
                 reason="INVALID_COUNT",
             )
         self._check_routers()
+        self._check_front()
         if self.device not in DEVICES:
             raise InvalidRequestError(
                 f"device must be cpu or cuda, got {self.device!r}", reason="INVALID_DEVICE"
@@ -137,6 +138,18 @@ class LocalConfig:
         if DraftMethod.MODEL in self.methods and self.draft_model is None:
             raise InvalidRequestError(
                 "drafting with a small model needs --draft-model", reason="NO_DRAFT_MODEL"
+            )
+
+    def _check_front(self) -> None:
+        for name, address in (("listen", self.listen), ("http", self.http)):
+            host, _, port = (address or "localhost:0").rpartition(":")
+            if not (host and port.isdecimal() and int(port) < 1 << 16):
+                raise InvalidRequestError(
+                    f"{name} must be HOST:PORT, got {address!r}", reason="INVALID_ADDRESS"
+                )
+        if self.api_keys is not None and not self.api_keys.is_file():
+            raise InvalidRequestError(
+                f"there is no file of API keys at {self.api_keys}", reason="NO_KEYS_FILE"
             )
 
     def _check_routers(self) -> None:

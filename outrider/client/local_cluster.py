@@ -108,13 +108,13 @@ class LocalCluster:
 
     def _start(self) -> str:
         config = self._config
+        # A router would find these out once the models are loaded.
         if config.tls_dir is not None:
             check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
+        check_free(config.listen, config.http)
         self._logs = self._log_dir()
         verifiers, drafters = self._start_peers()
         several = config.routers > 1
-        if several:
-            check_free(config.listen, config.http)
         self._progress(f"starting {config.routers} routers" if several else "starting the router")
         address = config.listen
         for index in range(config.routers):

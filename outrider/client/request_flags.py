@@ -20,7 +20,7 @@ from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 
 DEFAULT_MAX_TOKENS: Final = 256
-DRAFTERS: Final = ("eagle3", "ngram", "model", "none")
+DRAFTERS: Final = tuple(method.value for method in DraftMethod)
 
 
 class _Flag(NamedTuple):

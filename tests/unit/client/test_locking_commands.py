@@ -68,7 +68,7 @@ def test_a_new_key_is_printed_once_and_its_hash_is_filed(
 
 def test_the_local_runtime_gives_each_process_the_certificate_of_its_role(tmp_path: Path) -> None:
     make_certificates(tmp_path)
-    keys = tmp_path / "keys.toml"
+    (keys := tmp_path / "keys.toml").touch()
     config = LocalConfig(
         model=tmp_path, methods=(DraftMethod.NGRAM,), tls_dir=tmp_path, api_keys=keys
     )

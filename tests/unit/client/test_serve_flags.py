@@ -11,6 +11,7 @@ import pytest
 
 from outrider.client import cli, local, serve
 from outrider.client.healthy import check_free
+from outrider.client.local_cluster import LocalCluster
 from outrider.client.local_flags import router_args
 from outrider.client.modelfiles import ModelFiles
 from outrider.errors import FailedPreconditionError, InvalidRequestError
@@ -111,6 +112,31 @@ def test_several_routers_are_processes(parsed: Parsed) -> None:
         serve.ray_args(config)
     with pytest.raises(InvalidRequestError, match="at least 1 and at most 8, got 0"):
         replace(config, routers=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--http", "nonsense"], "http must be HOST:PORT, got 'nonsense'"),
+        (["--http", "localhost:http"], "http must be HOST:PORT"),
+        (["--port", "70000"], "listen must be HOST:PORT, got '127.0.0.1:70000'"),
+        (["--api-keys", "/nowhere/keys.toml"], "no file of API keys at /nowhere/keys.toml"),
+    ],
+)
+def test_what_only_the_router_needs_is_checked_before_anything_starts(
+    parsed: Parsed, flags: list[str], says: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        parsed(*flags)
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(parsed: Parsed) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cluster = LocalCluster(parsed("--port", str(port)))
+        with pytest.raises(FailedPreconditionError, match="cannot listen"):
+            cluster.start()
+    assert not cluster.members
 
 
 def test_several_routers_do_not_join_another_fleets_at_their_address() -> None:

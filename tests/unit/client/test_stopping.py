@@ -16,6 +16,7 @@ from outrider.client.modelfiles import ModelFiles
 from outrider.client.processes import ChildProcess
 
 STARTED_S = 30.0
+SERVE = ["serve", "--port", "0"]
 
 
 class FakeChildren:
@@ -75,7 +76,7 @@ def test_a_signal_during_the_start_stops_what_was_started(
     monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
     sender = send_when(number, children, 2)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["serve"])
+        cli.main(SERVE)
     sender.join()
     assert ended.value.code == status
     # Closed: there is no process any more that it could know of.
@@ -87,7 +88,7 @@ def test_a_signal_while_all_serve_is_a_clean_end(monkeypatch: pytest.MonkeyPatch
     children = FakeChildren()
     monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
     monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
-    assert cli.main(["serve"]) == 0
+    assert cli.main(SERVE) == 0
     assert all(child.pid is None for child in children.started)
 
 
@@ -120,7 +121,7 @@ def test_a_second_signal_ends_what_runs(
 
     monkeypatch.setattr(local_cluster.LocalCluster, "drain", drain_and_hear)
     began = time.monotonic()
-    assert cli.main(["serve"]) == 0
+    assert cli.main(SERVE) == 0
     assert time.monotonic() - began < STARTED_S
     assert not list(tmp_path.iterdir())
 
@@ -134,7 +135,7 @@ def test_a_router_that_never_ends_is_not_waited_for_forever(
     monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
     monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
     began = time.monotonic()
-    assert cli.main(["serve", "--drain-s", "0.5"]) == 0
+    assert cli.main([*SERVE, "--drain-s", "0.5"]) == 0
     assert time.monotonic() - began < STARTED_S
 
 
