@@ -43,7 +43,7 @@ class DrafterJudge:
                 continue
             self._metrics.drafter_quarantines.labels(reason).inc()
             logger.warning(
-                "drafter in quarantine: its sessions go to others",
+                "drafter in quarantine: its sessions go to others, or decode plainly",
                 extra=facts | {"reason": reason.value},
             )
         if changed:

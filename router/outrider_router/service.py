@@ -152,7 +152,7 @@ class RouterService:
         await self.mover.stop()
         await self.discovery.stop()
         await self.registry.stop()
-        await self.serving.close()
+        await self.serving.streams.close()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for those that a restart would lose; whether all ended."""
@@ -350,7 +350,7 @@ class RouterService:
 
     def _on_verifier_lost(self, verifier_id: VerifierId) -> None:
         self.admission.drop_verifier(verifier_id)
-        self.serving.verifier_lost(verifier_id)
+        self.serving.streams.drop(verifier_id)
         self._note_readiness()
 
     def _note_readiness(self) -> None:

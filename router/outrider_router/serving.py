@@ -18,9 +18,9 @@ from dataclasses import replace
 from functools import partial
 
 from outrider.errors import OutriderError, UnavailableError
-from outrider.ids import DrafterId, SessionId, VerifierId
+from outrider.ids import DrafterId, SessionId
 from outrider.text.tokenizer import Tokenizer
-from outrider.transport.sessions import Opened, SessionStream
+from outrider.transport.sessions import Opened
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.admission import NO_VERIFIER
@@ -42,13 +42,13 @@ from outrider_router.ledger import Lease
 from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
-from outrider_router.pacing import Pacer
 from outrider_router.peers import VerifierPeer
 from outrider_router.planner import drafts_itself, plan_on
 from outrider_router.registry import Registry
 from outrider_router.request import Job
 from outrider_router.request_spans import queue_span, traced
-from outrider_router.streaming import EventSink, Feed, Reply, lost_error, session_messages
+from outrider_router.streaming import Feed, Reply, lost_error, session_messages
+from outrider_router.verifier_streams import VerifierStreams
 from outrider_router.waiting import Ticket
 
 logger = logging.getLogger(__name__)
@@ -80,26 +80,18 @@ class Serving:
         self._clock = clock
         self._failover_s = config.failover_s
         self._max_failovers = config.max_failovers
-        self._on_emitted = on_emitted
-        self._pacer = Pacer(clock)
         self._numbers = itertools.count()
         self._incarnation = secrets.token_hex(6)
-        self._streams: dict[VerifierPeer, SessionStream[Feed]] = {}
-        """The stream of sessions of every verifier that served one. Not by address: another one may
-        come to the address of one that is gone."""
+        self.streams = VerifierStreams(
+            metrics,
+            registry=registry,
+            mover=mover,
+            clock=clock,
+            on_emitted=on_emitted,
+            on_draining=self._on_draining,
+        )
         self._open: set[Course] = set()
         """Requests that have a session."""
-
-    async def close(self) -> None:
-        """Close the streams to all verifiers."""
-        for stream in self._streams.values():
-            await stream.close()
-
-    def verifier_lost(self, verifier_id: VerifierId) -> None:
-        """A verifier is gone: its sessions are, too."""
-        for peer, stream in self._streams.items():
-            if peer.info is not None and peer.info.verifier_id == verifier_id:
-                stream.drop()
 
     async def events(
         self, entry: Entry, job: Job, deadline: float | None
@@ -294,10 +286,10 @@ class Serving:
         peer = self._registry.healthy_verifier(lease.verifier_id)
         if peer is None or peer.info is None or peer.control is None:
             raise lost_error(lease.verifier_id)
-        feed = Feed(entry, self._pacer, partial(self._give_back, course))
+        feed = Feed(entry, self.streams.pacer, partial(self._give_back, course))
         spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
         span, spec = traced(entry, spec)
-        opened = self._stream_to(peer).open(spec, feed)
+        opened = self.streams.to(peer).open(spec, feed)
         entry.on_fail = partial(self._interrupt, course, feed, opened)
         entry.move = opened.move
         course.peer, course.feed = peer, feed
@@ -338,34 +330,6 @@ class Serving:
             self._metrics.resumed_sessions.labels(course.cause.value).inc()
         entry.session_id = course.session_id
         return job.spec(course.session_id, entry.epoch, entry.drafter_id, plan, entry.emitted)
-
-    def _stream_to(self, peer: VerifierPeer) -> SessionStream[Feed]:
-        stream = self._streams.get(peer)
-        if stream is None:
-            assert peer.control is not None, peer.address
-            known = self._registry.verifiers
-            for gone in [other for other in self._streams if known.get(other.address) is not other]:
-                # It was lost before it was forgotten: nothing is open there.
-                del self._streams[gone]
-            sink = EventSink(
-                self._metrics,
-                self._pacer,
-                self._clock,
-                on_events=lambda: self._registry.saw_verifier(peer),
-                on_drafter_lost=partial(self._on_drafter_lost, peer),
-                on_emitted=self._on_emitted,
-            )
-            stream = self._streams[peer] = SessionStream(
-                peer.control.sessions,
-                sink.deliver,
-                on_lost=lambda error: self._registry.verifier_broke(peer, error.message),
-                on_draining=lambda seconds: self._on_draining(peer, seconds),
-            )
-        return stream
-
-    def _on_drafter_lost(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
-        self._registry.drafter_detached(peer, drafter_id)
-        self._mover.wake()
 
     def _doubt(self, peer: VerifierPeer, error: OutriderError) -> None:
         """Let nothing be placed on a verifier whose sessions end with such an error."""
