@@ -43,7 +43,7 @@ def call_metadata(
 
 
 def check_metadata(metadata: Metadata) -> Metadata:
-    """The same; InvalidRequestError for what no header can carry."""
+    """The same, as a key of dictionaries; InvalidRequestError for what no header can carry."""
     for key, value in metadata:
         if not _KEY.fullmatch(key):
             raise InvalidRequestError(
@@ -51,7 +51,7 @@ def check_metadata(metadata: Metadata) -> Metadata:
                 reason="INVALID_METADATA",
             )
         _printable(value, f"metadata {key}", "INVALID_METADATA")
-    return metadata
+    return tuple((key, value) for key, value in metadata)
 
 
 def _printable(value: str, what: str, reason: str) -> str:

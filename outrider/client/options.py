@@ -115,6 +115,8 @@ _SAMPLING = (
     "frequency_penalty",
 )
 MIN_SEED = -(2**63)
+_MOST_QUOTED = 80
+"""Characters of a value in an error."""
 
 
 def user(content: str) -> ChatMessage:
@@ -259,7 +261,8 @@ def _strings(options: GenerateOptions, name: str) -> tuple[str, ...]:
 
 def _not(options: GenerateOptions, name: str, wanted: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{name} must be {wanted}, got {options.get(name)!r}", reason="INVALID_OPTION"
+        f"{name} must be {wanted}, got {repr(options.get(name))[:_MOST_QUOTED]}",
+        reason="INVALID_OPTION",
     )
 
 

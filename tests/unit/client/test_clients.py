@@ -142,7 +142,9 @@ async def test_closing_a_client_aborts_what_it_asked_for_and_nobody_has_left(
 ) -> None:
     verifier.round_s = 0.01
     client = AsyncClient(address, retry=NO_RETRY)
-    stream = client.stream("abc", max_tokens=1000)
+    # Lists are no keys of dictionaries, and what goes with a request is one.
+    said: list[list[str]] = [["x-said", "so"]]
+    stream = client.stream("abc", max_tokens=1000, metadata=said)  # type: ignore[arg-type]
     await anext(stream)
     whole = asyncio.create_task(client.generate("abc", max_tokens=1000))
     await until(lambda: len(verifier.live) == 2)
