@@ -98,8 +98,9 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; running requests are aborted, whoever reads their answers."""
-        await self._farewells.say_all()
-        for channel in self._channels.take():
+        channels = self._channels.take()
+        await self._farewells.say_all(channels[0])
+        for channel in channels:
             await channel.close()
 
     async def generate(
@@ -261,7 +262,7 @@ class AsyncStream:
         resume: bool = False,
     ) -> None:
         self._channels = channels
-        self._channel = channels.current
+        self._channel: grpc.aio.Channel
         """That of the call."""
         self._address = address
         self._request = request
@@ -339,6 +340,7 @@ class AsyncStream:
             timeout_s = remaining(self._deadline, time.monotonic())
             self._farewells.wanted.add(self._attempts, self._request, self._metadata)
             self._call = method(data, timeout=timeout_s, metadata=self._metadata)
+            self._farewells.calls.add(self._call)
         try:
             message = await answer_of(self._channels, self._call.read())
         except CancelledRequestError:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TypeVar
+from weakref import WeakSet
 
 import grpc
 
@@ -27,6 +27,8 @@ class Farewells:
 
     def __init__(self, channels: Channels[grpc.aio.Channel]) -> None:
         self.wanted = Wanted()
+        self.calls: WeakSet[grpc.aio.UnaryStreamCall[bytes, bytes]] = WeakSet()
+        """Of streams, which a channel that is closed may leave as they are."""
         self._channels = channels
         self._tasks: set[asyncio.Future[None]] = set()
 
@@ -36,25 +38,45 @@ class Farewells:
             return self._say({})
         return self._say({metadata: [request.request_id]})
 
-    async def say_all(self) -> None:
-        """Have all aborted that were wanted until now, and wait until the router was told of these
-        and of others, within a bound."""
-        self._say(self.wanted.take())
+    async def say_all(self, channel: grpc.aio.Channel) -> None:
+        """Have all aborted that are wanted, and wait until the router was told of these and of
+        others, within a bound; then end the calls of streams."""
+        self._tell(channel, self.wanted.take())
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for call in list(self.calls):
+            call.cancel()
 
     def _say(self, requests: Mapping[Metadata, Sequence[RequestId]]) -> asyncio.Future[None]:
-        task: asyncio.Future[None] = asyncio.ensure_future(self._abort(requests))
+        try:
+            return self._tell(self._channels.current, requests)
+        except CancelledRequestError:
+            # A closed client has said so of all of them.
+            return self._tell(None, {})
+
+    def _tell(
+        self,
+        channel: grpc.aio.Channel | None,
+        requests: Mapping[Metadata, Sequence[RequestId]],
+    ) -> asyncio.Future[None]:
+        task: asyncio.Future[None] = asyncio.ensure_future(_abort(channel, requests))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _abort(self, requests: Mapping[Metadata, Sequence[RequestId]]) -> None:
-        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-        # A router that does not hear of them finds out within its grace time.
-        with contextlib.suppress(grpc.aio.AioRpcError, CancelledRequestError):
-            method = self._channels.current.unary_unary(ABORT.path)
-            for metadata, ids in requests.items():
-                await method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
+
+async def _abort(
+    channel: grpc.aio.Channel | None, requests: Mapping[Metadata, Sequence[RequestId]]
+) -> None:
+    """Of several, side by side."""
+    if channel is None or not requests:
+        return
+    method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
+    told = (
+        method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
+        for metadata, ids in requests.items()
+    )
+    # A router that does not hear of them finds out within its grace time.
+    await asyncio.gather(*told, return_exceptions=True)
 
 
 def is_cancelled() -> bool:

@@ -84,19 +84,24 @@ class LocalCluster:
             self.close()
             raise
 
-    def drain(self, enough: threading.Event) -> None:
+    def drain(self, enough: threading.Event, look: Callable[[], None]) -> None:
         """Have the routers refuse what is new and wait until they have ended, which they do once
-        running requests have, and after `drain_s` at the latest; or until it is `enough`.
+        running requests have, and after `drain_s` at the latest; when it is `enough` they are told
+        to end those at once.
 
-        All others go on meanwhile: the requests need them.
+        All others go on meanwhile, for the requests need them; `look` looks after these.
         """
         routers = self.members[Role.ROUTER]
         for router in routers:
             router.ask_to_stop()
         end = time.monotonic() + self._config.drain_s + STOP_S
-        while any(router.exit_status is None for router in routers):
-            if enough.wait(DRAIN_LOOK_S) or time.monotonic() > end:
-                return
+        while _running(routers) and time.monotonic() < end and not enough.wait(DRAIN_LOOK_S):
+            look()
+        for router in routers:
+            router.ask_to_stop()
+        end = time.monotonic() + STOP_S
+        while _running(routers) and time.monotonic() < end:
+            time.sleep(DRAIN_LOOK_S)
 
     def close(self) -> None:
         """Stop everything, whatever runs; idempotent."""
@@ -195,6 +200,10 @@ class LocalCluster:
             return self._config.log_dir
         self._own_logs = Path(tempfile.mkdtemp(prefix="outrider-"))
         return self._own_logs
+
+
+def _running(processes: Sequence[ChildProcess]) -> bool:
+    return any(process.exit_status is None for process in processes)
 
 
 def _counted(places: Sequence[Place], kind: str) -> str:

@@ -20,6 +20,7 @@ from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.client.processes import ChildProcess
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
+from outrider.transport.tls import Role
 
 LOOK_S = 0.2
 """Time between two looks at the processes."""
@@ -92,12 +93,18 @@ def run(args: argparse.Namespace) -> int:
     _on_stop(_give_up)
     with LocalCluster(config) as cluster:
         _on_stop(lambda *_: (enough if stop.is_set() else stop).set())
-        keepers = [Keeper(process) for process in cluster.processes]
-        while not stop.wait(LOOK_S):
-            for keeper in keepers:
+        keepers = {process: Keeper(process) for process in cluster.processes}
+
+        def look() -> None:
+            for keeper in keepers.values():
                 keeper.look(time.monotonic())
+
+        while not stop.wait(LOOK_S):
+            look()
         say(f"stopping: what runs gets {config.drain_s:g} s, or until a second signal")
-        cluster.drain(enough)
+        for router in cluster.members[Role.ROUTER]:
+            del keepers[router]
+        cluster.drain(enough, look)
     return 0
 
 

@@ -27,7 +27,7 @@ from outrider.client.connecting import Door, call_metadata, check_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.resuming import Attempts
 from outrider.client.retry import RetryPolicy, remaining
-from outrider.client.sync_calls import pause, replace, say_farewell, say_farewells, wait
+from outrider.client.sync_calls import calling, pause, replace, say_farewell, say_farewells, wait
 from outrider.client.tracing import with_trace
 from outrider.client.wanted import Wanted
 from outrider.errors import OutriderError
@@ -98,8 +98,10 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; running requests are aborted, whoever reads their answers."""
-        say_farewells(self._channels, self._wanted)
-        for channel in self._channels.take():
+        channels = self._channels.take()
+        if left := self._wanted.take():
+            say_farewells(channels[0], left)
+        for channel in channels:
             channel.close()
 
     def generate(
@@ -209,11 +211,11 @@ class Client:
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         data = GENERATE.encode(request)
         while True:
-            channel = self._channels.current
-            method = channel.unary_unary(GENERATE.path)
             try:
-                timeout_s = remaining(deadline, time.monotonic())
-                answer = method(data, timeout=timeout_s, metadata=metadata)
+                with calling(self._channels) as channel:
+                    method = channel.unary_unary(GENERATE.path)
+                    timeout_s = remaining(deadline, time.monotonic())
+                    answer = method(data, timeout=timeout_s, metadata=metadata)
                 return GENERATE.decode(answer)
             except grpc.RpcError as error:
                 problem = typed(error, self.address)
@@ -229,11 +231,11 @@ class Client:
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         attempt = 1
         while True:
-            channel = self._channels.current
-            method = channel.unary_unary(rpc.path)
             try:
-                left_s = remaining(deadline, time.monotonic())
-                answer = method(data, timeout=left_s, metadata=self._metadata)
+                with calling(self._channels) as channel:
+                    method = channel.unary_unary(rpc.path)
+                    left_s = remaining(deadline, time.monotonic())
+                    answer = method(data, timeout=left_s, metadata=self._metadata)
                 return rpc.decode(answer)
             except grpc.RpcError as error:
                 problem = typed(error, self.address)
@@ -262,7 +264,7 @@ class Stream:
         resume: bool = False,
     ) -> None:
         self._channels = channels
-        self._channel = channels.current
+        self._channel: grpc.Channel
         """That of the call."""
         self._address = address
         self._request = request
@@ -335,11 +337,11 @@ class Stream:
                 self._request, self._collected, resume=self._resume
             )
             method: grpc.UnaryStreamMultiCallable[bytes, bytes]
-            self._channel = self._channels.current
-            method = self._channel.unary_stream(path)
-            timeout_s = remaining(self._deadline, time.monotonic())
-            self._wanted.add(self._attempts, self._request, self._metadata)
-            self._call = method(data, timeout=timeout_s, metadata=self._metadata)
+            with calling(self._channels) as self._channel:
+                method = self._channel.unary_stream(path)
+                timeout_s = remaining(self._deadline, time.monotonic())
+                self._wanted.add(self._attempts, self._request, self._metadata)
+                self._call = method(data, timeout=timeout_s, metadata=self._metadata)
         message = next(self._call, None)
         if message is not None:
             self._attempts.heard()

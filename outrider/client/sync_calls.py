@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import grpc
 
@@ -12,7 +12,6 @@ from outrider.client.calls import ABORT, ABORT_TIMEOUT_S, Metadata
 from outrider.client.channels import Channels
 from outrider.client.resuming import Again
 from outrider.client.retry import RetryPolicy, remaining
-from outrider.client.wanted import Wanted
 from outrider.errors import CancelledRequestError, OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest
@@ -23,23 +22,34 @@ def say_farewell(
 ) -> None:
     """Tell the router that nobody wants a resumable request; others end with their calls."""
     if request.resumable and request.request_id is not None:
-        _abort(channels, {metadata: [request.request_id]})
+        # A closed client has said so of all of them.
+        with contextlib.suppress(CancelledRequestError), calling(channels) as channel:
+            say_farewells(channel, {metadata: [request.request_id]})
 
 
-def say_farewells(channels: Channels[grpc.Channel], wanted: Wanted) -> None:
-    """The same of all that were wanted until now."""
-    _abort(channels, wanted.take())
+def say_farewells(channel: grpc.Channel, requests: Mapping[Metadata, Sequence[RequestId]]) -> None:
+    """The same of several, side by side."""
+    method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
+    told = [
+        method.future(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
+        for metadata, ids in requests.items()
+    ]
+    for answer in told:
+        # A router that does not hear of them finds out within its grace time.
+        with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
+            answer.result()
 
 
-def _abort(
-    channels: Channels[grpc.Channel], requests: Mapping[Metadata, Sequence[RequestId]]
-) -> None:
-    method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-    # A router that does not hear of them finds out within its grace time.
-    with contextlib.suppress(grpc.RpcError, CancelledRequestError):
-        method = channels.current.unary_unary(ABORT.path)
-        for metadata, ids in requests.items():
-            method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
+@contextlib.contextmanager
+def calling(channels: Channels[grpc.Channel]) -> Iterator[grpc.Channel]:
+    """The channel for a call that is made within. Raises CancelledRequestError where the client is
+    closed, also meanwhile: grpc has a ValueError for a closed channel."""
+    channel = channels.current
+    try:
+        yield channel
+    except ValueError:
+        channels.check_open()
+        raise
 
 
 def replace(

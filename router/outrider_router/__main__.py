@@ -148,7 +148,7 @@ async def serve(config: RouterConfig) -> None:
     http = _http_server(config, service)
     service.on_readiness = server.set_serving
     service.discovery.on_forgotten = dialer.hang_up
-    stop = _told_to_stop()
+    stop, again = _told_to_stop()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
     try:
         service.restore()
@@ -171,7 +171,7 @@ async def serve(config: RouterConfig) -> None:
         sys.stdout.flush()
         await stop.wait()
         logger.info("draining", extra={"running": len(service.journal)})
-        done = await service.drain(config.drain_s)
+        done = await service.drain(config.drain_s, again)
         logger.info("stopping", extra={"drained": done})
     finally:
         await service.close()
@@ -197,13 +197,13 @@ def _tokenizer_of(model: Path) -> Tokenizer:
     return Tokenizer.load(model if model.is_dir() else resolve(str(model)))
 
 
-def _told_to_stop() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT."""
-    stop = asyncio.Event()
+def _told_to_stop() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by the second SIGTERM or SIGINT."""
+    stop, again = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
+        loop.add_signal_handler(number, lambda: (again if stop.is_set() else stop).set())
+    return stop, again
 
 
 def _http_server(config: RouterConfig, service: RouterService) -> HttpServer | None:

@@ -154,12 +154,15 @@ class RouterService:
         await self.registry.stop()
         await self.serving.streams.close()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for those that a restart would lose; whether all ended."""
+    async def drain(self, timeout_s: float, enough: asyncio.Event | None = None) -> bool:
+        """Refuse new requests and wait for those that a restart would lose, or until it is
+        `enough`; whether all ended."""
         self._draining = True
         self._note_readiness()
         end = self._clock() + timeout_s
         while self._clock() < end and not all(map(self.resumables.outlives, self.journal)):
+            if enough is not None and enough.is_set():
+                return False
             await asyncio.sleep(0.05)
         return all(map(self.resumables.outlives, self.journal))
 

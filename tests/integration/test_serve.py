@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from outrider.client import Client, cli, user
+from outrider.client import Client, UnavailableError, cli, user
 
 START_S = 120.0
 TOKENS = 1500
@@ -108,6 +108,23 @@ def test_a_running_stream_comes_to_its_end_when_all_is_told_to_stop(tiny_target:
         assert answer.finish.reason == "length" and len(answer.token_ids) == TOKENS
         # It ran on for longer than a process that is merely closed.
         assert time.monotonic() - told > 2 * 0.3
+
+
+@pytest.mark.timeout(240)
+def test_a_second_signal_ends_running_streams_with_a_typed_error(tiny_target: Path) -> None:
+    model = ("--model", str(tiny_target), "--drafter-methods", "none", "--threads", "1")
+    with serving(*model, "--port", "0") as service, service.client as client:
+        count = [user("Count.")]
+        with client.stream(count, max_tokens=TOKENS, ignore_eos=True, resume=False) as stream:
+            next(stream)
+            service.process.send_signal(signal.SIGTERM)
+            next(stream)
+            time.sleep(0.3)
+            service.process.send_signal(signal.SIGTERM)
+            with pytest.raises(UnavailableError) as caught:
+                stream.result()
+        assert caught.value.reason == "SHUTDOWN"
+        assert service.process.wait(60) == 0
 
 
 def routers_of(model: Path) -> list[int]:

@@ -29,7 +29,7 @@ from outrider.client import (
 )
 from tests.fakes.router import grpc_router, running_router
 from tests.fakes.verifier import FakeVerifier
-from tests.waiting import until
+from tests.waiting import soon, until
 
 NO_RETRY = RetryPolicy(max_attempts=1)
 FAST = RetryPolicy(first_delay_s=0.01, max_delay_s=0.02)
@@ -155,6 +155,65 @@ async def test_closing_a_client_aborts_what_it_asked_for_and_nobody_has_left(
         with pytest.raises(CancelledRequestError):
             await answer
     await stream.close()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+async def test_who_reads_while_the_client_is_closed_hears_so(
+    address: str, router: RouterService, verifier: FakeVerifier, resume: bool
+) -> None:
+    verifier.round_s = 0.01
+    client = AsyncClient(address, retry=NO_RETRY)
+    heard = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in client.stream("abc", max_tokens=1000, resume=resume):
+            heard.set()
+
+    reading = asyncio.create_task(read())
+    await heard.wait()
+    await client.close()
+    with pytest.raises(CancelledRequestError) as caught:
+        await soon(reading)
+    assert caught.value.reason == "CLIENT_CLOSED"
+    await until(lambda: idle(router, verifier))
+
+
+async def test_a_synchronous_client_that_is_closed_under_its_users_says_so(
+    address: str, router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.round_s = 0.01
+
+    def use(client: Client) -> str:
+        with pytest.raises(CancelledRequestError) as caught:
+            while True:
+                client.server_info()
+        stream = client.stream("abc", max_tokens=1000)
+        with pytest.raises(CancelledRequestError):
+            next(stream)
+        stream.close()
+        return caught.value.reason
+
+    def close_under_them() -> None:
+        for _ in range(10):
+            client = Client(address, retry=NO_RETRY)
+            # What goes with each is its own, as with traces.
+            streams = [
+                client.stream("abc", max_tokens=1000, resume=n != 0, metadata=(("x-n", str(n)),))
+                for n in range(3)
+            ]
+            for stream in streams:
+                next(stream)
+            with ThreadPoolExecutor(4) as threads:
+                reasons = [threads.submit(use, client) for _ in range(4)]
+                time.sleep(0.02)
+                client.close()
+                assert {reason.result() for reason in reasons} == {"CLIENT_CLOSED"}
+            for stream in streams:
+                with pytest.raises(CancelledRequestError):
+                    stream.result()
+
+    await asyncio.to_thread(close_under_them)
+    await until(lambda: idle(router, verifier))
 
 
 async def test_the_synchronous_client_aborts_them_too(

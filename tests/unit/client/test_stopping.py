@@ -101,7 +101,7 @@ def test_running_requests_get_their_time_while_those_they_need_go_on(
     monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
     monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
     assert cli.main(["serve", "--routers", "2", "--drain-s", "20", "--port", "50999"]) == 0
-    assert {file.name for file in tmp_path.iterdir()} == {"router-0", "router-1"}
+    assert drained(tmp_path) == {"router-0", "router-1"}
     assert all(child.pid is None for child in children.started)
 
 
@@ -110,20 +110,64 @@ def test_a_second_signal_ends_what_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
     children = FakeChildren(drain_s=2.0 * STARTED_S, at=tmp_path)
-    monkeypatch.setattr(processes, "STOP_S", 0.2)
     monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
     monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
-    drain = local_cluster.LocalCluster.drain
+    closed: list[int | None] = []
+    close = ChildProcess.close
 
-    def drain_and_hear(self: local_cluster.LocalCluster, enough: threading.Event) -> None:
-        threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
-        drain(self, enough)
+    def close_and_note(child: ChildProcess) -> None:
+        if child.name == "router" and child.pid is not None:
+            closed.append(child.exit_status)
+        close(child)
 
-    monkeypatch.setattr(local_cluster.LocalCluster, "drain", drain_and_hear)
-    began = time.monotonic()
+    def send_when_told() -> None:
+        end = time.monotonic() + STARTED_S
+        while not (tmp_path / "router.told").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(ChildProcess, "close", close_and_note)
+    # A verifier is closed, and so killed after a moment: it is a router that hears the signal.
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    sender = threading.Thread(target=send_when_told)
+    sender.start()
     assert cli.main(SERVE) == 0
-    assert time.monotonic() - began < STARTED_S
-    assert not list(tmp_path.iterdir())
+    sender.join()
+    # It ended by itself: it was told a second time, and not killed.
+    assert closed == [0]
+    assert not drained(tmp_path)
+
+
+def test_a_verifier_that_dies_while_requests_end_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    children = FakeChildren(drain_s=3.0, at=tmp_path)
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
+    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
+    pids: list[int] = []
+
+    def kill_when_told() -> None:
+        end = time.monotonic() + STARTED_S
+        while not (tmp_path / "router.told").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        (verifier,) = (child for child in children.started if child.name == "verifier-0")
+        assert verifier.pid is not None
+        pids.append(verifier.pid)
+        os.kill(verifier.pid, signal.SIGKILL)
+        while verifier.pid in (pids[0], None):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        pids.append(verifier.pid)
+
+    killer = threading.Thread(target=kill_when_told)
+    killer.start()
+    assert cli.main([*SERVE, "--drain-s", "20"]) == 0
+    killer.join()
+    assert len(pids) == 2 and drained(tmp_path) == {"router"}
 
 
 def test_a_router_that_never_ends_is_not_waited_for_forever(
@@ -137,6 +181,11 @@ def test_a_router_that_never_ends_is_not_waited_for_forever(
     began = time.monotonic()
     assert cli.main([*SERVE, "--drain-s", "0.5"]) == 0
     assert time.monotonic() - began < STARTED_S
+
+
+def drained(directory: Path) -> set[str]:
+    """Who ended when it had drained."""
+    return {file.name for file in directory.iterdir() if file.suffix != ".told"}
 
 
 def _signal_later(*_: object, **__: object) -> None:
