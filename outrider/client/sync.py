@@ -211,8 +211,9 @@ class Client:
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         data = GENERATE.encode(request)
         while True:
+            channel = self._channels.current
             try:
-                with calling(self._channels) as channel:
+                with calling(self._channels):
                     method = channel.unary_unary(GENERATE.path)
                     timeout_s = remaining(deadline, time.monotonic())
                     answer = method(data, timeout=timeout_s, metadata=metadata)
@@ -231,8 +232,9 @@ class Client:
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         attempt = 1
         while True:
+            channel = self._channels.current
             try:
-                with calling(self._channels) as channel:
+                with calling(self._channels):
                     method = channel.unary_unary(rpc.path)
                     left_s = remaining(deadline, time.monotonic())
                     answer = method(data, timeout=left_s, metadata=self._metadata)
@@ -337,7 +339,8 @@ class Stream:
                 self._request, self._collected, resume=self._resume
             )
             method: grpc.UnaryStreamMultiCallable[bytes, bytes]
-            with calling(self._channels) as self._channel:
+            self._channel = self._channels.current
+            with calling(self._channels):
                 method = self._channel.unary_stream(path)
                 timeout_s = remaining(self._deadline, time.monotonic())
                 self._wanted.add(self._attempts, self._request, self._metadata)

@@ -23,8 +23,8 @@ def say_farewell(
     """Tell the router that nobody wants a resumable request; others end with their calls."""
     if request.resumable and request.request_id is not None:
         # A closed client has said so of all of them.
-        with contextlib.suppress(CancelledRequestError), calling(channels) as channel:
-            say_farewells(channel, {metadata: [request.request_id]})
+        with contextlib.suppress(CancelledRequestError), calling(channels):
+            say_farewells(channels.current, {metadata: [request.request_id]})
 
 
 def say_farewells(channel: grpc.Channel, requests: Mapping[Metadata, Sequence[RequestId]]) -> None:
@@ -41,12 +41,11 @@ def say_farewells(channel: grpc.Channel, requests: Mapping[Metadata, Sequence[Re
 
 
 @contextlib.contextmanager
-def calling(channels: Channels[grpc.Channel]) -> Iterator[grpc.Channel]:
-    """The channel for a call that is made within. Raises CancelledRequestError where the client is
-    closed, also meanwhile: grpc has a ValueError for a closed channel."""
-    channel = channels.current
+def calling(channels: Channels[grpc.Channel]) -> Iterator[None]:
+    """Around a call. Raises CancelledRequestError where the client is closed meanwhile: grpc has a
+    ValueError for a closed channel."""
     try:
-        yield channel
+        yield
     except ValueError:
         channels.check_open()
         raise
