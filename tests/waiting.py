@@ -19,6 +19,17 @@ async def until(condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> 
         await asyncio.sleep(0.002)
 
 
+def wait_until(
+    condition: Callable[[], Any], *, timeout_s: float = 30.0, what: str = "condition"
+) -> None:
+    """Poll a zero-argument callable until it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come true within {timeout_s} s")
+        time.sleep(0.02)
+
+
 async def soon(awaited: Awaitable[T]) -> T:
     """What is awaited, which must end. Raises TimeoutError where it hangs."""
     return await asyncio.wait_for(awaited, PATIENCE_S)

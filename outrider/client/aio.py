@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
@@ -129,7 +129,7 @@ class AsyncClient:
         try:
             answer = await self._attempt(request, attempts, deadline, said)
         except asyncio.CancelledError:
-            self._farewells.say(request, said)
+            self._farewells.say(attempts)
             raise
         finally:
             self._farewells.wanted.done(attempts)
@@ -380,9 +380,9 @@ class AsyncStream:
         self._over = True
         self._farewells.wanted.done(self._attempts)
 
-    def _leave(self) -> asyncio.Future[None]:
+    def _leave(self) -> asyncio.Future[list[Any]]:
         """Want no more, and have the router told."""
-        self._end()
+        self._over = True
         if self._call is not None:
             self._call.cancel()
-        return self._farewells.say(self._request, self._metadata)
+        return self._farewells.say(self._attempts)

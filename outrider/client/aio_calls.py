@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import grpc
 
 from outrider.client.calls import ABORT, ABORT_TIMEOUT_S, Metadata
 from outrider.client.channels import Channels
-from outrider.client.resuming import Again
+from outrider.client.resuming import Again, Attempts
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.wanted import Wanted
-from outrider.errors import CancelledRequestError, OutriderError
+from outrider.errors import OutriderError
 from outrider.ids import RequestId
-from outrider.wire.inference import GenerateRequest
 
 AnswerT = TypeVar("AnswerT")
 
@@ -30,53 +29,35 @@ class Farewells:
         self.calls: WeakSet[grpc.aio.UnaryStreamCall[bytes, bytes]] = WeakSet()
         """Of streams, which a channel that is closed may leave as they are."""
         self._channels = channels
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._telling: set[asyncio.Future[list[Any]]] = set()
 
-    def say(self, request: GenerateRequest, metadata: Metadata) -> asyncio.Future[None]:
-        """Have a request aborted; other requests end with their calls."""
-        if not request.resumable or request.request_id is None:
-            return self._say({})
-        return self._say({metadata: [request.request_id]})
+    def say(self, attempts: Attempts) -> asyncio.Future[list[Any]]:
+        """Have a request aborted; those that are not resumable end with their calls."""
+        left = self.wanted.done(attempts)
+        # A closed client has said so of all of them.
+        return self._tell(self._channels.current, left) if left else asyncio.gather()
 
     async def say_all(self, channel: grpc.aio.Channel) -> None:
         """Have all aborted that are wanted, and wait until the router was told of these and of
         others, within a bound; then end the calls of streams."""
         self._tell(channel, self.wanted.take())
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._telling, return_exceptions=True)
         for call in list(self.calls):
             call.cancel()
 
-    def _say(self, requests: Mapping[Metadata, Sequence[RequestId]]) -> asyncio.Future[None]:
-        try:
-            return self._tell(self._channels.current, requests)
-        except CancelledRequestError:
-            # A closed client has said so of all of them.
-            return self._tell(None, {})
-
     def _tell(
-        self,
-        channel: grpc.aio.Channel | None,
-        requests: Mapping[Metadata, Sequence[RequestId]],
-    ) -> asyncio.Future[None]:
-        task: asyncio.Future[None] = asyncio.ensure_future(_abort(channel, requests))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-
-async def _abort(
-    channel: grpc.aio.Channel | None, requests: Mapping[Metadata, Sequence[RequestId]]
-) -> None:
-    """Of several, side by side."""
-    if channel is None or not requests:
-        return
-    method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
-    told = (
-        method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
-        for metadata, ids in requests.items()
-    )
-    # A router that does not hear of them finds out within its grace time.
-    await asyncio.gather(*told, return_exceptions=True)
+        self, channel: grpc.aio.Channel, left: Mapping[Metadata, list[RequestId]]
+    ) -> asyncio.Future[list[Any]]:
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
+        calls = (
+            method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
+            for metadata, ids in left.items()
+        )
+        # A router that does not hear of them finds out within its grace time.
+        telling = asyncio.gather(*calls, return_exceptions=True)
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+        return telling
 
 
 def is_cancelled() -> bool:

@@ -10,6 +10,7 @@ from typing import Final
 
 from outrider.client.certs_command import tls_from
 from outrider.client.connecting import is_serving
+from outrider.client.local import host_and_port
 from outrider.client.processes import ChildProcess, check_running
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client
@@ -34,7 +35,7 @@ def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
     or no good at all: WRONG_HOST, BAD_TLS."""
     tls = tls_from(directory, Role.ROUTER)
     for address in addresses:
-        host, _ = _parts(address)
+        host, _ = host_and_port(address)
         if host not in EVERYWHERE:
             check_host(tls, host, "`outrider certs DIR --host` puts names into certificates")
 
@@ -46,7 +47,7 @@ def check_free(*addresses: str | None) -> None:
     same user, too.
     """
     for address in filter(None, addresses):
-        host, port = _parts(address)
+        host, port = host_and_port(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             with socket.create_server((host, int(port)), family=family):
@@ -55,12 +56,6 @@ def check_free(*addresses: str | None) -> None:
             raise FailedPreconditionError(
                 f"cannot listen on {address}: {error}", reason="ADDRESS_IN_USE"
             ) from error
-
-
-def _parts(address: str) -> tuple[str, str]:
-    """Host, without the brackets of an IPv6 address, and port."""
-    host, _, port = address.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), port
 
 
 def wait_healthy(

@@ -23,6 +23,12 @@ def default_dtype(device: str) -> str:
     return "float32" if device == CPU else "bfloat16"
 
 
+def host_and_port(address: str) -> tuple[str, str]:
+    """Host, without the brackets of an IPv6 address, and port."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
     """What to run."""
@@ -142,7 +148,7 @@ class LocalConfig:
 
     def _check_front(self) -> None:
         for name, address in (("listen", self.listen), ("http", self.http)):
-            host, _, port = (address or "localhost:0").rpartition(":")
+            host, port = host_and_port(address or "localhost:0")
             if not (host and port.isdecimal() and int(port) < 1 << 16):
                 raise InvalidRequestError(
                     f"{name} must be HOST:PORT, got {address!r}", reason="INVALID_ADDRESS"

@@ -10,10 +10,10 @@ from typing import Any, TypedDict, TypeVar
 
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
-from outrider.spec.mixing import MASK64
 from outrider.spec.plan import DraftMethod
-from outrider.spec.sampling import Rule
+from outrider.spec.sampling import MIN_SEED, UINT64_MAX, Rule
 from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.wire.checks import quoted
 from outrider.wire.inference import (
     ChatMessage,
     ChatPrompt,
@@ -114,9 +114,6 @@ _SAMPLING = (
     "presence_penalty",
     "frequency_penalty",
 )
-MIN_SEED = -(2**63)
-_MOST_QUOTED = 80
-"""Characters of a value in an error."""
 
 
 def user(content: str) -> ChatMessage:
@@ -261,7 +258,7 @@ def _strings(options: GenerateOptions, name: str) -> tuple[str, ...]:
 
 def _not(options: GenerateOptions, name: str, wanted: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{name} must be {wanted}, got {repr(options.get(name))[:_MOST_QUOTED]}",
+        f"{name} must be {wanted}, got {quoted(options.get(name))}",
         reason="INVALID_OPTION",
     )
 
@@ -269,7 +266,7 @@ def _not(options: GenerateOptions, name: str, wanted: str) -> InvalidRequestErro
 def _seed(options: GenerateOptions) -> int | None:
     """64 bits; a negative one stands for itself plus 2^64, as over HTTP."""
     seed: Any = options.get("seed")
-    return seed & MASK64 if isinstance(seed, int) and MIN_SEED <= seed < 0 else seed
+    return seed & UINT64_MAX if isinstance(seed, int) and MIN_SEED <= seed < 0 else seed
 
 
 def _member(kind: type[EnumT], value: str) -> EnumT:

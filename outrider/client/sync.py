@@ -133,7 +133,7 @@ class Client:
             raise
         except BaseException:
             # An interrupt: nobody waits for the answer any more.
-            say_farewell(self._channels, request, said)
+            say_farewell(self._channels, self._wanted.done(attempts))
             raise
         finally:
             self._wanted.done(attempts)
@@ -373,7 +373,7 @@ class Stream:
 
     def _leave(self) -> None:
         """Want no more, and have the router told."""
-        self._end()
+        self._over = True
         if self._call is not None:
             self._call.cancel()
-        say_farewell(self._channels, self._request, self._metadata)
+        say_farewell(self._channels, self._wanted.done(self._attempts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import grpc
 
@@ -14,25 +14,23 @@ from outrider.client.resuming import Again
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.errors import CancelledRequestError, OutriderError
 from outrider.ids import RequestId
-from outrider.wire.inference import GenerateRequest
 
 
 def say_farewell(
-    channels: Channels[grpc.Channel], request: GenerateRequest, metadata: Metadata
+    channels: Channels[grpc.Channel], left: Mapping[Metadata, list[RequestId]]
 ) -> None:
-    """Tell the router that nobody wants a resumable request; others end with their calls."""
-    if request.resumable and request.request_id is not None:
-        # A closed client has said so of all of them.
-        with contextlib.suppress(CancelledRequestError), calling(channels):
-            say_farewells(channels.current, {metadata: [request.request_id]})
+    """Tell the router of a resumable request that nobody wants; others end with their calls."""
+    # A closed client has said so of all of them.
+    with contextlib.suppress(CancelledRequestError), calling(channels):
+        say_farewells(channels.current, left)
 
 
-def say_farewells(channel: grpc.Channel, requests: Mapping[Metadata, Sequence[RequestId]]) -> None:
+def say_farewells(channel: grpc.Channel, left: Mapping[Metadata, list[RequestId]]) -> None:
     """The same of several, side by side."""
     method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
     told = [
         method.future(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
-        for metadata, ids in requests.items()
+        for metadata, ids in left.items()
     ]
     for answer in told:
         # A router that does not hear of them finds out within its grace time.

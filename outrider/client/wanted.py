@@ -26,10 +26,11 @@ class Wanted:
             with self._lock:
                 self._asked[attempts] = (request.request_id, metadata)
 
-    def done(self, attempts: Attempts) -> None:
-        """Its answer is whole, or nobody wants it any more; idempotent."""
+    def done(self, attempts: Attempts) -> Mapping[Metadata, list[RequestId]]:
+        """Its answer is whole, or nobody wants it any more. What `take` would say of it alone."""
         with self._lock:
-            self._asked.pop(attempts, None)
+            asked = self._asked.pop(attempts, None)
+        return {} if asked is None else {asked[1]: [asked[0]]}
 
     def take(self) -> Mapping[Metadata, list[RequestId]]:
         """All that are left, by what went with them; none is kept."""

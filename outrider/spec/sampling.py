@@ -29,6 +29,8 @@ MAX_BIASED_IDS = 1024
 MAX_BIAS = 100.0
 """Largest size of a logit bias."""
 UINT64_MAX = 2**64 - 1
+MIN_SEED = -(2**63)
+"""Of seeds that clients name: a negative one stands for itself plus 2^64."""
 LOWEST_LOGPROB = -9999.0
 """Stands for every smaller logarithm, that of nought included: JSON has no infinity."""
 

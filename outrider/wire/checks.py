@@ -20,7 +20,14 @@ from outrider.wire.limits import (
 
 MessageT = TypeVar("MessageT", bound=Message)
 
+_MOST_QUOTED = 80
+"""Characters of a value in an error."""
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def quoted(value: object) -> str:
+    """A value as an error shows it, which is not all of it."""
+    return repr(value)[:_MOST_QUOTED]
 
 
 def fail(message: str) -> NoReturn:

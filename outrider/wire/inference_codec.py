@@ -17,7 +17,7 @@ from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.sampling import MAX_BANNED_IDS
 from outrider.spec.token_limits import MAX_ALLOWED_IDS
-from outrider.wire.checks import count, fail, number, text, token_ids
+from outrider.wire.checks import count, fail, number, quoted, text, token_ids
 from outrider.wire.common_codec import (
     METHODS,
     METHODS_FROM_PB,
@@ -67,8 +67,6 @@ _WANTED: Final = {
     FieldDescriptor.TYPE_STRING: "a text",
 }
 """What the contract's types hold."""
-_MOST_QUOTED = 80
-"""Characters of a value in an error."""
 
 
 @contextmanager
@@ -98,7 +96,7 @@ def _check_field(kind: type[Message], name: str, value: object) -> None:
         wanted = _WANTED.get(field.type, "of another type")
         each = "each be " if isinstance(value, tuple) else "be "
         raise InvalidRequestError(
-            f"{name} must {each}{wanted}, got {repr(value)[:_MOST_QUOTED]}",
+            f"{name} must {each}{wanted}, got {quoted(value)}",
             reason="INVALID_REQUEST",
         ) from error
 

@@ -13,8 +13,9 @@ import pytest
 
 from outrider.client import Client, FinishReason, GenerateResult, RetryPolicy, user
 from outrider.wire.logprobs import TokenLogprobs
-from tests.integration.stack import Stack, StackOptions, connect, metric, wait_until
+from tests.integration.stack import Stack, StackOptions, connect, metric
 from tests.integration.test_structured_output import SCHEMA, conforms
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.stack import Stack, wait_until
+from tests.integration.stack import Stack
+from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "outrider.client.cli", "chaos"]
 

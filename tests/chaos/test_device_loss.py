@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from outrider.client import user
-from tests.integration.stack import Process, Stack, connect, wait_until
+from tests.integration.stack import Process, Stack, connect
+from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 AFTER = 40

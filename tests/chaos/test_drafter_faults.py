@@ -12,7 +12,7 @@ import pytest
 
 from outrider.client import Client, GenerateResult, RetryPolicy
 from tests.integration.pool_stack import PROMPT, PoolStack
-from tests.integration.stack import wait_until
+from tests.waiting import wait_until
 
 COUNT = 4
 TOKENS = 80

@@ -27,7 +27,8 @@ from outrider.wire.messages import (
     Verdicts,
     VerifierInfo,
 )
-from tests.integration.stack import Stack, StackOptions, wait_until
+from tests.integration.stack import Stack, StackOptions
+from tests.waiting import wait_until
 
 SERVICES = {
     "router": ("InferenceService", ["Generate", "GenerateStream", "Abort", "GetServerInfo"]),

@@ -45,7 +45,7 @@ from tests.chaos.locked_fleet import (
     write_keys,
 )
 from tests.fakes.certificates import Authority
-from tests.integration.stack import wait_until
+from tests.waiting import wait_until
 
 V1 = "outrider.wire.v1"
 INFERENCE = [

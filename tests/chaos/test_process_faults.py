@@ -17,7 +17,8 @@ from outrider.client import (
     OutriderError,
     user,
 )
-from tests.integration.stack import Stack, StackOptions, connect, metric, wait_until
+from tests.integration.stack import Stack, StackOptions, connect, metric
+from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOKENS = 100

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from outrider.client import Client, GenerateResult, user
-from tests.integration.stack import Process, Stack, StackOptions, connect, metric, wait_until
+from tests.integration.stack import Process, Stack, StackOptions, connect, metric
+from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 TOKENS = 60

@@ -9,7 +9,8 @@ from types import TracebackType
 
 from outrider.client import Client, DrafterSummary, GenerateResult, ServerInfo, user
 from outrider.client.drafters_command import add_drafter
-from tests.integration.stack import Process, metric, wait_until
+from tests.integration.stack import Process, metric
+from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 

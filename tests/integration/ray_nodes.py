@@ -16,7 +16,7 @@ from pathlib import Path
 
 from outrider_ray.cluster import descendants
 
-from tests.integration.stack import wait_until
+from tests.waiting import wait_until
 
 START_S = 90.0
 LOOPBACK = "127.0.0.1"

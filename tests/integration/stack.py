@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +16,7 @@ from typing import IO, Any, TypedDict
 from outrider.client import Client, RetryPolicy
 from outrider.client.certs_command import tls_from
 from outrider.transport.tls import Role, TlsConfig
+from tests.waiting import wait_until
 
 START_TIMEOUT_S = 100.0
 
@@ -244,15 +244,6 @@ class Stack:
     def _stop(self) -> None:
         for process in (self.router, self.drafter, *self.verifiers):
             process.stop()
-
-
-def wait_until(condition: Any, *, timeout_s: float = 30.0, what: str = "condition") -> None:
-    """Poll a zero-argument callable until it is true."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not come true within {timeout_s} s")
-        time.sleep(0.02)
 
 
 def connect(stack: Stack) -> Client:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.client import Client, user
-from tests.integration.stack import Process, wait_until
+from tests.integration.stack import Process
+from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 

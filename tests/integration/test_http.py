@@ -18,7 +18,8 @@ from openai import OpenAI
 
 from outrider.client import Client
 from outrider.text.tokenizer import Tokenizer
-from tests.integration.stack import Stack, StackOptions, wait_until
+from tests.integration.stack import Stack, StackOptions
+from tests.waiting import wait_until
 
 PROMPT = "The quick brown fox"
 SCHEMA = {

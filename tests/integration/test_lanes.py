@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Client, user
-from tests.integration.stack import Stack, wait_until
+from tests.integration.stack import Stack
+from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 

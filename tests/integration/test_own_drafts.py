@@ -7,7 +7,8 @@ import concurrent.futures
 import pytest
 
 from outrider.client import Client, DraftMethod, user
-from tests.integration.stack import StackOptions, wait_until
+from tests.integration.stack import StackOptions
+from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 OWN_LENGTH = 2

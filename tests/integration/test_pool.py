@@ -10,7 +10,7 @@ import pytest
 from outrider.client import GenerateResult
 from outrider.client.drafters_command import add_drafter, remove_drafter
 from tests.integration.pool_stack import PoolStack, Requests
-from tests.integration.stack import wait_until
+from tests.waiting import wait_until
 
 COUNT = 8
 TOKENS = 100

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from outrider.client import GenerateOptions, user
-from tests.integration.stack import Stack, connect, metric, wait_until
+from tests.integration.stack import Stack, connect, metric
+from tests.waiting import wait_until
 
 STEM = "Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6 7 8 9. "
 DRAFTS = ["none", "eagle3", "ngram"]

@@ -19,7 +19,7 @@ from outrider_ray.supervisor import SERVING
 
 from outrider.client import Client, RetryPolicy, UnavailableError, user
 from tests.integration.ray_nodes import Nodes, free_port, three_nodes
-from tests.integration.stack import wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 

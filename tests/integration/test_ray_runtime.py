@@ -24,7 +24,8 @@ from outrider.client import (
 )
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
-from tests.integration.stack import Process, wait_until
+from tests.integration.stack import Process
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,7 +14,14 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS, MAX_DRAFT_TOP_K, MAX_FAN_OUT, MAX_LOOK_AHEAD
-from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIAS, MAX_BIASED_IDS, MAX_TEMPERATURE
+from outrider.spec.sampling import (
+    MAX_BANNED_IDS,
+    MAX_BIAS,
+    MAX_BIASED_IDS,
+    MAX_TEMPERATURE,
+    MIN_SEED,
+    UINT64_MAX,
+)
 from outrider.spec.token_limits import MAX_ALLOWED_IDS
 from outrider.wire.inference import (
     MAX_BAD_WORD_BYTES,
@@ -39,7 +46,6 @@ MAX_DETOKENIZED_IDS = 1 << 17
 """Ids that /detokenize takes."""
 MAX_TIMEOUT_S = 7 * 86400.0
 """A week."""
-MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's own default of max_tokens in completions."""
 
@@ -156,7 +162,7 @@ class GenerationRequest(StructureFields):
         ]
         | None
     ) = Field(default=None, description="By token id, as text.")
-    seed: Annotated[int, Ge(MIN_SEED), Le(MAX_SEED)] | None = Field(
+    seed: Annotated[int, Ge(MIN_SEED), Le(UINT64_MAX)] | None = Field(
         default=None, description="64 bits; a negative one stands for itself plus 2^64."
     )
     stop: Stop | None = None

@@ -13,20 +13,9 @@ import pytest
 
 from outrider.errors import NotFoundError
 from outrider.extras import needs_packages
+from tests.fakes.missing import without
 
 ROOT = Path(__file__).resolve().parents[3]
-
-BLOCK = """
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {packages}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Missing())
-"""
-
 
 Ended: TypeAlias = "subprocess.CompletedProcess[str]"
 RunWithout: TypeAlias = "Callable[..., Ended]"
@@ -37,7 +26,7 @@ def run_without(tmp_path: Path) -> RunWithout:
     """Run `python -m ARGUMENTS` where packages are not installed."""
 
     def run(packages: set[str], *arguments: str) -> Ended:
-        (tmp_path / "sitecustomize.py").write_text(BLOCK.format(packages=packages))
+        (tmp_path / "sitecustomize.py").write_text(without(packages))
         places = (str(tmp_path), str(ROOT / "benchmarks"), str(ROOT / "deploy" / "ray"))
         path = os.pathsep.join((*places, os.environ.get("PYTHONPATH", "")))
         return subprocess.run(

@@ -14,6 +14,7 @@ import pytest
 from outrider.client import cli, local_cluster, processes, serve
 from outrider.client.modelfiles import ModelFiles
 from outrider.client.processes import ChildProcess
+from tests.waiting import wait_until
 
 STARTED_S = 30.0
 SERVE = ["serve", "--port", "0"]
@@ -27,6 +28,11 @@ class FakeChildren:
         self.started: list[ChildProcess] = []
         self._flags = flags
         self._drain_s, self._at = drain_s, at
+
+    def serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They are what `outrider serve` starts, and SIGTERM comes as soon as it serves."""
+        monkeypatch.setattr(local_cluster, "ChildProcess", self.make)
+        monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
 
     def make(self, name: str, _module: str, _args: object, **where: object) -> ChildProcess:
         flags = list(self._flags)
@@ -57,10 +63,7 @@ def send_when(number: int, children: FakeChildren, count: int) -> threading.Thre
     """Send ourselves a signal once so many children run."""
 
     def wait_and_send() -> None:
-        end = time.monotonic() + STARTED_S
-        while sum(child.pid is not None for child in children.started) < count:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: sum(child.pid is not None for child in children.started) >= count)
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=wait_and_send)
@@ -86,8 +89,7 @@ def test_a_signal_during_the_start_stops_what_was_started(
 
 def test_a_signal_while_all_serve_is_a_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
     children = FakeChildren()
-    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
-    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
+    children.serve(monkeypatch)
     assert cli.main(SERVE) == 0
     assert all(child.pid is None for child in children.started)
 
@@ -98,8 +100,7 @@ def test_running_requests_get_their_time_while_those_they_need_go_on(
     # Longer than the time in which what is merely closed must end.
     children = FakeChildren(drain_s=1.0, at=tmp_path)
     monkeypatch.setattr(processes, "STOP_S", 0.2)
-    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
-    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
+    children.serve(monkeypatch)
     assert cli.main(["serve", "--routers", "2", "--drain-s", "20", "--port", "50999"]) == 0
     assert drained(tmp_path) == {"router-0", "router-1"}
     assert all(child.pid is None for child in children.started)
@@ -110,8 +111,7 @@ def test_a_second_signal_ends_what_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
     children = FakeChildren(drain_s=2.0 * STARTED_S, at=tmp_path)
-    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
-    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
+    children.serve(monkeypatch)
     closed: list[int | None] = []
     close = ChildProcess.close
 
@@ -121,10 +121,7 @@ def test_a_second_signal_ends_what_runs(
         close(child)
 
     def send_when_told() -> None:
-        end = time.monotonic() + STARTED_S
-        while not (tmp_path / "router.told").exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until((tmp_path / "router.told").exists)
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(ChildProcess, "close", close_and_note)
@@ -145,22 +142,16 @@ def test_a_verifier_that_dies_while_requests_end_is_started_again(
     children = FakeChildren(drain_s=3.0, at=tmp_path)
     monkeypatch.setattr(processes, "STOP_S", 0.2)
     monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
-    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
+    children.serve(monkeypatch)
     pids: list[int] = []
 
     def kill_when_told() -> None:
-        end = time.monotonic() + STARTED_S
-        while not (tmp_path / "router.told").exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until((tmp_path / "router.told").exists)
         (verifier,) = (child for child in children.started if child.name == "verifier-0")
         assert verifier.pid is not None
         pids.append(verifier.pid)
         os.kill(verifier.pid, signal.SIGKILL)
-        while verifier.pid in (pids[0], None):
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: verifier.pid not in (pids[0], None))
         pids.append(verifier.pid)
 
     killer = threading.Thread(target=kill_when_told)
@@ -171,16 +162,16 @@ def test_a_verifier_that_dies_while_requests_end_is_started_again(
 
 
 def test_a_router_that_never_ends_is_not_waited_for_forever(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    children = FakeChildren(drain_s=2.0 * STARTED_S, at=tmp_path)
+    children = FakeChildren("--deaf")
+    children.serve(monkeypatch)
     monkeypatch.setattr(processes, "STOP_S", 0.2)
     monkeypatch.setattr(local_cluster, "STOP_S", 0.2)
-    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
-    monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
     began = time.monotonic()
     assert cli.main([*SERVE, "--drain-s", "0.5"]) == 0
     assert time.monotonic() - began < STARTED_S
+    assert all(child.pid is None for child in children.started)
 
 
 def drained(directory: Path) -> set[str]:
@@ -193,10 +184,7 @@ def _signal_later(*_: object, **__: object) -> None:
     starting = signal.getsignal(signal.SIGTERM)
 
     def wait_and_send() -> None:
-        end = time.monotonic() + STARTED_S
-        while signal.getsignal(signal.SIGTERM) is starting:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not starting)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait_and_send, daemon=True).start()

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import outrider.client
+from tests.fakes.missing import without
 
 SURFACE = [
     "AbortedError",
@@ -52,20 +53,6 @@ SURFACE = [
     "user",
 ]
 
-BLOCKED = """
-import sys
-
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked}:
-            raise ImportError(f"blocked: {{name}}")
-
-sys.meta_path.insert(0, Block())
-import importlib
-for module in {modules}:
-    importlib.import_module(module)
-"""
-
 
 def test_the_public_surface_changes_on_purpose_only() -> None:
     assert sorted(outrider.client.__all__) == sorted(SURFACE)
@@ -106,6 +93,7 @@ def test_the_public_surface_changes_on_purpose_only() -> None:
 def test_client_and_router_import_without_torch_and_the_client_with_next_to_nothing(
     blocked: set[str], modules: list[str]
 ) -> None:
-    script = BLOCKED.format(blocked=blocked, modules=modules)
+    imports = "".join(f"import {module}\n" for module in modules)
+    script = without(blocked) + imports
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
