@@ -10,8 +10,9 @@ from typing import Final
 import torch
 
 from outrider.awake import AwakeCores
+from outrider.checkpoints.head_tensors import read_head
+from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.checkpoint import load_model_config
-from outrider.engine.config import ModelConfig
 from outrider.engine.device.current import check_device, make_current
 from outrider.engine.device.head_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config
@@ -93,24 +94,15 @@ def _load_source(method: DraftMethod, config: DrafterConfig, identity: Identity)
         return NgramSource(max_match=ngram.max_match, min_match=ngram.min_match)
     if method is DraftMethod.MODEL:
         return _load_small_model(config, identity)
-    return _load_head(method, config, identity)
+    return _load_head(method, config)
 
 
-def _load_head(method: DraftMethod, config: DrafterConfig, identity: Identity) -> DraftSource:
+def _load_head(method: DraftMethod, config: DrafterConfig) -> DraftSource:
     dtype = getattr(torch, config.dtype)
-    try:
-        head = _read_head(config, dtype)
-    except (ValueError, OSError) as error:
-        raise InvalidRequestError(f"head {config.head}: {error}", reason="INVALID_HEAD") from error
-    source = _head_source(head, config, dtype)
-    if source.method is not method:
-        raise FailedPreconditionError(f"{config.head} holds an {source.method} head, not {method}")
-    if head.config.vocab_size != identity.vocab_size:
-        raise FailedPreconditionError(
-            f"{config.head} is for a vocabulary of {head.config.vocab_size} ids, "
-            f"the target has {identity.vocab_size}"
-        )
-    return source
+    target = load_model_config(config.model)
+    # Before anything is loaded: every mismatch that files can tell.
+    read_head(Path(config.head), target, kind=method)
+    return _head_source(_load_weights(config, target, dtype), config, dtype)
 
 
 def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> DraftSource:
@@ -140,16 +132,15 @@ def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> 
     return source
 
 
-def _read_head(config: DrafterConfig, dtype: torch.dtype) -> DraftHead:
-    num_layers = load_model_config(config.model).num_layers
-    shape = load_head_config(config.head, num_target_layers=num_layers)
+def _load_weights(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype) -> DraftHead:
+    shape = load_head_config(config.head, num_target_layers=target.num_layers)
     # Only a head over the whole vocabulary can be without an output projection of its own.
     borrows = shape.draft_vocab_size == shape.vocab_size
     return load_head(
         config.head,
         embedding=load_embedding(config.model, dtype=dtype),
         lm_head=load_lm_head(config.model, dtype=dtype) if borrows else None,
-        num_target_layers=num_layers,
+        num_target_layers=target.num_layers,
         dtype=dtype,
         device=config.device,
         make_linear=make_linear,

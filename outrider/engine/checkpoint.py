@@ -3,7 +3,6 @@ Hugging Face names."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +11,14 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.engine.config import ModelConfig, config_from_hf, eos_ids_of
+from outrider.checkpoints.directory import (
+    ModelDirectory,
+    read_model_config,
+    read_model_directory,
+)
+from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.gguf import open_gguf
-from outrider.errors import InvalidRequestError, NotFoundError
-
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+from outrider.errors import InvalidRequestError
 
 
 class TensorSource(Protocol):
@@ -36,50 +37,30 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """A directory with `model.safetensors` or an index and its shards."""
+    """The weights of a checked model directory."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._files: dict[str, Any] = {}
-        self._weight_map = self._read_map()
+    def __init__(self, directory: ModelDirectory) -> None:
+        self._path = directory.path
+        self._tensors = directory.tensors
+        self._files: dict[Path, Any] = {}
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds the tensor."""
-        return name in self._weight_map
+        return name in self._tensors
 
     def get(self, name: str) -> Tensor:
         """The tensor, mapped from the file."""
-        if name not in self._weight_map:
+        stored = self._tensors.get(name)
+        if stored is None or stored.file is None:
             raise InvalidRequestError(f"{self._path}: the checkpoint has no tensor {name!r}")
         with _typed_errors(self._path):
-            tensor: Tensor = self._open(self._weight_map[name]).get_tensor(name)
+            tensor: Tensor = self._open(stored.file).get_tensor(name)
         return tensor
 
-    def _read_map(self) -> dict[str, str]:
-        index = self._path / _INDEX
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return {str(name): _plain_name(file) for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise InvalidRequestError(f"{index}: not a safetensors index: {error}") from error
-        if not (self._path / _SINGLE).is_file():
-            raise NotFoundError(f"{self._path} holds neither {_SINGLE} nor {_INDEX}")
-        with _typed_errors(self._path):
-            return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
-
-    def _open(self, file: str) -> Any:
+    def _open(self, file: Path) -> Any:
         if file not in self._files:
-            if not (self._path / file).is_file():
-                raise NotFoundError(f"{self._path}: the shard {file} is missing")
-            self._files[file] = safe_open(self._path / file, framework="pt")
+            self._files[file] = safe_open(file, framework="pt")
         return self._files[file]
-
-
-def _plain_name(file: Any) -> str:
-    if not isinstance(file, str) or Path(file).name != file:
-        raise ValueError(f"shard name {file!r} is not a plain file name")
-    return file
 
 
 @contextmanager
@@ -91,13 +72,14 @@ def _typed_errors(path: Path) -> Iterator[None]:
 
 
 def open_checkpoint(path: str | Path) -> TensorSource:
-    """Open a safetensors directory or a `.gguf` file."""
+    """Open a safetensors directory or a `.gguf` file whose tensors are all known and supported.
+
+    Raises NotFoundError for missing files and InvalidRequestError for all else.
+    """
     path = Path(path)
     if path.suffix == ".gguf":
         return open_gguf(path)
-    if not path.is_dir():
-        raise NotFoundError(f"{path}: no such model directory")
-    return SafetensorsSource(path)
+    return SafetensorsSource(read_model_directory(path))
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -107,25 +89,4 @@ def load_model_config(path: str | Path) -> ModelConfig:
     understood or asks for something that is not supported.
     """
     path = Path(path)
-    if path.suffix == ".gguf":
-        return open_gguf(path).config
-    file = path / "config.json"
-    if not file.is_file():
-        raise NotFoundError(f"{path}: no model here (expected a directory with config.json)")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise InvalidRequestError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise InvalidRequestError(f"{file}: expected a JSON object")
-    generation = path / "generation_config.json"
-    return config_from_hf(raw, more_eos_ids=_generation_eos(generation))
-
-
-def _generation_eos(file: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, where chat models list all of theirs."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        return eos_ids_of(raw.get("eos_token_id"))
-    except (OSError, ValueError, AttributeError):
-        return ()
+    return open_gguf(path).config if path.suffix == ".gguf" else read_model_config(path)

@@ -11,7 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from outrider.engine.config import ModelConfig, config_from_hf
+from outrider.checkpoints.model_config import ModelConfig, config_from_hf
+from outrider.checkpoints.model_tensors import check_model_tensors
+from outrider.checkpoints.safetensors_header import StoredTensor
 from outrider.errors import FailedPreconditionError, InvalidRequestError, NotFoundError
 
 _BLOCK_NAMES: Final = {
@@ -35,6 +37,12 @@ _GLOBAL_NAMES: Final = {
 _PERMUTED: Final = ("attn_q", "attn_k")
 _NOT_WEIGHTS: Final = ("rope_freqs",)
 """Derived from the config; not part of a checkpoint."""
+TENSOR_TYPES: Final = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
+"""Element types that are dequantised, by the names of the format."""
 
 
 class GGUFSource:
@@ -48,6 +56,7 @@ class GGUFSource:
             hf: name for name in self._tensors if (hf := _to_hf_name(name)) is not None
         }
         self.config = self._config()
+        self._check_tensors()
 
     @functools.cached_property
     def metadata(self) -> Mapping[str, Any]:
@@ -82,10 +91,23 @@ class GGUFSource:
             tensor = separate_pairs(tensor, self.config.head_dim)
         return tensor
 
+    def _check_tensors(self) -> None:
+        """Refuse a file with tensors that are unknown, missing or of unsupported types."""
+        tensors = {
+            # A tensor without a Hugging Face name is unknown, and is named as the file does.
+            _to_hf_name(name) or name: StoredTensor(
+                dtype=str(tensor.tensor_type.name),
+                # GGUF names extents from the innermost outwards.
+                shape=tuple(int(extent) for extent in reversed(tensor.shape)),
+            )
+            for name, tensor in self._tensors.items()
+        }
+        check_model_tensors(str(self._path), self.config, tensors, dtypes=TENSOR_TYPES)
+
     def _config(self) -> ModelConfig:
         try:
             raw = self._hf_config()
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidRequestError(f"{self._path}: missing or odd metadata: {error}") from error
         return config_from_hf(raw)
 
@@ -94,6 +116,8 @@ class GGUFSource:
         arch = self._value("general.architecture")
         hidden = self._value(f"{arch}.embedding_length")
         heads = self._value(f"{arch}.attention.head_count")
+        head_dim = self._value(f"{arch}.attention.key_length", hidden // heads)
+        self._refuse_window(arch)
         return {
             "model_type": arch,
             "hidden_size": hidden,
@@ -101,7 +125,9 @@ class GGUFSource:
             "num_hidden_layers": self._value(f"{arch}.block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._value(f"{arch}.attention.head_count_kv", heads),
-            "head_dim": self._value(f"{arch}.attention.key_length", hidden // heads),
+            "head_dim": head_dim,
+            "partial_rotary_factor": self._value(f"{arch}.rope.dimension_count", head_dim)
+            / head_dim,
             # Stored as float32: 1e-5 reads as 9.99999975e-06.
             "rms_norm_eps": float(f"{self._value(f'{arch}.attention.layer_norm_rms_epsilon'):.6g}"),
             "rope_theta": self._value(f"{arch}.rope.freq_base", 10000.0),
@@ -113,6 +139,15 @@ class GGUFSource:
             "bos_token_id": self._value("tokenizer.ggml.bos_token_id", None),
             "eos_token_id": self._value("tokenizer.ggml.eos_token_id", None),
         }
+
+    def _refuse_window(self, arch: str) -> None:
+        """Refuse a sliding window: a GGUF file does not say in which layers it applies."""
+        window = self._value(f"{arch}.attention.sliding_window", 0)
+        if 0 < window < self._value(f"{arch}.context_length"):
+            raise InvalidRequestError(
+                f"{self._path}: sliding windows are not supported in GGUF files; "
+                "use the safetensors checkpoint"
+            )
 
     def _rope_scaling(self, arch: str) -> dict[str, Any] | None:
         if any(name.startswith(_NOT_WEIGHTS) for name in self._tensors):

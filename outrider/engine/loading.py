@@ -14,17 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.model_config import ModelConfig
+from outrider.checkpoints.model_tensors import EMBEDDING, FINAL_NORM_WEIGHT, LM_HEAD
 from outrider.engine.checkpoint import TensorSource, load_model_config, open_checkpoint
-from outrider.engine.config import ModelConfig
 from outrider.engine.kvcache import KVPool
 from outrider.engine.layers import LayerWeights, interleave_pairs
 from outrider.engine.linear import Linear, make_linear
 from outrider.engine.products import room_for_copies
 from outrider.engine.target import ModelWeights, TargetModel
 from outrider.errors import InvalidRequestError
-
-_EMBEDDING = "model.embed_tokens.weight"
-_LM_HEAD = "lm_head.weight"
 
 
 def load_target(
@@ -78,7 +76,7 @@ def load_embedding(
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """Only the embedding [V, H], as a draft head in another process needs it."""
-    return open_checkpoint(path).get(_EMBEDDING).to(device=device, dtype=dtype)
+    return open_checkpoint(path).get(EMBEDDING).to(device=device, dtype=dtype)
 
 
 def load_lm_head(
@@ -93,8 +91,7 @@ def load_lm_head(
 
 
 def _lm_head(source: TensorSource, config: ModelConfig) -> Tensor:
-    tied = config.tie_word_embeddings or not source.has(_LM_HEAD)
-    return source.get(_EMBEDDING if tied else _LM_HEAD)
+    return source.get(EMBEDDING if config.tie_word_embeddings else LM_HEAD)
 
 
 class WeightLoader:
@@ -119,11 +116,11 @@ class WeightLoader:
         """Everything, layer by layer. Raises InvalidRequestError for shapes that do not fit."""
         config = self._config
         head = _lm_head(self._source, config)
-        self._expect(_LM_HEAD, head, (config.vocab_size, config.hidden_size))
+        self._expect(LM_HEAD, head, (config.vocab_size, config.hidden_size))
         # A damaged or foreign checkpoint should fail on its small tensors, before the large ones.
-        final_norm = self._vector("model.norm.weight", config.hidden_size)
+        final_norm = self._vector(FINAL_NORM_WEIGHT, config.hidden_size)
         layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
-        embedding = self._matrix(_EMBEDDING, config.vocab_size, config.hidden_size)
+        embedding = self._matrix(EMBEDDING, config.vocab_size, config.hidden_size)
         return ModelWeights(
             embedding=embedding,
             layers=layers,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outrider.checkpoints.head_config import FINAL_NORM
+from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.attention import SegmentPlan, plan_segment
-from outrider.engine.config import ModelConfig
-from outrider.engine.heads.config import FINAL_NORM
 from outrider.engine.heads.layers import rms_norm, scaled_inverse_frequencies
 from outrider.engine.kvcache import KVPool, KVSequence
 from outrider.engine.layers import LayerContext, LayerWeights, rotations, run_layer

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from outrider.engine.config import ModelConfig
+from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.gguf import GGUFSource, open_gguf
 from outrider.errors import OutriderError
 from outrider.models.gguf_tokenizer import write_tokenizer

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from outrider.awake import AwakeCores
-from outrider.engine.config import ModelConfig
+from outrider.checkpoints.head_tensors import read_head
+from outrider.checkpoints.model_config import ModelConfig
+from outrider.engine.checkpoint import load_model_config
 from outrider.engine.device.current import check_device, check_kernels, make_current
 from outrider.engine.device.warp_slots import warp_bytes
 from outrider.engine.heads import (
@@ -24,7 +26,7 @@ from outrider.engine.linear import make_linear
 from outrider.engine.loading import kv_bytes_per_token, load_lm_head, load_target
 from outrider.engine.products import choices, set_threads
 from outrider.engine.target import TargetModel
-from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.errors import InvalidRequestError
 from outrider.grammar.grammars import Grammars
 from outrider.models import resolve
 from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
@@ -52,6 +54,9 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
     make_current(config.device)
     began = time.monotonic()
     path = resolve(config.model)
+    if config.features_from:
+        # Before the target is loaded, which takes long.
+        _check_head(config, load_model_config(path))
     target = _load_target(config, path)
     projection: FeatureProjection | None = None
     if config.features_from:
@@ -169,58 +174,36 @@ def _size_of(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*") if file.is_file())
 
 
+def _check_head(config: VerifierConfig, target: ModelConfig) -> None:
+    kind = "eagle3" if config.drafts_itself else None
+    try:
+        read_head(Path(config.features_from), target, kind=kind)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"features_from {error.message}", reason=error.reason) from error
+
+
 def _load_own_head(config: VerifierConfig, target: TargetModel) -> DraftHead:
     """The head of `features_from`, on the target's device, with the target's embedding."""
     path, num_layers = config.features_from, target.config.num_layers
-    try:
-        shape = load_head_config(path, num_target_layers=num_layers)
-        # Only a head over the whole vocabulary can be without an output projection of its own.
-        borrows = shape.draft_vocab_size == shape.vocab_size
-        head = load_head(
-            path,
-            embedding=target.embedding,
-            lm_head=load_lm_head(resolve(config.model), dtype=target.dtype) if borrows else None,
-            num_target_layers=num_layers,
-            dtype=target.dtype,
-            device=config.device,
-            make_linear=partial(make_linear, packed=False),
-        )
-    except (ValueError, OSError) as error:
-        message = f"features_from {path}: {error}"
-        raise InvalidRequestError(message, reason="INVALID_HEAD") from error
-    if shape.kind != "eagle3":
-        raise FailedPreconditionError(
-            f"{path} holds an {shape.kind} head: {config.placement} drafting takes an eagle3 head",
-            reason="UNSUPPORTED_HEAD",
-        )
-    if shape.vocab_size != target.vocab_size:
-        raise FailedPreconditionError(
-            f"{path} is for a vocabulary of {shape.vocab_size} ids, the target has "
-            f"{target.vocab_size}",
-            reason="VOCAB_MISMATCH",
-        )
-    return head
+    shape = load_head_config(path, num_target_layers=num_layers)
+    # Only a head over the whole vocabulary can be without an output projection of its own.
+    borrows = shape.draft_vocab_size == shape.vocab_size
+    return load_head(
+        path,
+        embedding=target.embedding,
+        lm_head=load_lm_head(resolve(config.model), dtype=target.dtype) if borrows else None,
+        num_target_layers=num_layers,
+        dtype=target.dtype,
+        device=config.device,
+        make_linear=partial(make_linear, packed=False),
+    )
 
 
 def _load_projection(config: VerifierConfig, num_layers: int) -> FeatureProjection:
-    try:
-        projection = load_feature_projection(
-            config.features_from,
-            num_target_layers=num_layers,
-            dtype=getattr(torch, config.dtype),
-            device=config.device,
-            make_linear=make_linear,
-        )
-    except (ValueError, OSError) as error:
-        message = f"features_from {config.features_from}: {error}"
-        raise InvalidRequestError(message, reason="INVALID_HEAD") from error
-    _check_taps(projection, num_layers)
-    return projection
-
-
-def _check_taps(projection: FeatureProjection, num_layers: int) -> None:
-    if any(tap >= num_layers for tap in projection.tap_layers):
-        raise FailedPreconditionError(
-            f"the head taps layers {projection.tap_layers}, the target has {num_layers}",
-            reason="FEATURE_MISMATCH",
-        )
+    return load_feature_projection(
+        config.features_from,
+        num_target_layers=num_layers,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+        make_linear=make_linear,
+    )

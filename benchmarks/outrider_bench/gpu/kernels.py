@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.config import ModelConfig
+from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.kernels.attention.rotary import rotary_table, rotary_write
 from outrider.engine.kernels.attention.tree import tree_attention
 from outrider.engine.kernels.drafts.topk import log_softmax_topk

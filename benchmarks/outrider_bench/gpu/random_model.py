@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.checkpoint import TensorSource, load_model_config, open_checkpoint
-from outrider.engine.config import ModelConfig
 from outrider.engine.heads import FeatureProjection, HeadConfig, load_feature_projection, load_head
 from outrider.engine.heads.eagle3 import BlockWeights, Eagle3Head
 from outrider.engine.kvcache import KVPool

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.checkpoints.head_config import load_head_config
 from outrider.engine.checkpoint import load_model_config, open_checkpoint
-from outrider.engine.heads.config import load_head_config
 from outrider_bench.gpu.widening import (
     WidenedTarget,
     WideSpec,

@@ -22,9 +22,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.head_config import HeadConfig
+from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.checkpoint import TensorSource
-from outrider.engine.config import ModelConfig
-from outrider.engine.heads.config import HeadConfig
 from outrider.errors import InvalidRequestError
 from outrider.models.convert import hf_config
 

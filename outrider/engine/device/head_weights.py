@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.head_config import HeadConfig
 from outrider.engine.heads import DraftHead
-from outrider.engine.heads.config import HeadConfig
 from outrider.engine.heads.eagle3 import Eagle3Head
 from outrider.engine.linear import PlainLinear, plain_weights
 from outrider.errors import FailedPreconditionError

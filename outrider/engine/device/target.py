@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.heads.config import FINAL_NORM
+from outrider.checkpoints.head_config import FINAL_NORM
 from outrider.engine.kernels.attention.layout import RoundLayout
 from outrider.engine.kernels.attention.rotary import rotary_table
 from outrider.engine.kernels.attention.tree import tree_attention

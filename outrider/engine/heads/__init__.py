@@ -19,7 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outrider.engine.heads.config import (
+from outrider.checkpoints.head_config import (
     FINAL_NORM,
     HeadConfig,
     default_tap_layers,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.heads.config import HeadConfig
+from outrider.checkpoints.head_config import HeadConfig
 from outrider.engine.heads.layers import (
     Linear,
     apply_rotary,

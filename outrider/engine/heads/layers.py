@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.heads.config import HeadConfig
+from outrider.checkpoints.head_config import HeadConfig
 
 Linear = Callable[[Tensor], Tensor]
 

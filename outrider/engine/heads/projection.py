@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from outrider.engine.heads.config import HeadConfig
+from outrider.checkpoints.head_config import HeadConfig
 from outrider.engine.heads.layers import Linear, rms_norm
 
 

@@ -46,6 +46,7 @@ from outrider.engine.training.report import held_out_report
 from outrider.engine.training.serving import serving_report
 from outrider.engine.training.target import Target, load_target
 from outrider.engine.training.vocab import DraftVocabulary, build_vocabulary, given_vocabulary
+from outrider.errors import OutriderError
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the command; 0 on success, 1 when the parity check finds a difference, 2 on bad input."""
     try:
         return _dispatch(args)
-    except (ValueError, OSError) as error:
+    except (OutriderError, ValueError, OSError) as error:
         logger.error("%s", error)
         return 2
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.engine.heads.config import HeadConfig
+from outrider.checkpoints.head_config import HeadConfig
 from outrider.engine.training.head import TrainableHead
 from outrider.engine.training.target import TargetConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.heads.config import HeadConfig
+from outrider.checkpoints.head_config import HeadConfig
 from outrider.engine.training.target import Target
 
 

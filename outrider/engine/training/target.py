@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from outrider.checkpoints.model_tensors import EMBEDDING, FINAL_NORM_WEIGHT, LM_HEAD
+from outrider.engine.checkpoint import load_model_config, open_checkpoint
 from outrider.engine.heads.layers import rms_norm, scaled_inverse_frequencies
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2")
@@ -171,29 +172,32 @@ def _after_attention(x: Tensor, attn: Tensor, layer: TargetLayer, eps: float) ->
 def load_target(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Target:
-    """Load a Llama-skeleton model from a directory with config.json and *.safetensors."""
+    """Load a Llama-skeleton model from a directory with config.json and safetensors files.
+
+    Raises ValueError for skeletons that cannot be trained for, and InvalidRequestError and
+    NotFoundError for checkpoints that cannot be served.
+    """
     directory = Path(path)
     config = load_target_config(directory)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        tensors.update(load_file(file))
-    if not tensors:
-        raise ValueError(f"{directory} holds no *.safetensors")
+    source = open_checkpoint(directory)
+    served = load_model_config(directory)
+    if served.o_bias or served.mlp_bias:
+        raise ValueError("biases of o_proj and of the MLP are not supported in training")
 
     def get(name: str) -> Tensor:
-        return tensors[name].to(device=device, dtype=dtype)
+        return source.get(name).to(device=device, dtype=dtype)
 
-    embedding = get("model.embed_tokens.weight")
+    embedding = get(EMBEDDING)
     return Target(
         config,
         embedding,
-        [_load_layer(get, tensors, f"model.layers.{i}.") for i in range(config.num_layers)],
-        get("model.norm.weight"),
-        get("lm_head.weight") if "lm_head.weight" in tensors else embedding,
+        [_load_layer(get, served.qkv_bias, f"model.layers.{i}.") for i in range(config.num_layers)],
+        get(FINAL_NORM_WEIGHT),
+        embedding if served.tie_word_embeddings else get(LM_HEAD),
     )
 
 
-def _load_layer(get: Callable[[str], Tensor], names: dict[str, Tensor], prefix: str) -> TargetLayer:
+def _load_layer(get: Callable[[str], Tensor], has_bias: bool, prefix: str) -> TargetLayer:
     def fused(part: str, kinds: tuple[str, ...], what: str = "weight") -> Tensor:
         return torch.cat([get(f"{prefix}{part}.{kind}.{what}") for kind in kinds])
 
@@ -201,9 +205,7 @@ def _load_layer(get: Callable[[str], Tensor], names: dict[str, Tensor], prefix: 
     return TargetLayer(
         input_norm=get(prefix + "input_layernorm.weight"),
         qkv=fused("self_attn", qkv),
-        qkv_bias=fused("self_attn", qkv, "bias")
-        if f"{prefix}self_attn.q_proj.bias" in names
-        else None,
+        qkv_bias=fused("self_attn", qkv, "bias") if has_bias else None,
         o_proj=get(prefix + "self_attn.o_proj.weight"),
         post_norm=get(prefix + "post_attention_layernorm.weight"),
         gate_up=fused("mlp", ("gate_proj", "up_proj")),

@@ -16,8 +16,8 @@ from outrider_bench.gpu.widening import (
 )
 from safetensors.torch import load_file
 
+from outrider.checkpoints.model_config import config_from_hf
 from outrider.engine.checkpoint import load_model_config, open_checkpoint
-from outrider.engine.config import config_from_hf
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.heads.eagle3 import Eagle3Head
 from outrider.engine.loading import load_target

@@ -9,8 +9,8 @@ import pytest
 from outrider_drafter.build import device_tokens, pool_tokens
 from outrider_drafter.config import DrafterConfig
 
+from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.checkpoint import load_model_config
-from outrider.engine.config import ModelConfig
 from outrider.spec.plan import DraftMethod
 from tests.factories import make_target
 

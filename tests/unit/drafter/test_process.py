@@ -100,7 +100,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         build(DrafterConfig(methods=ngram))
     with pytest.raises(NotFoundError):
         build(DrafterConfig(methods=ngram, model=str(tmp_path / "nothing")))
-    with pytest.raises(InvalidRequestError, match="300"):
+    with pytest.raises(FailedPreconditionError, match="300"):
         build(DrafterConfig(methods=eagle, model=target, head=foreign))
     with pytest.raises(InvalidRequestError, match="nowhere"):
         build(DrafterConfig(methods=eagle, model=target, head="nowhere"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.engine.gguf import open_gguf, separate_pairs
+from outrider.engine.gguf import TENSOR_TYPES, open_gguf, separate_pairs
 from outrider.engine.layers import interleave_pairs
 from outrider.engine.loading import load_target
 from outrider.errors import InvalidRequestError
@@ -27,8 +27,12 @@ def write_gguf(
     *,
     types: dict[str, gguf.GGMLQuantizationType] | None = None,
     extra: dict[str, Any] | None = None,
+    numbers: dict[str, int] | None = None,
+    tensors: dict[str, Any] | None = None,
+    dtypes: dict[str, Any] | None = None,
 ) -> None:
-    """Write a GGUF as the usual converter lays it out; `types` maps name parts to quantisations."""
+    """Write a GGUF as the usual converter lays it out; `types` maps name parts to quantisations,
+    `dtypes` to element types, and `extra`, `numbers` and `tensors` are added."""
     writer = gguf.GGUFWriter(str(target), arch)
     writer.add_context_length(512)
     writer.add_embedding_length(BASE["hidden_size"])
@@ -43,6 +47,10 @@ def write_gguf(
     writer.add_eos_token_id(2)
     for key, value in (extra or {}).items():
         writer.add_string(key, value)
+    for key, number in (numbers or {}).items():
+        writer.add_uint32(key, number)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, BASE["num_hidden_layers"])
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -51,6 +59,8 @@ def write_gguf(
             tensor = interleave_pairs(tensor, BASE["head_dim"])
         kind = next((t for part, t in (types or {}).items() if part in stored), F32)
         data = tensor.numpy() if kind is F32 else gguf.quants.quantize(tensor.numpy(), kind)
+        dtype = next((t for part, t in (dtypes or {}).items() if part in stored), None)
+        data = data if dtype is None else data.astype(dtype)
         writer.add_tensor(stored, data, raw_dtype=None if kind is F32 else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -89,7 +99,7 @@ def test_quantised_tensors_are_dequantised_by_the_formula_of_their_format(tmp_pa
     writer = gguf.GGUFWriter(str(tmp_path / "q.gguf"), "llama")
     for add, value in (
         (writer.add_context_length, 512), (writer.add_embedding_length, 64),
-        (writer.add_block_count, 1), (writer.add_feed_forward_length, 64),
+        (writer.add_block_count, 1), (writer.add_feed_forward_length, 1),
         (writer.add_head_count, 4), (writer.add_layer_norm_rms_eps, 1e-6),
     ):  # fmt: skip
         add(value)
@@ -103,6 +113,12 @@ def test_quantised_tensors_are_dequantised_by_the_formula_of_their_format(tmp_pa
     nibbles = np.array([i | ((15 - i) << 4) for i in range(16)], dtype=np.uint8).tobytes()
     q4 = np.frombuffer((scale_min + nibbles) * 2, dtype=np.uint8)[None]
     writer.add_tensor("blk.0.ffn_gate.weight", q4, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+        writer.add_tensor(f"blk.0.{name}.weight", np.zeros((64, 64), dtype=np.float32))
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((1, 64), dtype=np.float32))
+    writer.add_tensor("blk.0.ffn_down.weight", np.zeros((64, 1), dtype=np.float32))
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(64, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -141,3 +157,52 @@ def test_rope_scaling_that_a_gguf_cannot_tell_is_refused(tmp_path: Path) -> None
     write_gguf(tmp_path, tmp_path / "a.gguf", extra={"llama.rope.scaling.type": "yarn"})
     with pytest.raises(InvalidRequestError, match="rope"):
         open_gguf(tmp_path / "a.gguf")
+
+
+def write_with(tmp_path: Path, **options: Any) -> Path:
+    write_checkpoint("llama", tmp_path)
+    write_gguf(tmp_path, tmp_path / "a.gguf", **options)
+    return tmp_path / "a.gguf"
+
+
+def test_a_tensor_without_a_place_in_the_model_is_refused(tmp_path: Path) -> None:
+    extra = {"blk.0.ffn_gate_inp.weight": np.zeros((4, 48), dtype=np.float32)}
+    file = write_with(tmp_path, tensors=extra)
+    with pytest.raises(InvalidRequestError, match=r"blk\.0\.ffn_gate_inp\.weight would not be"):
+        open_gguf(file)
+
+
+def test_a_tensor_type_that_is_not_dequantised_is_refused_before_any_is_read(
+    tmp_path: Path,
+) -> None:
+    file = write_with(tmp_path, dtypes={"blk.3.ffn_up": np.dtype(np.float64)})
+    with pytest.raises(InvalidRequestError, match=r"up_proj.weight is stored as F64.*Q4_K"):
+        open_gguf(file)
+
+
+def test_every_tensor_type_that_is_named_is_dequantised() -> None:
+    for name in TENSOR_TYPES:
+        kind = gguf.GGMLQuantizationType[name]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        dtype = {"F32": np.float32, "F16": np.float16}.get(name, np.uint8)
+        stored = np.zeros(256 // block * size, dtype=np.uint8).view(dtype)
+        assert gguf.quants.dequantize(stored, kind).shape == (256,)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "match"),
+    [
+        ({"llama.attention.sliding_window": 8}, "sliding windows are not supported in GGUF"),
+        ({"llama.rope.dimension_count": 4}, "partial_rotary_factor must be 1.0"),
+    ],
+)
+def test_numbers_that_would_change_the_model_are_not_passed_over(
+    tmp_path: Path, numbers: dict[str, int], match: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=match):
+        open_gguf(write_with(tmp_path, numbers=numbers))
+
+
+def test_numbers_that_change_nothing_are_read(tmp_path: Path) -> None:
+    numbers = {"llama.attention.sliding_window": 512, "llama.rope.dimension_count": 8}
+    assert open_gguf(write_with(tmp_path, numbers=numbers)).config.head_dim == 8

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.engine.heads import default_tap_layers, load_head, load_head_config
 from outrider.engine.heads.layers import scaled_inverse_frequencies
+from outrider.errors import InvalidRequestError
 from tests.unit.engine.heads_oracle import HIDDEN, VOCAB, write_eagle, write_eagle3
 
 
@@ -37,7 +38,7 @@ def test_speculators_ids_count_residual_streams_and_a_fourth_is_dropped(tmp_path
 def test_default_taps_need_the_number_of_target_layers(tmp_path: Path) -> None:
     write_eagle3(tmp_path)
     edit(tmp_path, {"eagle_config": {}})
-    with pytest.raises(ValueError, match="pass num_target_layers"):
+    with pytest.raises(InvalidRequestError, match="pass num_target_layers"):
         load_head_config(tmp_path)
     assert load_head_config(tmp_path, num_target_layers=30).tap_layers == (1, 14, 26)
     with pytest.raises(ValueError, match="at least 6 layers, not 5"):
@@ -70,7 +71,7 @@ def test_unsupported_settings_are_refused(
 ) -> None:
     write_eagle3(tmp_path)
     edit(tmp_path, changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidRequestError, match=message):
         load_head_config(tmp_path)
 
 
@@ -80,7 +81,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(InvalidRequestError, match=name):
         load_head(tmp_path, embedding=torch.zeros(VOCAB, HIDDEN))
 
 
@@ -89,7 +90,7 @@ def test_a_map_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["d2t"] += VOCAB
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="outside the vocabulary"):
+    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
         load_head(tmp_path, embedding=torch.zeros(VOCAB, HIDDEN))
 
 
@@ -108,7 +109,7 @@ def test_an_own_embedding_is_used_only_where_the_targets_does_not_fit(tmp_path: 
 
 def test_eagle_needs_the_targets_lm_head(tmp_path: Path) -> None:
     write_eagle(tmp_path)
-    with pytest.raises(ValueError, match="pass the target's lm_head"):
+    with pytest.raises(InvalidRequestError, match="pass the target's lm_head"):
         load_head(tmp_path, embedding=torch.zeros(VOCAB, HIDDEN))
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.checkpoints.model_config import config_from_hf
 from outrider.engine.checkpoint import load_model_config
-from outrider.engine.config import config_from_hf
 from outrider.engine.loading import (
     kv_bytes_per_token,
     load_embedding,

@@ -8,18 +8,16 @@ meaning: a tap is the 0-based id of the target layer whose OUTPUT residual strea
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-logger = logging.getLogger(__name__)
+from outrider.checkpoints.quantization import check_unquantized
+from outrider.checkpoints.rope import read_rope
+from outrider.errors import InvalidRequestError
 
 FINAL_NORM: Final = -1
 """Tap id of the target's final-normed hidden state, the feature of EAGLE-1/2 heads."""
-
-_ROPE_TYPES: Final = ("default", "linear", "llama3")
-_DEFAULT_ROPE_THETA: Final = 10000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +56,14 @@ class HeadConfig:
     qkv_bias: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "target_hidden_size", "intermediate_size", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.num_heads < 1 or self.num_kv_heads < 1 or self.head_dim % 2:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) and num_kv_heads ({self.num_kv_heads}) must be "
+                f"positive, and head_dim ({self.head_dim}) must be even"
+            )
         if self.kind == "eagle" and self.tap_layers != (FINAL_NORM,):
             raise ValueError(f"an eagle head taps ({FINAL_NORM},) only, not {self.tap_layers}")
         if self.num_heads % self.num_kv_heads:
@@ -91,13 +97,29 @@ def default_tap_layers(num_target_layers: int) -> tuple[int, int, int]:
 def load_head_config(path: str | Path, *, num_target_layers: int | None = None) -> HeadConfig:
     """Read `config.json` (or the directory holding it) of a head in either format.
 
-    `num_target_layers` supplies the default taps when the file names none.
+    `num_target_layers` supplies the default taps when the file names none. Raises
+    InvalidRequestError (INVALID_HEAD) for a file that is missing, malformed or not supported.
     """
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
-    raw = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        return _from_json(json.loads(file.read_text(encoding="utf-8")), num_target_layers)
+    except InvalidRequestError as error:
+        raise _invalid(file, error.message) from error
+    except LookupError as error:
+        raise _invalid(file, f"missing field: {error}") from error
+    except (ValueError, TypeError, ArithmeticError, AttributeError, OSError) as error:
+        raise _invalid(file, str(error)) from error
+
+
+def _invalid(file: Path, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{file}: {why}", reason="INVALID_HEAD")
+
+
+def _from_json(raw: Any, num_target_layers: int | None) -> HeadConfig:
     if not isinstance(raw, dict):
-        raise ValueError(f"{file}: expected a JSON object")
+        raise ValueError("expected a JSON object")
+    check_unquantized(raw)
     if "transformer_layer_config" in raw:
         return _from_speculators(raw, num_target_layers)
     return _from_original(raw, num_target_layers)
@@ -108,14 +130,15 @@ def _from_speculators(raw: dict[str, Any], num_target_layers: int | None) -> Hea
     if kind != "eagle3":
         raise ValueError(f"speculators_model_type must be 'eagle3', not {kind!r}")
     layer = dict(raw["transformer_layer_config"])
-    if "norm_before_residual" not in raw:
-        logger.warning("norm_before_residual is missing from the speculators config: taking False")
+    check_unquantized(layer)
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
     # This format counts residual streams: id j is the output of layer j - 1, and 0 the embedding.
     taps = tuple(int(i) - 1 for i in ids) if ids else _default_taps(num_target_layers)
     if any(t < 0 for t in taps):
         raise ValueError(f"eagle_aux_hidden_state_layer_ids must all be at least 1, not {ids}")
-    merged = {**layer, **{k: raw[k] for k in _FLAGS if k in raw}}
+    # This format leaves the flag out where it is true; the original format where it is false.
+    flags = {k: raw[k] for k in _FLAGS if raw.get(k) is not None}
+    merged = {"norm_before_residual": True, **layer, **flags}
     merged["draft_vocab_size"] = raw.get("draft_vocab_size")
     merged["target_hidden_size"] = raw.get("target_hidden_size")
     return _build(merged, "eagle3", taps[:3])
@@ -165,6 +188,7 @@ def _build(
     _check_supported(raw)
     hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
     vocab = int(raw["vocab_size"])
+    theta, scaling = read_rope(raw)
     eagle = kind == "eagle"
     return HeadConfig(
         kind=kind,
@@ -177,8 +201,8 @@ def _build(
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         vocab_size=vocab,
         draft_vocab_size=vocab if eagle else int(raw.get("draft_vocab_size") or vocab),
-        rope_theta=_rope_theta(raw),
-        rope_scaling=_rope_scaling(raw),
+        rope_theta=theta,
+        rope_scaling=scaling,
         max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
         tap_layers=taps,
         fc_norm=bool(raw.get("fc_norm")),
@@ -202,24 +226,3 @@ def _check_supported(raw: dict[str, Any]) -> None:
     for key, values in allowed.items():
         if raw.get(key) is not None and raw[key] not in values:
             raise ValueError(f"{key} must be one of {list(values)}, not {raw[key]!r}")
-
-
-def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(raw.get("rope_scaling") or {})
-    merged.update(raw.get("rope_parameters") or {})
-    return merged
-
-
-def _rope_theta(raw: dict[str, Any]) -> float:
-    theta = raw.get("rope_theta") or _rope_parameters(raw).get("rope_theta")
-    return float(theta or _DEFAULT_ROPE_THETA)
-
-
-def _rope_scaling(raw: dict[str, Any]) -> dict[str, Any] | None:
-    scaling = _rope_parameters(raw)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _ROPE_TYPES:
-        raise ValueError(f"rope type must be one of {list(_ROPE_TYPES)}, not {kind!r}")
-    if kind == "default":
-        return None
-    return {**{k: v for k, v in scaling.items() if k != "rope_theta"}, "rope_type": kind}

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from outrider.checkpoints.quantization import check_unquantized
+from outrider.checkpoints.rope import read_rope
 from outrider.errors import InvalidRequestError
 
 ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that share the Llama skeleton and are supported."""
-ROPE_TYPES: Final = ("default", "linear", "llama3")
+_FULL, _SLIDING = _LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Values of `layer_types` that are understood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +69,16 @@ def config_from_hf(raw: Mapping[str, Any], *, more_eos_ids: tuple[int, ...] = ()
         raise InvalidRequestError(f"model_type must be one of {list(ARCHITECTURES)}, not {kind!r}")
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidRequestError(f"hidden_act must be 'silu', not {raw['hidden_act']!r}")
+    check_unquantized(raw)
     try:
         return _translate(raw, str(kind), more_eos_ids)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise InvalidRequestError(f"config.json: missing or malformed field: {error}") from error
 
 
 def _translate(raw: Mapping[str, Any], kind: str, more_eos_ids: tuple[int, ...]) -> ModelConfig:
     hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-    theta, scaling = _rope(raw)
+    theta, scaling = read_rope(raw)
     llama_bias = bool(raw.get("attention_bias")) if kind in ("llama", "qwen3") else False
     bos = raw.get("bos_token_id")
     return ModelConfig(
@@ -101,34 +105,24 @@ def _translate(raw: Mapping[str, Any], kind: str, more_eos_ids: tuple[int, ...])
     )
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """theta and scaling; newer files keep both under `rope_parameters`."""
-    merged = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(raw.get("rope_theta") or merged.get("rope_theta") or 10000.0)
-    kind = merged.get("rope_type", merged.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise InvalidRequestError(f"rope type must be one of {list(ROPE_TYPES)}, not {kind!r}")
-    if kind == "default":
-        return theta, None
-    keys = ["factor"]
-    if kind == "llama3":
-        keys += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    return theta, {"rope_type": kind, **{key: float(merged[key]) for key in keys}}
-
-
 def _sliding_window(raw: Mapping[str, Any], kind: str) -> int | None:
     """The window, if every layer slides. Models that mix layers are refused, not approximated."""
+    layer_types = set(raw.get("layer_types") or ())
+    if not layer_types <= set(_LAYER_TYPES):
+        raise InvalidRequestError(
+            f"layer_types must be of {list(_LAYER_TYPES)}, not {sorted(map(str, layer_types))}"
+        )
     window = raw.get("sliding_window")
     if kind == "llama" or window is None:
         return None
     if kind == "mistral":
-        return int(window)
-    if not raw.get("use_sliding_window"):
+        # Without layer types, which older files do not have, every layer slides.
+        layer_types = layer_types or {_SLIDING}
+    elif not raw.get("use_sliding_window"):
         return None
-    layer_types = set(raw.get("layer_types") or ())
-    if layer_types == {"full_attention"}:
+    if layer_types == {_FULL}:
         return None
-    if layer_types == {"sliding_attention"}:
+    if layer_types == {_SLIDING}:
         return int(window)
     raise InvalidRequestError("layers that mix full and sliding attention are not supported")
 

@@ -1,0 +1,120 @@
+"""A model directory as the hub lays it out: `config.json`, and weights in safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.checkpoints.model_config import ModelConfig, config_from_hf, eos_ids_of
+from outrider.checkpoints.model_tensors import check_model_tensors
+from outrider.checkpoints.safetensors_header import StoredTensor, read_header
+from outrider.errors import InvalidRequestError, NotFoundError
+
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """A checked model directory."""
+
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, StoredTensor]
+    """Descriptions of all tensors by name; no values."""
+
+
+def read_model_directory(path: Path, *, compare_all: bool = True) -> ModelDirectory:
+    """Read configuration and weight headers, and check that the model can be served.
+
+    With `compare_all` an output projection that must equal the embedding is compared byte by byte,
+    otherwise in samples. Raises NotFoundError for a missing file and InvalidRequestError, with the
+    reason and what is supported, for all else.
+    """
+    if not path.is_dir():
+        raise NotFoundError(f"{path}: no such model directory")
+    tensors = _read_tensors(path)
+    config = read_model_config(path)
+    check_model_tensors(str(path), config, tensors, compare_all=compare_all)
+    return ModelDirectory(path, config, tensors)
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Read `config.json` of a model directory.
+
+    Raises NotFoundError when there is none and InvalidRequestError when it is not understood or
+    asks for something that is not supported.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise NotFoundError(f"{path}: no model here (expected a directory with config.json)")
+    raw = _read_object(file)
+    try:
+        return config_from_hf(raw, more_eos_ids=_generation_eos(path / "generation_config.json"))
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"{file}: {error.message}", reason="INVALID_CHECKPOINT"
+        ) from error
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{file}: not valid JSON: {error}", reason="INVALID_CHECKPOINT"
+        ) from error
+    if not isinstance(raw, dict):
+        raise InvalidRequestError(f"{file}: expected a JSON object", reason="INVALID_CHECKPOINT")
+    return raw
+
+
+def _generation_eos(file: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, where chat models list all of theirs."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        return eos_ids_of(raw.get("eos_token_id"))
+    except (OSError, ValueError, AttributeError):
+        return ()
+
+
+def _read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Descriptions of the tensors of all weight files; the index says which files there are."""
+    index = path / _INDEX
+    if not index.is_file():
+        if not (path / _SINGLE).is_file():
+            raise NotFoundError(f"{path} holds neither {_SINGLE} nor {_INDEX}")
+        return read_header(path / _SINGLE)
+    weight_map = _read_index(index)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).is_file():
+            raise NotFoundError(f"{path}: the shard {shard} is missing")
+        for name, tensor in read_header(path / shard).items():
+            if weight_map.get(name, shard) == shard:
+                tensors[name] = tensor
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise InvalidRequestError(
+                f"{index}: {name} is not in the shard {shard}", reason="INVALID_CHECKPOINT"
+            )
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): _plain_name(file) for name, file in weight_map.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise InvalidRequestError(
+            f"{index}: not a safetensors index: {error}", reason="INVALID_CHECKPOINT"
+        ) from error
+
+
+def _plain_name(file: Any) -> str:
+    if not isinstance(file, str) or Path(file).name != file:
+        raise ValueError(f"shard name {file!r} is not a plain file name")
+    return file

@@ -1,0 +1,93 @@
+"""The tensors that a model consists of, and the check of a checkpoint against them.
+
+A checkpoint that holds anything else is refused: a tensor without a place in the table, such as the
+scale of a quantised weight, would be left out of the computation silently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from outrider.checkpoints.quantization import SUPPORTED, WEIGHT_DTYPES
+from outrider.checkpoints.safetensors_header import StoredTensor
+from outrider.errors import InvalidRequestError
+
+_LAYER: Final = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.(.+)")
+_IGNORED_SUFFIX: Final = "rotary_emb.inv_freq"
+"""Frequencies that some files store; they follow from the configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """What a model needs of one tensor."""
+
+    shape: tuple[int, ...] | None
+    """Its shape; None accepts every shape."""
+    is_required: bool = True
+    dtypes: tuple[str, ...] = WEIGHT_DTYPES
+    """Supported element types by the names of the file's format; none at all accepts every one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTable:
+    """All tensors of a model: some by their full names, the others once in every layer."""
+
+    single: Mapping[str, TensorSpec]
+    layer: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """By the part of the name that follows `model.layers.N.`."""
+    num_layers: int = 0
+
+    def find(self, name: str) -> TensorSpec | None:
+        """Return what the model needs of a tensor; None if the model has no such tensor."""
+        if match := _LAYER.fullmatch(name):
+            return self.layer.get(match[2]) if int(match[1]) < self.num_layers else None
+        return self.single.get(name)
+
+    def required_names(self) -> Iterator[str]:
+        """Yield the names of the tensors that a checkpoint must hold."""
+        yield from (name for name, spec in self.single.items() if spec.is_required)
+        for index in range(self.num_layers):
+            for name, spec in self.layer.items():
+                if spec.is_required:
+                    yield f"model.layers.{index}.{name}"
+
+    def check(self, where: str, tensors: Mapping[str, StoredTensor], *, reason: str) -> None:
+        """Check a checkpoint's tensors by name, dtype and shape; `where` names it in messages.
+
+        Raises InvalidRequestError with `reason` for tensors that are unknown, missing, of an
+        unsupported dtype or of another shape.
+        """
+        problem = self._find_problem(tensors)
+        if problem is not None:
+            raise InvalidRequestError(f"{where}: {problem}", reason=reason)
+
+    def _find_problem(self, tensors: Mapping[str, StoredTensor]) -> str | None:
+        present = [name for name in tensors if not name.endswith(_IGNORED_SUFFIX)]
+        unknown = sorted(name for name in present if self.find(name) is None)
+        if unknown:
+            others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            return (
+                f"{unknown[0]}{others} would not be used, so that the text would be wrong: "
+                f"the model has no such tensor, or it is quantised; {SUPPORTED}"
+            )
+        shapes: list[str] = []
+        for name in sorted(present):
+            spec, tensor = self.find(name), tensors[name]
+            assert spec is not None
+            if spec.dtypes and tensor.dtype not in spec.dtypes:
+                return (
+                    f"{name} is stored as {tensor.dtype}, which is not supported "
+                    f"(allowed: {', '.join(spec.dtypes)}); {SUPPORTED}"
+                )
+            if spec.shape is not None and tensor.shape != spec.shape:
+                shapes.append(
+                    f"{name} must have shape {spec.shape}, not {tensor.shape}: "
+                    "config and weights do not belong together"
+                )
+        missing = next((name for name in self.required_names() if name not in tensors), None)
+        if missing is not None:
+            return f"the checkpoint has no tensor {missing!r}"
+        return shapes[0] if shapes else None
