@@ -1,7 +1,8 @@
 """Runs a module as a child that ends with its parent: `python -m outrider.client.child MODULE ...`.
 
 The parent holds the other end of this process's stdin. When the parent is gone, however it died,
-stdin ends: this process is asked to stop (SIGTERM) and, if it does not, killed.
+stdin ends: this process is asked to stop (SIGTERM) and, if it does not, killed. The parent reads
+stdout, where the reason is written if the module fails.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+
+from outrider.failure import add_supervisor, write_failure
 
 GRACE_S = 3.0
 """Time between being asked to stop and being killed."""
@@ -33,8 +36,17 @@ def _watch_parent() -> None:
 def main(argv: Sequence[str]) -> None:
     """Run the module argv[0] with the arguments that follow it."""
     threading.Thread(target=_watch_parent, name="outrider-watch-parent", daemon=True).start()
+    add_supervisor(sys.stdout)
     sys.argv[:] = list(argv)
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ending:
+        if isinstance(ending.code, str):
+            write_failure(sys.stdout, ending.code)
+        raise
+    except Exception as error:
+        write_failure(sys.stdout, f"{type(error).__name__}: {error}")
+        raise
 
 
 if __name__ == "__main__":

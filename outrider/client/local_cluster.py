@@ -22,6 +22,7 @@ from outrider.client.local_flags import (
     router_args,
     verifier_args,
 )
+from outrider.client.preflight import check_files
 from outrider.client.processes import NOT_READY, STOP_S, ChildProcess, check_running
 from outrider.errors import UnavailableError
 from outrider.transport.tls import Role
@@ -75,8 +76,9 @@ class LocalCluster:
     def start(self) -> str:
         """Start everything and wait until requests can be served; the router's address.
 
-        Raises UnavailableError with the end of its log if a process does not come up, and
-        FailedPreconditionError (WRONG_HOST) where no client would believe the certificate.
+        Raises UnavailableError with its reason or the end of its log if a process does not come up,
+        FailedPreconditionError (WRONG_HOST) where no client would believe the certificate, and what
+        `check_files` raises for files that cannot be served.
         """
         try:
             return self._start()
@@ -113,10 +115,11 @@ class LocalCluster:
 
     def _start(self) -> str:
         config = self._config
-        # A router would find these out once the models are loaded.
+        # The processes would find these out one after another while they load.
         if config.tls_dir is not None:
             check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
         check_free(config.listen, config.http)
+        check_files(config)
         self._logs = self._log_dir()
         verifiers, drafters = self._start_peers()
         several = config.routers > 1
@@ -141,17 +144,22 @@ class LocalCluster:
             self._progress(f"OpenAI's API on http://{told['http']}/v1")
         return address
 
-    def _ready(self, router: ChildProcess) -> str:
-        """Wait until a router serves, which one of several does once it has found a verifier; its
-        address. Raises UnavailableError, also where another process ends meanwhile."""
+    def _ready(self, process: ChildProcess) -> str:
+        """Wait until a process serves; its address. One of several routers serves once it has found
+        a verifier. Raises UnavailableError, also where another process ends meanwhile."""
         end = time.monotonic() + START_S
         while True:
             try:
-                return router.wait_ready(LOOK_S)
+                return process.wait_ready(LOOK_S)
             except UnavailableError as error:
-                if error.reason != NOT_READY or time.monotonic() > end:
+                if error.reason != NOT_READY:
                     raise
             check_running(self.processes)
+            if time.monotonic() > end:
+                raise UnavailableError(
+                    f"{process.name} was not ready after {START_S:g} s{process.last_words()}",
+                    reason=NOT_READY,
+                )
 
     def _start_peers(self) -> tuple[list[str], list[str]]:
         """Start verifiers and drafters together; their addresses."""
@@ -175,8 +183,8 @@ class LocalCluster:
             Role.DRAFTER, {place.name: drafter_args(config, place) for place in drafting}
         )
         return (
-            [process.wait_ready(START_S) for process in verifiers],
-            [process.wait_ready(START_S) for process in drafters],
+            [self._ready(process) for process in verifiers],
+            [self._ready(process) for process in drafters],
         )
 
     def _launch(

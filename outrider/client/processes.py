@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ STOP_S = 5.0
 NOT_READY = "CHILD_NOT_READY"
 """Reason of the error of a process that takes longer than was waited."""
 _TAIL_LINES = 12
+_LAST_WORDS_S = 1.0
+"""Time to read what a process that has ended wrote before."""
 
 
 class ChildProcess:
@@ -45,6 +48,8 @@ class ChildProcess:
         self._said = threading.Event()
         self.ready: dict[str, str] = {}
         """What it said when it began to serve."""
+        self.failure = ""
+        """The reason that it gave when it failed."""
 
     @property
     def address(self) -> str:
@@ -66,6 +71,7 @@ class ChildProcess:
         self.close()
         self._said = threading.Event()
         self.ready = {}
+        self.failure = ""
         log: IO[str] | None = None
         if self._log_file is not None:
             log = self._log_file.open("a", encoding="utf-8")
@@ -96,11 +102,11 @@ class ChildProcess:
         return self.address
 
     def died(self) -> UnavailableError:
-        """The error of a process that ended by itself."""
+        """The error of a process that ended by itself, with the reason that it gave."""
         status = None if self._process is None else self._process.wait()
-        return UnavailableError(
-            f"{self.name} ended with status {status}{self.last_words()}", reason="CHILD_DIED"
-        )
+        self._said.wait(_LAST_WORDS_S)
+        why = f": {self.failure}" if self.failure else self.last_words()
+        return UnavailableError(f"{self.name} ended {_describe(status)}{why}", reason="CHILD_DIED")
 
     def last_words(self) -> str:
         """The end of its log, for error messages."""
@@ -139,6 +145,8 @@ class ChildProcess:
                     self.ready = message
                     self._listen = message.get("address", self._listen)
                     said.set()
+                elif message.get("event") == "failed" and process is self._process:
+                    self.failure = message.get("reason", "")
         said.set()
 
 
@@ -147,6 +155,15 @@ def check_running(processes: Iterable[ChildProcess]) -> None:
     for process in processes:
         if process.exit_status is not None:
             raise process.died()
+
+
+def _describe(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"with status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"
 
 
 def _parse(line: str) -> dict[str, str]:

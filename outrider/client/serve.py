@@ -17,6 +17,7 @@ from outrider.client.modelfiles import DEFAULT_MODEL, find_model
 from outrider.client.modules import run_module
 from outrider.client.on_ray import add_ray_arguments, ray_flags
 from outrider.client.placing import add_placing_arguments, placing_of
+from outrider.client.preflight import check_files
 from outrider.client.processes import ChildProcess
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     own = ray_flags(args)
     config = make_config(args)
     if args.runtime == "ray":
+        check_files(config)
         # Ray's launcher is a process of its own: this one imports no Ray.
         return run_module(RAY_MODULE, [*ray_args(config), *own])
     stop, enough = threading.Event(), threading.Event()

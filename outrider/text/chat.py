@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.errors import InvalidRequestError
+from outrider.text.generation_block import GenerationBlock
 
 
 class ChatTemplate:
@@ -22,7 +23,9 @@ class ChatTemplate:
         Raises InvalidRequestError if `source` is not a template.
         """
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", GenerationBlock],
         )
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.extras import needs_packages
+from outrider.failure import report_failure
 from outrider.logs import setup_logging
 from outrider.process import add_tls_arguments, run, tune_collector
 from outrider.spans import add_tracing_flags, exporting
@@ -223,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with spans, needs_packages("outrider-router"):
             run(serve(config))
     except (OutriderError, OSError) as error:
-        sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
+        report_failure(str(error))
         return _EXIT_MISUSE
     except KeyboardInterrupt:
         pass

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from outrider.failure import report_failure
+
 
 def drain(seconds: float, file: str) -> None:
     """A second SIGTERM ends it before it has drained."""
@@ -24,6 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", required=True)
     parser.add_argument("--fail", action="store_true")
+    parser.add_argument("--refuse", action="store_true", help="fail as the three processes do")
+    parser.add_argument("--broken", action="store_true", help="fail by an exception")
+    parser.add_argument("--killed", action="store_true", help="be killed, as when memory is short")
     parser.add_argument("--silent", action="store_true")
     parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--drain-s", type=float, help="end so long after SIGTERM ...")
@@ -35,6 +40,13 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.fail:
         sys.exit("no such model")
+    if args.refuse:
+        report_failure("the head is for\nanother target")
+        sys.exit(2)
+    if args.broken:
+        raise RuntimeError("no memory is left")
+    if args.killed:
+        os.kill(os.getpid(), signal.SIGKILL)
     host, _, port = args.listen.rpartition(":")
     if not args.silent:
         address = f"{host}:{port if port != '0' else os.getpid() % 60000 + 1}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from outrider.client import Client, UnavailableError, cli, user
 
@@ -125,6 +128,44 @@ def test_a_second_signal_ends_running_streams_with_a_typed_error(tiny_target: Pa
                 stream.result()
         assert caught.value.reason == "SHUTDOWN"
         assert service.process.wait(60) == 0
+
+
+def failed_start(*flags: str) -> list[str]:
+    """The lines that `outrider serve` writes to stderr when it does not come up."""
+    done = subprocess.run(
+        [sys.executable, "-m", *SERVE, "--port", "0", *flags],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    )
+    assert done.returncode != 0 and not done.stdout
+    return done.stderr.splitlines()
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_target, model)
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (model / "config.json").write_text(json.dumps(config))
+    (line,) = failed_start("--model", str(model))
+    assert line.startswith("outrider: ") and "quantization_config (fp8) is not supported" in line
+
+
+def test_the_last_line_of_a_verifier_that_does_not_start_is_its_reason(
+    tiny_target: Path, tiny_head: Path, tmp_path: Path
+) -> None:
+    # Tensors in a pickle are seen only when it is loaded.
+    head = tmp_path / "head"
+    shutil.copytree(tiny_head, head)
+    tensors = load_file(head / "model.safetensors")
+    torch.save({**tensors, "fc.weight_scale": torch.ones(1)}, head / "pytorch_model.bin")
+    (head / "model.safetensors").unlink()
+    line = failed_start("--model", str(tiny_target), "--head", str(head), "--threads", "1")[-1]
+    assert re.match(r"outrider: (verifier|drafter)-0 ended with status 2: ", line)
+    assert "fc.weight_scale would not be used" in line
 
 
 def routers_of(model: Path) -> list[int]:

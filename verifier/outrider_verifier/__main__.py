@@ -19,6 +19,7 @@ from outrider.awake import AwakeCores
 from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.extras import needs_packages
+from outrider.failure import report_failure
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
 from outrider.process import (
@@ -167,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with recording(config.trace_file, "verifier"), spans, needs_packages("outrider-verifier"):
             return run(serve(config))
     except OutriderError as error:
-        sys.stderr.write(json.dumps({"event": "failed", "reason": error.message}) + "\n")
+        report_failure(error.message)
         return _EXIT_MISUSE
     except KeyboardInterrupt:
         pass

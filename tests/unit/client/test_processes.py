@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client import processes
-from outrider.client.processes import ChildProcess
+from outrider.client.processes import ChildProcess, check_running
 from outrider.client.serve import Keeper
 from outrider.errors import UnavailableError
 
@@ -70,6 +70,36 @@ def test_a_child_that_dies_is_reported_with_its_last_words(
         start("--fail").wait_ready(30)
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--fail", "child ended with status 1: no such model"),
+        ("--refuse", "child ended with status 2: the head is for another target"),
+        ("--broken", "child ended with status 1: RuntimeError: no memory is left"),
+        ("--killed", "child ended by SIGKILL"),
+    ],
+)
+def test_the_last_line_of_a_start_that_fails_is_the_childs_own_reason(
+    flag: str, message: str
+) -> None:
+    child = ChildProcess("child", CHILD, [flag])
+    child.start()
+    with pytest.raises(UnavailableError) as caught:
+        child.wait_ready(30)
+    child.close()
+    assert caught.value.message == message
+
+
+def test_a_child_that_fails_while_another_is_waited_for_is_reported_at_once(
+    start: Callable[..., ChildProcess],
+) -> None:
+    waiting, failing = start("--silent"), start("--refuse")
+    while failing.exit_status is None:
+        time.sleep(0.01)
+    with pytest.raises(UnavailableError, match="the head is for another target"):
+        check_running((waiting, failing))
+
+
 def test_a_child_that_says_nothing_is_given_up(start: Callable[..., ChildProcess]) -> None:
     with pytest.raises(UnavailableError, match="not ready after"):
         start("--silent").wait_ready(0.2)
@@ -114,7 +144,7 @@ def test_a_keeper_restarts_what_died_after_its_pause(start: Callable[..., ChildP
 
 PARENT = """
 import sys, time
-from outrider.client.processes import ChildProcess
+from outrider.client.processes import ChildProcess, check_running
 child = ChildProcess("child", "tests.fakes.child", {flags})
 child.start()
 child.wait_ready(30)

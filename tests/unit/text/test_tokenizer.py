@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.text.chat import ChatTemplate
 from outrider.text.tokenizer import LONG, Tokenizer, tokenizer_hash
 from tests.fakes.tokenizer import make_tokenizer_dir
 
@@ -92,3 +93,26 @@ def test_a_template_cannot_leave_its_sandbox(model_dir: Path) -> None:
     (model_dir / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     with pytest.raises(InvalidRequestError):
         Tokenizer.load(model_dir).encode_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_the_block_that_trainers_mark_answers_with_is_rendered_in_place(model_dir: Path) -> None:
+    plain = (
+        "{% for m in messages %}{{ m.role }}:\n{{ m.content }}!\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:\n{% endif %}"
+    )
+    marked = plain.replace(
+        "{{ m.content }}!\n", "{%- generation -%}\n{{ '\\n' + m.content }}!\n{% endgeneration %}"
+    )
+    messages = [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Ho"}]
+    texts = [ChatTemplate(source, {}).render(messages) for source in (plain, marked)]
+    assert texts[0] == texts[1] == "assistant:\nHi!\nuser:\nHo!\nassistant:\n"
+    (model_dir / "chat_template.jinja").write_text(marked)
+    tokenizer = Tokenizer.load(model_dir)
+    assert tokenizer.encode_chat(messages) == tokenizer.encode(texts[0])
+
+
+def test_what_is_set_in_such_a_block_stays_in_it() -> None:
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert ChatTemplate(source, {}).render([]) == "21"
+    with pytest.raises(InvalidRequestError, match="does not compile"):
+        ChatTemplate("{% generation %}", {})

@@ -1,0 +1,58 @@
+"""Checks of all model files before a process is started.
+
+They are the checks by which the processes load the same files (`outrider.checkpoints`), but read
+only configurations, weight headers and the tokenizer: a second or two instead of a loaded model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.checkpoints.directory import read_model_directory
+from outrider.checkpoints.head_tensors import read_head
+from outrider.checkpoints.model_config import ModelConfig
+from outrider.client.local import HEAD_METHODS, LocalConfig
+from outrider.errors import FailedPreconditionError
+from outrider.extras import needs_packages
+from outrider.spec.plan import DraftMethod
+
+
+def check_files(config: LocalConfig) -> None:
+    """Check target, draft head, small draft model, tokenizer and chat template.
+
+    Raises NotFoundError, InvalidRequestError or FailedPreconditionError with the reason for which
+    a verifier, a drafter or the router would not start.
+    """
+    target = read_model_directory(config.model, compare_all=False).config
+    _check_tokenizer(config.model, target)
+    if config.head is not None:
+        for method in HEAD_METHODS & set(config.methods):
+            read_head(config.head, target, kind=method)
+    if config.draft_model is not None and DraftMethod.MODEL in config.methods:
+        read_model_directory(config.draft_model, compare_all=False)
+        _check_same_tokenizer(config.draft_model, config.model)
+
+
+def _check_tokenizer(model: Path, target: ModelConfig) -> None:
+    """Load the tokenizer, which compiles the chat template, as the router does."""
+    # Imported here: only who starts a router has the packages that tokenizers need.
+    from outrider.text.tokenizer import Tokenizer
+
+    with needs_packages("outrider-router"):
+        tokenizer = Tokenizer.load(model)
+    if tokenizer.num_ids > target.vocab_size:
+        raise FailedPreconditionError(
+            f"{model}: the tokenizer has ids up to {tokenizer.num_ids - 1}, the vocabulary of the "
+            f"model {target.vocab_size} ids",
+            reason="VOCAB_MISMATCH",
+        )
+
+
+def _check_same_tokenizer(draft_model: Path, model: Path) -> None:
+    from outrider.text.tokenizer import tokenizer_hash
+
+    own = tokenizer_hash(draft_model)
+    if own and own != tokenizer_hash(model):
+        raise FailedPreconditionError(
+            f"{draft_model} has another tokenizer than {model}", reason="TOKENIZER_MISMATCH"
+        )

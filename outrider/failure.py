@@ -1,0 +1,29 @@
+"""The last event of a process that cannot start: {"event": "failed", "reason": ...}."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Final, TextIO
+
+MAX_REASON_CHARS: Final = 2000
+
+_supervisors: list[TextIO] = []
+
+
+def report_failure(reason: str) -> None:
+    """Write the event to stderr, and to the supervisor of this process if there is one."""
+    for stream in (sys.stderr, *_supervisors):
+        write_failure(stream, reason)
+
+
+def write_failure(stream: TextIO, reason: str) -> None:
+    """Write the event as one line."""
+    words = " ".join(reason.split())[:MAX_REASON_CHARS]
+    stream.write(json.dumps({"event": "failed", "reason": words}) + "\n")
+    stream.flush()
+
+
+def add_supervisor(stream: TextIO) -> None:
+    """Let a supervisor read the events of this process from `stream`."""
+    _supervisors.append(stream)
