@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import logging
-import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from outrider.process import (
     tune_process,
     wait_awake_briefly,
 )
+from outrider.signals import stop_signals
 from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_drafter.config import DTYPES, DrafterConfig
@@ -77,6 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--drain-s", type=float, help="time to hand sessions over after SIGTERM")
     parser.add_argument("--drafter-id", metavar="NAME", help="stable name of this drafter")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
+    parser.add_argument(
+        "--health-listen", metavar="HOST:PORT", help="address of a port that serves health alone"
+    )
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
     parser.add_argument(
         "--bench-exchange-delay-ms",
@@ -94,8 +97,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def serve(config: DrafterConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then hand the sessions over; or until a device is lost. The
-    exit status."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then hand the sessions over; or until a device is
+    lost. The exit status."""
     with AwakeCores.claim(config.awake_cores) as awake:
         return await _serve(config, awake)
 
@@ -117,16 +120,23 @@ async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
     metrics_address = _serve_metrics(config, service.metrics.registry)
     ports = PortMetrics(service.metrics.registry)
     access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
-    server = GrpcServer(config.listen, drafter_services(service), access=access)
+    server = GrpcServer(
+        config.listen,
+        drafter_services(service),
+        access=access,
+        health_address=config.health_listen,
+    )
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, signals.put_nowait, number)
     try:
         address = await server.start()
         ready = {"event": "ready", "address": address}
         if metrics_address:
             ready["metrics"] = metrics_address
+        if server.health_address:
+            ready["health"] = server.health_address
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await _first(signals.get(), service.lost.wait())

@@ -90,6 +90,9 @@ class DrafterConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
+    health_listen: str = ""
+    """HOST:PORT of a port that serves grpc.health.v1.Health alone, in plain text: for a supervisor
+    on this machine. Port 0 takes a free one, "" serves none."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
     """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LEVELS)] = "INFO"

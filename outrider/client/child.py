@@ -1,12 +1,15 @@
 """Runs a module as a child that ends with its parent: `python -m outrider.client.child MODULE ...`.
 
-The parent holds the other end of this process's stdin. When the parent is gone, however it died,
-stdin ends: this process is asked to stop (SIGTERM) and, if it does not, killed. The parent reads
-stdout, where the reason is written if the module fails.
+On Linux the kernel kills this process with the thread that started it, even if it is stopped or
+hangs. Elsewhere a thread reads stdin, whose other end the parent holds: when that ends, this
+process is asked to stop (SIGTERM) and, if it does not, killed. The parent reads stdout, where the
+reason is written if the module fails.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import runpy
 import signal
@@ -20,6 +23,14 @@ from outrider.failure import add_supervisor, write_failure
 GRACE_S = 3.0
 """Time between being asked to stop and being killed."""
 _STDIN = 0
+_PR_SET_PDEATHSIG = 1
+"""Of linux/prctl.h."""
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process with the thread that started it, where it can (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _watch_parent() -> None:
@@ -35,6 +46,7 @@ def _watch_parent() -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Run the module argv[0] with the arguments that follow it."""
+    _die_with_parent()
     threading.Thread(target=_watch_parent, name="outrider-watch-parent", daemon=True).start()
     add_supervisor(sys.stdout)
     sys.argv[:] = list(argv)

@@ -15,6 +15,8 @@ SHARED_MEMORY_FRACTION = 0.7
 MOST_ROUTERS = 8
 """At one address: a client whose connection broke finds its router again by trying."""
 DRAIN_S = 30.0
+HEALTH_TIMEOUT_S = 10.0
+"""Time without an answer to health checks after which a process is killed and restarted."""
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 
 
@@ -84,6 +86,9 @@ class LocalConfig:
     queue_limit: int | None = None
     drain_s: float = DRAIN_S
     """Time that running requests get to end when all is to stop."""
+    health_timeout_s: float = HEALTH_TIMEOUT_S
+    """Time without an answer to its health checks after which a supervised process is killed and
+    restarted, in seconds; 0 never does."""
     journal: Path | None = None
     """Log by which resumable requests survive a restart of the router; None keeps none."""
     slow_reader_s: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -34,9 +35,13 @@ START_S = 600.0
 
 
 def say(line: str) -> None:
-    """A progress line on stderr."""
-    sys.stderr.write(f"[outrider] {line}\n")
-    sys.stderr.flush()
+    """Write a progress line to stderr; one that nobody can read any more is dropped."""
+    try:
+        sys.stderr.write(f"[outrider] {line}\n")
+        sys.stderr.flush()
+    except OSError:
+        # Its terminal or pipe is gone, which is no reason to stop serving.
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
 class LocalCluster:

@@ -23,6 +23,9 @@ from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import Role
 
+HEALTH_LISTEN = "127.0.0.1:0"
+"""Where a process tells its supervisor whether it serves: a free port of this machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -142,6 +145,7 @@ def router_args(
         drain_s=config.drain_s,
         journal=config.journal,
         slow_reader_s=config.slow_reader_s,
+        health_listen=HEALTH_LISTEN,
         metrics_port=port + index if port else port,
         metrics_compat=config.metrics_compat,
         api_keys=config.api_keys,
@@ -156,6 +160,7 @@ def _common_flags(config: LocalConfig, place: Place, role: Role) -> dict[str, ob
         "threads": config.threads,
         "awake_cores": config.awake_cores,
         "trace_file": trace,
+        "health_listen": HEALTH_LISTEN,
         **_tls_flags(config, role),
     }
 

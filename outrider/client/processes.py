@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +23,9 @@ NOT_READY = "CHILD_NOT_READY"
 _TAIL_LINES = 12
 _LAST_WORDS_S = 1.0
 """Time to read what a process that has ended wrote before."""
+_STARTER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-starter")
+"""The thread that starts all children. Linux kills a child with the thread that started it, so that
+this thread has to live as long as the process."""
 
 
 class ChildProcess:
@@ -67,28 +72,36 @@ class ChildProcess:
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        """Start it (again)."""
+        """Start it (again). Raises OSError or RuntimeError where the system has no process, file
+        descriptor or thread to give; it can be tried again then."""
         self.close()
         self._said = threading.Event()
         self.ready = {}
         self.failure = ""
-        log: IO[str] | None = None
-        if self._log_file is not None:
-            log = self._log_file.open("a", encoding="utf-8")
         with contextlib.ExitStack() as stack:
-            if log is not None:
-                stack.enter_context(log)
-            self._process = subprocess.Popen(
-                [*self._command, "--listen", self._listen],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                # Ctrl-C in a terminal is ours to handle: children are stopped in order.
-                start_new_session=True,
-            )
-        reader = threading.Thread(target=self._read, args=(self._process, self._said), daemon=True)
-        reader.start()
+            log: IO[str] | None = None
+            if self._log_file is not None:
+                log = stack.enter_context(self._log_file.open("a", encoding="utf-8"))
+            _STARTER.submit(self._spawn, log).result()
+        process = self._process
+        assert process is not None, "just started"
+        try:
+            threading.Thread(target=self._read, args=(process, self._said), daemon=True).start()
+        except RuntimeError:
+            self.kill()
+            raise
+
+    def _spawn(self, log: IO[str] | None) -> None:
+        """Make the process; on the starter's thread."""
+        self._process = subprocess.Popen(
+            [*self._command, "--listen", self._listen],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            # Ctrl-C in a terminal is ours to handle: children are stopped in order.
+            start_new_session=True,
+        )
 
     def wait_ready(self, timeout_s: float) -> str:
         """Wait until it serves; its address. UnavailableError, with its last words, if not."""
@@ -120,25 +133,35 @@ class ChildProcess:
         if self._process is not None:
             self._process.terminate()
 
+    def kill(self) -> None:
+        """Kill it and all that it has started, and do not wait."""
+        if self.exit_status is None and self._process is not None:
+            # It leads a process group of its own, which nobody else can have while it is unreaped.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Stop it: asked first, killed after a while; idempotent."""
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
         process.terminate()
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+            self.kill()
+            # One that hangs in the kernel ends when that lets it: nobody else waits for it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+        self._process = None
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
 
     def _read(self, process: subprocess.Popen[str], said: threading.Event) -> None:
         assert process.stdout is not None
-        with contextlib.suppress(ValueError, OSError):  # closed while being read
+        # Closed here alone: elsewhere that would wait for whoever holds the other end yet.
+        with contextlib.suppress(ValueError, OSError), process.stdout:
             for line in process.stdout:
                 message = _parse(line)
                 if message.get("event") == "ready" and process is self._process:

@@ -5,33 +5,33 @@ from __future__ import annotations
 import argparse
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from outrider.client.flags import add_look_ahead_arguments, at_least, number_from
-from outrider.client.local import DRAIN_S, LocalConfig
+from outrider.client.local import DRAIN_S, HEALTH_TIMEOUT_S, LocalConfig
 from outrider.client.local_cluster import LocalCluster, say
 from outrider.client.modelfiles import DEFAULT_MODEL, find_model
 from outrider.client.modules import run_module
 from outrider.client.on_ray import add_ray_arguments, ray_flags
 from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.client.preflight import check_files
-from outrider.client.processes import ChildProcess
+from outrider.client.supervisor import Supervisor
 from outrider.errors import InvalidRequestError
+from outrider.signals import stop_signals
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import Role
 
 LOOK_S = 0.2
 """Time between two looks at the processes."""
-FIRST_PAUSE_S = 0.5
-MAX_PAUSE_S = 30.0
-STEADY_S = 60.0
-"""A process that ran for this long is restarted after the first pause again."""
 SIGNALLED = 128
 """What shells add to the number of the signal that ended a process."""
 RAY_MODULE = "outrider_ray"
+HEALTH_TIMEOUT_HELP = (
+    "kill and restart a process that has not answered its health checks for S seconds; 0 never "
+    f"does; default: {HEALTH_TIMEOUT_S:g}"
+)
 DRAIN_HELP = f"that running requests get after SIGTERM; default: {DRAIN_S:g}"
 
 
@@ -59,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-sessions", type=at_least(1), metavar="N", help="that each verifier serves at once")
     add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
     add("--drain-s", type=number_from(0.0), metavar="S", default=DRAIN_S, help=DRAIN_HELP)
+    add(
+        "--health-timeout-s",
+        type=number_from(0.0),
+        metavar="S",
+        default=HEALTH_TIMEOUT_S,
+        help=HEALTH_TIMEOUT_HELP,
+    )
     add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
     add("--threads", type=at_least(1), metavar="N", help="of each verifier and drafter")
     add("--tls-dir", type=Path, metavar="DIR", help="certificates, from `outrider certs DIR`")
@@ -83,8 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status. Raises OutriderError, and SystemExit (143,
-    130) when one of them came before all was up: nothing was served."""
+    """Serve until SIGTERM, SIGINT or SIGHUP; the exit status. Raises OutriderError, and SystemExit
+    (143, 130, 129) when one of them came before all was up: nothing was served."""
     own = ray_flags(args)
     config = make_config(args)
     if args.runtime == "ray":
@@ -93,25 +100,21 @@ def run(args: argparse.Namespace) -> int:
         return run_module(RAY_MODULE, [*ray_args(config), *own])
     stop, enough = threading.Event(), threading.Event()
     _on_stop(_give_up)
-    with LocalCluster(config) as cluster:
+    with (
+        LocalCluster(config) as cluster,
+        Supervisor(cluster.members, say, health_timeout_s=config.health_timeout_s) as supervisor,
+    ):
         _on_stop(lambda *_: (enough if stop.is_set() else stop).set())
-        keepers = {process: Keeper(process) for process in cluster.processes}
-
-        def look() -> None:
-            for keeper in keepers.values():
-                keeper.look(time.monotonic())
-
         while not stop.wait(LOOK_S):
-            look()
+            supervisor.look()
         say(f"stopping: what runs gets {config.drain_s:g} s, or until a second signal")
-        for router in cluster.members[Role.ROUTER]:
-            del keepers[router]
-        cluster.drain(enough, look)
+        supervisor.release(cluster.members[Role.ROUTER])
+        cluster.drain(enough, supervisor.look)
     return 0
 
 
 def _on_stop(handler: Callable[[int, FrameType | None], None]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, handler)
 
 
@@ -145,6 +148,7 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         max_sessions=args.max_sessions,
         queue_limit=args.queue_limit,
         drain_s=args.drain_s,
+        health_timeout_s=args.health_timeout_s,
         journal=args.journal,
         planner=args.planner,
         look_ahead=args.look_ahead,
@@ -176,31 +180,6 @@ def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...
     return tuple(method for method in methods if method is not DraftMethod.NONE)
 
 
-class Keeper:
-    """Restarts one process when it died, after a pause that grows while it keeps dying."""
-
-    def __init__(self, process: ChildProcess) -> None:
-        self._process = process
-        self._pause_s = FIRST_PAUSE_S
-        self._started = time.monotonic()
-        self._restart_at: float | None = None
-
-    def look(self, now: float) -> None:
-        """Notice a death; restart when its pause is over. `now` is monotonic, in seconds."""
-        if self._restart_at is None:
-            status = self._process.exit_status
-            if status is None:
-                return
-            if now - self._started > STEADY_S:
-                self._pause_s = FIRST_PAUSE_S
-            say(f"{self._process.name} ended with status {status}; starting it again")
-            self._restart_at = now + self._pause_s
-            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
-        elif now >= self._restart_at:
-            self._process.start()
-            self._started, self._restart_at = now, None
-
-
 def ray_args(config: LocalConfig) -> list[str]:
     """Flags of the Ray launcher. Raises InvalidRequestError for what it has not."""
     if config.exchange_delay_ms or config.drafter_slowdown != 1.0 or config.trace_dir is not None:
@@ -215,6 +194,10 @@ def ray_args(config: LocalConfig) -> list[str]:
             "--metrics-compat is for --runtime processes; for Ray: [router] metrics_compat in the "
             "file of `outrider ray`",
             reason="INVALID_FLAG",
+        )
+    if config.health_timeout_s != HEALTH_TIMEOUT_S:
+        raise InvalidRequestError(
+            "--health-timeout-s is for --runtime processes", reason="INVALID_FLAG"
         )
     if config.tls_dir is not None or config.api_keys is not None:
         raise InvalidRequestError(

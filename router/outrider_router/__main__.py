@@ -111,6 +111,9 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("none", "vllm"),
         help="export metrics under these names too, for tools that read them",
     )
+    parser.add_argument(
+        "--health-listen", metavar="HOST:PORT", help="address of a port that serves health alone"
+    )
     parser.add_argument("--api-keys", metavar="FILE.toml", help="keys that clients must have")
     add_tls_arguments(parser)
     parser.add_argument(
@@ -161,6 +164,8 @@ async def serve(config: RouterConfig) -> None:
         ready = {"event": "ready", "address": address}
         if config.metrics_port >= 0:
             ready["metrics"] = serve_router_metrics(service)
+        if server.health_address:
+            ready["health"] = server.health_address
         if pool is not None:
             ready["pool"] = await pool.start()
         if not config.share_ports:

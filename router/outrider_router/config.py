@@ -150,6 +150,9 @@ class RouterConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Address that the Prometheus endpoint listens on."""
+    health_listen: str = ""
+    """HOST:PORT of a port that serves grpc.health.v1.Health alone, in plain text: for a supervisor
+    on this machine. Port 0 takes a free one, "" serves none."""
     metrics_compat: MetricsCompat = MetricsCompat.NONE
     """Whose names its metrics have as well: none, vllm."""
     poll_interval_s: float = 0.5

@@ -5,6 +5,7 @@
 | clients | TLS; clients' certificates if `client_auth` | any key |
 | pool | mutual TLS, the role operator | an operator's key |
 | metrics | mutual TLS, the role operator | an operator's key |
+| health | plain text | anybody: it says whether the process serves |
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def client_server(service: RouterService) -> GrpcServer:
             max_receive_bytes=MAX_REQUEST_BYTES, share_port=service.config.share_ports
         ),
         access=access,
+        health_address=service.config.health_listen,
     )
 
 

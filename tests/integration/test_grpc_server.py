@@ -114,6 +114,25 @@ async def test_health_is_checked_by_service(fleet: Fleet) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_port_for_health_alone_says_what_the_other_port_says() -> None:
+    server = GrpcServer("127.0.0.1:0", [], config=CONFIG, health_address="127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(server.health_address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+            server.set_serving(False)
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        second = GrpcServer("127.0.0.1:0", [], config=CONFIG, health_address=server.health_address)
+        with pytest.raises(FailedPreconditionError, match=server.health_address):
+            await second.start()
+    finally:
+        await server.stop(0)
+
+
 async def test_every_watcher_hears_of_every_change(fleet: Fleet) -> None:
     health = health_pb2_grpc.HealthStub(fleet.channel)
     request = health_pb2.HealthCheckRequest(service=VERIFIER)

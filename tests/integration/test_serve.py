@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,8 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.client import Client, UnavailableError, cli, user
+from tests.integration.gap_meter import GapMeter, measure_calm
+from tests.waiting import wait_until
 
 START_S = 120.0
 TOKENS = 1500
@@ -168,17 +171,29 @@ def test_the_last_line_of_a_verifier_that_does_not_start_is_its_reason(
     assert "fc.weight_scale would not be used" in line
 
 
-def routers_of(model: Path) -> list[int]:
-    """Process ids of the routers of a model that share their ports."""
+def processes_of(model: Path, *words: str) -> list[int]:
+    """Process ids of the children that serve a model and have these words in their commands."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = file.read_bytes().decode().split("\0")
         except OSError:  # it has ended meanwhile
             continue
-        if {"outrider_router", "--share-ports", str(model)} <= set(command):
+        if {*words, str(model)} <= set(command) and "outrider.client.child" in command:
             found.append(int(file.parent.name))
     return found
+
+
+def routers_of(model: Path) -> list[int]:
+    """Process ids of the routers of a model that share their ports."""
+    return processes_of(model, "outrider_router", "--share-ports")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def routers_that_served(said: list[str]) -> set[str]:
@@ -215,3 +230,62 @@ def test_several_routers_serve_at_one_address_and_one_that_dies_is_not_missed(
             answer_of(service)
         # It was started again, and is given connections once it has found the verifier.
         assert len(routers_that_served(said)) == 3
+
+
+FAILOVER_S = 5.0
+"""Longest pause of a stream whose verifier is stopped: the router waits 3 s for an answer."""
+
+
+@pytest.mark.timeout(240)
+def test_stopped_members_are_killed_and_restarted_while_streams_go_on(
+    tiny_target: Path, tiny_head: Path
+) -> None:
+    said: list[str] = []
+    http = f"127.0.0.1:{free_port()}"
+    files = ("--model", str(tiny_target), "--head", str(tiny_head), "--threads", "1")
+    counts = ("--verifiers", "2", "--drafters", "1", "--routers", "1", "--health-timeout-s", "3")
+    with serving(*files, *counts, "--port", "0", "--http", http, said=said) as service:
+        calm = measure_calm(service.address, http, seconds=2.0)
+        victims = (("--verifier-id", "verifier-0"), ("--drafter-id", "drafter-0"))
+        stopped = [processes_of(tiny_target, *words) for words in victims]
+        assert [len(pids) for pids in stopped] == [1, 1]
+        with GapMeter(service.address, http) as meter:
+            time.sleep(0.5)
+            for (pid,) in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            deadline = time.monotonic() + 30.0
+            while not (all_healthy(service) and restarted(said)) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            time.sleep(1.0)
+        assert restarted(said), said
+        assert all_healthy(service)
+        for words, old in zip(victims, stopped, strict=True):
+            (pid,) = processes_of(tiny_target, *words)
+            assert [pid] != old
+        meter.gaps.assert_close_to(calm, extra_s=FAILOVER_S)
+        assert meter.gaps.health_s <= calm.health_s + 1.0
+
+        # A router has a supervisor, too: it is stopped for good without one.
+        (router,) = processes_of(tiny_target, "outrider_router")
+        os.kill(router, signal.SIGSTOP)
+        wait_until(lambda: processes_of(tiny_target, "outrider_router") not in ([router], []))
+        assert answer_of(service) == 4
+
+        service.process.send_signal(signal.SIGHUP)
+        assert service.process.wait(60) == 0
+
+
+def restarted(said: list[str]) -> bool:
+    """Whether verifier and drafter were killed for their silence."""
+    text = "".join(said)
+    return all(
+        f"{name} has not answered for 3 s and was killed; starting it again" in text
+        for name in ("verifier-0", "drafter-0")
+    )
+
+
+def all_healthy(service: Service) -> bool:
+    """Whether the router says so of every verifier and drafter."""
+    with service.client as client:
+        info = client.server_info()
+    return all(peer.healthy for peer in (*info.verifiers, *info.drafters))

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from outrider.process import (
     tune_process,
     wait_awake_briefly,
 )
+from outrider.signals import stop_signals
 from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
@@ -92,6 +92,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
     parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
+    parser.add_argument(
+        "--health-listen", metavar="HOST:PORT", help="address of a port that serves health alone"
+    )
     parser.add_argument("--bench-round-ms", type=float, help="benchmarks only: as a larger model")
     parser.add_argument("--bench-row-us", type=float, help="benchmarks only: of each further row")
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
@@ -102,7 +105,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 async def serve(config: VerifierConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; or until the device is lost. The exit status."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain; or until the device is lost. The exit
+    status."""
     with AwakeCores.claim(config.awake_cores) as awake:
         return await _serve(config, awake)
 
@@ -114,7 +118,7 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
     heartbeat = HeartbeatConfig(
         interval_s=config.heartbeat_ms / 1000.0, timeout_s=config.silence_ms / 1000.0
@@ -125,7 +129,13 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
     ports = PortMetrics(service.metrics.registry)
     access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
     services = verifier_services(service, grpc_config)
-    server = GrpcServer(config.listen, services, config=grpc_config, access=access)
+    server = GrpcServer(
+        config.listen,
+        services,
+        config=grpc_config,
+        access=access,
+        health_address=config.health_listen,
+    )
     try:
         awake.adopt_thread()
         service.start()
@@ -133,6 +143,8 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
         metrics_address = _serve_metrics(config, service)
         if metrics_address:
             ready["metrics"] = metrics_address
+        if server.health_address:
+            ready["health"] = server.health_address
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         waits = [asyncio.create_task(event.wait()) for event in (stop, service.lost)]

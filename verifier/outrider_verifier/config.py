@@ -145,6 +145,9 @@ class VerifierConfig:
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
+    health_listen: str = ""
+    """HOST:PORT of a port that serves grpc.health.v1.Health alone, in plain text: for a supervisor
+    on this machine. Port 0 takes a free one, "" serves none."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """This process's certificate, for its own ports and for those that it connects to."""
     bench_round_ms: float = 0.0

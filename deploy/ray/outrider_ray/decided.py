@@ -9,9 +9,12 @@ ROUTER = frozenset(
     {
         *("listen", "http", "model", "model_name", "verifiers", "drafters", "pool_listen"),
         *("queue_limit", "journal", "metrics_port", "drain_s", "log_level"),
+        "health_listen",
     }
 )
-_ACTOR = frozenset({"listen", "metrics_port", "metrics_host", "trace_file", "drain_s"})
+_ACTOR = frozenset(
+    {"listen", "health_listen", "metrics_port", "metrics_host", "trace_file", "drain_s"}
+)
 """An actor opens no ports but that of its exchange, and ends as Ray says."""
 VERIFIER = _ACTOR | {
     *("model", "verifier_id", "features_from", "dtype", "device", "memory_fraction", "lanes"),

@@ -17,6 +17,9 @@ from outrider.transport.grpc.interceptor import ErrorInterceptor
 from outrider.transport.grpc.options import GrpcConfig, server_options
 from outrider.transport.tls import Role
 
+_HEALTH_PORT = GrpcConfig(max_connections=16, max_calls=64, max_receive_bytes=4096)
+"""Settings of a port that serves health alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
@@ -40,20 +43,30 @@ class GrpcServer:
         *,
         config: GrpcConfig | None = None,
         access: Access | None = None,
+        health_address: str = "",
     ) -> None:
         """address: host:port; port 0 takes a free one. Without `access` anybody may call, in plain
-        text."""
+        text. `health_address`: host:port of a port that serves health alone, in plain text and to
+        few callers, so that no certificate and no crowd of clients keeps a supervisor out of it;
+        "" serves none."""
         self._address = address
+        self._health_address = health_address
         self._services = tuple(services)
         self._config = config or GrpcConfig()
         self._access = access or Access()
         self._server: grpc.aio.Server | None = None
+        self._health_server: grpc.aio.Server | None = None
         self._health: health.HealthService | None = None
 
     @property
     def address(self) -> str:
         """host:port that is listened on; the real port once started."""
         return self._address
+
+    @property
+    def health_address(self) -> str:
+        """host:port of the port for health alone; the real port once started; "" if none."""
+        return self._health_address
 
     async def start(self, *, serving: bool = True) -> str:
         """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
@@ -75,16 +88,32 @@ class GrpcServer:
         try:
             port = self._bind(server)
         except RuntimeError as error:
-            raise FailedPreconditionError(
-                f"cannot listen on {self._address}", reason="ADDRESS_IN_USE"
-            ) from error
-        self._address = f"{self._address.rpartition(':')[0]}:{port}"
+            raise _taken(self._address) from error
+        self._address = _with_port(self._address, port)
+        if self._health_address:
+            await self._start_health()
         # Its own status says that the process answers, whatever it serves: for liveness probes.
         self._health.set_serving((health.SERVICE_NAME,), serving=True)
         await server.start()
         self._server = server
         self.set_serving(serving)
         return self._address
+
+    async def _start_health(self) -> None:
+        """Serve health on its own port. Raises FailedPreconditionError if it cannot be bound."""
+        server = grpc.aio.server(
+            interceptors=(ErrorInterceptor(Guard(Access(), {})),),
+            options=server_options(_HEALTH_PORT),
+            maximum_concurrent_rpcs=_HEALTH_PORT.max_calls,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        try:
+            port = server.add_insecure_port(self._health_address)
+        except RuntimeError as error:
+            raise _taken(self._health_address) from error
+        self._health_address = _with_port(self._health_address, port)
+        await server.start()
+        self._health_server = server
 
     def _bind(self, server: grpc.aio.Server) -> int:
         """The port. Raises RuntimeError if it cannot be had."""
@@ -108,8 +137,19 @@ class GrpcServer:
             server, self._server = self._server, None
             self.set_serving(False)
             await server.stop(grace_s)
+        if self._health_server is not None:
+            server, self._health_server = self._health_server, None
+            await server.stop(None)
 
     async def wait_for_termination(self) -> None:
         """Wait until the server has stopped."""
         if self._server is not None:
             await self._server.wait_for_termination()
+
+
+def _taken(address: str) -> FailedPreconditionError:
+    return FailedPreconditionError(f"cannot listen on {address}", reason="ADDRESS_IN_USE")
+
+
+def _with_port(address: str, port: int) -> str:
+    return f"{address.rpartition(':')[0]}:{port}"

@@ -6,16 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from outrider.client import processes
 from outrider.client.processes import ChildProcess, check_running
-from outrider.client.serve import Keeper
+from outrider.client.supervisor import MAX_START_S, Keeper
 from outrider.errors import UnavailableError
+from tests.waiting import wait_until
 
 CHILD = "tests.fakes.child"
 
@@ -127,7 +130,7 @@ def test_a_restarted_child_keeps_its_address(start: Callable[..., ChildProcess])
 def test_a_keeper_restarts_what_died_after_its_pause(start: Callable[..., ChildProcess]) -> None:
     child = start()
     child.wait_ready(30)
-    keeper, now = Keeper(child), time.monotonic()
+    keeper, now = Keeper(child, print), time.monotonic()
     keeper.look(now)
     pid = child.pid
     assert pid is not None
@@ -164,3 +167,77 @@ def test_a_child_dies_with_a_parent_that_was_killed(flags: tuple[str, ...]) -> N
         assert not gone(pid)
         parent.kill()
     wait_gone(pid, 10)
+
+
+def test_a_stopped_child_dies_with_a_parent_that_was_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(flags=())], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+    wait_gone(pid, 10)
+
+
+def test_a_child_lives_on_after_the_thread_that_asked_for_it(
+    start: Callable[..., ChildProcess],
+) -> None:
+    started: list[ChildProcess] = []
+    thread = threading.Thread(target=lambda: started.append(start()))
+    thread.start()
+    thread.join()
+    (child,) = started
+    child.wait_ready(30)
+    time.sleep(0.1)
+    assert child.exit_status is None
+
+
+@pytest.mark.parametrize("error", [OSError("no memory"), RuntimeError("no thread")])
+def test_a_restart_that_fails_is_tried_again(
+    start: Callable[..., ChildProcess], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    child = start()
+    child.wait_ready(30)
+    said: list[str] = []
+    keeper, now = Keeper(child, said.append), time.monotonic()
+    child.kill()
+    wait_until(lambda: child.exit_status is not None)
+    keeper.look(now)
+    with monkeypatch.context() as patched:
+        patched.setattr(processes.subprocess, "Popen", Mock(side_effect=error))
+        keeper.look(now + 1.0)
+    assert child.pid is None
+    assert said[-1] == f"child could not be started: {error}; starting it again"
+    # The pause has doubled, and nothing happens before it is over.
+    keeper.look(now + 1.5)
+    assert child.pid is None
+    keeper.look(now + 2.1)
+    child.wait_ready(30)
+    keeper.look(now + 2.2)
+    assert len(said) == 2
+
+
+def test_a_restart_that_never_comes_up_is_tried_again(
+    start: Callable[..., ChildProcess],
+) -> None:
+    child = start("--silent")
+    said: list[str] = []
+    keeper, now = Keeper(child, said.append), time.monotonic()
+    keeper.look(now + MAX_START_S - 1.0)
+    assert not said
+    keeper.look(now + MAX_START_S + 1.0)
+    assert said == ["child was not ready after 600 s and was killed; starting it again"]
+    wait_until(lambda: child.exit_status is not None)
+
+
+def test_a_child_that_says_nothing_of_its_health_is_not_asked(
+    start: Callable[..., ChildProcess],
+) -> None:
+    child = start()
+    child.wait_ready(30)
+    said: list[str] = []
+    keeper, now = Keeper(child, said.append), time.monotonic()
+    for seconds in range(100):
+        keeper.look(now + seconds)
+    assert not said and child.exit_status is None

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client import cli, local_cluster, processes, serve
+from outrider.client import cli, local_cluster, processes, serve, supervisor
 from outrider.client.modelfiles import ModelFiles
 from outrider.client.processes import ChildProcess
 from tests.waiting import wait_until
 
 STARTED_S = 30.0
 SERVE = ["serve", "--port", "0"]
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class FakeChildren:
@@ -45,7 +46,7 @@ class FakeChildren:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Generator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in STOPS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -72,7 +73,9 @@ def send_when(number: int, children: FakeChildren, count: int) -> threading.Thre
     return thread
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_a_signal_during_the_start_stops_what_was_started(
     monkeypatch: pytest.MonkeyPatch, number: int, status: int
 ) -> None:
@@ -107,7 +110,7 @@ def test_running_requests_get_their_time_while_those_they_need_go_on(
     assert all(child.pid is None for child in children.started)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_second_signal_ends_what_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
@@ -142,7 +145,7 @@ def test_a_verifier_that_dies_while_requests_end_is_started_again(
 ) -> None:
     children = FakeChildren(drain_s=3.0, at=tmp_path)
     monkeypatch.setattr(processes, "STOP_S", 0.2)
-    monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
     children.serve(monkeypatch)
     pids: list[int] = []
 

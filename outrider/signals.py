@@ -1,0 +1,12 @@
+"""The signals that ask one of Outrider's processes to drain and end."""
+
+from __future__ import annotations
+
+import signal
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """SIGTERM, SIGINT and SIGHUP, the last one unless it is ignored, as `nohup` asks."""
+    asked = (signal.SIGTERM, signal.SIGINT)
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (*asked, signal.SIGHUP) if hangs_up else asked
