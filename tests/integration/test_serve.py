@@ -81,6 +81,8 @@ def serving(
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             ended = process.wait(60)
+            if address:
+                reader.join(10)
         assert ended == 0
 
 
@@ -90,7 +92,8 @@ def test_so_many_verifiers_and_drafters_serve_behind_one_router(
 ) -> None:
     files = ("--model", str(tiny_target), "--head", str(tiny_head))
     counts = ("--verifiers", "2", "--drafters", "2")
-    with serving(*files, *counts, "--port", "0", "--threads", "1") as service:
+    said: list[str] = []
+    with serving(*files, *counts, "--port", "0", "--threads", "1", said=said) as service:
         with service.client as client:
             answer = client.generate([user("Name a colour.")], max_tokens=8, ignore_eos=True)
         assert len(answer.token_ids) == 8
@@ -99,6 +102,10 @@ def test_so_many_verifiers_and_drafters_serve_behind_one_router(
     names = sorted(line.split()[1] for line in lines[1:])
     assert names == ["drafter-0", "drafter-1", "verifier-0", "verifier-1"]
     assert not any("NOT HEALTHY" in line for line in lines)
+    # Nothing to worry about has happened, at the end least of all.
+    logged = [json.loads(line) for line in said if line.startswith("{")]
+    assert logged and {line["level"] for line in logged} == {"info"}
+    assert [line for line in said if not line.startswith(("{", "[outrider]"))] == []
 
 
 @pytest.mark.timeout(240)

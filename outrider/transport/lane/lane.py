@@ -34,10 +34,15 @@ _PLACE: Final = struct.Struct("<QQ")
 """Offset and size of a frame in the ring."""
 RING_LOOK_S: Final = 0.001
 """How often it is looked whether a ring that is full has room: nobody says so."""
+_LOST: Final = "LANE_LOST"
 _MOST_READ: Final = 64
 _MOST_READ_BYTES: Final = RING_BYTES
 """Packets, and bytes of frames, taken at once: a peer that never stops must not keep its reader
 from all else, nor fill its memory."""
+
+
+class LaneClosedError(ConnectionLostError):
+    """The peer has closed its end of a lane, or has ended: its connection ends, too."""
 
 
 class Lane:
@@ -159,7 +164,7 @@ class Lane:
             except OSError as error:
                 raise _lost(str(error)) from None
             if not packet:
-                raise _lost("the peer closed it")
+                raise LaneClosedError("the peer closed its end of the lane", reason=_LOST)
             return packet
 
     def close(self) -> None:
@@ -210,6 +215,8 @@ class Lane:
             self._socket.send(packet)
         except (BlockingIOError, InterruptedError):
             return False
+        except (BrokenPipeError, ConnectionResetError):
+            raise LaneClosedError("the peer closed its end of the lane", reason=_LOST) from None
         except OSError as error:
             raise _lost(str(error)) from None
         return True
@@ -244,4 +251,4 @@ def _size(frame: Frame) -> int:
 
 
 def _lost(why: str) -> ConnectionLostError:
-    return ConnectionLostError(f"the lane is lost: {why}", reason="LANE_LOST")
+    return ConnectionLostError(f"the lane is lost: {why}", reason=_LOST)

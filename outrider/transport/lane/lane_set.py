@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError
-from outrider.transport.lane.lane import RING_LOOK_S, Frame, Lane
+from outrider.transport.lane.lane import RING_LOOK_S, Frame, Lane, LaneClosedError
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class LaneSet:
             try:
                 lane.send(*frames)
             except OutriderError as error:
-                self.lose(number, error.message)
+                self._lose(number, error)
                 return None
         return lane
 
@@ -87,7 +87,7 @@ class LaneSet:
                 try:
                     lane.flush()
                 except OutriderError as error:
-                    self.lose(number, error.message)
+                    self._lose(number, error)
 
     def receive(self, ready: Iterable[int]) -> list[tuple[int, bytes | memoryview]]:
         """(connection, frame) of all that has come by the lanes with these file descriptors."""
@@ -100,7 +100,7 @@ class LaneSet:
                 frames = lane.borrow() if self._borrows else lane.receive()
                 found += [(number, frame) for frame in frames]
             except OutriderError as error:
-                self.lose(number, error.message)
+                self._lose(number, error)
         return found
 
     def _unsent(self) -> list[Lane]:
@@ -110,10 +110,20 @@ class LaneSet:
 
     def lose(self, number: int, why: str) -> None:
         """Give a lane up, and its connection with it; idempotent."""
+        self._give_up(number, why, logging.WARNING)
+
+    def _lose(self, number: int, error: OutriderError) -> None:
+        # A peer that leaves closes its lane first. How its connection has ended, well or not, is
+        # logged by the owner of the connection.
+        closed = isinstance(error, LaneClosedError)
+        self._give_up(number, error.message, logging.INFO if closed else logging.WARNING)
+
+    def _give_up(self, number: int, why: str, level: int) -> None:
         lane = self._lanes[number]
         if lane is None:
             return
-        logger.warning("lane lost", extra={"connection": number, "reason": why})
+        event = "lane closed" if level == logging.INFO else "lane lost"
+        logger.log(level, event, extra={"connection": number, "reason": why})
         self._lanes[number] = None
         lane.close()
         self._on_lost(number)

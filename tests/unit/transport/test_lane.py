@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, UnavailableError
-from outrider.transport.lane import LaneListener, is_lent, join_lane
+from outrider.transport.lane import LaneListener, LaneSet, is_lent, join_lane
 from outrider.transport.lane.lane import PART_BYTES
 from outrider.transport.lane.ring import RING_BYTES, Ring
 from outrider.wire.limits import MAX_MESSAGE_BYTES
@@ -320,3 +320,30 @@ async def test_nobody_is_waited_for_longer_than_a_moment() -> None:
 def test_an_offer_of_another_host_is_no_lane() -> None:
     with pytest.raises(UnavailableError):
         join_lane(LaneOffer(name=secrets.token_hex(16), token=bytes(16)))
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_peer_that_closes_its_lane_is_no_reason_to_warn(
+    sends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost: list[int] = []
+    lanes = LaneSet(lost.append)
+    with lane_pair() as (left, right), caplog.at_level("INFO"):
+        lanes.attach(7, left)
+        readers = lanes.readers
+        right.close()
+        if sends:
+            lanes.send(7, b"to nobody")
+        else:
+            lanes.receive(readers)
+    assert lost == [7]
+    assert [(each.levelname, each.message) for each in caplog.records] == [("INFO", "lane closed")]
+
+
+def test_a_peer_that_breaks_its_lane_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    lanes = LaneSet(lambda _: None)
+    with hostile_peer() as (peer, lane):
+        lanes.attach(7, lane)
+        peer.send(b"\x07")
+        lanes.receive(lanes.readers)
+    assert [(each.levelname, each.message) for each in caplog.records] == [("WARNING", "lane lost")]
