@@ -12,6 +12,9 @@ class StopStrings:
     Text that could be the start of a stop string is held back, if that is to be cut off. Of several
     stop strings the one that is complete first wins, the longest if several are complete at once,
     so the outcome does not depend on how the text was split into pieces.
+
+    Text may be pushed that cannot end the whole (`may_end=False`): a stop string that is complete
+    within it is passed through, one that begins there and is complete later counts.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -25,13 +28,16 @@ class StopStrings:
         self.matched: str | None = None
         """The stop string that ended the text."""
 
-    def push(self, text: str) -> str:
-        """Text that is safe to show now. After a match nothing more comes out."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Text that is safe to show now. After a match nothing more comes out.
+
+        `may_end`: whether a stop string that `text` completes ends the whole.
+        """
         if not self._stops or self.matched is not None:
             return text if not self._stops else ""
         shown = len(self._held) if self._include else 0
         held = self._held + text
-        match = self._first_match(held)
+        match = self._first_match(held, len(self._held)) if may_end else None
         if match is not None:
             end, self.matched = match
             self._held = ""
@@ -45,10 +51,11 @@ class StopStrings:
         held, self._held = self._held, ""
         return "" if self._include else held
 
-    def _first_match(self, text: str) -> tuple[int, str] | None:
+    def _first_match(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """End and text of the first stop string that ends behind the first `num_old` characters."""
         best: tuple[int, str] | None = None
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, num_old + 1 - len(stop)))
             if start >= 0 and (best is None or start + len(stop) < best[0]):
                 best = (start + len(stop), stop)
         return best

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from outrider.ids import SessionId
+from outrider.transport.sessions import Opened
 from outrider.wire.inference import PromptInfo
 from outrider.wire.messages import FinishReason
 from outrider_router.failover import Cause, end_of
@@ -13,6 +14,7 @@ from outrider_router.journal import Entry
 from outrider_router.ledger import Lease
 from outrider_router.peers import VerifierPeer
 from outrider_router.request import Job
+from outrider_router.stop_checker import StopChecker
 from outrider_router.streaming import Feed, Reply
 from outrider_router.waiting import Ticket
 
@@ -26,6 +28,8 @@ class Course:
     ticket: Ticket
     reply: Reply
     session_id: SessionId
+    stop_checker: StopChecker | None = None
+    """The search for its stop strings, over all of its sessions; None: it has none."""
     informed: bool = False
     """Whether the client has heard of its prompt."""
     cause: Cause | None = None
@@ -42,6 +46,8 @@ class Course:
     peer: VerifierPeer | None = None
     """Where its session is."""
     feed: Feed | None = None
+    opened: Opened | None = None
+    """Its session on the verifier's stream."""
     moving: asyncio.Task[None] | None = None
     """Looks for that place."""
 
@@ -53,6 +59,8 @@ class Course:
     @property
     def end(self) -> FinishReason | None:
         """The end that its text has come to, although nobody said so."""
+        if self.stop_checker is not None and self.stop_checker.is_stopped:
+            return FinishReason.STOP_STRING
         return end_of(
             self.entry.emitted,
             stop_ids=self.job.stop_ids,

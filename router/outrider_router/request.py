@@ -28,6 +28,7 @@ from outrider.wire.messages import SessionSpec, VerifierInfo
 from outrider_router.config import RouterConfig
 from outrider_router.output import OutputAssembler
 from outrider_router.planner import check_ids, make_plan, make_sampling, output_budget, stop_ids
+from outrider_router.stop_checker import StopChecker
 from outrider_router.tenants import SHARED
 from outrider_router.token_limits import make_token_limits
 
@@ -107,7 +108,12 @@ class Job:
             tokenizer.special_pieces if self.special_tokens else tokenizer.pieces,
             self.stop_strings,
             include_stop=self.includes_stop,
+            min_tokens=self.min_new_tokens,
         )
+
+    def stop_checker(self, tokenizer: Tokenizer) -> StopChecker | None:
+        """The search for its stop strings; None: it has none."""
+        return StopChecker(self.assembler(tokenizer)) if self.stop_strings else None
 
 
 async def tokenize(

@@ -216,15 +216,16 @@ class Resumables:
             started=self._clock(),
             caller=Caller(tenant=job.tenant),
         )
+        # Earlier versions logged ids behind a stop string, too.
+        del logged.emitted[finish.usage.completion_tokens :]
         self._fill(entry, logged)
         assembler = job.assembler(self._tokenizer)
         stopped = finish.reason is FinishReason.STOP_TOKEN
-        piece = assembler.push(entry.emitted, last_is_stop=stopped)
+        text = assembler.push(entry.emitted, last_is_stop=stopped) + assembler.finish()
         answer = self._answers.add(entry)
         answer.remember(job.info(entry.request_id))
-        text = piece.text + assembler.finish()
         # Its log-probabilities are the entry's.
-        answer.remember(Delta(text=text, token_ids=piece.token_ids))
+        answer.remember(Delta(text=text, token_ids=tuple(entry.emitted)))
         answer.remember(finish)
         answer.end(None)
         self._answers.keep(answer, left_s)

@@ -22,7 +22,7 @@ from outrider.ids import DrafterId, SessionId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.sessions import Opened
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
-from outrider.wire.messages import SessionSpec, VerifierInfo
+from outrider.wire.messages import FinishReason, SessionSpec, VerifierInfo
 from outrider_router.admission import NO_VERIFIER
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.config import RouterConfig
@@ -47,6 +47,7 @@ from outrider_router.planner import drafts_itself, plan_on
 from outrider_router.registry import Registry
 from outrider_router.request import Job
 from outrider_router.request_spans import queue_span, traced
+from outrider_router.stop_checker import StopChecker
 from outrider_router.streaming import Feed, Reply, lost_error, session_messages
 from outrider_router.verifier_streams import VerifierStreams
 from outrider_router.waiting import Ticket
@@ -141,8 +142,18 @@ class Serving:
                 prompt_tokens=len(job.prompt_ids),
             ),
             session_id=SessionId(f"{self._incarnation}-{number}"),
+            stop_checker=self._stop_checker(entry, job),
             cause=Cause.ROUTER_LOST if entry.emitted or entry.epoch else None,
         )
+
+    def _stop_checker(self, entry: Entry, job: Job) -> StopChecker | None:
+        """The search for the request's stop strings, behind what the entry has emitted; ids behind
+        a stop that is among these are dropped from it."""
+        checker, ids = job.stop_checker(self._tokenizer), entry.emitted
+        if checker is not None and ids:
+            kept = checker.count_tokens(ids, last_is_stop=ids[-1] in job.stop_ids)
+            del ids[kept:], entry.logprobs[kept:]
+        return checker
 
     async def _messages(self, course: Course) -> AsyncGenerator[StreamEvent, None]:
         reply = course.reply
@@ -215,6 +226,13 @@ class Serving:
                 await ended.wait()
         entry.on_fail = None
 
+    def _finish_session(self, course: Course, reason: FinishReason) -> None:
+        """A session has come to its end, before a slow client has heard of it. At a stop string it
+        is ended here: the verifier knows nothing of these."""
+        if reason is FinishReason.STOP_STRING and course.opened is not None:
+            course.opened.leave()
+        self._give_back(course)
+
     def _give_back(self, course: Course) -> None:
         """The place of a session that has ended, before a slow client has heard of it."""
         if course.lease is not None:
@@ -286,13 +304,18 @@ class Serving:
         peer = self._registry.healthy_verifier(lease.verifier_id)
         if peer is None or peer.info is None or peer.control is None:
             raise lost_error(lease.verifier_id)
-        feed = Feed(entry, self.streams.pacer, partial(self._give_back, course))
+        feed = Feed(
+            entry,
+            self.streams.pacer,
+            partial(self._finish_session, course),
+            stop_checker=course.stop_checker,
+        )
         spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
         span, spec = traced(entry, spec)
         opened = self.streams.to(peer).open(spec, feed)
         entry.on_fail = partial(self._interrupt, course, feed, opened)
         entry.move = opened.move
-        course.peer, course.feed = peer, feed
+        course.peer, course.feed, course.opened = peer, feed, opened
         self._open.add(course)
         incarnation = peer.info.incarnation
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from outrider.errors import OutriderError, UnavailableError
@@ -28,6 +29,7 @@ from outrider_router.log_records import Row
 from outrider_router.metrics import RouterMetrics
 from outrider_router.output import OutputAssembler
 from outrider_router.pacing import Pacer
+from outrider_router.stop_checker import StopChecker
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +37,30 @@ logger = logging.getLogger(__name__)
 class Feed:
     """What a session has said; its request reads it, the verifier's stream fills it."""
 
-    __slots__ = ("_on_finish", "_pacer", "_turn", "_waiter", "entry", "error", "reason")
+    __slots__ = (
+        "_on_finish",
+        "_pacer",
+        "_turn",
+        "_waiter",
+        "entry",
+        "error",
+        "reason",
+        "stop_checker",
+    )
 
     def __init__(
-        self, entry: Entry, pacer: Pacer, on_finish: Callable[[], None] = lambda: None
+        self,
+        entry: Entry,
+        pacer: Pacer,
+        on_finish: Callable[[FinishReason], None] = lambda reason: None,
+        *,
+        stop_checker: StopChecker | None = None,
     ) -> None:
         """`pacer` hears when the reader comes back for more; `on_finish` when the session has
-        ended by itself, however long its reader takes to hear of it."""
+        ended by itself or its text has come to a stop string, however long its reader takes to
+        hear of it. `stop_checker` is the request's; None: it has no stop strings."""
         self.entry = entry
+        self.stop_checker = stop_checker
         self._pacer = pacer
         self._on_finish = on_finish
         self.reason: FinishReason | None = None
@@ -62,12 +80,21 @@ class Feed:
         self._turn = True
         return True
 
+    def count_tokens(self, token_ids: list[int], reason: FinishReason | None) -> int:
+        """How many of a row's ids belong to the answer: those up to a stop string, if the row
+        completes one. `reason` is the row's."""
+        if self.stop_checker is None:
+            return len(token_ids)
+        return self.stop_checker.count_tokens(
+            token_ids, last_is_stop=reason is FinishReason.STOP_TOKEN
+        )
+
     def finish(self, reason: FinishReason) -> None:
         """The session has said its last."""
         self.reason = reason
         self.wake()
         if reason is not FinishReason.CANCELLED:
-            self._on_finish()
+            self._on_finish(reason)
 
     def fail(self, error: OutriderError) -> None:
         """The session was refused or failed, or its verifier is lost."""
@@ -112,7 +139,7 @@ class Feed:
 class _News:
     """What one message brought all its sessions together."""
 
-    __slots__ = ("_now", "gaps", "logged", "readers", "waits")
+    __slots__ = ("_now", "cuts", "gaps", "logged", "readers", "waits")
 
     def __init__(self, now: float) -> None:
         self._now = now
@@ -122,6 +149,8 @@ class _News:
         self.gaps: list[float] = []
         """Seconds between tokens, the mean of each row."""
         self.logged: list[Row] = []
+        self.cuts: list[tuple[int, int]] = []
+        """Rows of which not all ids belong to an answer, and how many do."""
 
     def add(self, feed: Feed, tokens: list[int], told: list[TokenLogprobs]) -> None:
         """Append a row's ids to its entry, and wake the reader of the first one."""
@@ -165,7 +194,8 @@ class EventSink:
     def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
         """Append each row to its session's feed and wake its reader: at once for a first token and
         for an end, otherwise at the pacer's pace. A row without the log-probabilities that its
-        request wants becomes a malformed one."""
+        request wants becomes a malformed one. Ids behind a stop string are dropped, and so are
+        those of sessions without a listener: they are counted nowhere."""
         self._on_events()
         news = _News(self._clock())
         tokens, counts = events.tokens.tolist(), events.counts.tolist()
@@ -186,20 +216,28 @@ class EventSink:
             start, end = end, end + count
             feed = feeds.get(handle)
             if feed is None or reason == MALFORMED_ROW:
+                news.cuts.append((row, 0))
                 continue
             entry = feed.entry
             if (told or entry.top_logprobs is not None) and not entry.fits(told, count):
                 events.finish_reasons[row] = MALFORMED_ROW
+                news.cuts.append((row, 0))
                 continue
+            ended = REASONS[reason]
             if count:
-                news.add(feed, tokens[start:end], told)
+                kept = feed.count_tokens(tokens[start:end], ended)
+                if kept < count:
+                    news.cuts.append((row, kept))
+                news.add(feed, tokens[start : start + kept], told[:kept])
                 if round_id:
                     entry.tally.add_round(
-                        emitted=count, flags=flags, proposed=proposed, accepted=accepted
+                        emitted=kept, flags=flags, proposed=proposed, accepted=min(accepted, kept)
                     )
             if bool(flags & DRAFTER_ATTACHED) is not entry.drafter_attached:
                 self._note_drafter(entry)
-            if (ended := REASONS[reason]) is not None:
+            if feed.stop_checker is not None and feed.stop_checker.is_stopped:
+                ended = FinishReason.STOP_STRING
+            if ended is not None:
                 feed.finish(ended)
             news.readers.append(feed)
         # Readers that were woken above run later.
@@ -213,7 +251,7 @@ class EventSink:
             self._count(events, news)
 
     def _count(self, events: SessionEvents, news: _News) -> None:
-        self._metrics.add_events(events)
+        self._metrics.add_events(_cut(events, news.cuts) if news.cuts else events)
         self._metrics.time_to_first_token.observe(*news.waits)
         self._metrics.inter_token_latency.observe(*news.gaps)
 
@@ -239,6 +277,15 @@ def _logprobs(events: SessionEvents, counts: list[int]) -> list[list[TokenLogpro
 _NO_LOGPROBS: Final[list[TokenLogprobs]] = []
 
 
+def _cut(events: SessionEvents, cuts: list[tuple[int, int]]) -> SessionEvents:
+    """The counts of a message where only so many ids of some rows belong to an answer; its ids
+    stay as they are."""
+    counts, accepted = events.counts.copy(), events.accepted.copy()
+    for row, kept in cuts:
+        counts[row], accepted[row] = kept, min(int(accepted[row]), kept)
+    return replace(events, counts=counts, accepted=accepted)
+
+
 class Reply:
     """What the client of one request hears: text that goes on over all of its sessions."""
 
@@ -262,16 +309,13 @@ class Reply:
         self, ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None
     ) -> list[Delta | FinishInfo]:
         assembler, messages = self._assembler, list[Delta | FinishInfo]()
-        piece = assembler.push(ids, last_is_stop=bool(ids) and reason is FinishReason.STOP_TOKEN)
-        text = piece.text
+        text = assembler.push(ids, last_is_stop=bool(ids) and reason is FinishReason.STOP_TOKEN)
         if reason is not None:
             text += assembler.finish()
         if assembler.stop_string is not None:
             reason = FinishReason.STOP_STRING
-        if text or piece.token_ids:
-            # A stop string drops what is behind it.
-            told = tuple(logprobs[: len(piece.token_ids)])
-            messages.append(Delta(text=text, token_ids=piece.token_ids, logprobs=told))
+        if text or ids:
+            messages.append(Delta(text=text, token_ids=tuple(ids), logprobs=tuple(logprobs)))
         if reason is not None:
             self.ended = True
             messages.append(self._finish(reason))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -121,3 +122,15 @@ async def test_without_a_collector_a_request_has_no_trace_id(
     (ended,) = [r for r in caplog.records if r.getMessage() == "request ended"]
     assert "trace_id" not in vars(ended)
     assert [spec.traceparent for spec in verifier.specs] == [""]
+
+
+async def test_a_trace_counts_tokens_to_the_stop_string(
+    collector: Collector, router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.tokens_per_round = 64
+    request = text_request(max_tokens=200)
+    await router.generate(replace(request, stopping=replace(request.stopping, stop=("bca",))))
+    await received(collector, 1)
+    (ended,) = collector.spans("outrider.request")
+    assert ended.attributes["gen_ai.usage.output_tokens"] == 4
+    assert ended.attributes["gen_ai.response.finish_reasons"] == ["stop_string"]
