@@ -36,7 +36,7 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int
     """Most tokens to emit."""
     min_tokens: int
-    """Tokens before which no stop token ends the text."""
+    """Tokens within which neither a stop token nor a stop string ends the text."""
     stop: Sequence[str]
     """The text ends before the first of these."""
     stop_token_ids: Sequence[int]

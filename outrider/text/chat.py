@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -12,6 +14,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.errors import InvalidRequestError
 from outrider.text.generation_block import GenerationBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Where the rendered text of a conversation ends. InvalidRequestError for both at once."""
+
+    add_generation_prompt: bool = True
+    """The text goes on to where the assistant's next answer begins."""
+    continue_final_message: bool = False
+    """The text ends with the content of the last message, which the model is to continue."""
+
+    def __post_init__(self) -> None:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequestError(
+                "add_generation_prompt and continue_final_message cannot both be true",
+                reason="BAD_CHAT",
+            )
+
+
+NEXT_ANSWER = ChatOptions()
+"""The text ends where the assistant's next answer begins."""
 
 
 class ChatTemplate:
@@ -38,15 +61,36 @@ class ChatTemplate:
             ) from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as text, ending where the assistant's answer begins.
+    def render(
+        self, messages: Sequence[Mapping[str, str]], *, options: ChatOptions = NEXT_ANSWER
+    ) -> str:
+        """The conversation as text.
 
-        Raises InvalidRequestError if the template refuses the messages.
+        Raises InvalidRequestError if the template refuses the messages, or writes no last message
+        that could be continued.
         """
+        if not options.continue_final_message:
+            return self._render(messages, add_generation_prompt=options.add_generation_prompt)
+        *earlier, last = messages
+        # Nobody can guess it, so no message holds it.
+        mark = f"{secrets.token_hex(16)} "
+        marked = {**last, "content": last["content"] + mark}
+        text = self._render([*earlier, marked], add_generation_prompt=False)
+        before, found, after = text.rpartition(mark.rstrip())
+        if not found:
+            raise InvalidRequestError(
+                "the chat template does not write the last message as it is: it cannot be "
+                "continued",
+                reason="BAD_CHAT",
+            )
+        # A template that strips messages has dropped the mark's space, and strips this one, too.
+        return before if after.startswith(" ") else before.rstrip()
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except (TemplateError, TypeError, ValueError) as error:

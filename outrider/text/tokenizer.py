@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.text.chat import ChatTemplate
+from outrider.text.chat import NEXT_ANSWER, ChatOptions, ChatTemplate
 from outrider.text.pieces import PieceTable
 
 if TYPE_CHECKING:
@@ -110,8 +110,10 @@ class Tokenizer:
         (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found.ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Ids of a conversation ({"role", "content"} each) up to where the answer begins.
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, options: ChatOptions = NEXT_ANSWER
+    ) -> tuple[int, ...]:
+        """Ids of a conversation ({"role", "content"} each), which `options` say the end of.
 
         The template writes its own special tokens, and its own default system message.
         Raises InvalidRequestError if the model has no template or the template refuses.
@@ -121,7 +123,9 @@ class Tokenizer:
                 "this model has no chat template; send a text or token-id prompt",
                 reason="NO_CHAT_TEMPLATE",
             )
-        return self.encode(self._template.render(messages), add_special_tokens=False)
+        return self.encode(
+            self._template.render(messages, options=options), add_special_tokens=False
+        )
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
         """Text of `token_ids` at once, special tokens left out unless asked for."""

@@ -94,8 +94,11 @@ class StoppingOptions:
 
     max_tokens: int | None = None
     """Most tokens to emit."""
+    default_max_tokens: int | None = None
+    """Most tokens to emit where `max_tokens` is not given, as far as the context has room; None:
+    the router's default. Set within the router alone, it is not on the wire."""
     min_tokens: int | None = None
-    """Stop tokens are masked until this many tokens were emitted."""
+    """Tokens within which neither a stop token nor a stop string ends the text."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these strings; it is not part of the output."""
     stop_token_ids: tuple[int, ...] = ()

@@ -249,14 +249,19 @@ def _cut(request: GenerateRequest, key: ApiKey, default_max_tokens: int) -> Gene
         )
     if not key.max_tokens:
         return request
-    asked = request.stopping.max_tokens
-    if asked is not None and asked > key.max_tokens:
-        raise InvalidRequestError(
-            f"max_tokens must be at most {key.max_tokens} with this API key, got {asked}",
-            reason="KEY_MAX_TOKENS",
-        )
-    most = min(default_max_tokens, key.max_tokens) if asked is None else asked
-    stopping = dataclasses.replace(request.stopping, max_tokens=most)
+    stopping = request.stopping
+    for name in ("max_tokens", "min_tokens"):
+        asked = getattr(stopping, name)
+        if asked is not None and asked > key.max_tokens:
+            raise InvalidRequestError(
+                f"{name} must be at most {key.max_tokens} with this API key, got {asked}",
+                reason="KEY_MAX_TOKENS",
+            )
+    if stopping.max_tokens is not None:
+        return request
+    default = stopping.default_max_tokens
+    most = min(default_max_tokens if default is None else default, key.max_tokens)
+    stopping = dataclasses.replace(stopping, default_max_tokens=most)
     return dataclasses.replace(request, stopping=stopping)
 
 

@@ -91,8 +91,9 @@ def output_budget(
 ) -> int:
     """Most tokens to emit.
 
-    An explicit max_tokens that does not fit into the context is an InvalidRequestError; the
-    default is cut to what the context leaves.
+    An explicit max_tokens that does not fit into the context is an InvalidRequestError. The
+    default, `default_max_tokens` unless the options have one of their own, is cut to what the
+    context leaves.
     """
     room = max_context_len - prompt_len
     if room < 1:
@@ -103,7 +104,8 @@ def output_budget(
         )
     budget = options.max_tokens
     if budget is None:
-        budget = max(min(default_max_tokens, room), min(options.min_tokens or 0, room))
+        default = _or(options.default_max_tokens, default_max_tokens)
+        budget = max(min(default, room), min(options.min_tokens or 0, room))
     if budget < 1:
         raise InvalidRequestError(
             f"max_tokens must be at least 1, got {budget}", reason="INVALID_STOPPING"

@@ -14,6 +14,7 @@ from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured import StructuredOutput
 from outrider.spec.token_limits import TokenLimits
+from outrider.text.chat import NEXT_ANSWER, ChatOptions
 from outrider.text.tokenizer import LONG, Tokenizer
 from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
@@ -117,11 +118,16 @@ class Job:
 
 
 async def tokenize(
-    prompt: Prompt, tokenizer: Tokenizer, *, add_special_tokens: bool = True
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    *,
+    add_special_tokens: bool = True,
+    chat_options: ChatOptions = NEXT_ANSWER,
 ) -> tuple[int, ...]:
     """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered.
 
     `add_special_tokens`: of a text; whether those that open a document come first.
+    `chat_options`: of a conversation; where its text ends.
     """
     match prompt:
         case TokenPrompt(token_ids=ids):
@@ -132,7 +138,8 @@ async def tokenize(
         case ChatPrompt(messages=messages):
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]
             size = sum(len(turn.content) for turn in messages)
-            found = await _maybe_in_thread(size, tokenizer.encode_chat, turns)
+            encode_chat = partial(tokenizer.encode_chat, options=chat_options)
+            found = await _maybe_in_thread(size, encode_chat, turns)
     if not found:
         raise InvalidRequestError("the prompt has no tokens", reason="EMPTY_PROMPT")
     return found

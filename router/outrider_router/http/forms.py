@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 
 from outrider.wire.inference import FinishInfo, TokenLogprobs
 from outrider.wire.messages import FinishReason
-from outrider_router.http.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from outrider_router.http.logprobs import (
+    TextOffsets,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+)
 from outrider_router.http.usage import added_up, metrics, total_usage
 
 quote = json.JSONEncoder(ensure_ascii=False).encode
@@ -38,8 +43,8 @@ class Choice:
     """Whether a chunk of it was sent."""
     tokens: int = 0
     """Token ids so far."""
-    token_chars: int = 0
-    """Characters of its tokens so far, where logprobs were asked for."""
+    offsets: TextOffsets | None = None
+    """Where its tokens stand in its text, once that was asked for."""
 
 
 class Form(ABC):
@@ -60,16 +65,19 @@ class Form(ABC):
         stop_token_ids: Collection[int] = (),
         with_logprobs: bool = False,
         with_ids: bool = False,
+        with_usage: bool = False,
     ) -> None:
         """`created`: seconds since 1970; `n`: choices of each prompt, side by side;
         `stop_token_ids`: those that the client asked for; `with_ids`: whether the ids of prompts
-        and answers are told."""
+        and answers are told; `with_usage`: whether a stream ends with a chunk that tells usage, so
+        that all others have `"usage": null`."""
         self._common = {"id": f"{self.prefix}-{request_id}", "created": created, "model": model}
         self._n = n
         self._texts = texts
         self._stop_token_ids = frozenset(stop_token_ids)
         self._with_logprobs = with_logprobs
         self._with_ids = with_ids
+        self._no_usage = ', "usage": null}\n\n' if with_usage else "}\n\n"
         told = {**self._common, "object": self.chunk_object}
         self._head = f'data: {quote(told)[:-1]}, "choices": ['
 
@@ -91,8 +99,7 @@ class Form(ABC):
         """A chunk with newly emitted text; before the first one what precedes it."""
         told = "null"
         if self._with_logprobs:
-            told = quote(self._logprobs(token_ids, logprobs, choice.token_chars))
-            choice.token_chars += sum(len(self._texts.text(id_)) for id_ in token_ids)
+            told = quote(self._logprobs(choice, token_ids, logprobs))
         opening, first = "", not choice.begun
         if first:
             choice.begun = True
@@ -124,7 +131,7 @@ class Form(ABC):
         return f'{self._head}], "usage": {told}, "metrics": {speculation}}}\n\n'
 
     def _tail(self, usage: dict[str, object] | None) -> str:
-        return "}\n\n" if usage is None else f', "usage": {quote(usage)}}}\n\n'
+        return self._no_usage if usage is None else f', "usage": {quote(usage)}}}\n\n'
 
     def _opening(self, choice: Choice, usage: dict[str, object] | None) -> str:
         return ""
@@ -160,7 +167,7 @@ class Form(ABC):
         assert choice.finish is not None, "it has ended"
         logprobs = None
         if self._with_logprobs:
-            logprobs = self._logprobs(choice.token_ids, choice.logprobs, 0)
+            logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs)
         return {
             "index": choice.index,
             **self._content(choice.echo + "".join(choice.text)),
@@ -184,9 +191,9 @@ class Form(ABC):
 
     @abstractmethod
     def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, object]:
-        """Logprobs of some tokens of a choice."""
+        """Logprobs of the next tokens of a choice."""
 
     # ---- both ----------------------------------------------------------------------------------
 
@@ -232,9 +239,11 @@ class CompletionForm(Form):
         return {"text": text}
 
     def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, object]:
-        return completion_logprobs(token_ids, logprobs, self._texts, offset)
+        if choice.offsets is None:
+            choice.offsets = self._texts.offsets()
+        return completion_logprobs(token_ids, logprobs, self._texts, choice.offsets)
 
 
 class ChatForm(Form):
@@ -271,6 +280,6 @@ class ChatForm(Form):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int
+        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, object]:
         return chat_logprobs(token_ids, logprobs, self._texts)

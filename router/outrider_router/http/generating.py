@@ -105,6 +105,7 @@ def _answer(
             stop_token_ids=body.stop_token_ids or (),
             with_logprobs=requests[0].top_logprobs is not None,
             with_ids=requests[0].return_prompt_token_ids,
+            with_usage=bool(options.include_usage),
         ),
         request_id=own_id,
         caller=caller,

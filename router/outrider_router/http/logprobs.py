@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.text.detokenizer import Detokenizer
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import TokenLogprobs
 
@@ -32,6 +33,30 @@ class TokenTexts:
         raw = self.raw(token_id)
         return raw.decode("utf-8", "replace") if raw else self._tokenizer.name(token_id)
 
+    def offsets(self) -> TextOffsets:
+        """The places of an answer's tokens in its text."""
+        return TextOffsets(Detokenizer(self._pieces))
+
+
+class TextOffsets:
+    """Counts where the tokens of one answer begin in its text, in characters.
+
+    A token begins where the text of the tokens before it ends. All tokens of one character begin
+    where that character does, and a token without text where the next one with text does.
+    """
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._characters = 0
+
+    def add_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Take the next tokens; the offset of each."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._characters)
+            self._characters += len(self._detokenizer.push((token_id,)))
+        return offsets
+
 
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], texts: TokenTexts
@@ -52,17 +77,17 @@ def _chat_token(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, o
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], texts: TokenTexts, offset: int
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    texts: TokenTexts,
+    offsets: TextOffsets,
 ) -> dict[str, object]:
-    """`logprobs` of a completion's choice; `offset`: characters of tokens before these.
+    """`logprobs` of the next tokens of a completion's choice, whose tokens before these `offsets`
+    has counted.
 
     The token's own logprob is among the alternatives, as OpenAI has it.
     """
     tokens = [texts(id_) for id_ in token_ids]
-    offsets = []
-    for id_ in token_ids:
-        offsets.append(offset)
-        offset += len(texts.text(id_))
     top: list[dict[str, float]] = []
     for token, found in zip(tokens, logprobs, strict=True):
         others = {texts(id_): value for id_, value in reversed(found.top)}
@@ -71,5 +96,5 @@ def completion_logprobs(
         "tokens": tokens,
         "token_logprobs": [found.logprob for found in logprobs],
         "top_logprobs": top,
-        "text_offset": offsets,
+        "text_offset": offsets.add_tokens(token_ids),
     }

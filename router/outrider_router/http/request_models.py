@@ -261,8 +261,20 @@ class TokenizeRequest(Strict):
     model: Name | None = None
     prompt: Annotated[str, Len(0, MAX_TOKENIZED_CHARS)] | None = None
     messages: Annotated[list[Message], _size(1, MAX_CHAT_MESSAGES)] | None = None
-    add_special_tokens: bool = Field(
-        default=True, description="Of a text: whether a BOS is put first."
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Of a text: whether a BOS is put first, by default yes. The chat template "
+        "writes that of a conversation: true is refused there.",
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="Of a conversation: whether the beginning of the next answer is put last, by "
+        "default yes, unless `continue_final_message`.",
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Of a conversation: whether it ends within the last message, so that the "
+        "model continues that. Not with `add_generation_prompt`.",
     )
     return_token_strs: bool | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,6 +13,7 @@ from starlette.responses import Response
 
 import outrider
 from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.text.chat import ChatOptions
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import ChatPrompt, ModelInfo, TextPrompt
 from outrider_router.admission import no_verifier
@@ -22,7 +22,6 @@ from outrider_router.http.callers import Caller, Operator, Service
 from outrider_router.http.request_models import (
     MAX_TOKENIZED_CHARS,
     DetokenizeRequest,
-    Message,
     TokenizeRequest,
 )
 from outrider_router.http.response_models import (
@@ -35,6 +34,11 @@ from outrider_router.http.response_models import (
     refusals,
 )
 from outrider_router.http.translate import chat_prompt
+from outrider_router.http.unsupported import (
+    TOKENIZED_CHAT,
+    UnsupportedFieldError,
+    refuse_unsupported,
+)
 from outrider_router.planner import check_ids
 from outrider_router.request import tokenize as tokenize_prompt
 from outrider_router.service import RouterService
@@ -111,16 +115,40 @@ async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]
         raise InvalidRequestError(
             "one of prompt and messages must be given", reason="INVALID_REQUEST"
         )
+    opening = body.add_special_tokens is not False
     if body.prompt == "":
-        return service.tokenizer.encode("", add_special_tokens=body.add_special_tokens)
-    prompt = _conversation(body.messages or ()) if body.prompt is None else TextPrompt(body.prompt)
+        return service.tokenizer.encode("", add_special_tokens=opening)
+    if body.prompt is not None:
+        prompt = TextPrompt(body.prompt)
+        return await tokenize_prompt(prompt, service.tokenizer, add_special_tokens=opening)
     return await tokenize_prompt(
-        prompt, service.tokenizer, add_special_tokens=body.add_special_tokens
+        _conversation(body), service.tokenizer, chat_options=_chat_options(body)
     )
 
 
-def _conversation(messages: Sequence[Message]) -> ChatPrompt:
-    prompt = chat_prompt(messages)
+def _chat_options(body: TokenizeRequest) -> ChatOptions:
+    continued = bool(body.continue_final_message)
+    wanted = body.add_generation_prompt
+    if continued and wanted:
+        raise UnsupportedFieldError(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            param="continue_final_message",
+        )
+    return ChatOptions(
+        add_generation_prompt=not continued if wanted is None else wanted,
+        continue_final_message=continued,
+    )
+
+
+def _conversation(body: TokenizeRequest) -> ChatPrompt:
+    refuse_unsupported(body.model_extra, TOKENIZED_CHAT)
+    if body.add_special_tokens:
+        raise UnsupportedFieldError(
+            "add_special_tokens is not supported here for messages: the chat template writes their "
+            "special tokens; it may be null or False",
+            param="add_special_tokens",
+        )
+    prompt = chat_prompt(body.messages or ())
     size = sum(len(turn.content) for turn in prompt.messages)
     if size > MAX_TOKENIZED_CHARS:
         raise InvalidRequestError(

@@ -53,7 +53,8 @@ def completion_requests(
     return _choices(
         body,
         completion_prompts(body),
-        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=body.max_tokens,
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         top_logprobs=body.logprobs,
         request_id=request_id,
     )
@@ -119,9 +120,12 @@ def _choices(
     prompts: Sequence[Prompt],
     *,
     max_tokens: int | None,
+    default_max_tokens: int | None = None,
     top_logprobs: int | None,
     request_id: RequestId | None,
 ) -> tuple[GenerateRequest, ...]:
+    """`default_max_tokens` stands for a `max_tokens` of None, cut to the room that there is; None:
+    the router's default."""
     n = body.n or 1
     count = len(prompts) * n
     if count > MAX_CHOICES:
@@ -130,7 +134,7 @@ def _choices(
             "be asked for at once",
             reason="TOO_MANY_CHOICES",
         )
-    stopping = _stopping(body, max_tokens)
+    stopping = _stopping(body, max_tokens, default_max_tokens)
     structure = structure_of(body)
     speculation = _speculation(body)
     return tuple(
@@ -182,10 +186,13 @@ def _bias(body: GenerationRequest) -> tuple[tuple[int, float], ...]:
     return tuple((int(id_), amount) for id_, amount in (body.logit_bias or {}).items())
 
 
-def _stopping(body: GenerationRequest, max_tokens: int | None) -> StoppingOptions:
+def _stopping(
+    body: GenerationRequest, max_tokens: int | None, default_max_tokens: int | None
+) -> StoppingOptions:
     stop = body.stop or ()
     return StoppingOptions(
         max_tokens=max_tokens,
+        default_max_tokens=None if max_tokens is not None else default_max_tokens,
         min_tokens=body.min_tokens,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),

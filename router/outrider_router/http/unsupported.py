@@ -62,6 +62,13 @@ CHAT: Final[Fields] = {
     "documents": ([],),
     "echo": (False,),
 }
+TOKENIZED_CHAT: Final[Fields] = {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "tools": ([],),
+}
+"""Of a conversation that is to be tokenized: these would change its tokens."""
 MESSAGE: Final[Fields] = {
     "audio": (),
     "function_call": (),

@@ -147,7 +147,7 @@ def test_a_keeper_restarts_what_died_after_its_pause(start: Callable[..., ChildP
 
 PARENT = """
 import sys, time
-from outrider.client.processes import ChildProcess, check_running
+from outrider.client.processes import ChildProcess
 child = ChildProcess("child", "tests.fakes.child", {flags})
 child.start()
 child.wait_ready(30)

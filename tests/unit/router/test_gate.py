@@ -170,12 +170,18 @@ def test_more_at_once_than_a_key_ever_has_is_no_matter_of_waiting(
 def test_a_key_bounds_the_length_that_may_be_asked_for(path: Path) -> None:
     bed = Bed(write(path, a="max_tokens = 40"))
     caller = bed.gate.authorize(bearer("a"))
-    assert enter(bed, caller).request.stopping.max_tokens == 40
+    assert enter(bed, caller).request.stopping.default_max_tokens == 40
+    short = StoppingOptions(default_max_tokens=16)
+    request = GenerateRequest(prompt=TextPrompt("a"), stopping=short)
+    assert enter(bed, caller, request).request.stopping == short
     fits = GenerateRequest(prompt=TextPrompt("a"), stopping=StoppingOptions(max_tokens=40))
     assert enter(bed, caller, fits).request == fits
     long = GenerateRequest(prompt=TextPrompt("a"), stopping=StoppingOptions(max_tokens=41))
-    with pytest.raises(InvalidRequestError, match="at most 40"):
+    with pytest.raises(InvalidRequestError, match="max_tokens must be at most 40"):
         enter(bed, caller, long)
+    forced = GenerateRequest(prompt=TextPrompt("a"), stopping=StoppingOptions(min_tokens=41))
+    with pytest.raises(InvalidRequestError, match="min_tokens must be at most 40"):
+        enter(bed, caller, forced)
 
 
 def test_a_key_bounds_the_priority_that_may_be_asked_for(path: Path) -> None:

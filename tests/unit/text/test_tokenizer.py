@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.text.chat import ChatTemplate
+from outrider.text.chat import NEXT_ANSWER, ChatOptions, ChatTemplate
 from outrider.text.tokenizer import LONG, Tokenizer, tokenizer_hash
 from tests.fakes.tokenizer import make_tokenizer_dir
 
@@ -116,3 +116,32 @@ def test_what_is_set_in_such_a_block_stays_in_it() -> None:
     assert ChatTemplate(source, {}).render([]) == "21"
     with pytest.raises(InvalidRequestError, match="does not compile"):
         ChatTemplate("{% generation %}", {})
+
+
+TURNS = [{"role": "user", "content": "m"}, {"role": "assistant", "content": "e "}]
+
+
+def rendered(content: str, options: ChatOptions, end: str = "<|im_end|>\n") -> str:
+    template = "{% for m in messages %}{{ m.role }}:{{ CONTENT }}END{% endfor %}"
+    source = template.replace("CONTENT", content).replace("END", end)
+    return ChatTemplate(source + "{% if add_generation_prompt %}NEXT{% endif %}", {}).render(
+        TURNS, options=options
+    )
+
+
+def test_a_conversation_may_end_behind_or_within_its_last_message() -> None:
+    whole = "user:m<|im_end|>\nassistant:e <|im_end|>\n"
+    assert rendered("m.content", NEXT_ANSWER) == whole + "NEXT"
+    assert rendered("m.content", ChatOptions(add_generation_prompt=False)) == whole
+    continued = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    assert rendered("m.content", continued) == "user:m<|im_end|>\nassistant:e "
+    # What the template strips from a message is not part of its text.
+    assert rendered("m.content | trim", continued) == "user:m<|im_end|>\nassistant:e"
+
+
+def test_a_last_message_that_is_not_in_the_text_cannot_be_continued() -> None:
+    continued = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="cannot be continued"):
+        rendered("m.content | upper", continued)
+    with pytest.raises(InvalidRequestError, match="cannot both"):
+        ChatOptions(continue_final_message=True)

@@ -75,7 +75,9 @@ def test_a_completions_tokens_have_offsets_and_are_among_their_alternatives(
     texts: TokenTexts,
 ) -> None:
     a, b = ids(texts, "ab")
-    told = completion_logprobs([b, 2], [TokenLogprobs(-3.0, ((a, -0.5),)), OWN], texts, 7)
+    offsets = texts.offsets()
+    offsets.add_tokens([a] * 7)
+    told = completion_logprobs([b, 2], [TokenLogprobs(-3.0, ((a, -0.5),)), OWN], texts, offsets)
     assert told == {
         "tokens": ["b", "<|im_end|>"],
         "token_logprobs": [-3.0, -2.0],

@@ -291,3 +291,52 @@ async def test_of_too_many_biases_one_mistake_is_told(router: RouterService) -> 
     assert answer.status_code == 400
     assert "at most 1024 entries, has 5000" in answer.text
     assert len(answer.text) < 1000
+
+
+# ---- conversations as tokens -------------------------------------------------------------------
+
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So "}]
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ({}, "So <|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": True}, "So <|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False, "add_special_tokens": False}, "So <|im_end|>\n"),
+        ({"continue_final_message": True}, "So "),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "So "),
+        ({"continue_final_message": False, "tools": [], "chat_template_kwargs": {}}, "assistant\n"),
+    ],
+)
+async def test_a_conversation_ends_where_its_options_say(
+    router: RouterService, options: dict[str, object], end: str
+) -> None:
+    async with http_client(router) as client:
+        told = (await client.post("/tokenize", json={"messages": TURNS, **options})).json()
+        back = await client.post("/detokenize", json={"tokens": told["tokens"]})
+    begin = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert back.json()["prompt"].startswith(begin) and back.json()["prompt"].endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt"),
+    ],
+)
+async def test_what_a_conversation_cannot_be_tokenized_with_is_refused_by_name(
+    router: RouterService, options: dict[str, object], param: str
+) -> None:
+    async with http_client(router) as client:
+        refused = await client.post("/tokenize", json={"messages": TURNS, **options})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param

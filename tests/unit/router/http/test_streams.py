@@ -52,7 +52,21 @@ async def test_usage_and_speculation_come_last_when_they_are_asked_for(
     assert last["choices"] == []
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 10)
     assert last["metrics"]["speculative_decoding"]["rounds"] == 8
-    assert all("usage" not in part for part in parts)
+    assert all(part["usage"] is None for part in parts)
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"return_token_ids": True}])
+async def test_every_chunk_of_a_chat_has_usage_if_it_is_asked_for(
+    router: RouterService, more: dict[str, bool]
+) -> None:
+    messages = [{"role": "user", "content": "abc"}]
+    options = {"include_usage": True}
+    body = {"messages": messages, "stream": True, "max_tokens": 5, "stream_options": options}
+    async with http_client(router) as client:
+        answer = await client.post("/v1/chat/completions", json=body | more)
+    *parts, last = chunks(answer.text)
+    assert [part["usage"] for part in parts] == [None] * len(parts)
+    assert last["usage"]["completion_tokens"] == 5
 
 
 async def test_usage_may_be_told_with_every_chunk(router: RouterService) -> None:

@@ -183,3 +183,56 @@ async def test_a_completion_may_begin_with_its_prompt(
         assert texts(parts) == [whole["choices"][0]["text"]]
         assert whole["choices"][0]["text"].startswith(begins)
     await assert_all_freed(router, verifier)
+
+
+@pytest.mark.parametrize("special", [False, True])
+async def test_offsets_are_places_in_the_text(
+    router: RouterService, verifier: FakeVerifier, special: bool
+) -> None:
+    written = "h\u20ac<|im_start|>\u00e9z\U0001f600!"
+    ids = router.tokenizer.encode(written)
+    verifier.script = lambda spec: ids
+    body = {"prompt": "abc", "max_tokens": 40, "logprobs": 0, "skip_special_tokens": not special}
+    async with http_client(router) as client:
+        whole, parts = await both_ways(client, "completions", body)
+    (choice,) = whole["choices"]
+    text, told = choice["text"], choice["logprobs"]
+    assert text == (written if special else written.replace("<|im_start|>", ""))
+    # Of the tokens of one character each begins where the character does.
+    at = 2 + len("<|im_start|>") * special
+    assert told["text_offset"] == [
+        *(0, 1, 1, 1),
+        2,
+        *(at, at),
+        at + 1,
+        *(at + 2,) * 4,
+        at + 3,
+    ]
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        if token in text:
+            assert text[offset:].startswith(token), (token, offset)
+    streamed = [part["choices"][0]["logprobs"] for part in parts]
+    assert [at for part in streamed if part for at in part["text_offset"]] == told["text_offset"]
+
+
+# ---- lengths that nobody asked for -------------------------------------------------------------
+
+
+async def test_a_completions_own_length_is_cut_to_the_room_that_its_prompt_leaves(
+    router: RouterService,
+) -> None:
+    async with http_client(router) as client:
+
+        async def used(room: int, **more: object) -> int:
+            body = {"prompt": "a" * (2048 - room), **more}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            count: int = answer.json()["usage"]["completion_tokens"]
+            return count
+
+        assert [await used(room) for room in (5, 16, 17)] == [5, 16, 16]
+        # A minimum beyond the default raises that, as in chats.
+        assert await used(100, min_tokens=20) == 20
+        body = {"prompt": "a" * 2043, "max_tokens": 6}
+        refused = await client.post("/v1/completions", json=body)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"

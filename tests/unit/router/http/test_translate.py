@@ -76,7 +76,7 @@ def test_a_mistake_in_a_long_prompt_is_one_mistake() -> None:
 def test_what_is_left_open_is_as_openai_has_it() -> None:
     (request,) = completion()
     assert request.sampling == SamplingOptions(temperature=1.0)
-    assert request.stopping == StoppingOptions(max_tokens=16)
+    assert request.stopping == StoppingOptions(default_max_tokens=16)
     assert request.speculation == SpeculationOptions()
     assert (request.priority, request.resumable, request.top_logprobs) == (0, False, None)
     (request,) = chat()
