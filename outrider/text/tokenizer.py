@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.text.chat import NEXT_ANSWER, ChatOptions, ChatTemplate
 from outrider.text.pieces import PieceTable
+from outrider.text.plain_chat import PlainChat
+from outrider.text.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -54,11 +56,13 @@ class Tokenizer:
         *,
         hash_hex: str,
         template: ChatTemplate | None,
+        plain_chat: tuple[PlainChat, SpecialTokens] | None = None,
         eos_ids: tuple[int, ...],
         file: Path | None = None,
     ) -> None:
         self._fast = fast
         self._template = template
+        self._plain_chat = plain_chat
         self.hash = hash_hex
         """sha256 of tokenizer.json, hexadecimal."""
         self.eos_ids = eos_ids
@@ -94,10 +98,18 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         settings = _read_json(file.with_name("tokenizer_config.json"))
+        source, names = _template_source(file.parent, settings)
+        template = plain_chat = None
+        if source is not None:
+            template = ChatTemplate(source, names)
+            tokens = SpecialTokens(raw)
+            tokens.check_ids(fast)
+            plain_chat = (PlainChat(source, names, tokens, template), tokens)
         return cls(
             fast,
             hash_hex=hashlib.sha256(raw).hexdigest(),
-            template=_load_template(file.parent, settings),
+            template=template,
+            plain_chat=plain_chat,
             eos_ids=_eos_ids(fast, file.parent, settings),
             file=file,
         )
@@ -111,11 +123,17 @@ class Tokenizer:
         return tuple(found.ids)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, options: ChatOptions = NEXT_ANSWER
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        options: ChatOptions = NEXT_ANSWER,
+        parse_special_tokens: bool = False,
     ) -> tuple[int, ...]:
         """Ids of a conversation ({"role", "content"} each), which `options` say the end of.
 
-        The template writes its own special tokens, and its own default system message.
+        The template writes its own special tokens, and its own default system message. The string
+        of a special token in a message is ordinary text, unless `parse_special_tokens` makes it
+        that token; a conversation without such strings has the same ids in both cases.
         Raises InvalidRequestError if the model has no template or the template refuses.
         """
         if self._template is None:
@@ -123,9 +141,15 @@ class Tokenizer:
                 "this model has no chat template; send a text or token-id prompt",
                 reason="NO_CHAT_TEMPLATE",
             )
-        return self.encode(
-            self._template.render(messages, options=options), add_special_tokens=False
-        )
+        if parse_special_tokens or self._plain_chat is None:
+            rendered = self._template.render(messages, options=options)
+            return self.encode(rendered, add_special_tokens=False)
+        chat, tokens = self._plain_chat
+        text = chat.render(messages, options=options)
+        ids = self.encode(tokens.unmark(text), add_special_tokens=False)
+        if [id_ for id_ in ids if id_ in tokens.ids] == tokens.marked_ids(text):
+            return ids
+        return tokens.encode(text)
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
         """Text of `token_ids` at once, special tokens left out unless asked for."""
@@ -156,17 +180,20 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _load_template(directory: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template from chat_template.jinja, else from tokenizer_config.json."""
+def _template_source(
+    directory: Path, settings: Mapping[str, Any]
+) -> tuple[str | None, dict[str, str]]:
+    """The template from chat_template.jinja, else from tokenizer_config.json, and the text of each
+    special token that it may name."""
     file = directory / "chat_template.jinja"
     source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source}
         source = named.get("default")
     if not isinstance(source, str):
-        return None
+        return None, {}
     names = {name: _token_text(settings.get(name)) for name in SPECIAL_NAMES}
-    return ChatTemplate(source, {name: text for name, text in names.items() if text is not None})
+    return source, {name: text for name, text in names.items() if text is not None}
 
 
 def _eos_ids(fast: FastTokenizer, directory: Path, settings: Mapping[str, Any]) -> tuple[int, ...]:

@@ -146,6 +146,10 @@ class RouterConfig:
     """Most requests that may wait; more are refused with RESOURCE_EXHAUSTED."""
     default_max_tokens: int = 256
     """Length limit of requests that set none (cut to what the context leaves)."""
+    special_tokens_in_messages: bool = False
+    """Whether the string of a special token (such as <|im_end|>) in a chat message becomes that
+    token, as in many servers. By default it is ordinary text, so no message can end a turn or begin
+    another one. Text prompts of completions are parsed in either case."""
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
     metrics_host: str = "127.0.0.1"

@@ -82,7 +82,11 @@ class Intake:
         await self._forms.check(request.structured_output)
         job = make_job(
             request,
-            await tokenize(request.prompt, self._tokenizer),
+            await tokenize(
+                request.prompt,
+                self._tokenizer,
+                parse_special_tokens=self._config.special_tokens_in_messages,
+            ),
             info=info,
             tokenizer=self._tokenizer,
             config=self._config,

@@ -123,11 +123,14 @@ async def tokenize(
     *,
     add_special_tokens: bool = True,
     chat_options: ChatOptions = NEXT_ANSWER,
+    parse_special_tokens: bool = False,
 ) -> tuple[int, ...]:
     """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered.
 
     `add_special_tokens`: of a text; whether those that open a document come first.
     `chat_options`: of a conversation; where its text ends.
+    `parse_special_tokens`: of a conversation; whether the strings of special tokens in messages
+    become these tokens.
     """
     match prompt:
         case TokenPrompt(token_ids=ids):
@@ -138,7 +141,11 @@ async def tokenize(
         case ChatPrompt(messages=messages):
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]
             size = sum(len(turn.content) for turn in messages)
-            encode_chat = partial(tokenizer.encode_chat, options=chat_options)
+            encode_chat = partial(
+                tokenizer.encode_chat,
+                options=chat_options,
+                parse_special_tokens=parse_special_tokens,
+            )
             found = await _maybe_in_thread(size, encode_chat, turns)
     if not found:
         raise InvalidRequestError("the prompt has no tokens", reason="EMPTY_PROMPT")

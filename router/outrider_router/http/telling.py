@@ -122,7 +122,10 @@ async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]
         prompt = TextPrompt(body.prompt)
         return await tokenize_prompt(prompt, service.tokenizer, add_special_tokens=opening)
     return await tokenize_prompt(
-        _conversation(body), service.tokenizer, chat_options=_chat_options(body)
+        _conversation(body),
+        service.tokenizer,
+        chat_options=_chat_options(body),
+        parse_special_tokens=service.config.special_tokens_in_messages,
     )
 
 
