@@ -31,6 +31,7 @@ from outrider.process import (
 from outrider.signals import stop_signals
 from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
+from outrider.watchdog import EXIT_GRACE_S, EXIT_NOTICE_S, EXIT_STALLED, exit_now, exit_within
 from outrider_drafter.config import DTYPES, DrafterConfig
 
 if TYPE_CHECKING:
@@ -140,11 +141,18 @@ async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await _first(signals.get(), service.lost.wait())
+        if service.is_stalled:
+            server.set_serving(False)
+            server.set_live(False)
+            exit_within(EXIT_GRACE_S, EXIT_STALLED)
+            await asyncio.sleep(EXIT_NOTICE_S)
         if not service.lost.is_set():
             logger.info("draining", extra={"sessions": service.num_sessions})
             # Who asks twice does not want to wait.
             await _first(service.hand_over(config.drain_s), signals.get(), service.lost.wait())
         logger.info("stopping", extra={"sessions": service.num_sessions})
+        if service.is_stalled:
+            return EXIT_STALLED
         return _EXIT_LOST if service.lost.is_set() else 0
     finally:
         await server.stop(1.0)
@@ -178,7 +186,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         wait_awake_briefly()
         spans = exporting(config.tracing, "outrider-drafter", config.drafter_id)
         with recording(config.trace_file, "drafter"), spans, needs_packages("outrider-drafter"):
-            return run(serve(config))
+            status = run(serve(config))
+        if status == EXIT_STALLED:
+            # The end of the interpreter could wait for the thread that hangs.
+            exit_now(status)
+        return status
     except OutriderError as error:
         report_failure(error.message)
         return _EXIT_MISUSE

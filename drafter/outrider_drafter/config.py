@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -99,6 +100,11 @@ class DrafterConfig:
     """Level of the log on stderr."""
     drain_s: float = 10.0
     """After SIGTERM, how long routers may take to give its sessions to others."""
+    stall_s: float = 10.0
+    """Time without a step of drafting while there is something to draft, after which the drafting
+    thread is taken for hung: health says NOT_SERVING, the verifiers are left, and the process ends
+    with status 3 so that it is started again. Loading, compilation and graph capture do not count.
+    0 watches nothing."""
     max_sessions: int = 1024
     """Sessions followed at most, which routers are told; beyond it the verifier with most of them
     gives up its least recently used one."""
@@ -154,6 +160,7 @@ class DrafterConfig:
             _require(getattr(self, name) > 0, f"{name} must be positive")
         _require(self.threads >= 0, "threads must not be negative")
         _require(self.drain_s >= 0.0, "drain_s must not be negative")
+        _require(0.0 <= self.stall_s < math.inf, "stall_s must be finite and not negative")
         check_level(self.log_level)
         self.tls.for_fleet()
         check_request(self.awake_cores, self.device)

@@ -26,6 +26,7 @@ from outrider.ids import DrafterId
 from outrider.transport.base import Dialer, DrafterConnection
 from outrider.transport.lane import JoinLane, join_lane, lanes_exist
 from outrider.transport.outgoing import Outgoing
+from outrider.watchdog import Watchdog
 from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
@@ -74,8 +75,9 @@ class _Link:
 class DrafterService:
     """Implements `DrafterControl`; constructible over any transport's dialer.
 
-    When a device is lost, it leaves every verifier and refuses every call with DEVICE_LOST; the
-    owner, told by `lost`, is to end the process, so that its keeper starts a new one.
+    When a device is lost, it leaves every verifier and refuses every call with DEVICE_LOST; when
+    the drafting thread hangs, with ENGINE_STALLED. The owner, told by `lost`, is to end the
+    process, so that its keeper starts a new one.
     """
 
     def __init__(
@@ -130,7 +132,15 @@ class DrafterService:
             device=config.device,
         )
         self.lost = asyncio.Event()
-        """Set when a device does not work any more."""
+        """Set when a device does not work any more, or the drafting thread hangs."""
+        self.is_stalled = False
+        """Whether the drafting thread hangs: nothing may wait for it."""
+        self._watchdog = Watchdog(
+            self._worker.progress,
+            has_work=lambda: self._worker.has_work,
+            on_stall=self._on_stall,
+            timeout_s=config.stall_s,
+        )
         self._draining = False
         """Whether a router's operator has removed it."""
         self._ending = False
@@ -233,12 +243,15 @@ class DrafterService:
         """Detach from every verifier and end the drafting thread."""
         for address in tuple(self._links):
             await self.detach(address)
-        await asyncio.to_thread(self._worker.stop)
+        self._watchdog.stop()
+        if not self.is_stalled:
+            await asyncio.to_thread(self._worker.stop)
 
     def _start_worker(self) -> None:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._worker.start()
+            self._watchdog.start()
 
     async def _follow(self, link: _Link) -> None:
         """Serve a verifier, connection after connection, until detached or refused at first."""
@@ -366,6 +379,10 @@ class DrafterService:
             self._lost_lanes.add(connection)
             reader.cancel()
 
+    def _on_stall(self, _silent_s: float) -> None:
+        self.is_stalled = True
+        self._leave()
+
     def _leave(self) -> None:
         """Drop all connections: their verifiers go on without this drafter."""
         self.lost.set()
@@ -375,6 +392,10 @@ class DrafterService:
                 link.task.cancel()
 
     def _check_device(self) -> None:
+        if self.is_stalled:
+            raise UnavailableError(
+                "the engine of the drafter makes no progress", reason="ENGINE_STALLED"
+            )
         if self.lost.is_set():
             raise UnavailableError("the drafter has lost its device", reason="DEVICE_LOST")
 

@@ -15,6 +15,7 @@ from outrider.engine.device.current import enter_launching_thread
 from outrider.engine.device.pinned import pin
 from outrider.transport.lane import Lane
 from outrider.transport.letterbox import Letterbox
+from outrider.watchdog import Progress
 from outrider_drafter.engine import Answers, ConnectionClosed, DraftEngine, SessionMessage
 from outrider_drafter.fair import MOST_LOOKS, Turns
 from outrider_drafter.lanes import Lanes
@@ -74,6 +75,12 @@ class DraftWorker:
         self._untaken: Turns[SessionMessage] = Turns()
         """Out of the inbox; an error leaves those behind it for later."""
         self._gives_way = False
+        self.progress = Progress()
+        """Steps of the thread: turns of its loop, batches, and layers of a forward."""
+        self._is_idle = False
+        """Whether the thread waits for a message because there is nothing else to do."""
+        self._is_over = False
+        """Whether the thread has ended as it was told, or with its device."""
         self._stopping = False
         self._worker = threading.Thread(target=self._run, name="drafting", daemon=True)
 
@@ -85,6 +92,11 @@ class DraftWorker:
     def num_sessions(self) -> int:
         """Sessions followed now."""
         return self._engine.num_sessions
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the thread is to do something, or has died; any thread."""
+        return not self._is_over and not (self._is_idle and len(self._inbox) == 0)
 
     @property
     def alive(self) -> bool:
@@ -114,6 +126,7 @@ class DraftWorker:
             self._worker.join(timeout_s)
 
     def _run(self) -> None:
+        self.progress.bind()
         # OpenMP keeps the number of threads by thread; being asked, torch sets it for this one.
         torch.get_num_threads()
         enter_launching_thread(self._device)
@@ -124,6 +137,7 @@ class DraftWorker:
 
     def _serve(self) -> None:
         while not self._stopping:
+            self.progress.record_step()
             try:
                 self._work()
             except Exception:
@@ -133,6 +147,7 @@ class DraftWorker:
             if self._engine.device_lost:
                 self._on_lost()
                 break
+        self._is_over = True
         self._lanes.close()
 
     def _work(self) -> None:
@@ -175,7 +190,9 @@ class DraftWorker:
         """Whether messages came within this time."""
         lanes = self._lanes
         began = trace.now()
+        self._is_idle = wait_s is None
         ready = self._inbox.wait(lanes.within(wait_s), lanes.readers, lanes.writers)
+        self._is_idle = False
         # What was there already came while something else was done; a look that waits for nothing
         # may be kept long by the interpreter lock.
         self._engine.listened(waited=wait_s != 0.0 and trace.now() - began > THERE_S)
@@ -199,6 +216,7 @@ class DraftWorker:
 
     def _send(self, answers: Answers) -> None:
         """By lanes; what goes by none is another thread's to send."""
+        self.progress.record_step()
         began = trace.now()
         rest = self._lanes.answer(answers)
         if rest:

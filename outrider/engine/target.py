@@ -20,6 +20,7 @@ from outrider.engine.heads.layers import rms_norm, scaled_inverse_frequencies
 from outrider.engine.kvcache import KVPool, KVSequence
 from outrider.engine.layers import LayerContext, LayerWeights, rotations, run_layer
 from outrider.engine.linear import Linear, PlainLinear, min_rows
+from outrider.watchdog import record_step
 
 __all__ = [
     "FINAL_NORM",
@@ -143,6 +144,8 @@ class TargetModel:
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
             x = run_layer(layer, index, x, shared)
+            # A long prompt chunk on a slow CPU is told from a hang.
+            record_step()
             if index in tap_layers:
                 outputs[index] = x[:num_rows]
         normed = None

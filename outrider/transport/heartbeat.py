@@ -22,6 +22,9 @@ ReceiveT = TypeVar("ReceiveT")
 ItemT = TypeVar("ItemT")
 
 _TICKS_PER_TIMEOUT = 8
+ROUTER_TIMEOUT_S = 10.0
+"""Silence after which a verifier counts a router as lost: a drafter is given up sooner, for rounds
+wait for it, and they wait for no router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,11 @@ class HeartbeatConfig:
     def tick_s(self) -> float:
         """Granularity at which silence is counted."""
         return self.timeout_s / _TICKS_PER_TIMEOUT
+
+
+def router_heartbeat() -> HeartbeatConfig:
+    """The default heartbeats of a verifier's end of a stream of sessions."""
+    return HeartbeatConfig(timeout_s=ROUTER_TIMEOUT_S)
 
 
 def _silent(peer: str, config: HeartbeatConfig) -> ConnectionLostError:

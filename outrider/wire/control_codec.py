@@ -130,6 +130,7 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         preemptions_recompute=info.preemptions_recompute,
         prefix_tokens_asked=info.prefix_tokens_asked,
         prefix_tokens_found=info.prefix_tokens_found,
+        engine_steps=info.engine_steps,
     ).SerializeToString(deterministic=True)
 
 
@@ -192,6 +193,7 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
         preemptions_recompute=message.preemptions_recompute,
         prefix_tokens_asked=message.prefix_tokens_asked,
         prefix_tokens_found=message.prefix_tokens_found,
+        engine_steps=message.engine_steps,
     )
 
 

@@ -92,6 +92,9 @@ class VerifierInfo:
     """Tokens of sessions that were let in without K/V, since the start."""
     prefix_tokens_found: int = 0
     """Of these, tokens whose K/V other sessions had left behind."""
+    engine_steps: int = 0
+    """Steps of the engine since the start: it grows while sessions make progress, also within one
+    long round and while they wait for proposals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

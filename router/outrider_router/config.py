@@ -163,8 +163,14 @@ class RouterConfig:
     """Time between two looks at a verifier or drafter."""
     silence_s: float = 3.0
     """A peer that answers nothing for this long is lost."""
-    failover_s: float = 30.0
-    """Longest time that a request which has lost its verifier waits for another one."""
+    verifier_stall_s: float = 12.0
+    """Time without a sign of progress of a verifier that has sessions of this router, after which
+    it is lost: its sessions go on elsewhere, and it gets none until it makes progress or is started
+    again. Longer than the verifiers' own `stall_s`, for those that do not notice themselves; 0
+    watches nothing."""
+    failover_s: float = 25.0
+    """Longest time that a request which has lost its verifier waits for another one; the time that
+    a hung verifier kept it waiting counts."""
     max_failovers: int = 5
     """Sessions of one request that may be lost or fail; the next loss ends it with an error."""
     session_slack_tokens: int = 64
@@ -222,7 +228,7 @@ class RouterConfig:
         for name in ("discovery_s", "poll_interval_s", "silence_s"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("failover_s", "resume_grace_s", "drain_s"):
+        for name in ("verifier_stall_s", "failover_s", "resume_grace_s", "drain_s"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
         if self.silence_s <= self.poll_interval_s:

@@ -22,7 +22,7 @@ MAX_REFUSALS = 20
 """Refusals of one request by verifiers on which nothing else of ours runs."""
 DRAINING = "DRAINING"
 """Reason of errors: the verifier is about to stop."""
-ENDING = ("DEVICE_LOST", "STOPPING")
+ENDING = ("DEVICE_LOST", "ENGINE_STALLED", "STOPPING")
 """Reasons of errors: the verifier serves nobody any more."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0

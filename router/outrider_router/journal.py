@@ -12,6 +12,7 @@ from outrider.errors import AlreadyExistsError, OutriderError
 from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
 from outrider.spans import NO_SPAN, Span
 from outrider.spec.plan import DraftMethod
+from outrider.wire.limits import MAX_VOCAB_SIZE
 from outrider.wire.logprobs import TokenLogprobs
 from outrider_router.keys import ANYBODY, Caller
 from outrider_router.party import Party
@@ -43,6 +44,10 @@ class Entry:
     """Ids that the verifier committed, in order; appended to where they arrive."""
     top_logprobs: int | None = None
     """Most probable ids that come with each of them; None: they come without log-probabilities."""
+    max_new_tokens: int = MAX_VOCAB_SIZE
+    """Ids that it may emit at most."""
+    vocab_size: int = MAX_VOCAB_SIZE
+    """Ids of the verifier that serves it are below this."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each of `emitted`, where they are asked for."""
     number: int = 0
@@ -81,12 +86,21 @@ class Entry:
     on_ended: Callable[[OutriderError], None] | None = None
     """Hears of the same; has the request wait no more for a client that takes nothing."""
 
-    def fits(self, logprobs: Sequence[TokenLogprobs], count: int) -> bool:
-        """Whether these are what is asked for beside `count` ids."""
-        top = self.top_logprobs
+    def accepts(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> bool:
+        """Whether a verifier may say these ids of it next, with these log-probabilities: no more
+        than the request may have, of the vocabulary, and what is asked for beside them."""
+        count, top, vocab_size = len(ids), self.top_logprobs, self.vocab_size
+        if count:
+            if len(self.emitted) + count > self.max_new_tokens:
+                return False
+            if max(ids) >= vocab_size or min(ids) < 0:
+                return False
         if top is None:
             return not logprobs
-        return len(logprobs) == count and all(len(entry.top) == top for entry in logprobs)
+        return len(logprobs) == count and all(
+            len(entry.top) == top and all(0 <= token < vocab_size for token, _ in entry.top)
+            for entry in logprobs
+        )
 
     @property
     def log_ids(self) -> dict[str, str]:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.ids import DrafterId
 from outrider.transport.base import DrafterControl, VerifierControl
 from outrider.wire.messages import DrafterInfo, VerifierInfo
 from outrider_router.polling import Peer
+
+
+class Standing(NamedTuple):
+    """How far a verifier has come; it differs as soon as the verifier makes progress."""
+
+    incarnation: str
+    engine_steps: int
+
+    @classmethod
+    def of(cls, info: VerifierInfo) -> Standing:
+        """What `info` says."""
+        return cls(info.incarnation, info.engine_steps)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -20,6 +33,19 @@ class VerifierPeer(Peer):
     """Drafters that sessions reported lost since the last look."""
     losses: int = 0
     """How often it was lost; tells an answer from before a loss."""
+    open_sessions: int = 0
+    """Sessions that this router has open on it."""
+    stalled_s: float = 0.0
+    """Time with open sessions in which it made no progress, as far as this router was awake."""
+    stalled_at: Standing | None = None
+    """Where it stood when it was lost because it made no progress; None: it was not."""
+
+    def pass_time(self, seconds: float) -> None:
+        """Count time of this event loop without a sign of life, or of progress."""
+        # Named, for a class with slots that is made anew has no argument-free super().
+        Peer.pass_time(self, seconds)
+        if self.open_sessions:
+            self.stalled_s += seconds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -28,6 +28,10 @@ class Peer:
     problem: str = ""
     """Why the last look failed; logged when it changes."""
 
+    def pass_time(self, seconds: float) -> None:
+        """Count time of this event loop without a sign of life."""
+        self.silent_s += seconds
+
 
 async def in_time(peer: Peer, look: Callable[[], Awaitable[None]], silence_s: float) -> None:
     """Look at a peer. Raises TimeoutError after a silence, and what the look raises.
@@ -41,7 +45,7 @@ async def in_time(peer: Peer, look: Callable[[], Awaitable[None]], silence_s: fl
             done, _pending = await asyncio.wait((task,), timeout=silence_s / _TICKS)
             if done:
                 return await task
-            peer.silent_s += silence_s / _TICKS
+            peer.pass_time(silence_s / _TICKS)
         raise TimeoutError
     finally:
         task.cancel()
@@ -55,5 +59,5 @@ async def rest(peer: Peer, interval_s: float) -> None:
         async with asyncio.timeout(interval_s):
             await peer.woken.wait()
     except TimeoutError:
-        peer.silent_s += interval_s
+        peer.pass_time(interval_s)
     peer.woken.clear()

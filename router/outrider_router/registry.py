@@ -13,6 +13,7 @@ from outrider.errors import (
     FailedPreconditionError,
     OutriderError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from outrider.ids import DrafterId, VerifierId
 from outrider.transport.base import Dialer
@@ -33,7 +34,7 @@ from outrider_router.fleet import (
 from outrider_router.judging import DrafterJudge
 from outrider_router.metrics import RouterMetrics
 from outrider_router.names import split
-from outrider_router.peers import DrafterPeer, VerifierPeer
+from outrider_router.peers import DrafterPeer, Standing, VerifierPeer
 from outrider_router.polling import Peer, in_time, rest
 from outrider_router.pool import Candidate, candidates_of
 
@@ -64,6 +65,7 @@ class Registry:
         self._clock = clock
         self._interval_s = config.poll_interval_s
         self._silence_s = config.silence_s
+        self._stall_s = config.verifier_stall_s
         self._placed = placed
         self._on_verifier_up = on_verifier_up
         self._on_verifier_lost = on_verifier_lost
@@ -155,8 +157,8 @@ class Registry:
         return next((info for _, info in self._healthy() if not info.draining), None)
 
     def saw_verifier(self, peer: VerifierPeer) -> None:
-        """A session's event is a sign of life too."""
-        peer.silent_s = 0.0
+        """A session's event is a sign of life and of progress."""
+        peer.silent_s = peer.stalled_s = 0.0
 
     def verifier_broke(self, peer: VerifierPeer, why: str) -> None:
         """Its sessions broke off: it is lost until it answers a look, and that begins now."""
@@ -243,12 +245,29 @@ class Registry:
         restarted = before is not None and before.incarnation != info.incarnation
         if restarted and before is not None and peer.state is PeerState.HEALTHY:
             self._lose_verifier(peer, before, "it was restarted")
+        self._check_progress(peer, before, info)
         came_up = self._seen(peer)
         if came_up:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
             self._metrics.verifier_losses.labels(info.verifier_id)
         self._on_verifier_up(info)
         self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
+
+    def _check_progress(
+        self, peer: VerifierPeer, before: VerifierInfo | None, info: VerifierInfo
+    ) -> None:
+        """Lose a verifier whose sessions have made no progress for too long, and refuse it until
+        it makes some. Raises UnavailableError."""
+        standing = Standing.of(info)
+        if before is None or standing != Standing.of(before):
+            peer.stalled_s, peer.stalled_at = 0.0, None
+            return
+        if peer.stalled_at is None and 0 < self._stall_s <= peer.stalled_s:
+            peer.stalled_at = standing
+            why = f"its sessions made no progress for {peer.stalled_s:.1f} s"
+            self._lose_verifier(peer, info, why)
+        if peer.stalled_at == standing:
+            raise UnavailableError("it answers and makes no progress", reason="VERIFIER_STALLED")
 
     def _check_name(self, peer: VerifierPeer, info: VerifierInfo) -> None:
         """Places, sessions and losses go by the name: two verifiers must not share one."""

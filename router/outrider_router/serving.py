@@ -121,7 +121,7 @@ class Serving:
 
     def _course(self, entry: Entry, job: Job, deadline: float | None) -> Course:
         number = next(self._numbers)
-        entry.top_logprobs = job.top_logprobs
+        entry.top_logprobs, entry.max_new_tokens = job.top_logprobs, job.max_new_tokens
         return Course(
             entry=entry,
             job=job,
@@ -263,7 +263,8 @@ class Serving:
         course.refusals += cause is Cause.REFUSED
         course.losses += cause in (Cause.VERIFIER_LOST, Cause.FAILED)
         if course.stuck_since is None or len(entry.emitted) > course.began_with:
-            course.stuck_since = now
+            # A verifier that hung had kept the client waiting before it was given up.
+            course.stuck_since = now - (0.0 if course.peer is None else course.peer.stalled_s)
         past = self._past(course)
         if cause is None or not goes_on(cause, past, max_failovers=self._max_failovers):
             if cause is Cause.VERIFIER_LOST or cause is Cause.DRAINING:
@@ -308,6 +309,7 @@ class Serving:
             entry,
             self.streams.pacer,
             partial(self._finish_session, course),
+            end=lambda: course.end,
             stop_checker=course.stop_checker,
         )
         spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
@@ -316,6 +318,7 @@ class Serving:
         entry.on_fail = partial(self._interrupt, course, feed, opened)
         entry.move = opened.move
         course.peer, course.feed, course.opened = peer, feed, opened
+        peer.open_sessions += 1
         self._open.add(course)
         incarnation = peer.info.incarnation
         try:
@@ -332,6 +335,7 @@ class Serving:
             opened.leave()
             feed.leave()
             entry.leave()
+            peer.open_sessions -= 1
             self._open.discard(course)
             await self._stay(course)
             if feed.error is not None and peer.info.incarnation == incarnation:
@@ -343,6 +347,7 @@ class Serving:
         """The request's next session, on the verifier that said `info`."""
         entry, job = course.entry, course.job
         entry.verifier_id, entry.drafter_attached = info.verifier_id, False
+        entry.vocab_size = info.vocab_size
         plan = plan_on(job.plan, info)
         if plan.speculative and not drafts_itself(plan, info):
             entry.method, entry.prompt_tokens = plan.method, len(job.prompt_ids)

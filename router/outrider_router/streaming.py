@@ -42,6 +42,7 @@ class Feed:
         "_pacer",
         "_turn",
         "_waiter",
+        "end",
         "entry",
         "error",
         "reason",
@@ -53,16 +54,19 @@ class Feed:
         entry: Entry,
         pacer: Pacer,
         on_finish: Callable[[FinishReason], None] = lambda reason: None,
+        end: Callable[[], FinishReason | None] = lambda: None,
         *,
         stop_checker: StopChecker | None = None,
     ) -> None:
         """`pacer` hears when the reader comes back for more; `on_finish` when the session has
         ended by itself or its text has come to a stop string, however long its reader takes to
-        hear of it. `stop_checker` is the request's; None: it has no stop strings."""
+        hear of it. `end` is the end that the text has come to by what was emitted.
+        `stop_checker` is the request's; None: it has no stop strings."""
         self.entry = entry
         self.stop_checker = stop_checker
         self._pacer = pacer
         self._on_finish = on_finish
+        self.end = end
         self.reason: FinishReason | None = None
         """Set by the session's last event."""
         self.error: OutriderError | None = None
@@ -193,9 +197,14 @@ class EventSink:
 
     def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
         """Append each row to its session's feed and wake its reader: at once for a first token and
-        for an end, otherwise at the pacer's pace. A row without the log-probabilities that its
-        request wants becomes a malformed one. Ids behind a stop string are dropped, and so are
-        those of sessions without a listener: they are counted nowhere."""
+        for an end, otherwise at the pacer's pace.
+
+        A row with more ids than its request may have, with ids beyond the vocabulary, or without
+        the log-probabilities that its request wants becomes a malformed one. Ids behind a stop
+        string are dropped, and so are those of sessions without a listener: they are counted
+        nowhere. A request that has all ids that it may have is over, whether its verifier says so
+        or not.
+        """
         self._on_events()
         news = _News(self._clock())
         tokens, counts = events.tokens.tolist(), events.counts.tolist()
@@ -215,20 +224,20 @@ class EventSink:
         ):
             start, end = end, end + count
             feed = feeds.get(handle)
-            if feed is None or reason == MALFORMED_ROW:
+            if feed is None or reason == MALFORMED_ROW or feed.reason is not None:
                 news.cuts.append((row, 0))
                 continue
-            entry = feed.entry
-            if (told or entry.top_logprobs is not None) and not entry.fits(told, count):
+            entry, ids = feed.entry, tokens[start:end]
+            if not entry.accepts(ids, told):
                 events.finish_reasons[row] = MALFORMED_ROW
                 news.cuts.append((row, 0))
                 continue
             ended = REASONS[reason]
             if count:
-                kept = feed.count_tokens(tokens[start:end], ended)
+                kept = feed.count_tokens(ids, ended)
                 if kept < count:
                     news.cuts.append((row, kept))
-                news.add(feed, tokens[start : start + kept], told[:kept])
+                news.add(feed, ids[:kept], told[:kept])
                 if round_id:
                     entry.tally.add_round(
                         emitted=kept, flags=flags, proposed=proposed, accepted=min(accepted, kept)
@@ -237,6 +246,8 @@ class EventSink:
                 self._note_drafter(entry)
             if feed.stop_checker is not None and feed.stop_checker.is_stopped:
                 ended = FinishReason.STOP_STRING
+            elif ended is None and len(entry.emitted) >= entry.max_new_tokens:
+                ended = feed.end()
             if ended is not None:
                 feed.finish(ended)
             news.readers.append(feed)

@@ -90,6 +90,10 @@ class Process:
         """SIGTERM, without waiting for what it does."""
         os.kill(self.pid, signal.SIGTERM)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal that a fake process understands."""
+        os.kill(self.pid, number)
+
     def wait_ended(self, timeout_s: float = 30.0) -> int:
         """Wait for the process to end by itself; its exit status."""
         assert self._popen is not None
@@ -129,6 +133,9 @@ class StackOptions(TypedDict, total=False):
     """Flags of the processes."""
     with_drafter: bool
     spare: bool
+    verifier_module: str
+    drafter_module: str
+    """What is run in place of the process."""
 
 
 class Stack:
@@ -146,6 +153,8 @@ class Stack:
         drafter: list[str] | None = None,
         with_drafter: bool = True,
         spare: bool = False,
+        verifier_module: str = "outrider_verifier",
+        drafter_module: str = "outrider_drafter",
         tls: Path | None = None,
         api_key: str | None = None,
     ) -> None:
@@ -158,7 +167,7 @@ class Stack:
         self.verifiers = [
             Process(
                 name,
-                "outrider_verifier",
+                verifier_module,
                 ["--model", model, *taps, "--planner", "fixed", *own, *named],
                 directory / f"{name}.log",
             )
@@ -167,7 +176,7 @@ class Stack:
         self.verifier = self.verifiers[0]
         self.drafter = Process(
             "drafter",
-            "outrider_drafter",
+            drafter_module,
             ["--model", model, *methods, *(drafter or []), *self._certificate(Role.DRAFTER)],
             directory / "drafter.log",
         )

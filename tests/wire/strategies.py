@@ -366,6 +366,7 @@ VERIFIER_INFOS = st.builds(
     preemptions_recompute=UINT64,
     prefix_tokens_asked=UINT64,
     prefix_tokens_found=UINT64,
+    engine_steps=UINT64,
 )
 DRAFTER_INFOS = st.builds(
     messages.DrafterInfo,

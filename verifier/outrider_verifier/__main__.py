@@ -31,6 +31,7 @@ from outrider.process import (
 from outrider.signals import stop_signals
 from outrider.spans import add_tracing_flags, exporting
 from outrider.trace import recording
+from outrider.watchdog import EXIT_GRACE_S, EXIT_NOTICE_S, EXIT_STALLED, exit_now, exit_within
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
 if TYPE_CHECKING:
@@ -120,10 +121,14 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
     loop = asyncio.get_running_loop()
     for number in stop_signals():
         loop.add_signal_handler(number, stop.set)
-    heartbeat = HeartbeatConfig(
-        interval_s=config.heartbeat_ms / 1000.0, timeout_s=config.silence_ms / 1000.0
+    interval_s, router_silence_s = config.heartbeat_ms / 1000.0, config.router_silence_ms / 1000.0
+    grpc_config = GrpcConfig(
+        heartbeat=HeartbeatConfig(interval_s=interval_s, timeout_s=config.silence_ms / 1000.0),
+        sessions_heartbeat=HeartbeatConfig(interval_s=interval_s, timeout_s=router_silence_s),
+        # A router that is stopped for a while answers no probe of its connection either.
+        keepalive_timeout_s=router_silence_s,
+        lanes=config.lanes,
     )
-    grpc_config = GrpcConfig(heartbeat=heartbeat, lanes=config.lanes)
     service = await in_brief_thread(build_service, config, awake)
     tune_process()
     ports = PortMetrics(service.metrics.registry)
@@ -150,11 +155,17 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
         waits = [asyncio.create_task(event.wait()) for event in (stop, service.lost)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         server.set_serving(False)
+        if service.is_stalled:
+            server.set_live(False)
+            exit_within(EXIT_GRACE_S, EXIT_STALLED)
+            await asyncio.sleep(EXIT_NOTICE_S)
         drained = True
         if not service.lost.is_set():
             logger.info("draining")
             drained = await service.drain(config.drain_s)
         logger.info("stopping", extra={"drained": drained})
+        if service.is_stalled:
+            return EXIT_STALLED
         return _EXIT_LOST if service.lost.is_set() else 0
     finally:
         await service.stop()
@@ -178,7 +189,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         wait_awake_briefly()
         spans = exporting(config.tracing, "outrider-verifier", config.verifier_id)
         with recording(config.trace_file, "verifier"), spans, needs_packages("outrider-verifier"):
-            return run(serve(config))
+            status = run(serve(config))
+        if status == EXIT_STALLED:
+            # The end of the interpreter could wait for the thread that hangs.
+            exit_now(status)
+        return status
     except OutriderError as error:
         report_failure(error.message)
         return _EXIT_MISUSE

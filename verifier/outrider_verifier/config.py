@@ -136,7 +136,15 @@ class VerifierConfig:
     heartbeat_ms: int = 500
     """Interval of heartbeats on exchanges and session streams."""
     silence_ms: int = 2000
-    """A peer that was silent for this long is lost."""
+    """A drafter that was silent for this long is lost."""
+    router_silence_ms: int = 10000
+    """A router that was silent for this long is lost, and its sessions with it; longer than for
+    drafters, for a router that is held up for some seconds loses nothing else."""
+    stall_s: float = 10.0
+    """Time without a finished round while sessions wait, after which the engine is taken for hung:
+    health says NOT_SERVING, sessions fail with ENGINE_STALLED, and the process ends with status 3
+    so that it is started again. Loading, compilation and graph capture do not count, and each layer
+    of a forward counts as progress. 0 watches nothing."""
     hello_s: float = 5.0
     """How long a new exchange connection may take to say hello."""
     drain_s: float = 20.0
@@ -184,6 +192,7 @@ class VerifierConfig:
             "swap_space_gb",
             "feature_budget_mb",
             "drain_s",
+            "stall_s",
             "bench_round_ms",
             "bench_row_us",
         ):
@@ -202,7 +211,8 @@ class VerifierConfig:
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction must be in (0, 1]")
         _require(self.hello_s > 0.0, "hello_s must be positive")
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
-        _require(self.silence_ms > self.heartbeat_ms, "silence_ms must exceed heartbeat_ms")
+        for name in ("silence_ms", "router_silence_ms"):
+            _require(getattr(self, name) > self.heartbeat_ms, f"{name} must exceed heartbeat_ms")
         _require(bool(self.verifier_id), "verifier_id must not be empty")
         _require(self.planner in PLANNERS, f"planner must be one of {', '.join(PLANNERS)}")
 

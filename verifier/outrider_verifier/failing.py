@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
+from outrider.watchdog import record_step
 from outrider_verifier.core import Core
 from outrider_verifier.runner import RoundRunner
 from outrider_verifier.sessions import Session
@@ -16,6 +17,11 @@ logger = logging.getLogger(__name__)
 def device_lost_error() -> UnavailableError:
     """For whoever is served by, or calls, a verifier whose device does not work any more."""
     return UnavailableError("the verifier has lost its device", reason="DEVICE_LOST")
+
+
+def engine_stalled_error() -> UnavailableError:
+    """The error of sessions and calls of a verifier whose engine thread hangs."""
+    return UnavailableError("the engine of the verifier makes no progress", reason="ENGINE_STALLED")
 
 
 class Failing:
@@ -44,6 +50,7 @@ class Failing:
     def all(self, sessions: Sequence[Session], bug: Exception) -> None:
         """A round failed, and with it whoever was to be in it."""
         self._core.counters["failed_rounds"] += 1
+        record_step()
         self.check_device(bug)
         error: OutriderError
         if self.device_lost:

@@ -18,7 +18,9 @@ import torch
 
 from outrider import trace
 from outrider.errors import InternalError, OutriderError
+from outrider.spec.plan import MAX_PATIENCE_MS
 from outrider.transport.letterbox import Letterbox
+from outrider.watchdog import Progress
 from outrider_verifier.commands import Attached, Command, Detached, Stop
 from outrider_verifier.core import Core
 from outrider_verifier.effects import Answer, Effect, Tell, told_by_link
@@ -30,6 +32,11 @@ from outrider_verifier.rounds import Rounds
 logger = logging.getLogger(__name__)
 
 Dispatch = Callable[[list[Effect]], None]
+
+MAX_PROPOSAL_WAIT_S = MAX_PATIENCE_MS / 1000.0
+"""Longest time without a round in which waiting for proposals counts as progress."""
+WAIT_SLICE_S = 1.0
+"""Longest wait for a command at a time while there are sessions: each slice is a step."""
 
 
 class EngineLoop:
@@ -56,6 +63,12 @@ class EngineLoop:
         self._dispatch = dispatch
         self._on_lost = on_lost
         self._failing = rounds.failing
+        self.progress = Progress()
+        """Steps of the thread: rounds, layers of a forward, waits for proposals."""
+        self._idle_steps = 0
+        """Of these, waits without a session."""
+        self._patient_until = 0.0
+        """Time until which waiting without a round counts as progress."""
         rounds.flush = self._flush
         self._commands: Letterbox[Command] = Letterbox()
         self._stopping = False
@@ -83,7 +96,18 @@ class EngineLoop:
         """Commands that the thread will never take; to be asked once it has ended."""
         return self._commands.take()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether sessions or commands wait for the thread; any thread."""
+        return self._core.num_sessions > 0 or self.backlog > 0
+
+    @property
+    def session_steps(self) -> int:
+        """Steps that sessions have made; any thread."""
+        return self.progress.steps - self._idle_steps
+
     def _run(self) -> None:
+        self.progress.bind()
         # Entered once for all: without it every copy passes through autograd.
         with torch.inference_mode():
             self._rounds.enter_thread()
@@ -114,6 +138,7 @@ class EngineLoop:
                 waited_s = woken - idle_since if awaited else 0.0
                 self._rounds.run(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
                 idle_since = time.monotonic()
+                self._patient_until = idle_since + MAX_PROPOSAL_WAIT_S
             else:
                 self._flush()
                 if self._rounds.flying and (wait_until is None or self._rounds.landed):
@@ -142,6 +167,8 @@ class EngineLoop:
         if block or readers:
             timeout = lanes.within(self._timeout(wait_until) if block else 0.0)
             ready = self._commands.wait(timeout, readers, lanes.writers)
+            if block:
+                self._record_wait()
             while block and self._rounds.flying and not (ready or len(self._commands)):
                 if self._rounds.landed or wait_until is None or time.monotonic() >= wait_until:
                     break
@@ -164,7 +191,19 @@ class EngineLoop:
         """How long to wait at first; a device says nothing when a round in flight has ended."""
         if self._rounds.flying:
             return 0.0
-        return None if wait_until is None else max(0.0, wait_until - time.monotonic())
+        if wait_until is None:
+            return None
+        return min(WAIT_SLICE_S, max(0.0, wait_until - time.monotonic()))
+
+    def _record_wait(self) -> None:
+        """Count a wait as a step, unless it is a round in flight that does not end, or sessions
+        have had no round for longer than any proposal is waited for."""
+        now = time.monotonic()
+        if not self._core.sessions:
+            self._patient_until = now + MAX_PROPOSAL_WAIT_S
+            self._idle_steps += 1
+        if not self._rounds.flying and now < self._patient_until:
+            self.progress.record_step()
 
     def _guarded_handle(self, command: Command) -> None:
         match command:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from outrider import trace
 from outrider.spec.costs import GAIN
+from outrider.watchdog import record_step
 from outrider_verifier.accounts import Accounts
 from outrider_verifier.core import Core
 from outrider_verifier.failing import Failing
@@ -171,6 +172,7 @@ class Rounds:
             failure = self._settle(flying, go_on=go_on, alone=alone)
         except Exception as bug:
             self.failing.all(flying.sessions, bug)
+        record_step()
         trace.span("settle", began, len(flying.verify))
         if failure is not None:
             self.failing.all(*failure)

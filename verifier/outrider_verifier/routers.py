@@ -107,6 +107,8 @@ class RouterHub:
         """Time of the event loop at which the sessions must be gone; None: they may stay."""
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics."""
+        self.compilations = 0
+        """Grammars whose compilation has ended, with a grammar or without."""
 
     @property
     def num_sessions(self) -> int:
@@ -245,6 +247,8 @@ class RouterHub:
             logger.exception("a grammar could not be compiled")
             answer.set_exception(InternalError(f"{type(bug).__name__}: {bug}", reason="GRAMMAR"))
             return
+        finally:
+            self.compilations += 1
         served = self._served.get(ticket)
         if served is None:
             # Its router has left it.

@@ -19,6 +19,7 @@ from outrider.transport.base import RouterConnection, ServingConnection, Verifie
 from outrider.transport.inproc import local_sessions
 from outrider.transport.lane import LaneListener
 from outrider.transport.sessions import SessionIterators
+from outrider.watchdog import Watchdog
 from outrider.wire.limits import MAX_PLANNER_BYTES
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
@@ -51,7 +52,7 @@ from outrider_verifier.effects import (
     told_by_link,
 )
 from outrider_verifier.engine import Projection, RoundEngine, Target
-from outrider_verifier.failing import device_lost_error
+from outrider_verifier.failing import device_lost_error, engine_stalled_error
 from outrider_verifier.forms import Forms
 from outrider_verifier.lanes import Lanes
 from outrider_verifier.loop import EngineLoop
@@ -70,8 +71,9 @@ class VerifierService(SessionIterators):
     """Implements `VerifierEndpoint`. The engine thread starts with the first call (or `start`)
     and belongs to the event loop that runs then; `stop` ends it.
 
-    When the device is lost, every session fails and every call is refused with DEVICE_LOST; the
-    owner, told by `lost`, is to end the process, so that its keeper starts a new one.
+    When the device is lost, every session fails and every call is refused with DEVICE_LOST; when
+    the engine thread hangs, with ENGINE_STALLED. The owner, told by `lost`, is to end the process,
+    so that its keeper starts a new one.
     """
 
     def __init__(
@@ -141,7 +143,11 @@ class VerifierService(SessionIterators):
         self._draining = False
         self._stopped = False
         self.lost = asyncio.Event()
-        """Set when the device does not work any more, after all sessions have failed."""
+        """Set when the device does not work any more, or the engine thread hangs, after all
+        sessions have failed."""
+        self.is_stalled = False
+        """Whether the engine thread hangs: nothing may wait for it."""
+        self._watchdog: Watchdog | None = None
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -164,6 +170,13 @@ class VerifierService(SessionIterators):
             if self._config.lanes:
                 self._hub.lanes = LaneListener.open()
             self._loop.start()
+            self._watchdog = Watchdog(
+                self._loop.progress,
+                has_work=lambda: self._loop is not None and self._loop.has_work,
+                on_stall=self._on_stall,
+                timeout_s=self._config.stall_s,
+            )
+            self._watchdog.start()
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new sessions, and let routers take the running ones elsewhere or see them end.
@@ -182,6 +195,8 @@ class VerifierService(SessionIterators):
     async def stop(self) -> None:
         """Fail what still runs and end the engine thread; idempotent."""
         self._stopped = True
+        if self._watchdog is not None:
+            self._watchdog.stop()
         loop, self._loop = self._loop, None
         self._close_lanes()
         if loop is not None:
@@ -228,6 +243,7 @@ class VerifierService(SessionIterators):
             preemptions_recompute=counters["preemptions_recompute"],
             prefix_tokens_asked=counters["prefix_tokens_asked"],
             prefix_tokens_found=counters["prefix_tokens_found"],
+            engine_steps=self._steps(),
         )
 
     async def sessions(self) -> RouterConnection:
@@ -294,6 +310,16 @@ class VerifierService(SessionIterators):
         for command in [] if loop is None else loop.left_over():
             self._refuse(command, device_lost_error())
 
+    def _on_stall(self, silent_s: float) -> None:
+        """The engine thread hangs: leave it alone, and let routers go on elsewhere."""
+        self.is_stalled = True
+        loop, self._loop = self._loop, None
+        self._close_lanes()
+        for command in [] if loop is None else loop.left_over():
+            self._refuse(command, engine_stalled_error())
+        self._routers.end_all(engine_stalled_error())
+        self.lost.set()
+
     def _on_lane_lost(self, link_id: int) -> None:
         """Called on the engine thread."""
         assert self._running_on is not None
@@ -307,7 +333,7 @@ class VerifierService(SessionIterators):
 
     def _check_device(self) -> None:
         if self.lost.is_set():
-            raise device_lost_error()
+            raise engine_stalled_error() if self.is_stalled else device_lost_error()
 
     def _check_draining(self) -> None:
         if self._draining:
@@ -336,6 +362,12 @@ class VerifierService(SessionIterators):
                     self.metrics.observe(report)
                 case _:
                     assert_never(effect)
+
+    def _steps(self) -> int:
+        """What tells a router that its sessions make progress: steps of the engine, and grammars
+        that were compiled before the engine hears of a session."""
+        engine = 0 if self._loop is None else self._loop.session_steps
+        return engine + self._routers.compilations
 
     def _identity(self) -> Identity:
         return Identity(

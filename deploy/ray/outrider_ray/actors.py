@@ -18,6 +18,7 @@ from outrider.awake import AwakeCores
 from outrider.logs import setup_logging
 from outrider.process import in_brief_thread, tune_process, wait_awake_briefly
 from outrider.transport.ray import RayConfig, RayDialer
+from outrider.watchdog import EXIT_GRACE_S, EXIT_STALLED, exit_within
 
 if TYPE_CHECKING:
     from outrider_drafter.service import DrafterService
@@ -81,8 +82,10 @@ async def _built(
 
 
 async def end_when(lost: asyncio.Event) -> None:
-    """End this actor once its device is lost; its keeper puts a new one in its place."""
+    """End this actor once its device is lost or its engine hangs; its keeper puts a new one in its
+    place."""
     await lost.wait()
+    exit_within(LOST_GRACE_S + EXIT_GRACE_S, EXIT_STALLED)
     await asyncio.sleep(LOST_GRACE_S)
     # Ray's workers end on it with status 1, behind the calls that they are answering.
     signal.raise_signal(signal.SIGTERM)

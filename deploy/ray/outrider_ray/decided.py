@@ -21,7 +21,7 @@ VERIFIER = _ACTOR | {
     *("placement", "draft_length", "draft_topk", "planner", "cuda_graphs", "simulated_acceptance"),
     *("threads", "awake_cores", "kv_tokens", "prefix_cache", "max_sessions", "log_level"),
     # The transport's own heartbeats are those of its configuration.
-    *("heartbeat_ms", "silence_ms"),
+    *("heartbeat_ms", "silence_ms", "router_silence_ms"),
 }
 DRAFTER = _ACTOR | {
     *("model", "drafter_id", "head", "draft_model", "methods", "dtype", "device", "lanes"),

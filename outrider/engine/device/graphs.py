@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.driver import calls_of
+from outrider.watchdog import unbounded_step
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +64,16 @@ class GraphCache:
             self._missed.add(key)
             # Compiling its kernels may hold everybody up for seconds.
             logger.warning("no graph was captured for this", extra={"key": str(key)})
+            with unbounded_step():
+                return fn()
         return fn()
 
     @torch.inference_mode()
     def _first_run(self, key: Hashable, fn: Callable[[], T]) -> T:
         # In inference mode, because what a function returns may have been made in it.
-        eager = fn()
-        graph, static = self._capture(fn)
+        with unbounded_step():
+            eager = fn()
+            graph, static = self._capture(fn)
         for to, source in zip(_tensors(static), _tensors(eager), strict=True):
             to.copy_(source)
         self._captured[key] = (self._calls.prepare(graph), static, graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.transport.heartbeat import HeartbeatConfig
+from outrider.transport.heartbeat import HeartbeatConfig, router_heartbeat
 from outrider.wire.limits import MAX_BUNDLE_BYTES, MAX_MESSAGE_BYTES
 
 ChannelOptions = list[tuple[str, int]]
@@ -46,7 +46,9 @@ class GrpcConfig:
     lanes: bool = False
     """Whether streams of sessions go by lanes where both ends are on one host and wish so."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
-    """Application heartbeats of exchanges and session streams."""
+    """Application heartbeats of exchanges, and of a router's end of a stream of sessions."""
+    sessions_heartbeat: HeartbeatConfig = field(default_factory=router_heartbeat)
+    """Application heartbeats of a verifier's end of a stream of sessions."""
 
     @property
     def bundle_bytes(self) -> int:

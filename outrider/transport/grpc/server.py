@@ -131,6 +131,11 @@ class GrpcServer:
             names = ("", *(service.name for service in self._services))
             self._health.set_serving(names, serving=serving)
 
+    def set_live(self, live: bool) -> None:
+        """Announce whether the process works at all: what liveness probes ask for."""
+        if self._health is not None:
+            self._health.set_serving((health.SERVICE_NAME,), serving=live)
+
     async def stop(self, grace_s: float = 5.0) -> None:
         """Announce NOT_SERVING, let running RPCs finish within the grace, then cancel them."""
         if self._server is not None:

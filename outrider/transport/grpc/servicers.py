@@ -128,7 +128,7 @@ class _VerifierServicer:
         )
         call = _server_frames(context)
         frames = call if lane is None else LanedFrames(call, lane)
-        connection = serving_end(frames, self._config.heartbeat)
+        connection = serving_end(frames, self._config.sessions_heartbeat)
         await _serve(self._endpoint.serve_sessions, connection, frames)
 
     async def exchange(self, _requests: object, context: Context) -> None:

@@ -13,6 +13,7 @@ def grpc_config(config: RayConfig) -> GrpcConfig:
         connect_timeout_s=config.control_timeout_s,
         control_timeout_s=config.control_timeout_s,
         heartbeat=config.heartbeat,
+        sessions_heartbeat=config.sessions_heartbeat,
     )
 
 

@@ -195,11 +195,12 @@ class EndpointHost:
 
     async def open_exchange(self, peer: str) -> Reply:
         """Start an exchange; the key under which its frames are pushed and pulled."""
-        return await self._open(peer, "exchange", verifier_end)
+        return await self._open(peer, "exchange", verifier_end, self._config.heartbeat)
 
     async def open_sessions(self, peer: str) -> Reply:
         """Start a stream of sessions; its frames are pushed and pulled like an exchange's."""
-        return await self._open(peer, "serve_sessions", serving_end)
+        heartbeat = self._config.sessions_heartbeat
+        return await self._open(peer, "serve_sessions", serving_end, heartbeat)
 
     async def _start(self) -> Whereabouts:
         import ray
@@ -226,14 +227,16 @@ class EndpointHost:
         if self._server is not None:
             await self._server.stop(_STOP_GRACE_S)
 
-    async def _open(self, peer: str, method: str, end: StreamEnd) -> Reply:
+    async def _open(
+        self, peer: str, method: str, end: StreamEnd, heartbeat: HeartbeatConfig
+    ) -> Reply:
         async def open_it() -> int:
             serve = getattr(self._endpoint, method, None)
             if serve is None:
                 raise FailedPreconditionError("not a verifier", reason="UNIMPLEMENTED")
             key, frames = next(self._keys), HostFrames(peer, self._config)
             self._exchanges[key] = frames
-            connection = end(frames, self._config.heartbeat)
+            connection = end(frames, heartbeat)
             self._spawn(self._serve(serve, key, frames, connection))
             return key
 

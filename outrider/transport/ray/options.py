@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.transport.heartbeat import HeartbeatConfig
+from outrider.transport.heartbeat import HeartbeatConfig, router_heartbeat
 
 EXCHANGES = GRPC, REFS = ("grpc", "refs")
 """How streams travel: from process to process, or as actor calls with object refs for bulk."""
@@ -28,7 +28,9 @@ class RayConfig:
     bulk_bytes: int = 64 << 10
     """Frames of actor calls larger than this travel through the object store."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
-    """Application heartbeats of exchanges and session streams."""
+    """Application heartbeats of exchanges, and of a router's end of a stream of sessions."""
+    sessions_heartbeat: HeartbeatConfig = field(default_factory=router_heartbeat)
+    """Application heartbeats of a verifier's end of a stream of sessions."""
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:

@@ -93,7 +93,7 @@ async def test_a_deadline_ends_a_queued_request(tmp_path: Path) -> None:
 async def test_a_request_that_ends_while_its_prompt_is_tokenized_hears_of_it_at_once(
     router: RouterService, verifier: FakeVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def slow(*_: object) -> tuple[int, ...]:
+    async def slow(*_: object, **options: object) -> tuple[int, ...]:
         await asyncio.sleep(30.0)
         return (1,)
 

@@ -1,0 +1,151 @@
+"""A watchdog over the worker thread of a process: work waits, and the thread finishes none of it.
+
+The worker thread owns a `Progress` and counts its steps there. Code that runs inside one long step
+(the layers of a forward) finds the `Progress` of its thread by `record_step`, so that a long step
+is told from a hang. Time is counted in looks of the event loop, and a look counts its nominal
+length at most: a process that was stopped and goes on does not take its own thread for hung.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
+
+EXIT_STALLED = 3
+"""Exit status of a process whose worker thread hung; its supervisor starts it again."""
+EXIT_GRACE_S = 5.0
+"""Time that such a process has to tell its peers and end; after it, it ends at once."""
+EXIT_NOTICE_S = 0.5
+"""Time that its health says NOT_SERVING before its port is closed, for peers and probes."""
+_LOOKS_PER_TIMEOUT = 40
+_MAX_LOOK_S = 0.25
+
+_current = threading.local()
+
+
+class Progress:
+    """The steps of one worker thread; that thread writes, any thread reads."""
+
+    __slots__ = ("_allowances", "steps", "thread_id")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Steps finished so far."""
+        self.thread_id: int | None = None
+        """Identifier of the worker thread, once it runs."""
+        self._allowances = 0
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether the thread is inside `unbounded_step`."""
+        return self._allowances > 0
+
+    def bind(self) -> None:
+        """Make this the progress of the calling thread."""
+        self.thread_id = threading.get_ident()
+        _current.progress = self
+
+    def record_step(self) -> None:
+        """Count one step."""
+        self.steps += 1
+
+    @contextlib.contextmanager
+    def unbounded_step(self) -> Iterator[None]:
+        """Let one step take as long as it needs: a compilation or a graph capture."""
+        self._allowances += 1
+        try:
+            yield
+        finally:
+            self._allowances -= 1
+            self.steps += 1
+
+    def stack(self) -> str:
+        """Where the thread is now, for the log; "" if it does not run."""
+        if self.thread_id is None:
+            return ""
+        frame = sys._current_frames().get(self.thread_id)
+        return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+def record_step() -> None:
+    """Count one step of the calling thread, if it is a worker that is watched."""
+    progress = getattr(_current, "progress", None)
+    if progress is not None:
+        progress.steps += 1
+
+
+def unbounded_step() -> contextlib.AbstractContextManager[None]:
+    """`Progress.unbounded_step` of the calling thread; nothing if it is not watched."""
+    progress: Progress | None = getattr(_current, "progress", None)
+    return contextlib.nullcontext() if progress is None else progress.unbounded_step()
+
+
+class Watchdog:
+    """Calls `on_stall` once when a worker has work and finishes no step for `timeout_s`."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        *,
+        has_work: Callable[[], bool],
+        on_stall: Callable[[float], None],
+        timeout_s: float,
+    ) -> None:
+        """`on_stall` is called on the event loop with the seconds without a step. `timeout_s` 0
+        watches nothing."""
+        self._progress = progress
+        self._has_work = has_work
+        self._on_stall = on_stall
+        self._timeout_s = timeout_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to watch; idempotent."""
+        if self._task is None and self._timeout_s > 0:
+            self._task = asyncio.create_task(self._watch(), name="outrider-watchdog")
+
+    def stop(self) -> None:
+        """Watch no more; idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+
+    async def _watch(self) -> None:
+        look_s = min(_MAX_LOOK_S, self._timeout_s / _LOOKS_PER_TIMEOUT)
+        steps, silent_s = self._progress.steps, 0.0
+        while silent_s < self._timeout_s:
+            await asyncio.sleep(look_s)
+            moved = steps != self._progress.steps
+            steps = self._progress.steps
+            if moved or self._progress.is_unbounded or not self._has_work():
+                silent_s = 0.0
+            else:
+                silent_s += look_s
+        logger.critical(
+            "worker thread stalled",
+            extra={"silent_s": round(silent_s, 1), "stack": self._progress.stack()},
+        )
+        self._on_stall(silent_s)
+
+
+def exit_within(seconds: float, status: int) -> None:
+    """End the process with `status` after `seconds`, whatever hangs in it by then."""
+    timer = threading.Timer(seconds, exit_now, (status,))
+    timer.daemon = True
+    timer.start()
+
+
+def exit_now(status: int) -> None:
+    """End the process without waiting for its threads, one of which hangs."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,36 @@
+"""The verifier whose engine thread hangs in a round once SIGUSR1 came, and which says nothing of
+sessions that are opened once SIGUSR2 came: it takes them, and the engine never hears of them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from typing import Any
+
+from outrider_verifier import __main__ as verifier
+from outrider_verifier.commands import Command, Open
+from outrider_verifier.engine import RoundEngine
+from outrider_verifier.loop import EngineLoop
+
+HANGS, SILENT = threading.Event(), threading.Event()
+_submit, _post = RoundEngine.submit, EngineLoop.post
+
+
+def submit(self: RoundEngine, *args: Any) -> Any:
+    if HANGS.is_set():
+        threading.Event().wait()
+    return _submit(self, *args)
+
+
+def post(self: EngineLoop, command: Command) -> None:
+    if not (SILENT.is_set() and isinstance(command, Open)):
+        _post(self, command)
+
+
+if __name__ == "__main__":
+    RoundEngine.submit = submit  # type: ignore[method-assign]
+    EngineLoop.post = post  # type: ignore[method-assign]
+    signal.signal(signal.SIGUSR1, lambda *_: HANGS.set())
+    signal.signal(signal.SIGUSR2, lambda *_: SILENT.set())
+    sys.exit(verifier.main())
