@@ -3,23 +3,23 @@
 On a CPU the time of a matrix product with few rows is the time of reading the weights, but a plain
 product with 2 to 64 rows takes several times that. oneDNN's prepacked layout keeps 4 to 8 rows at
 the price of one. It also computes every row alike whatever the number of rows, as long as there
-are at least two. Which product one row takes, a padded packed one or another, is measured where
-the weight is loaded (`products`): a row alone is then summed in another order than one of several,
-which differs in the last bits as attention does.
+are at least two. Which product one row takes, a padded packed one or another, follows from the
+shape and the kind of processor (`products`): where it is another one, a row alone is summed in
+another order than one of several, which differs in the last bits as attention does.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.products import Single, measured
+from outrider.engine.products import Single, choose_single, record_choice, this_processor
 from outrider.errors import FailedPreconditionError
 
 MIN_ROWS: Final = 4
@@ -106,13 +106,14 @@ def make_linear(
 ) -> Linear:
     """A linear layer over `weight` [out, in]: packed where this machine can, else plain.
 
-    What single rows take is measured at the first weight of a shape. The packed layer keeps
-    `weight` only if `keep_plain` allows it and single rows are clearly faster over it.
+    The packed layer keeps `weight` only if `keep_plain` allows it and single rows are faster over
+    it on this kind of processor.
     """
     if not (packed and can_pack(weight.dtype, weight.device)):
         return PlainLinear(weight, bias)
     shape = (weight.shape[0], weight.shape[1])
-    single = measured(shape, weight.dtype, _MAKERS, keep_plain=keep_plain)
+    single = choose_single(shape, weight.dtype, this_processor(), keep_plain=keep_plain)
+    record_choice(shape, weight.dtype, single)
     return PackedLinear(weight, bias, single=single)
 
 
@@ -153,10 +154,3 @@ def _cpu_packs(dtype: torch.dtype) -> bool:
     except (RuntimeError, AttributeError):
         # The operators are not part of torch's stable interface: a build may lack them.
         return False
-
-
-_MAKERS: Final[Mapping[str, Callable[[Tensor], Linear]]] = {
-    Single.PADDED: PackedLinear,
-    Single.PACKED: functools.partial(PackedLinear, single=Single.PACKED),
-    Single.PLAIN: PlainLinear,
-}

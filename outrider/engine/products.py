@@ -1,10 +1,11 @@
-"""How single rows are multiplied fastest on this processor, found by a short measurement.
+"""Choice of the product that multiplies a single float32 row on a CPU.
 
-What wins differs between processors: on an AMD EPYC oneDNN's packed layout takes half the time of
-a plain product even for one row, if that is padded to four; on an Intel Xeon a plain product of
-one row is a third faster than that. So what single rows take is chosen where a weight is loaded,
-by its shape; several rows take the packed product, which won wherever it was measured. The
-measurement takes some tens of milliseconds a shape, more where other processes disturb it.
+The fastest product differs between processors. On an AMD EPYC oneDNN's packed layout, padded to
+four rows, takes half the time of a plain product; on an Intel Xeon with AVX-512 a plain product
+takes three quarters of the time of a padded one (decision 0006). The choice follows from the
+weight's shape and the kind of processor alone: every start, and every process of a fleet of equal
+machines, multiplies alike, so that the same rows give the same bits. Several rows always take the
+packed product, which won wherever it was measured.
 """
 
 from __future__ import annotations
@@ -12,35 +13,28 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 SAMPLE_BYTES: Final = 32 << 20
-"""Weights that one measurement reads in turn: more than a core's own caches hold."""
-WORTH_BYTES: Final = 1 << 20
-"""Smaller weights stay in the caches, and no choice matters much."""
+"""Size of the weight that threads are timed with: more than a core's own caches hold."""
+MIN_CHOICE_BYTES: Final = 1 << 20
+"""Size of the smallest weight whose single rows may take another product than the padded one."""
 REPEATS: Final = 7
-"""At least; then until nothing has become clearly faster for SETTLED turns: other processes load
-their models at the same time."""
-SETTLED: Final = 4
-SETTLED_GAIN: Final = 0.99
-BUDGET_S: Final = 0.6
-"""For one shape; an undisturbed measurement takes a tenth of it."""
-MARGIN: Final = 0.97
-"""What replaces the habit must take at most this share of its time: noise decides nothing."""
+"""Number of times that each number of threads is timed."""
 STRONG_MARGIN: Final = 0.8
-"""The same for fewer threads than there are cores, which is rarely right."""
-MEMORY_SHARE: Final = 0.25
-"""Of the memory available, what the plain copies of a model may take beside its packed ones."""
+"""Largest share of the time of all threads that a smaller number of threads may take to be chosen.
+"""
+MAX_COPIES_SHARE: Final = 0.125
+"""Largest share of the machine's memory that the plain copies of one model's weights may take."""
 
 Product = Callable[[Tensor], Tensor]
-MakeProduct = Callable[[Tensor], Product]
 
 
 class Single(StrEnum):
@@ -53,70 +47,85 @@ class Single(StrEnum):
     """Over a plain copy of the weight, kept beside the packed one."""
 
 
-Timings = Mapping[str, float]
-_timings: dict[tuple[tuple[int, int], torch.dtype], Timings] = {}
+class Processor(NamedTuple):
+    """Kind of processor, as far as products differ between processors."""
+
+    vendor: str
+    """Vendor as /proc/cpuinfo names it, such as "GenuineIntel"; empty if unknown."""
+    has_avx512: bool
+
+    def __str__(self) -> str:
+        return f"{self.vendor or 'unknown'}{' avx512' if self.has_avx512 else ''}"
+
+
+_INTEL_AVX512: Final = Processor("GenuineIntel", has_avx512=True)
 _chosen: dict[str, str] = {}
 
 
+@functools.cache
+def this_processor() -> Processor:
+    """Return the kind of the processor that this process runs on."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return Processor("", has_avx512=False)
+    return parse_cpuinfo(text)
+
+
+def parse_cpuinfo(text: str) -> Processor:
+    """Read the kind of processor from the text of /proc/cpuinfo, of which the first core counts."""
+    facts: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    return Processor(facts.get("vendor_id", ""), "avx512f" in facts.get("flags", "").split())
+
+
+def choose_single(
+    shape: tuple[int, int], dtype: torch.dtype, processor: Processor, *, keep_plain: bool
+) -> Single:
+    """Choose the product for single rows of a weight of `shape` [out, in].
+
+    `keep_plain` allows a plain copy beside the packed weight. Rows of bfloat16 are always padded:
+    another order of summation would flip many near ties there.
+    """
+    num_bytes = shape[0] * shape[1] * dtype.itemsize
+    if dtype != torch.float32 or num_bytes < MIN_CHOICE_BYTES or processor != _INTEL_AVX512:
+        return Single.PADDED
+    return Single.PLAIN if keep_plain else Single.PACKED
+
+
+def record_choice(shape: tuple[int, int], dtype: torch.dtype, choice: Single) -> None:
+    """Note the choice for a weight of `shape`, for `choices`."""
+    _chosen[f"{shape[0]}x{shape[1]} {str(dtype).removeprefix('torch.')}"] = str(choice)
+
+
 def choices() -> dict[str, str]:
-    """What was measured so far in this process: "OUTxIN float32" -> how single rows
-    are multiplied."""
+    """Return the choices of this process: "OUTxIN float32" -> how single rows are multiplied."""
     return dict(_chosen)
 
 
-def choose(seconds: Timings, *, keep_plain: bool) -> Single:
-    """The product for single rows, by the `seconds` it takes under each of Single's values.
+def room_for_copies(num_bytes: int) -> bool:
+    """Return whether plain copies of `num_bytes` may be kept beside the packed weights.
 
-    The habit, padding, stands unless something else is clearly faster. A plain copy beside the
-    packed one is taken only where `keep_plain` allows it.
+    The bound is a share of the memory that the machine or the container has, and not of what is
+    free at the moment: the choice must not differ between two starts.
     """
-    best = Single.PADDED
-    for other in (Single.PACKED, Single.PLAIN):
-        if other is Single.PLAIN and not keep_plain:
-            continue
-        if seconds[other] < MARGIN * seconds[best]:
-            best = other
-    return best
+    total = _total_bytes()
+    return total is not None and num_bytes <= MAX_COPIES_SHARE * total
 
 
-def measure(
-    shape: tuple[int, int], dtype: torch.dtype, make: Mapping[str, MakeProduct]
-) -> dict[str, float]:
-    """Seconds that a product of one row and `shape` [out, in] takes, by name of `make`.
-
-    The makers run in turn, several times, over weights that no cache of a core holds together;
-    each weight's least time counts, for what disturbs a measurement only makes it longer.
-    """
-    width = shape[1]
-    out = min(shape[0], max(1, SAMPLE_BYTES // (width * dtype.itemsize)))
-    copies = max(1, SAMPLE_BYTES // (out * width * dtype.itemsize))
-    weight = torch.full((out, width), 0.5, dtype=dtype)
-    layers = {name: [maker(weight.clone()) for _ in range(copies)] for name, maker in make.items()}
-    # By one thread: where another process takes a core, all threads of a product wait for the one
-    # that lost it, and what was disturbed least would win.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _total_bytes() -> int | None:
+    """Return the memory of the machine, or the container's limit; None if unknown."""
     try:
-        return _least_seconds(layers, torch.ones((1, width), dtype=dtype))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _least_seconds(layers: Mapping[str, list[Product]], x: Tensor) -> dict[str, float]:
-    """The mean over each list of the least time that its products took."""
-    least = {name: [math.inf] * len(products) for name, products in layers.items()}
-    began = time.perf_counter()
-    turns = settled = 0
-    while turns < REPEATS or settled < SETTLED:
-        turns, settled = turns + 1, settled + 1
-        for name, products in layers.items():
-            before = sum(least[name])
-            least[name] = list(map(min, least[name], _seconds(products, x)))
-            if sum(least[name]) < SETTLED_GAIN * before:
-                settled = 0
-        if turns > 1 and time.perf_counter() - began > BUDGET_S:
-            break
-    return {name: sum(times) / len(times) for name, times in least.items()}
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        total = next(int(s.split()[1]) << 10 for s in lines if s.startswith("MemTotal:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no cgroup, or "max": no limit
+        return total
 
 
 def _seconds(products: list[Product], x: Tensor) -> list[float]:
@@ -126,46 +135,6 @@ def _seconds(products: list[Product], x: Tensor) -> list[float]:
         product(x)
         times.append(time.perf_counter() - began)
     return times
-
-
-def measured(
-    shape: tuple[int, int], dtype: torch.dtype, make: Mapping[str, MakeProduct], *, keep_plain: bool
-) -> Single:
-    """The choice for a weight of `shape`: measured once a process, the habit for small ones.
-
-    Only float32 is measured. In bfloat16 another order of summation flips many near ties; there
-    plain and speculative decoding should see the very same products.
-    """
-    if dtype != torch.float32 or shape[0] * shape[1] * dtype.itemsize < WORTH_BYTES:
-        return Single.PADDED
-    name = f"{shape[0]}x{shape[1]} float32"
-    if (shape, dtype) not in _timings:
-        with torch.inference_mode():
-            _timings[shape, dtype] = measure(shape, dtype, make)
-    choice = choose(_timings[shape, dtype], keep_plain=keep_plain)
-    _chosen[name] = str(choice)
-    return choice
-
-
-def room_for_copies(num_bytes: int) -> bool:
-    """Whether plain copies of `num_bytes` may be kept beside the packed weights."""
-    available = _available_bytes()
-    return available is not None and num_bytes <= MEMORY_SHARE * available
-
-
-def _available_bytes() -> int | None:
-    """Memory that this process may still take, container limits included; None: not known."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = next(int(s.split()[1]) << 10 for s in lines if s.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-        return min(available, limit - used)
-    except (OSError, ValueError):  # no cgroup, or "max": no limit
-        return available
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from outrider.engine.heads import (
 )
 from outrider.engine.linear import make_linear
 from outrider.engine.loading import kv_bytes_per_token, load_lm_head, load_target
-from outrider.engine.products import choices, set_threads
+from outrider.engine.products import choices, set_threads, this_processor
 from outrider.engine.target import TargetModel
 from outrider.errors import InvalidRequestError
 from outrider.grammar.grammars import Grammars
@@ -67,8 +67,10 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
     facts = {"model": str(path), "seconds": seconds, "kv_tokens": kv_tokens}
     logger.info("target loaded", extra=facts)
     if products := choices():
+        threads = torch.get_num_threads()
         logger.info(
-            "products measured", extra={"threads": torch.get_num_threads(), "products": products}
+            "single-row products chosen",
+            extra={"processor": str(this_processor()), "threads": threads, "products": products},
         )
     if config.drafts_itself and torch.device(config.device).type == "cpu":
         logger.warning(

@@ -1,8 +1,10 @@
-"""The choice of products follows what was measured, and never costs correctness or memory."""
+"""The choice of products follows shape and processor, and never costs correctness or memory."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,57 +12,74 @@ from torch.nn import functional as F
 
 from outrider.engine import products
 from outrider.engine.linear import PackedLinear, PlainLinear, can_pack, make_linear, min_rows
-from outrider.engine.products import Single, choose, measure
+from outrider.engine.products import (
+    Processor,
+    Single,
+    choose_single,
+    parse_cpuinfo,
+    this_processor,
+)
 
 CPU = torch.device("cpu")
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.float32, CPU), reason="this torch build cannot pack weights"
 )
-EPYC = {"padded": 0.5, "packed": 0.9, "plain": 1.0}
-XEON = {"padded": 1.5, "packed": 1.2, "plain": 1.0}
+XEON = Processor("GenuineIntel", has_avx512=True)
+EPYC = Processor("AuthenticAMD", has_avx512=True)
+LARGE = (640, 512)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "keep_plain", "expected"),
+    ("processor", "shape", "keep_plain", "expected"),
     [
-        (EPYC, True, Single.PADDED),
-        (XEON, True, Single.PLAIN),
-        (XEON, False, Single.PACKED),
-        (dict.fromkeys(EPYC, 1.0), True, Single.PADDED),
-        ({**EPYC, "plain": 0.49}, True, Single.PADDED),
+        (XEON, LARGE, True, Single.PLAIN),
+        (XEON, LARGE, False, Single.PACKED),
+        (XEON, (64, 64), True, Single.PADDED),
+        (EPYC, LARGE, True, Single.PADDED),
+        (Processor("GenuineIntel", has_avx512=False), LARGE, True, Single.PADDED),
+        (Processor("", has_avx512=False), LARGE, True, Single.PADDED),
     ],
 )
-def test_the_habit_stands_unless_something_else_is_clearly_faster(
-    seconds: dict[str, float], keep_plain: bool, expected: Single
+def test_shape_and_processor_choose_the_product(
+    processor: Processor, shape: tuple[int, int], keep_plain: bool, expected: Single
 ) -> None:
-    assert choose(seconds, keep_plain=keep_plain) is expected
+    assert choose_single(shape, torch.float32, processor, keep_plain=keep_plain) is expected
 
 
-def test_a_measurement_tells_a_slow_product_from_a_quick_one() -> None:
-    def slow(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: [F.linear(x, weight) for _ in range(8)][-1]
-
-    times = measure((512, 512), torch.float32, {"slow": slow, "quick": PlainLinear})
-    assert 0.0 < times["quick"] < times["slow"]
+def test_bfloat16_keeps_products_that_do_not_depend_on_the_number_of_rows() -> None:
+    choice = choose_single((1024, 1024), torch.bfloat16, XEON, keep_plain=True)
+    assert choice is Single.PADDED
 
 
-def test_one_thread_measures_and_the_number_of_threads_stays() -> None:
-    before, seen = torch.get_num_threads(), set[int]()
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu avx512f amx_tile\n\n", XEON),
+        ("vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx512f\n\nflags\t: fpu\n", EPYC),
+        ("Features\t: fp asimd\nCPU implementer\t: 0x41\n", Processor("", has_avx512=False)),
+    ],
+)
+def test_the_processor_is_what_the_first_core_says(text: str, expected: Processor) -> None:
+    assert parse_cpuinfo(text) == expected
 
-    def watched(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        def product(x: torch.Tensor) -> torch.Tensor:
-            seen.add(torch.get_num_threads())
-            return F.linear(x, weight)
 
-        return product
+@needs_packing
+@pytest.mark.parametrize("slow", ["plain", "packed"])
+def test_the_choice_does_not_depend_on_how_long_products_take(
+    monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    def delayed(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any) -> torch.Tensor:
+            time.sleep(0.002)
+            return method(*args)
 
-    try:
-        torch.set_num_threads(2)
-        measure((64, 64), torch.float32, {"watched": watched})
-        assert seen == {1}
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+        return run
+
+    layer = PlainLinear if slow == "plain" else PackedLinear
+    monkeypatch.setattr(layer, "__call__", delayed(layer.__call__))
+    make_linear(torch.ones(656, 512))
+    expected = choose_single((656, 512), torch.float32, this_processor(), keep_plain=True)
+    assert products.choices()["656x512 float32"] == str(expected)
 
 
 @needs_packing
@@ -69,7 +88,7 @@ def test_one_thread_measures_and_the_number_of_threads_stays() -> None:
 def test_every_choice_computes_the_same_layer(
     monkeypatch: pytest.MonkeyPatch, choice: Single, has_bias: bool
 ) -> None:
-    monkeypatch.setattr("outrider.engine.linear.measured", lambda *_, **__: choice)
+    monkeypatch.setattr("outrider.engine.linear.choose_single", lambda *_, **__: choice)
     generator = torch.Generator().manual_seed(7)
     weight = torch.randn((48, 40), generator=generator)
     bias = torch.randn(48, generator=generator) if has_bias else None
@@ -91,26 +110,17 @@ def test_a_batch_is_padded_only_if_every_layer_wants_it() -> None:
 
 
 @needs_packing
-def test_a_large_weight_is_measured_once_and_the_choice_can_be_read() -> None:
-    weight = torch.ones(640, 512)
-    first = make_linear(weight)
-    before = products.choices()["640x512 float32"]
-    assert type(make_linear(weight)) is type(first)
-    assert products.choices()["640x512 float32"] == before
-    assert not any(name.startswith("8x8 ") for name in products.choices())
+def test_the_choice_can_be_read_by_shape() -> None:
+    make_linear(torch.ones(LARGE))
+    expected = choose_single(LARGE, torch.float32, this_processor(), keep_plain=True)
+    assert products.choices()["640x512 float32"] == str(expected)
 
 
-@needs_packing
-def test_bfloat16_keeps_products_that_do_not_depend_on_the_number_of_rows() -> None:
-    make_linear(torch.ones(1024, 1024, dtype=torch.bfloat16))
-    assert not any("bfloat16" in name for name in products.choices())
-
-
-def test_memory_bounds_the_plain_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_available_bytes", lambda: 1000)
-    assert products.room_for_copies(250)
-    assert not products.room_for_copies(251)
-    monkeypatch.setattr(products, "_available_bytes", lambda: None)
+def test_the_memory_of_the_machine_bounds_the_plain_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_total_bytes", lambda: 1000)
+    assert products.room_for_copies(125)
+    assert not products.room_for_copies(126)
+    monkeypatch.setattr(products, "_total_bytes", lambda: None)
     assert not products.room_for_copies(1)
 
 
