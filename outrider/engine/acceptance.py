@@ -35,7 +35,7 @@ from torch import Tensor
 
 from outrider.engine.noise import noise_keys, perturbed_argmax
 from outrider.engine.residual import ResidualWalk
-from outrider.engine.warper import TokenHistory, needs_edits, plain_argmax, warp
+from outrider.engine.warper import TokenHistory, edit_logits, needs_edits, plain_argmax, warp
 from outrider.spec.law import DraftLaw
 from outrider.spec.noise import SHARED_COIN_ID, Stream, bits_from_keys, uniform_from_bits
 from outrider.spec.noise import noise_keys as position_keys
@@ -197,11 +197,13 @@ def _keys(walks: list[_Walk], stream: Stream, device: torch.device) -> Tensor:
 def _judge_greedy(logits: Tensor, walks: list[_Walk]) -> None:
     """One level of greedy rows."""
     rows_AV = _rows_of(logits, walks)
-    edits = [i for i, w in enumerate(walks) if needs_edits(w.row.sampling, w.history())]
+    params = [walk.row.sampling for walk in walks]
+    histories = [walk.history() for walk in walks]
+    edits = [i for i in range(len(walks)) if needs_edits(params[i], histories[i])]
     chosen = plain_argmax(rows_AV)
     if edits:
-        edited = _warped(rows_AV[edits], [walks[i] for i in edits])
-        chosen[edits] = plain_argmax(edited)
+        of_edits = [params[i] for i in edits], [histories[i] for i in edits]
+        chosen[edits] = plain_argmax(edit_logits(rows_AV[edits], *of_edits))
     _follow(walks, chosen)
 
 

@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.noise import noise_keys, perturbed_topk
-from outrider.engine.warper import EMPTY_HISTORY, TokenHistory, needs_edits, plain_argmax, warp
+from outrider.engine.warper import (
+    EMPTY_HISTORY,
+    TokenHistory,
+    edit_logits,
+    needs_edits,
+    plain_argmax,
+    warp,
+)
 from outrider.spec.law import LawEntries
 from outrider.spec.noise import Stream, bits_from_keys, gumbel_from_bits
 from outrider.spec.noise import noise_keys as numpy_noise_keys
@@ -157,6 +164,11 @@ class _Batch:
     def warped(self) -> Tensor:
         return warp(self.logits_ND, self.sampling, self.histories, target_ids=self.target_ids)
 
+    def edited(self) -> Tensor:
+        return edit_logits(
+            self.logits_ND, self.sampling, self.histories, target_ids=self.target_ids
+        )
+
     def stream_keys(self, stream: Stream) -> list[int]:
         return [params.stream_key(stream) for params in self.sampling]
 
@@ -177,12 +189,12 @@ def _proposer(params: SamplingParams, top_k: int) -> _Proposer:
 
 
 def _argmax(batch: _Batch) -> _Part:
-    """The mode. Temperature and truncation cannot move it, so only edited rows are warped."""
+    """The mode. Temperature and truncation cannot move it, so rows are edited and not warped."""
     columns = plain_argmax(batch.logits_ND)
     pairs = zip(batch.sampling, batch.histories, strict=True)
     edited = [row for row, pair in enumerate(pairs) if needs_edits(*pair)]
     if edited:
-        columns[edited] = plain_argmax(batch.select(edited).warped())
+        columns[edited] = plain_argmax(batch.select(edited).edited())
     zeros = torch.zeros(len(batch.sampling), 1, device=columns.device)
     return columns[:, None], zeros, [None] * len(batch.sampling)
 

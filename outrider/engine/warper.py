@@ -3,8 +3,8 @@
 Order: penalties, logit bias, banned ids, what a grammar does not allow, division by the
 temperature, top-k, top-p, min-p; what is cut is -inf. The verifier warps target logits, the drafter
 warps its own with the same parameters; at a tree node the draft tokens on its path count as output.
-At temperature 0 only penalties, biases, bans and grammars apply. A row's result depends on that row
-only, bit for bit, and its arithmetic is defined to the bit (`penalties_of`,
+At temperature 0 only penalties, biases, bans and grammars apply (`edit_logits`). A row's result
+depends on that row only, bit for bit, and its arithmetic is defined to the bit (`penalties_of`,
 `outrider.engine.nucleus`), so that `outrider.engine.kernels.warp.logits` can do the same on a
 device.
 
@@ -31,7 +31,8 @@ from outrider.engine.nucleus import edges, min_p_floor
 from outrider.spec.sampling import SamplingParams
 
 MAX_LOGIT = 1e30
-"""Larger logits (+inf too) are clamped, so that dividing by a temperature cannot overflow."""
+"""Larger logits (+inf too) are clamped before they are divided by a temperature, so that this
+cannot overflow. Greedy rows, which divide nothing, compare logits as they are."""
 MIN_TEMPERATURE = 1e-6
 """Smaller positive temperatures act as this one; float32 cannot tell them from greedy."""
 
@@ -78,13 +79,8 @@ def warp(
     nothing to do, so the caller must not write to either. Where bans leave nothing of what a
     grammar allows, the first column that it allows is kept: the grammar wins.
     """
-    warped = logits_RV
-    if any(needs_edits(p, h) for p, h in zip(params, histories, strict=True)):
-        warped = warped.clone()
-        for row, (row_params, history) in enumerate(zip(params, histories, strict=True)):
-            if needs_edits(row_params, history):
-                _edit_(warped[row], row_params, history, target_ids)
-    warped = _tamed(warped, params, histories, target_ids)
+    warped = _edited(logits_RV, params, histories, target_ids)
+    warped = _tamed(warped, params, histories, target_ids, limit=MAX_LOGIT)
     temperatures = [max(p.temperature, MIN_TEMPERATURE) if p.temperature else 1.0 for p in params]
     if any(t != 1.0 for t in temperatures):
         # A tensor and not a scalar: a scalar may be turned into a product with its reciprocal.
@@ -98,6 +94,23 @@ def warp(
             warped = warped.clone()
         warped[cut] = _truncated(warped[cut], [params[row] for row in cut])
     return warped
+
+
+def edit_logits(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[TokenHistory],
+    *,
+    target_ids: Tensor | None = None,
+) -> Tensor:
+    """Apply penalties, biases, bans and grammars to float32 logits [R, V], and nothing else.
+
+    Returns [R, V] float32 without NaN, of which greedy rows take the argmax. No logit is clamped:
+    a ban of one id must not change which of the others is the largest. A row of which nothing is
+    left keeps a column as `warp` says.
+    """
+    edited = _edited(logits_RV, params, histories, target_ids)
+    return _tamed(edited, params, histories, target_ids, limit=math.inf)
 
 
 def plain_argmax(logits_RV: Tensor) -> Tensor:
@@ -153,6 +166,22 @@ def _columns(ids: NDArray[np.integer], logits_V: Tensor, target_ids: Tensor | No
         _inverse_maps[target_ids] = inverse
     columns = inverse[wanted[(wanted >= 0) & (wanted < inverse.shape[0])]]
     return columns[columns >= 0]
+
+
+def _edited(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[TokenHistory],
+    target_ids: Tensor | None,
+) -> Tensor:
+    """The rows with their edits; the input itself when there are none."""
+    if not any(needs_edits(p, h) for p, h in zip(params, histories, strict=True)):
+        return logits_RV
+    edited = logits_RV.clone()
+    for row, (row_params, history) in enumerate(zip(params, histories, strict=True)):
+        if needs_edits(row_params, history):
+            _edit_(edited[row], row_params, history, target_ids)
+    return edited
 
 
 def _edit_(
@@ -221,13 +250,15 @@ def _tamed(
     params: Sequence[SamplingParams],
     histories: Sequence[TokenHistory],
     target_ids: Tensor | None,
+    *,
+    limit: float,
 ) -> Tensor:
-    """NaN to -inf, huge to MAX_LOGIT, and one finite entry in every row."""
+    """NaN to -inf, what is larger than `limit` to that, and one entry above -inf in every row."""
     peaks = logits_RV.amax(dim=-1)
-    if bool(((peaks > -math.inf) & (peaks <= MAX_LOGIT)).all()):  # false for NaN
+    if bool(((peaks > -math.inf) & (peaks <= limit)).all()):  # false for NaN
         return logits_RV
-    tamed = logits_RV.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
-    tamed.clamp_(max=MAX_LOGIT)
+    tamed = logits_RV.nan_to_num(nan=-math.inf, posinf=limit, neginf=-math.inf)
+    tamed.clamp_(max=limit)
     for row in (tamed.amax(dim=-1) == -math.inf).nonzero()[:, 0].tolist():
         legal = torch.ones(tamed.shape[1], dtype=torch.bool, device=tamed.device)
         if (bits := histories[row].legal) is not None:

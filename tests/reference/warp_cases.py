@@ -13,7 +13,7 @@ from outrider.engine.device.warp_slots import WarpSlots
 from outrider.engine.kernels.sampling import scaled_scores
 from outrider.engine.kernels.state import LegalBits, SamplingState, WarpState
 from outrider.engine.kernels.warp.path import TokenPath
-from outrider.engine.warper import TokenHistory, warp
+from outrider.engine.warper import TokenHistory, edit_logits, warp
 from outrider.spec.sampling import SamplingParams
 from tests.reference.device_rounds import sampling_state
 
@@ -33,7 +33,8 @@ class WarpCase(NamedTuple):
     positions: Tensor
     path: TokenPath
     expected: Tensor
-    """What the host's warper makes of each row: scores, divided by the temperature."""
+    """What the host's warper makes of each row: scores, divided by the temperature; the edited
+    logits of greedy sessions."""
     legal: LegalBits | None = None
 
     def scores(self, warped: Tensor) -> Tensor:
@@ -107,7 +108,8 @@ def warp_case(
                 legal=masks[index * NODES + place] if grammars and index % 2 == 0 else None,
             )
             row = logits[index * NODES + place : index * NODES + place + 1]
-            expected.append(warp(row, [one], [history])[0])
+            made = warp if one.temperature else edit_logits
+            expected.append(made(row, [one], [history])[0])
     mask = np.zeros((NODES, NODES), np.uint8)
     for place in range(NODES):
         mask[place, [0, *_ancestors(place)]] = 1

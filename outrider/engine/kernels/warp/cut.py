@@ -20,12 +20,13 @@ import triton.language as tl
 from outrider.engine.kernels.sampling import scaled_tile
 from outrider.engine.kernels.state import WARP_CUTS
 from outrider.engine.nucleus import FARTHEST, OCTAVE, STEP_BITS, STEPS_PER_NAT
-from outrider.engine.warper import MIN_TEMPERATURE
+from outrider.engine.warper import MAX_LOGIT, MIN_TEMPERATURE
 
 GUIDES = 16
 """Sums of a tile: within 15 distances, and of all."""
 _GUIDES = tl.constexpr(GUIDES)
 _CUTS = tl.constexpr(WARP_CUTS)
+_MAX_LOGIT = tl.constexpr(MAX_LOGIT)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _FAR = tl.constexpr(3.0e38)
@@ -160,6 +161,7 @@ def guide(
                 valid = columns < num_columns
                 logits_ptr += row * logits_stride
                 values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf"))
+                values = tl.where(values > _MAX_LOGIT, _MAX_LOGIT, values)
                 reach = (peak - values) * scale
                 weights = tl.where(top_k > 0, 1.0, tl.exp(-reach))
                 inside = reach[None, :] <= bounds[:, None]

@@ -57,7 +57,7 @@ def edit(
     HAS_LEGAL: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Edit one tile of one row and note its maximum."""
+    """Edit one tile of one row and note its maximum, MAX_LOGIT at most."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     owner = row // rows_per_slot
@@ -119,9 +119,10 @@ def edit(
                 allowed = legal_tile(bits_ptr, words, legal_index_ptr, row, columns)
                 values = tl.where(allowed, values, float("-inf"))
         values = tl.where(values == values, values, float("-inf"))
-        values = tl.where(values > _MAX_LOGIT, _MAX_LOGIT, values)
         tl.store(logits_ptr + columns, values, mask=valid & ((values == old) == 0))
-        tl.store(maxima_ptr + row * tl.num_programs(1) + part, tl.max(values, 0))
+        # Greedy sessions compare logits as they are; maxima are for the cuts of those that sample.
+        top = tl.minimum(tl.max(values, 0), _MAX_LOGIT)
+        tl.store(maxima_ptr + row * tl.num_programs(1) + part, top)
         if part == 0:
             tl.store(found_ptr + row, 0)
 

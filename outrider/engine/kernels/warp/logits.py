@@ -1,8 +1,8 @@
 """The warper on the device: penalties, biases, bans, grammars, top-k, top-p and min-p, in place.
 
-What `outrider.engine.warper` does to a row, bit for bit, but for the division by the temperature,
-which the kernels that read the logits do themselves. Rows of sessions that ask for nothing cost an
-early return.
+What `outrider.engine.warper` does to a row, bit for bit, but for the division by the temperature
+and the clamp at MAX_LOGIT before it, which the kernels that read the logits do themselves. Rows of
+sessions that ask for nothing cost an early return.
 
 Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, W path tokens.
 """
@@ -27,7 +27,6 @@ from outrider.engine.kernels.state import (
 from outrider.engine.kernels.warp.launch import launch_count, launch_warp
 from outrider.engine.kernels.warp.path import TokenPath
 from outrider.engine.nucleus import MAX_COLUMNS, edges
-from outrider.engine.warper import MAX_LOGIT
 from outrider.errors import InvalidRequestError
 
 
@@ -119,8 +118,7 @@ def warp_logits_torch(
         if legal is not None and flags & WARP_LEGAL:
             allowed = _allowed(legal, row, len(values))
             values = values.masked_fill(~allowed, -math.inf)
-        values = values.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
-        values = values.clamp(max=MAX_LOGIT)
+        values = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
         if values.amax() == -math.inf:
             free = allowed & ~banned
             values[(free if free.any() else allowed).int().argmax()] = 0.0

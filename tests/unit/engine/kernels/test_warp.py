@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.engine.acceptance import AcceptRow, accept
 from outrider.engine.device.warp_slots import MAX_BANNED_AT_FIRST, WarpSlots
+from outrider.engine.kernels.sampling import choose_tokens_torch, choose_tokens_triton
 from outrider.engine.kernels.state import LegalBits
 from outrider.engine.kernels.warp.launch import launch_count, launch_warp
 from outrider.engine.kernels.warp.logits import (
@@ -157,6 +159,34 @@ def test_rows_of_a_chain_see_the_tokens_before_them(seen: int | None) -> None:
     times = [1] * 3 if seen is None else [1 + (seen + row > 0) for row in range(3)]
     assert found[0][3:, 4].tolist() == [1.0 - count for count in times]
     assert found[0][:3, 3].tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("largest", [5e30, torch.inf])
+@pytest.mark.parametrize(("position", "expected"), [(3, 2), (4, 3)])
+def test_greedy_takes_the_largest_logit_before_and_after_a_ban_ends(
+    largest: float, position: int, expected: int
+) -> None:
+    """Logits beyond MAX_LOGIT, of which a ban below position 4 names the largest."""
+    row = torch.tensor([[1.0, 2e30, 3e30, largest, -torch.inf]])
+    params, slots = SamplingParams(), torch.zeros(1, dtype=torch.int32)
+    accept_row = AcceptRow(
+        logits_start=0, sampling=params, position=position, banned_now=(3,), banned_until=4
+    )
+    assert accept(row, [accept_row])[0].tokens == (expected,)
+    held = WarpSlots(2, 5, torch.device("cpu"))
+    held.begin(0, params, banned_first=(3,), banned_until=4)
+    state = sampling_state([params], slots, 2)
+    for warp, choose, place in (
+        (warp_logits_torch, choose_tokens_torch, torch.device("cpu")),
+        (launch_warp, choose_tokens_triton, DEVICE),
+    ):
+        logits, where = row.to(place, copy=True), slots.to(place)
+        heat = type(state)(*(t.to(place) for t in state))
+        at = torch.full((1,), position, dtype=torch.int32, device=place)
+        changes = type(held.state)(*(t.to(place) for t in held.state))
+        warp(logits, changes, heat, where, at, rows_per_slot=1)
+        chosen = choose(logits, heat, where, at, rows_per_slot=1, side="target")
+        assert chosen.tolist() == [expected]
 
 
 def _same(case: WarpCase, scores: torch.Tensor) -> None:
