@@ -183,6 +183,9 @@ class RouterConfig:
     journal: Path | None = None
     """File of the log that resumable requests survive this process by, one router a file; unset
     keeps none."""
+    journal_read_s: float = 5.0
+    """Longest time that reading that file may take at the start, before clients are served; what
+    it holds behind that is dropped."""
     journal_fsync: Fsync = Fsync.INTERVAL
     """When that file is forced to the disk: off, interval (every second) or always."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
@@ -225,7 +228,7 @@ class RouterConfig:
         check_level(self.log_level)
 
     def _check_times(self) -> None:
-        for name in ("discovery_s", "poll_interval_s", "silence_s"):
+        for name in ("discovery_s", "poll_interval_s", "silence_s", "journal_read_s"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         for name in ("verifier_stall_s", "failover_s", "resume_grace_s", "drain_s"):

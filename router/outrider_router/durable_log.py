@@ -12,7 +12,10 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import os
+import stat
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from outrider.wire.logprobs import TokenLogprobs
 from outrider_router.config import Fsync
 from outrider_router.log_records import (
     HEADER,
+    MAX_NUMBER,
     Contents,
     Logged,
     Opened,
@@ -41,6 +45,8 @@ TICK_S = 1.0
 """Time between two looks: the disk's copy, the file's length, a failure to mend."""
 MIN_BYTES = 4 << 20
 """A shorter file is not written anew."""
+MAX_FILE_BYTES = 512 << 20
+"""What is read of a file at the start; one that is written by a router is far shorter."""
 GROWTH = 4
 """A file is written anew when it is so many times as long as it then was."""
 
@@ -67,12 +73,14 @@ class DurableLog:
         fsync: Fsync,
         wall: Callable[[], float],
         on_failing: Callable[[bool], None] = lambda failing: None,
+        read_s: float = math.inf,
     ) -> None:
-        """Lock the file and read it; `begin` starts to write.
+        """Lock the file and read it, for at most `read_s` seconds; `begin` starts to write.
 
         `wall` is wall-clock time in seconds; `on_failing` hears when the log cannot be written and
-        when it can be again. Raises FailedPreconditionError, reason JOURNAL_LOCKED if another
-        router has it and JOURNAL_UNUSABLE if it cannot be read.
+        when it can be again. A file that cannot be locked, read or written is a failure like that
+        of a disk later on: the router serves without. Raises FailedPreconditionError, reason
+        JOURNAL_LOCKED, if another router has the file.
         """
         self.path = path
         self._fsync = fsync
@@ -86,13 +94,16 @@ class DurableLog:
         """What is written while the file is written anew."""
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._lock = -1
+        self.contents = Contents()
         try:
-            self._lock = _locked(path)
-            self.contents = _read_file(path)
+            self._take_lock()
         except OSError as error:
-            raise FailedPreconditionError(
-                f"the journal {path} cannot be used: {error}", reason="JOURNAL_UNUSABLE"
-            ) from error
+            self._fail(error)
+        try:
+            self.contents = _read_file(path, time.monotonic() + read_s)
+        except OSError as error:
+            self._fail(error)
         self._last_number = self.contents.last_number
 
     @property
@@ -102,10 +113,11 @@ class DurableLog:
 
     def begin(self) -> None:
         """Write the file anew, with what was adopted alone, and go on from there."""
-        try:
-            self._start_anew(self._write_new(self._snapshot()), b"")
-        except OSError as error:
-            self._fail(error)
+        if not self._failing:
+            try:
+                self._start_anew(self._write_new(self._snapshot()), b"")
+            except OSError as error:
+                self._fail(error)
         self._task = asyncio.create_task(self._run(), name="journal")
 
     async def close(self) -> None:
@@ -132,7 +144,9 @@ class DurableLog:
 
     def opened(self, opened: Opened, emitted: list[int], logprobs: list[TokenLogprobs]) -> int:
         """A request begins; its number. `emitted` and `logprobs` are the lists that will grow."""
-        self._last_number += 1
+        self._last_number = self._last_number % MAX_NUMBER + 1
+        while self._last_number in self._live:
+            self._last_number = self._last_number % MAX_NUMBER + 1
         live = self._live[self._last_number] = _Live(
             opened_record(self._last_number, opened), emitted, logprobs
         )
@@ -170,10 +184,11 @@ class DurableLog:
             self._fail(error)
         self._size += len(data)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self._failing:
             logger.error(
-                "the journal cannot be written; serving without", extra={"why": str(error)}
+                "the journal cannot be used; serving without",
+                extra={"journal": str(self.path), "why": str(error)},
             )
             self._failing = True
             self._on_failing(True)
@@ -194,7 +209,7 @@ class DurableLog:
                 await self._renew()
             elif self._fsync is Fsync.INTERVAL:
                 await asyncio.to_thread(os.fdatasync, self._fd)
-        except OSError as error:
+        except (OSError, FailedPreconditionError) as error:
             self._fail(error)
 
     async def _renew(self) -> None:
@@ -202,6 +217,7 @@ class DurableLog:
 
         What the new file lacks is what was over, and a failure's gap.
         """
+        self._take_lock()
         self._meanwhile = []
         try:
             fd = await asyncio.to_thread(self._write_new, self._snapshot())
@@ -212,6 +228,12 @@ class DurableLog:
             logger.warning("the journal is written again", extra={"bytes": self._size})
             self._failing = False
             self._on_failing(False)
+
+    def _take_lock(self) -> None:
+        """Lock the file, unless that is done. Raises OSError, and FailedPreconditionError if
+        another router has it."""
+        if self._lock < 0:
+            self._lock = _locked(self.path)
 
     def _snapshot(self) -> bytes:
         records = [tick_record(self._wall())]
@@ -270,22 +292,49 @@ def _sync_folder(folder: Path) -> None:
 def _locked(path: Path) -> int:
     """A descriptor that holds the lock for as long as it is open. The file itself is replaced now
     and then, so the lock has a file of its own."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     name = path.with_name(path.name + ".lock")
-    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        _check_unlocked(name)
+        raise
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise FailedPreconditionError(
-            f"the journal {path} belongs to another router that runs", reason="JOURNAL_LOCKED"
-        ) from None
+        raise _locked_error(name) from None
     return fd
 
 
-def _read_file(path: Path) -> Contents:
+def _check_unlocked(name: Path) -> None:
+    """Raise FailedPreconditionError if another router holds this lock, which cannot be written."""
     try:
-        data = path.read_bytes()
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _locked_error(name) from None
+    finally:
+        os.close(fd)
+
+
+def _locked_error(name: Path) -> FailedPreconditionError:
+    journal = name.with_name(name.name.removesuffix(".lock"))
+    return FailedPreconditionError(
+        f"the journal {journal} belongs to another router that runs", reason="JOURNAL_LOCKED"
+    )
+
+
+def _read_file(path: Path, until: float) -> Contents:
+    """What a file says, as far as it can be read until this time of the monotonic clock."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(f"{path} is not a regular file")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES)
     except FileNotFoundError:
         return Contents()
     if not data.startswith(HEADER):
@@ -294,7 +343,12 @@ def _read_file(path: Path) -> Contents:
             os.replace(path, aside)
             logger.error("the journal is none of this version; put aside", extra={"as": str(aside)})
         return Contents()
-    contents = read(data)
+    contents = read(data, is_late=lambda: time.monotonic() >= until)
+    if contents.unread_bytes:
+        logger.error(
+            "the journal takes too long to read; the rest is dropped",
+            extra={"unread_bytes": contents.unread_bytes},
+        )
     if contents.damaged:
         logger.error("parts of the journal are damaged", extra={"skipped": contents.damaged})
     if contents.torn:

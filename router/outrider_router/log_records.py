@@ -34,6 +34,16 @@ _TIME = struct.Struct("<d")
 OPENED, EMITTED, ENDED, TICK, LOGPROBS = 1, 2, 3, 4, 5
 
 
+MAX_RECORD_BYTES = 32 << 20
+"""A longer record is damage: a request of a million ids with log-probabilities is shorter."""
+MAX_ROWS = 1 << 16
+"""Rows of one record of ids; a round has fewer sessions."""
+MAX_NUMBER = (1 << 31) - 1
+"""Numbers of requests begin again behind it."""
+MAX_REQUESTS = 4096
+"""Requests that a log may hold at once; those beyond are damage. As many ended answers are kept."""
+
+
 class Row(NamedTuple):
     """New ids of a request."""
 
@@ -83,6 +93,8 @@ class Contents:
     """Stretches of the file, or records, that could not be read and were skipped."""
     torn: bool = False
     """Whether the last record is incomplete: what a crash leaves."""
+    unread_bytes: int = 0
+    """What was left at the end when the time for reading was over."""
 
 
 def opened_record(number: int, opened: Opened) -> bytes:
@@ -134,13 +146,26 @@ def whole_file(records: Iterable[bytes]) -> bytes:
     return HEADER + b"".join(records)
 
 
-def read(data: bytes) -> Contents:
-    """Everything that the bytes of a log say, header included; never raises for damage."""
+def read(data: bytes, *, is_late: Callable[[], bool] = lambda: False) -> Contents:
+    """Everything that the bytes of a log say, header included; never raises for damage.
+
+    `is_late` is asked before every record and every attempt to find one: once it says so, the rest
+    of the bytes is not read. The bytes may be crafted to take as long as they can.
+    """
     contents = Contents()
-    for kind, body in _scan(data, contents):
+    for kind, body in _scan(data, contents, is_late):
         try:
             _FOLDS[kind](contents, body)
-        except (OutriderError, ValueError, KeyError, TypeError, struct.error):
+        except (
+            OutriderError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+            struct.error,
+        ):
             contents.damaged += 1
     return contents
 
@@ -150,10 +175,15 @@ def _record(kind: int, body: bytes) -> bytes:
     return _HEAD.pack(MARK, len(body), crc, kind) + body
 
 
-def _scan(data: bytes, contents: Contents) -> Iterator[tuple[int, bytes]]:
+def _scan(
+    data: bytes, contents: Contents, is_late: Callable[[], bool]
+) -> Iterator[tuple[int, bytes]]:
     """The valid records; what lies between two of them is damage, what follows the last is torn."""
     at, clean = len(HEADER), True
     while at < len(data):
+        if is_late():
+            contents.unread_bytes = len(data) - at
+            break
         record = _record_at(data, at)
         if record is None:
             clean = False
@@ -165,7 +195,7 @@ def _scan(data: bytes, contents: Contents) -> Iterator[tuple[int, bytes]]:
             clean = True
         at += _HEAD.size + len(record[1])
         yield record
-    contents.torn = not clean
+    contents.torn = not clean and not contents.unread_bytes
 
 
 def _record_at(data: bytes, at: int) -> tuple[int, bytes] | None:
@@ -173,7 +203,7 @@ def _record_at(data: bytes, at: int) -> tuple[int, bytes] | None:
         return None
     mark, length, crc, kind = _HEAD.unpack_from(data, at)
     start = at + _HEAD.size
-    if mark != MARK or length > len(data) - start:
+    if mark != MARK or length > min(MAX_RECORD_BYTES, len(data) - start):
         return None
     body = data[start : start + length]
     if zlib.crc32(body, zlib.crc32(bytes((kind,)))) != crc:
@@ -184,6 +214,10 @@ def _record_at(data: bytes, at: int) -> tuple[int, bytes] | None:
 def _fold_opened(contents: Contents, body: bytes) -> None:
     number, length = _NUMBER.unpack_from(body)[0], _NUMBER.unpack_from(body, _NUMBER.size)[0]
     start = 2 * _NUMBER.size
+    if number not in contents.requests and len(contents.requests) >= MAX_REQUESTS:
+        raise ValueError(f"there are {MAX_REQUESTS} requests")
+    if not 0 < number <= MAX_NUMBER:
+        raise ValueError(f"numbers of requests are in [1, {MAX_NUMBER}], not {number}")
     contents.last_number = max(contents.last_number, number)
     said: dict[str, Any] = json.loads(body[start : start + length])
     prompt = np.frombuffer(body, dtype="<u4", offset=start + length)
@@ -198,7 +232,9 @@ def _fold_opened(contents: Contents, body: bytes) -> None:
 
 def _fold_emitted(contents: Contents, body: bytes) -> None:
     values = np.frombuffer(body, dtype="<u4").tolist()
-    rows = values[0]
+    rows = values[0] if values else 0
+    if not 0 < rows <= MAX_ROWS:
+        raise ValueError(f"a record of ids has 1 to {MAX_ROWS} rows, not {rows}")
     numbers, starts, counts = (values[1 + i * rows : 1 + (i + 1) * rows] for i in range(3))
     at = 1 + 3 * rows
     if len(values) != at + sum(counts):

@@ -91,7 +91,7 @@ class Resumables:
     def open_log(self) -> None:
         """Take the log up, if there is to be one, and run what ran when it was left.
 
-        Raises FailedPreconditionError where it cannot be had.
+        Raises FailedPreconditionError where another router has it.
         """
         if self._config.journal is None:
             return
@@ -100,13 +100,19 @@ class Resumables:
             fsync=self._config.journal_fsync,
             wall=self._wall,
             on_failing=self._metrics.journal_failing.set,
+            read_s=self._config.journal_read_s,
         )
         contents = self._log.contents
         self._metrics.journal_damaged.inc(contents.damaged)
         # Were an end damaged, an id could be there twice: the later request counts.
         latest = {logged.opened.request_id: logged for logged in contents.requests.values()}
         for logged in latest.values():
-            self._restore(logged, self._log, contents.alive_at)
+            try:
+                self._restore(logged, self._log, contents.alive_at)
+            except Exception:
+                # A file that was tampered with must not keep the router from serving.
+                logger.exception("a request of the journal could not be restored")
+                self._metrics.restored_requests.labels("dropped").inc()
         contents.requests.clear()
         self._log.begin()
 

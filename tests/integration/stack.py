@@ -229,7 +229,7 @@ class Stack:
         for process in (*self.verifiers, self.drafter, self.router):
             if process.alive:
                 process.thaw()
-            else:
+            elif process.address:
                 process.restart()
         wait_until(self.healthy, timeout_s=20.0, what="a healthy fleet")
 
