@@ -66,7 +66,11 @@ def build_service(
     identity = load_identity(config)
     loaded = (_load_source(method, config, identity) for method in config.methods)
     sources = [slowed(source, config.bench_slowdown) for source in loaded]
-    grammars = Grammars.load(tokenizer_file(config.model), vocab_size=identity.vocab_size)
+    grammars = Grammars.load(
+        tokenizer_file(config.model),
+        vocab_size=identity.vocab_size,
+        limits=config.grammar_compile,
+    )
     return DrafterService(
         config, sources, dialer, identity=identity, awake=awake, join=join, grammars=grammars
     )

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from outrider.awake import check_request
 from outrider.config import OneOf
+from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.logs import LEVELS, check_level
 from outrider.spans import TracingConfig
 from outrider.spec.plan import DraftMethod
@@ -134,6 +135,10 @@ class DrafterConfig:
     """For benchmarks: drafts take so many times as long, by waiting."""
     ngram: NgramConfig = NgramConfig()
     """Prompt lookup."""
+    grammar_compile: CompileLimits = field(default_factory=CompileLimits)
+    """Limits of compiling the grammar of a structured output."""
+    grammar_masks: MaskLimits = field(default_factory=MaskLimits)
+    """Limits of computing the masks of a session with a structured output."""
     reconnect: ReconnectConfig = ReconnectConfig()
     """How a lost verifier is dialled again."""
 

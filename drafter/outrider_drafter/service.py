@@ -96,6 +96,7 @@ class DrafterService:
         kept = awake or AwakeCores.claim(0)
         self.metrics = metrics or Metrics()
         self._config, self._dialer, self._join_lane = config, dialer, join
+        self._grammars = grammars
         fed = [s for s in sources if s.feature_layout is not FeatureLayout.NONE]
         self._hello = Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -246,6 +247,8 @@ class DrafterService:
         self._watchdog.stop()
         if not self.is_stalled:
             await asyncio.to_thread(self._worker.stop)
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _start_worker(self) -> None:
         if self._loop is None:

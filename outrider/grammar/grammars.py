@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.errors import FailedPreconditionError
+from outrider.grammar.compiler import Cancellation, GrammarCompiler
 from outrider.grammar.form_constraint import FormConstraint
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.grammar.library import (
+    NICE,
+    call_with_stack,
+    compile_matcher,
+    is_installed,
+    load_tokenizer,
+)
+from outrider.grammar.limits import CompileLimits
+from outrider.spec.structured import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT: Final = 256
 """Compiled grammars that are kept."""
-MAX_GRAMMAR_SYMBOLS: Final = 100_000
-INITIAL_LEXER_FUEL: Final = 1_000_000
-"""Work that building the lexer of a grammar may take; some tens of milliseconds."""
-MAX_ERROR_CHARS: Final = 500
-WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the parts of a JSON value. Without a bound a model that likes line breaks never comes to
-an end."""
+MAX_KEPT_BYTES: Final = 512 << 20
+"""Memory that the kept grammars may take together, besides the newest."""
 
 
 class Grammar:
     """A compiled grammar; sessions begin from copies of it. Thread-safe."""
 
-    def __init__(self, matcher: LLMatcher, *, vocab_size: int, end_id: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher, *, vocab_size: int, end_id: int, memory_bytes: int = 0
+    ) -> None:
+        """`memory_bytes`: what it takes, as far as that is known."""
         self._matcher, self._vocab_size, self._end_id = matcher, vocab_size, end_id
+        self.memory_bytes = memory_bytes
 
     def begin(self, stop_ids: Sequence[int]) -> FormConstraint:
         """The constraint of a session that begins; `stop_ids`, below the vocabulary's size, end
@@ -46,36 +55,45 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles the forms of answers for one tokenizer. Thread-safe; compiling takes milliseconds,
-    so it does not belong on an event loop."""
+    """Compiles grammars for one tokenizer. Thread-safe; compiling takes milliseconds to seconds, so
+    it does not belong on an event loop."""
 
-    def __init__(self, tokenizer_json: str, *, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer_json: str, *, vocab_size: int, limits: CompileLimits | None = None
+    ) -> None:
         """`tokenizer_json`: the content of a tokenizer.json; `vocab_size`: of the logits, which may
         be padded beyond the tokenizer's ids."""
         self._json = tokenizer_json
         self._vocab_size = vocab_size
+        self.compiler = GrammarCompiler(tokenizer_json, vocab_size=vocab_size, limits=limits)
+        """Tries out what was not compiled yet: a grammar that stops or kills it is not compiled
+        here."""
         self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._compiling: dict[StructuredOutput, Future[Grammar]] = {}
         self._lock = threading.Lock()
-        """Of what is kept."""
-        self._building = threading.Lock()
-        """One grammar is compiled at a time: who asks for many does not get all cores."""
+        """Of what is kept and what is being compiled."""
 
     @classmethod
-    def load(cls, tokenizer_file: Path, *, vocab_size: int) -> Grammars | None:
+    def load(
+        cls, tokenizer_file: Path, *, vocab_size: int, limits: CompileLimits | None = None
+    ) -> Grammars | None:
         """Of a tokenizer.json; None without the file, or without the library. Takes a third of a
         second for 50,000 ids, and holds all other threads up: before anybody is served."""
-        try:
-            import llguidance  # noqa: F401
-        except ImportError:
+        if not is_installed() or not tokenizer_file.is_file():
             return None
-        if not tokenizer_file.is_file():
-            return None
-        found = cls(tokenizer_file.read_text(encoding="utf-8"), vocab_size=vocab_size)
+        text = tokenizer_file.read_text(encoding="utf-8")
+        found = cls(text, vocab_size=vocab_size, limits=limits)
+        found.compiler.start()
         with contextlib.suppress(FailedPreconditionError):
             # Who asks for a form is told.
             found._llguidance_tokenizer()
         return found
+
+    def close(self) -> None:
+        """End the compile process; idempotent."""
+        self.compiler.close()
 
     def known(self, structured: StructuredOutput) -> Grammar | None:
         """The grammar, if it was compiled already; never waits for one that is being compiled."""
@@ -85,100 +103,76 @@ class Grammars:
                 self._kept.move_to_end(structured)
             return found
 
-    def compile(self, structured: StructuredOutput) -> Grammar:
-        """The grammar of this form.
+    def compile(
+        self, structured: StructuredOutput, cancellation: Cancellation | None = None
+    ) -> Grammar:
+        """The grammar of a text; threads that ask for the same one share its compiling, which the
+        first one's `cancellation` ends for all.
 
         Raises InvalidRequestError, with the library's reason, for what cannot be compiled within
-        the bounds; FailedPreconditionError for a tokenizer that the library cannot read.
+        the limits; FailedPreconditionError for a tokenizer that the library cannot read;
+        UnavailableError where no compile process can be started; CancelledRequestError.
         """
-        with self._building:
-            found = self.known(structured)
-            if found is None:
-                found = self._compile(structured)
-                with self._lock:
-                    self._kept[structured] = found
-                    while len(self._kept) > MOST_KEPT:
-                        self._kept.popitem(last=False)
-            return found
+        with self._lock:
+            found = self._kept.get(structured)
+            if found is not None:
+                self._kept.move_to_end(structured)
+                return found
+            future = self._compiling.get(structured)
+            is_mine = future is None
+            if future is None:
+                future = self._compiling[structured] = Future()
+        if is_mine:
+            self._compile_into(future, structured, cancellation)
+        return future.result()
 
-    def _compile(self, structured: StructuredOutput) -> Grammar:
-        from llguidance import LLMatcher, LLParserLimits
-
-        tokenizer = self._llguidance_tokenizer()
-        limits = LLParserLimits(
-            max_grammar_size=MAX_GRAMMAR_SYMBOLS,
-            initial_lexer_fuel=INITIAL_LEXER_FUEL,
-            verbose_errors=False,
-        )
+    def _compile_into(
+        self,
+        future: Future[Grammar],
+        structured: StructuredOutput,
+        cancellation: Cancellation | None,
+    ) -> None:
         try:
-            matcher = LLMatcher(tokenizer, _source(structured), log_level=0, limits=limits)
-        except ValueError as error:
-            raise _refused(structured, str(error)) from error
-        if not matcher.is_error():
-            # The first mask builds the lexer: a session would wait for it.
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            raise _refused(structured, matcher.get_error())
-        return Grammar(matcher, vocab_size=self._vocab_size, end_id=tokenizer.eos_token)
+            grammar = self._compile(structured, cancellation)
+        except BaseException as error:
+            with self._lock:
+                del self._compiling[structured]
+            future.set_exception(error)
+            return
+        with self._lock:
+            del self._compiling[structured]
+            self._kept[structured] = grammar
+            while len(self._kept) > 1 and self._is_full():
+                self._kept.popitem(last=False)
+        future.set_result(grammar)
+
+    def _is_full(self) -> bool:
+        taken = sum(grammar.memory_bytes for grammar in self._kept.values())
+        return len(self._kept) > MOST_KEPT or taken > MAX_KEPT_BYTES
+
+    def _compile(self, structured: StructuredOutput, cancellation: Cancellation | None) -> Grammar:
+        verdict = self.compiler.validate(structured, cancellation)
+        tokenizer = self._llguidance_tokenizer()
+
+        def compile_here() -> LLMatcher:
+            _yield_to_serving()
+            return compile_matcher(tokenizer, structured)
+
+        return Grammar(
+            call_with_stack(compile_here),
+            vocab_size=self._vocab_size,
+            end_id=tokenizer.eos_token,
+            memory_bytes=verdict.memory_bytes,
+        )
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            from llguidance import LLTokenizer
-
-            try:
-                # Which ids end a session is the session's: one that is no text stands for them.
-                added = json.loads(self._json).get("added_tokens", ())
-                specials = [token["id"] for token in added if token.get("special")]
-                self._tokenizer = LLTokenizer(
-                    self._json, n_vocab=self._vocab_size, eos_token=min(specials, default=None)
-                )
-            except ValueError as error:
-                raise FailedPreconditionError(
-                    f"structured output cannot be had with this tokenizer: {error}",
-                    reason="UNSUPPORTED_TOKENIZER",
-                ) from error
-        return self._tokenizer
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(self._json, vocab_size=self._vocab_size)
+            return self._tokenizer
 
 
-def _source(structured: StructuredOutput) -> str:
-    """The grammar in the library's own form."""
-    from llguidance import LLMatcher
-
-    match structured.kind:
-        case StructuredKind.JSON_SCHEMA:
-            return _json_source(_schema(structured.text))
-        case StructuredKind.JSON_OBJECT:
-            return _json_source({"type": "object"})
-        case StructuredKind.REGEX:
-            return LLMatcher.grammar_from_regex(structured.text)
-        case StructuredKind.GRAMMAR:
-            return LLMatcher.grammar_from_lark(structured.text)
-
-
-def _json_source(schema: dict[str, Any]) -> str:
-    from llguidance import LLMatcher
-
-    overrides: Any = {"whitespace_pattern": WHITESPACE}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
-
-
-def _schema(text: str) -> dict[str, Any]:
-    """A schema as an object. Raises ValueError for what is none."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if found is True:
-        return {}
-    if not isinstance(found, dict):
-        raise ValueError("it must be an object or a boolean, and not `false`, which nothing fits")
-    return found
-
-
-def _refused(structured: StructuredOutput, why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"structured output: the {structured.kind} cannot be used: {why[:MAX_ERROR_CHARS]}",
-        reason="INVALID_STRUCTURE",
-    )
+def _yield_to_serving() -> None:
+    """Let other threads have a core first; Linux has a niceness for each thread."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from outrider.config import OneOf
+from outrider.grammar.limits import CompileLimits
 from outrider.logs import LEVELS, check_level
 from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
@@ -203,6 +204,8 @@ class RouterConfig:
     """
     overload: OverloadConfig = field(default_factory=OverloadConfig)
     """Admission, tenants and slow readers."""
+    grammar_compile: CompileLimits = field(default_factory=CompileLimits)
+    """Limits of compiling the grammar of a structured output."""
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     """Limits of tenants by name; those of `default` are everybody else's, each by itself."""
 

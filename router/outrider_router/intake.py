@@ -40,12 +40,18 @@ class Intake:
         self._journal = journal
         self._admission = admission
         self._registry = registry
-        self._forms = Forms(tokenizer.file, vocab_size=tokenizer.num_ids)
+        self._forms = Forms(
+            tokenizer.file, vocab_size=tokenizer.num_ids, limits=config.grammar_compile
+        )
         self._clock = clock
 
     def prepare(self) -> None:
         """Have done what takes long, before anybody is served."""
         self._forms.prepare()
+
+    def close(self) -> None:
+        """Give back what `prepare` took; idempotent."""
+        self._forms.close()
 
     def open(
         self,

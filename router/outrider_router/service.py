@@ -153,6 +153,7 @@ class RouterService:
         await self.discovery.stop()
         await self.registry.stop()
         await self.serving.streams.close()
+        self._intake.close()
 
     async def drain(self, timeout_s: float, enough: asyncio.Event | None = None) -> bool:
         """Refuse new requests and wait for those that a restart would lose, or until it is

@@ -92,7 +92,9 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
         max_context_len=target.config.max_position_embeddings,
         model_name=config.model,
         tokenizer_hash=tokenizer_hash(path),
-        grammars=Grammars.load(tokenizer_file(path), vocab_size=target.vocab_size),
+        grammars=Grammars.load(
+            tokenizer_file(path), vocab_size=target.vocab_size, limits=config.grammar_compile
+        ),
         awake=awake,
     )
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from outrider.awake import check_request
 from outrider.config import OneOf
+from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.logs import LEVELS, check_level
 from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_DRAFT_TOP_K
@@ -164,6 +165,10 @@ class VerifierConfig:
     """Of each further row of such a round."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
+    grammar_compile: CompileLimits = field(default_factory=CompileLimits)
+    """Limits of compiling the grammar of a structured output."""
+    grammar_masks: MaskLimits = field(default_factory=MaskLimits)
+    """Limits of computing the masks of a session with a structured output."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
     """Spans of requests, for OpenTelemetry."""
     log_level: Annotated[str, OneOf(LEVELS)] = "INFO"

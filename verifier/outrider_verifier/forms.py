@@ -3,11 +3,10 @@ with limits of its ids."""
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.grammar.compile_queue import CompileQueue
 from outrider.grammar.constraint import Constraint
 from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammar, Grammars
@@ -21,6 +20,15 @@ class Forms:
     def __init__(self, grammars: Grammars | None) -> None:
         """None: this process has no tokenizer, or no grammar library."""
         self._grammars = grammars
+        self._queue: CompileQueue[Grammar] | None = None
+        if grammars is not None:
+            threads = grammars.compiler.limits.processes
+            self._queue = CompileQueue(grammars.compile, threads=threads)
+
+    def close(self) -> None:
+        """End the compile process and all that it compiles; idempotent."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def known(self, spec: SessionSpec) -> tuple[Grammar | None] | None:
         """The grammar of a session, None in it if it has none; None: it is to be compiled."""
@@ -30,16 +38,20 @@ class Forms:
         return None if found is None else (found,)
 
     async def compile(self, spec: SessionSpec) -> Grammar | None:
-        """The grammar of a session. Raises InvalidRequestError, FailedPreconditionError."""
+        """The grammar of a session; what only cancelled calls wait for is not compiled on.
+
+        Raises InvalidRequestError, FailedPreconditionError, ResourceExhaustedError,
+        UnavailableError.
+        """
         if spec.structured_output is None:
             return None
-        if self._grammars is None:
+        if self._queue is None:
             raise FailedPreconditionError(
                 "this verifier has no structured output: it needs the model's tokenizer.json and "
                 "llguidance",
                 reason="NO_STRUCTURED_OUTPUT",
             )
-        return await asyncio.to_thread(self._grammars.compile, spec.structured_output)
+        return await self._queue.compile(spec.structured_output)
 
 
 def begin_constraint(

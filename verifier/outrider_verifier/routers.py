@@ -240,6 +240,10 @@ class RouterHub:
         """Compile a session's grammar, then tell the engine of the session."""
         try:
             grammar = await self._forms.compile(spec)
+        except asyncio.CancelledError:
+            # Its router has left it.
+            answer.set_result(None)
+            raise
         except OutriderError as error:
             answer.set_exception(error)
             return
@@ -286,6 +290,9 @@ class RouterHub:
     def _forget(self, ticket: int) -> Served | None:
         served = self._served.pop(ticket)
         self._moving.pop(ticket, None)
+        compiling = self._compiling.get(ticket)
+        if compiling is not None:
+            compiling.cancel()
         self._spans.ended(ticket)
         if served is not None:
             del self._routers[served.router].tickets[served.handle]

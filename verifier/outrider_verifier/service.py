@@ -130,11 +130,12 @@ class VerifierService(SessionIterators):
             pin=runner.pin,
         )
         runner.land_in(self._lanes.reserve)
+        self._forms = Forms(grammars)
         self._routers = RouterHub(
             post=self._post,
             admit=self._check_draining,
             on_change=lambda sessions: self._awake.keep(sessions > 0),
-            forms=Forms(grammars),
+            forms=self._forms,
         )
         self.metrics = Metrics(self._counts, self._gauges)
         self._loop: EngineLoop | None = None
@@ -199,6 +200,7 @@ class VerifierService(SessionIterators):
             self._watchdog.stop()
         loop, self._loop = self._loop, None
         self._close_lanes()
+        self._forms.close()
         if loop is not None:
             await asyncio.to_thread(loop.stop, _STOP_TIMEOUT_S)
             for command in loop.left_over():

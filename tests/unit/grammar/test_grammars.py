@@ -10,6 +10,7 @@ import pytest
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar import grammars as module
+from outrider.grammar import library
 from outrider.grammar.grammars import Grammars
 from outrider.spec.structured import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
 
@@ -54,9 +55,9 @@ def test_what_would_take_too_much_work_is_refused(
     large = {"enum": [{f"key{n}": n} for n in range(300)]}
     schema = StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(large))
     grammars.compile(schema)
-    monkeypatch.setattr(module, "MAX_GRAMMAR_SYMBOLS", 100)
+    monkeypatch.setattr(library, "MAX_GRAMMAR_SYMBOLS", 100)
     with pytest.raises(InvalidRequestError, match="grammar size|too large|limit"):
-        Grammars.compile(_fresh(grammars), schema)
+        _fresh(grammars).compile(schema)
     deep = "[" * 100_000
     with pytest.raises(InvalidRequestError, match="not JSON|nested"):
         grammars.compile(StructuredOutput(StructuredKind.JSON_SCHEMA, deep))

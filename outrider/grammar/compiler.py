@@ -1,0 +1,326 @@
+"""Tries out grammars in processes of their own, so that none can stop or kill this process.
+
+A compile process (`outrider.grammar.compile_worker`) holds the tokenizer and forks a process for
+each grammar. What cannot be compiled within `CompileLimits` there never reaches the library here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import (
+    CancelledRequestError,
+    FailedPreconditionError,
+    InvalidRequestError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.grammar.complexity import check_complexity
+from outrider.grammar.frames import read_frame, write_frame
+from outrider.grammar.library import is_installed, refusal
+from outrider.grammar.limits import CompileLimits
+from outrider.spec.structured import StructuredOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_VERDICTS: Final = 1024
+"""Verdicts on grammars that are kept."""
+RETRY_AFTER_DEATH_S: Final = 30.0
+"""How long a grammar stays refused whose compile process ran out of time or died: the next time
+the machine may be less busy."""
+START_TIMEOUT_S: Final = 60.0
+"""Longest start of a compile process, which reads the tokenizer first."""
+REPLY_GRACE_S: Final = 1.0
+"""Seconds beyond the time limit after which a process that says nothing is given up."""
+_WORKER: Final = "outrider.grammar.compile_worker"
+_MAX_STARTS: Final = 2
+"""Compile processes that are tried for one grammar, if they die before they get to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome of trying out a grammar."""
+
+    error: OutriderError | None
+    """Why it is refused; None: it can be used."""
+    memory_bytes: int = 0
+    """Memory that the compiled grammar takes, as far as that was seen."""
+    expires_at: float = float("inf")
+    """When it is to be tried out again, on the clock of `time.monotonic`."""
+
+
+class Cancellation:
+    """Lets another thread end one `GrammarCompiler.validate`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """End the process that compiles, or do not let it begin; idempotent."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._connection is not None:
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def watch(self, connection: socket.socket | None) -> None:
+        """From now on `cancel` ends what this socket leads to; None: nothing. Raises
+        CancelledRequestError if it was cancelled before."""
+        with self._lock:
+            self._connection = connection
+            if self.is_cancelled and connection is not None:
+                self._connection = None
+                raise _cancelled()
+
+
+class GrammarCompiler:
+    """Tries out grammars for one tokenizer. Thread-safe; as many at once as threads call it."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        *,
+        vocab_size: int,
+        limits: CompileLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tokenizer_json`: the content of a tokenizer.json. No process is started before `start`
+        or the first `validate`."""
+        self.limits = limits or CompileLimits()
+        self._json, self._vocab_size = tokenizer_json, vocab_size
+        self._clock = clock
+        self._server: _CompileServer | None = None
+        self._server_lock = threading.Lock()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._lock = threading.Lock()
+        """Of `_verdicts`."""
+
+    @classmethod
+    def load(
+        cls, tokenizer_file: Path, *, vocab_size: int, limits: CompileLimits
+    ) -> GrammarCompiler | None:
+        """The compiler for a tokenizer.json, with its process started; None without the file, or
+        without the library."""
+        if not is_installed() or not tokenizer_file.is_file():
+            return None
+        text = tokenizer_file.read_text(encoding="utf-8")
+        compiler = cls(text, vocab_size=vocab_size, limits=limits)
+        compiler.start()
+        return compiler
+
+    def start(self) -> None:
+        """Start the compile process, without waiting for it; idempotent."""
+        self._running_server()
+
+    def close(self) -> None:
+        """End the compile process and all that it compiles; idempotent."""
+        with self._server_lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def find_verdict(self, structured: StructuredOutput) -> Verdict | None:
+        """The verdict on a grammar that was tried out already; None: there is none."""
+        key = _key(structured)
+        with self._lock:
+            found = self._verdicts.get(key)
+            if found is None:
+                return None
+            if self._clock() >= found.expires_at:
+                del self._verdicts[key]
+                return None
+            self._verdicts.move_to_end(key)
+            return found
+
+    def validate(
+        self, structured: StructuredOutput, cancellation: Cancellation | None = None
+    ) -> Verdict:
+        """Compile a grammar in a process of its own; the verdict allows it.
+
+        Raises InvalidRequestError for a grammar that cannot be used, CancelledRequestError,
+        FailedPreconditionError for a tokenizer that the library cannot read, and UnavailableError
+        where no process can be started.
+        """
+        verdict = self.find_verdict(structured)
+        if verdict is None:
+            verdict = self._try_out(structured, cancellation or Cancellation())
+            with self._lock:
+                self._verdicts[_key(structured)] = verdict
+                while len(self._verdicts) > MAX_VERDICTS:
+                    self._verdicts.popitem(last=False)
+        if verdict.error is not None:
+            raise type(verdict.error)(verdict.error.message, reason=verdict.error.reason)
+        return verdict
+
+    def _try_out(self, structured: StructuredOutput, cancellation: Cancellation) -> Verdict:
+        try:
+            check_complexity(structured)
+        except InvalidRequestError as error:
+            return Verdict(error)
+        for _ in range(_MAX_STARTS):
+            server = self._running_server()
+            try:
+                connection = server.connect()
+            except OSError:
+                server.close()
+                continue
+            with connection:
+                cancellation.watch(connection)
+                try:
+                    verdict = self._ask(connection, structured)
+                finally:
+                    cancellation.watch(None)
+            if cancellation.is_cancelled:
+                raise _cancelled()
+            if verdict is not None:
+                return verdict
+            server.close()
+        raise UnavailableError(
+            "grammars cannot be compiled: the compile process does not start",
+            reason="COMPILER_UNAVAILABLE",
+        )
+
+    def _ask(self, connection: socket.socket, structured: StructuredOutput) -> Verdict | None:
+        """Have a grammar compiled over a socket to a process of its own; None: it did not begin."""
+        request = {"kind": structured.kind.value, "text": structured.text}
+        try:
+            write_frame(connection, json.dumps(request).encode())
+            # The process says that it has begun: reading the tokenizer is not the grammar's time.
+            if not _wait(connection, START_TIMEOUT_S):
+                return None
+            read_frame(connection)
+        except (EOFError, OSError):
+            return None
+        began = time.monotonic()
+        try:
+            if not _wait(connection, self.limits.timeout_s + REPLY_GRACE_S):
+                return self._timed_out(structured)
+            answer = json.loads(read_frame(connection))
+        except (EOFError, OSError):
+            if time.monotonic() - began >= self.limits.timeout_s:
+                return self._timed_out(structured)
+            return self._died(structured)
+        if "unsupported" in answer:
+            error = FailedPreconditionError(answer["unsupported"], reason="UNSUPPORTED_TOKENIZER")
+            return Verdict(error)
+        if "refused" in answer:
+            return Verdict(InvalidRequestError(answer["refused"], reason="INVALID_STRUCTURE"))
+        return Verdict(None, memory_bytes=answer["memory_bytes"])
+
+    def _timed_out(self, structured: StructuredOutput) -> Verdict:
+        why = f"compiling it takes longer than {self.limits.timeout_s:g} s"
+        return Verdict(refusal(structured, why), expires_at=self._clock() + RETRY_AFTER_DEATH_S)
+
+    def _died(self, structured: StructuredOutput) -> Verdict:
+        why = (
+            f"compiling it takes more than {self.limits.memory_mb} MiB of memory, or it is nested "
+            "too deeply"
+        )
+        return Verdict(refusal(structured, why), expires_at=self._clock() + RETRY_AFTER_DEATH_S)
+
+    def _running_server(self) -> _CompileServer:
+        with self._server_lock:
+            if self._server is None or not self._server.is_alive:
+                settings = {
+                    "vocab_size": self._vocab_size,
+                    "timeout_s": self.limits.timeout_s,
+                    "memory_bytes": self.limits.memory_mb << 20,
+                }
+                self._server = _CompileServer(settings, self._json)
+            return self._server
+
+
+class _CompileServer:
+    """One compile process; it is not started again. It ends when this object is collected."""
+
+    def __init__(self, settings: dict[str, float], tokenizer_json: str) -> None:
+        self._control, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        """Of `_control`."""
+        weakref.finalize(self, self._control.close)
+        self._ended = threading.Event()
+        frames = [json.dumps(settings).encode(), tokenizer_json.encode()]
+        # The process dies with the thread that starts it, so that thread waits for its end.
+        threading.Thread(
+            target=_run_server, args=(theirs, frames, self._ended), name="grammars", daemon=True
+        ).start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended, as far as is known."""
+        return not self._ended.is_set()
+
+    def connect(self) -> socket.socket:
+        """A socket to a new process for one grammar. Raises OSError where there is no process."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                if self._ended.is_set():
+                    raise ConnectionResetError("the compile process has ended")
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
+    def close(self) -> None:
+        """End the process; idempotent."""
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+
+
+def _run_server(control: socket.socket, frames: list[bytes], ended: threading.Event) -> None:
+    """Run one compile process to its end; it receives `frames` first, then serves `control`."""
+    ours, theirs = socket.socketpair()
+    try:
+        with control, theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _WORKER, str(theirs.fileno()), str(control.fileno())],
+                pass_fds=(theirs.fileno(), control.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        with ours, contextlib.suppress(OSError):
+            for frame in frames:
+                write_frame(ours, frame)
+        frames.clear()
+        status = process.wait()
+        if not ended.is_set():
+            logger.warning("compile process ended", extra={"status": status})
+    except OSError as error:
+        logger.warning("compile process not started", extra={"reason": str(error)})
+    finally:
+        ended.set()
+
+
+def _wait(connection: socket.socket, timeout_s: float) -> bool:
+    """Whether a socket has something to read, or has been closed, within so many seconds."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))
+
+
+def _cancelled() -> CancelledRequestError:
+    return CancelledRequestError("nobody waits for this grammar any more")
+
+
+def _key(structured: StructuredOutput) -> bytes:
+    content = f"{structured.kind.value}\0{structured.text}"
+    return hashlib.sha256(content.encode(errors="surrogatepass")).digest()

@@ -1,0 +1,158 @@
+"""Bounds on the text of a grammar, checked before the grammar library reads it (pure).
+
+The library compiles recursively, so nested brackets and chains of rules or references cost stack.
+These bounds keep what an accepted text needs far below `outrider.grammar.library.STACK_BYTES`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from outrider.errors import InvalidRequestError
+from outrider.spec.structured import StructuredKind, StructuredOutput
+
+MAX_NESTING: Final = 128
+"""Brackets that may be open at once in a regular expression or a Lark grammar, and arrays and
+objects of a JSON schema that may lie in one another."""
+MAX_RULES: Final = 4_000
+"""Rules and terminals that a Lark grammar may define."""
+MAX_REFERENCES: Final = 4_000
+"""References that a JSON schema may have."""
+MAX_TOTAL_NESTING: Final = 16_000
+"""Nesting of a JSON schema and of everything that it refers to, added up; likewise of the rules of
+a Lark grammar, each of which counts one more. No recursion of the library can be deeper."""
+
+_TOKEN: Final = re.compile(
+    r"""
+    (?P<string> " (?: \\. | [^"\\\n] )* " )
+    | (?P<comment> // [^\n]* | \# [^\n]* )
+    | (?P<regex> / (?: \\. | [^/\\\n] )+ / )
+    | (?P<rule> ^ [ \t]* [?!]? [A-Za-z_] \w* (?= [^:\n"/|()]* : ) )
+    | (?P<open> [(\[{] )
+    | (?P<close> [)\]}] )
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+_CLASS: Final = re.compile(r"\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]", re.DOTALL)
+"""A class of characters in a regular expression."""
+
+
+def check_complexity(structured: StructuredOutput) -> None:
+    """Refuse a text that is nested too deeply or has too many rules or references.
+
+    Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A text
+    that is not valid passes: the library says what is wrong with it.
+    """
+    match structured.kind:
+        case StructuredKind.JSON_SCHEMA:
+            _check_schema(structured.text)
+        case StructuredKind.REGEX:
+            _require(regex_nesting(structured.text), MAX_NESTING, "open brackets in one another")
+        case StructuredKind.GRAMMAR:
+            _check_lark(structured.text)
+        case StructuredKind.JSON_OBJECT:
+            pass
+
+
+def _require(found: int, most: int, what: str) -> None:
+    if found > most:
+        raise InvalidRequestError(
+            f"structured output: at most {most} {what} are allowed, got {found}",
+            reason="INVALID_STRUCTURE",
+        )
+
+
+def regex_nesting(text: str) -> int:
+    """The largest number of groups that are open at once; classes of characters do not count."""
+    text = _CLASS.sub("", re.sub(r"\\.", "", text, flags=re.DOTALL))
+    depth = most = 0
+    for mark in re.findall(r"[()]", text):
+        depth = depth + 1 if mark == "(" else max(0, depth - 1)
+        most = max(most, depth)
+    return most
+
+
+def _check_lark(text: str) -> None:
+    rules = depth = most = total = 0
+    for token in _TOKEN.finditer(text):
+        match token.lastgroup:
+            case "rule" if not depth:
+                rules += 1
+                total, most = total + most + 1, 0
+            case "open":
+                depth += 1
+                most = max(most, depth)
+                _require(depth, MAX_NESTING, "open brackets in one another")
+            case "close":
+                depth = max(0, depth - 1)
+            case "regex":
+                nesting = regex_nesting(token.group())
+                _require(nesting, MAX_NESTING, "open brackets in one another")
+                most = max(most, depth + nesting)
+            case _:
+                pass
+    _require(rules, MAX_RULES, "rules")
+    _require(total + most, MAX_TOTAL_NESTING, "levels of all rules together")
+
+
+def _check_schema(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        # The compiler says what is wrong with it.
+        return
+    depths: dict[int, int] = {}
+    _require(_nesting(schema, depths), MAX_NESTING, "arrays and objects in one another")
+    references = list(_references(schema))
+    _require(len(references), MAX_REFERENCES, "references")
+    total = depths.get(id(schema), 0)
+    for name in set(references):
+        # A target that is not found is counted as the whole schema.
+        total += 1 + depths.get(id(_target(schema, name)), depths.get(id(schema), 0))
+    _require(total, MAX_TOTAL_NESTING, "levels of all references together")
+
+
+def _nesting(schema: object, depths: dict[int, int]) -> int:
+    """Levels of a JSON value; `depths` receives those of each of its arrays and objects by id."""
+    stack: list[tuple[object, bool]] = [(schema, False)]
+    while stack:
+        value, is_done = stack.pop()
+        if not isinstance(value, dict | list):
+            continue
+        parts = list(value.values() if isinstance(value, dict) else value)
+        if is_done:
+            depths[id(value)] = 1 + max((depths.get(id(part), 0) for part in parts), default=0)
+            continue
+        stack.append((value, True))
+        stack += [(part, False) for part in parts]
+    return depths.get(id(schema), 0)
+
+
+def _references(schema: object) -> Iterator[str]:
+    stack = [schema]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            name = value.get("$ref")
+            if isinstance(name, str):
+                yield name
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+
+
+def _target(schema: Any, name: str) -> object:
+    """The part of a schema that a reference such as `#/$defs/name` names; None: it is not found."""
+    found = schema
+    for part in name.removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(key)
+        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
