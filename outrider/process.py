@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ that waits for the interpreter lock would stall the others by that much."""
 SELDOM: Final = 100
 """Collections of the middle generation between two of all objects. With Python's own 10 a busy
 router went over all that it keeps of its answers every two or three seconds, for up to 180 ms."""
+MAX_FILES: Final = 1 << 16
+"""Open files that no process of a fleet needs more than."""
 KEPT_BYTES: Final = 128 << 20
 """Freed memory at the end of a heap that goes back to the system only beyond this size."""
 SPINS: Final = 20_000
@@ -56,6 +59,20 @@ async def in_brief_thread(function: Callable[..., ResultT], *args: Any) -> Resul
         return await loop.run_in_executor(executor, function, *args)
     finally:
         executor.shutdown(wait=False)
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as the system allows it; the limit from then on.
+
+    Every connection is a file, and the usual soft limit of 1024 is for programs that use `select`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return soft
 
 
 def add_tls_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,9 +21,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
-LONG = 20_000
+LONG = 4_000
 """Characters or ids from which the work takes milliseconds: it belongs on a thread, and other
 threads run meanwhile."""
+_PIECE_CHARS = 1 << 14
+_MAX_CHARS_PER_TOKEN = 8
+"""Texts with fewer characters for each token that is allowed are encoded without a look ahead."""
+_MAX_EXCESS = 1.25
+"""A text is refused by the tokens of its pieces if these exceed the bound by this factor. Tokens
+differ only around the cuts, by a few of the hundreds that a piece has."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -114,13 +120,37 @@ class Tokenizer:
             file=file,
         )
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Ids of `text`; with `add_special_tokens` also those that open a document (a BOS)."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Ids of `text`; with `add_special_tokens` also those that open a document (a BOS).
+
+        A text that has far more than `max_tokens` tokens raises InvalidRequestError
+        (PROMPT_TOO_LONG), in time that grows with `max_tokens` and not with the text. A text that
+        has a few more is encoded.
+        """
         if len(text) <= LONG:
             return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        if max_tokens is not None and len(text) > _MAX_CHARS_PER_TOKEN * max_tokens:
+            self._check_length(text, max_tokens)
+        return self._encode_long(text, add_special_tokens)
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         # The same ids; but the call for one text holds up all other threads, the one for many none.
         (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found.ids)
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Raise InvalidRequestError if `text` has far more than `max_tokens` tokens."""
+        count = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            count += len(self._encode_long(text[start : start + _PIECE_CHARS], False))
+            if count > _MAX_EXCESS * max_tokens + LONG:
+                raise InvalidRequestError(
+                    f"the prompt has more than {max_tokens} tokens, which is the most that the "
+                    "context holds",
+                    reason="PROMPT_TOO_LONG",
+                )
 
     def encode_chat(
         self,
@@ -128,13 +158,15 @@ class Tokenizer:
         *,
         options: ChatOptions = NEXT_ANSWER,
         parse_special_tokens: bool = False,
+        max_tokens: int | None = None,
     ) -> tuple[int, ...]:
         """Ids of a conversation ({"role", "content"} each), which `options` say the end of.
 
         The template writes its own special tokens, and its own default system message. The string
         of a special token in a message is ordinary text, unless `parse_special_tokens` makes it
         that token; a conversation without such strings has the same ids in both cases.
-        Raises InvalidRequestError if the model has no template or the template refuses.
+        `max_tokens` is that of `encode`. Raises InvalidRequestError if the model has no template
+        or the template refuses.
         """
         if self._template is None:
             raise InvalidRequestError(
@@ -142,11 +174,11 @@ class Tokenizer:
                 reason="NO_CHAT_TEMPLATE",
             )
         if parse_special_tokens or self._plain_chat is None:
-            rendered = self._template.render(messages, options=options)
-            return self.encode(rendered, add_special_tokens=False)
+            text = self._template.render(messages, options=options)
+            return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         chat, tokens = self._plain_chat
         text = chat.render(messages, options=options)
-        ids = self.encode(tokens.unmark(text), add_special_tokens=False)
+        ids = self.encode(tokens.unmark(text), add_special_tokens=False, max_tokens=max_tokens)
         if [id_ for id_ in ids if id_ in tokens.ids] == tokens.marked_ids(text):
             return ids
         return tokens.encode(text)

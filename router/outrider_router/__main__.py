@@ -23,7 +23,7 @@ from outrider.errors import OutriderError
 from outrider.extras import needs_packages
 from outrider.failure import report_failure
 from outrider.logs import setup_logging
-from outrider.process import add_tls_arguments, run, tune_collector
+from outrider.process import add_tls_arguments, raise_file_limit, run, tune_collector
 from outrider.spans import add_tracing_flags, exporting
 from outrider_router.config import RouterConfig
 
@@ -225,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
+        raise_file_limit()
         spans = exporting(config.tracing, "outrider-router", config.listen)
         with spans, needs_packages("outrider-router"):
             run(serve(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -18,6 +19,8 @@ from outrider.transport.tls import TlsConfig
 from outrider_router.names import split
 from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
 
+ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 MAX_SLOW_READER_S = 86400.0
 """A day: the kernel is told it in milliseconds, and holds its buffers for as long."""
 
@@ -115,6 +118,54 @@ class OverloadConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HttpConfig:
+    """Bounds and options of the HTTP port; keys of the table `[http_options]`."""
+
+    max_connections: int = 4096
+    """Most connections at once, counted from the moment they are accepted; never more than half of
+    the files that the process may open."""
+    handshake_s: float = 10.0
+    """Longest time of a TLS handshake."""
+    head_s: float = 10.0
+    """Longest time from the start of a connection, or from the first byte of a further request,
+    until the head of the request is complete."""
+    body_s: float = 60.0
+    """Longest time from the head of a request until its body is complete."""
+    keep_alive_s: int = 75
+    """Time that a connection is kept between two requests. It should be longer than load balancers
+    keep theirs, so that none sends a request into a connection that is being closed."""
+    max_body_bytes: int = 8 << 20
+    """Most bytes of a request's body."""
+    max_json_values: int = 1 << 19
+    """Most values in a request's JSON (an empty list or object counts twice). Parsing holds up the
+    whole process, for a time that grows with their number."""
+    max_small_chunks: int = 1024
+    """Most chunks of less than a kilobyte in the body of one request with Transfer-Encoding:
+    chunked."""
+    root_path: str = ""
+    """Path in front of all routes, such as /llm, for a proxy that does not strip it; "" is none."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins, such as https://app.example, whose pages may call the API in browsers; "*" is every
+    origin. Empty: no browser lets other pages call it."""
+
+    def __post_init__(self) -> None:
+        for name in ("handshake_s", "head_s", "body_s", "keep_alive_s"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        for name in ("max_connections", "max_body_bytes", "max_json_values"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_small_chunks < 0:
+            raise ValueError(f"max_small_chunks must be >= 0, got {self.max_small_chunks}")
+        path = self.root_path
+        if path and (not ROOT_PATH.fullmatch(path)):
+            raise ValueError(f"root_path must begin with / and not end with it, got {path!r}")
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"cors_origins are * or SCHEME://HOST[:PORT], got {origin!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """Everything the router can be told; keys of its TOML file."""
 
@@ -122,6 +173,8 @@ class RouterConfig:
     """HOST:PORT of the client API; port 0 takes a free one."""
     http: str = ""
     """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
+    http_options: HttpConfig = field(default_factory=HttpConfig)
+    """Bounds and options of the HTTP port."""
     share_ports: bool = False
     """Whether other routers may serve clients at the same two addresses: the system gives each
     connection to one of them. Then this one serves once it has found a verifier. Not with a

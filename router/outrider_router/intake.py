@@ -17,7 +17,7 @@ from outrider_router.gate import Gate, Pass
 from outrider_router.journal import Entry, Journal
 from outrider_router.keys import Caller
 from outrider_router.registry import Registry
-from outrider_router.request import Job, make_job, tokenize
+from outrider_router.request import Job, make_job, max_session_len, tokenize
 
 
 class Intake:
@@ -92,6 +92,7 @@ class Intake:
                 request.prompt,
                 self._tokenizer,
                 parse_special_tokens=self._config.special_tokens_in_messages,
+                max_tokens=max_session_len(self._config, info),
             ),
             info=info,
             tokenizer=self._tokenizer,

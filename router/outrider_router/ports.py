@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 
 from outrider.metrics_port import serve_metrics
 from outrider.transport.grpc import Access, GrpcConfig, GrpcServer
@@ -44,11 +45,21 @@ def client_server(service: RouterService) -> GrpcServer:
         service.config.listen,
         [inference_service(service)],
         config=GrpcConfig(
-            max_receive_bytes=MAX_REQUEST_BYTES, share_port=service.config.share_ports
+            max_receive_bytes=MAX_REQUEST_BYTES,
+            share_port=service.config.share_ports,
+            max_connections=_max_connections(),
         ),
         access=access,
         health_address=service.config.health_listen,
     )
+
+
+def _max_connections() -> int:
+    """Connections of the client API: those of any gRPC port, or a quarter of the files that the
+    process may open if that is less. Connections of HTTP have half of them."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    usual = GrpcConfig().max_connections
+    return usual if files < 0 else min(usual, max(1, files // 4))
 
 
 def pool_server(service: RouterService) -> GrpcServer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -34,6 +35,11 @@ from outrider_router.tenants import SHARED
 from outrider_router.token_limits import make_token_limits
 
 ArgumentT = TypeVar("ArgumentT")
+
+_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+"""Where long prompts are tokenized, a few at a time."""
+_TURN_CHARS = 16
+"""Characters that a template adds to a turn, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,27 +130,32 @@ async def tokenize(
     add_special_tokens: bool = True,
     chat_options: ChatOptions = NEXT_ANSWER,
     parse_special_tokens: bool = False,
+    max_tokens: int | None = None,
 ) -> tuple[int, ...]:
     """Ids of a prompt; InvalidRequestError if it is empty or cannot be rendered.
 
     `add_special_tokens`: of a text; whether those that open a document come first.
     `chat_options`: of a conversation; where its text ends.
     `parse_special_tokens`: of a conversation; whether the strings of special tokens in messages
-    become these tokens.
+    become these tokens. `max_tokens`: a prompt that has far more raises InvalidRequestError
+    (PROMPT_TOO_LONG) before all of it is tokenized.
     """
     match prompt:
         case TokenPrompt(token_ids=ids):
             found = tuple(ids)
         case TextPrompt(text=text):
-            encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+            encode = partial(
+                tokenizer.encode, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+            )
             found = await _maybe_in_thread(len(text), encode, text)
         case ChatPrompt(messages=messages):
             turns = [{"role": turn.role, "content": turn.content} for turn in messages]
-            size = sum(len(turn.content) for turn in messages)
+            size = sum(len(turn.content) + _TURN_CHARS for turn in messages)
             encode_chat = partial(
                 tokenizer.encode_chat,
                 options=chat_options,
                 parse_special_tokens=parse_special_tokens,
+                max_tokens=max_tokens,
             )
             found = await _maybe_in_thread(size, encode_chat, turns)
     if not found:
@@ -156,7 +167,8 @@ async def _maybe_in_thread(
     size: int, function: Callable[[ArgumentT], tuple[int, ...]], argument: ArgumentT
 ) -> tuple[int, ...]:
     if size > LONG:
-        return await asyncio.to_thread(function, argument)
+        # Threads of their own: long prompts keep nothing but each other waiting.
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, function, argument)
     return function(argument)
 
 

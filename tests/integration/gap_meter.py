@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 
 from outrider.client import Client, user
+from outrider.transport.tls import TlsConfig
 
 MAX_EXTRA_GAP_S = 1.0
 """Seconds that an attack may add to the longest calm gap."""
@@ -39,13 +42,18 @@ class GapMeter:
     """A context in which streams run and `/health` is asked; `gaps` holds the result after it.
 
     `router`: HOST:PORT of the gRPC API. `http`: HOST:PORT of the HTTP API, or "" to leave
-    `/health` out. Each stream is started again when it ends, without a pause being counted
+    `/health` out. `ca`: the authority of both ports' certificates; without it they have none. Each
+    stream is started again when it ends, without a pause being counted
     between the two; the first text of a stream starts its clock.
     """
 
-    def __init__(self, router: str, http: str = "", *, streams: int = 2) -> None:
+    def __init__(
+        self, router: str, http: str = "", *, streams: int = 2, ca: Path | None = None
+    ) -> None:
         self.gaps = Gaps()
         self._router, self._http = router, http
+        self._tls = None if ca is None else TlsConfig(ca=ca)
+        self._context = None if ca is None else ssl.create_default_context(cafile=ca)
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
@@ -72,7 +80,7 @@ class GapMeter:
             assert not thread.is_alive(), "a stream or /health gave no answer for 60 s"
 
     def _run_streams(self, number: int) -> None:
-        with Client(self._router, timeout_s=60.0) as client:
+        with Client(self._router, timeout_s=60.0, tls=self._tls) as client:
             while not self._stop.is_set():
                 try:
                     self._run_stream(client, number)
@@ -109,7 +117,12 @@ class GapMeter:
 
     def _health_status(self) -> str:
         """Status of one request to `/health`, or the error that it ended with."""
-        connection = http.client.HTTPConnection(self._http, timeout=60.0)
+        if self._context is None:
+            connection = http.client.HTTPConnection(self._http, timeout=60.0)
+        else:
+            connection = http.client.HTTPSConnection(
+                self._http, timeout=60.0, context=self._context
+            )
         try:
             connection.request("GET", "/health")
             return str(connection.getresponse().status)
@@ -123,8 +136,15 @@ class GapMeter:
             self.gaps.errors.append(what)
 
 
-def measure_calm(router: str, http: str = "", *, streams: int = 2, seconds: float = 3.0) -> Gaps:
+def measure_calm(
+    router: str,
+    http: str = "",
+    *,
+    streams: int = 2,
+    seconds: float = 3.0,
+    ca: Path | None = None,
+) -> Gaps:
     """Gaps of a fleet that nothing attacks, measured for `seconds`."""
-    with GapMeter(router, http, streams=streams) as meter:
+    with GapMeter(router, http, streams=streams, ca=ca) as meter:
         time.sleep(seconds)
     return meter.gaps

@@ -157,9 +157,10 @@ class Stack:
         drafter_module: str = "outrider_drafter",
         tls: Path | None = None,
         api_key: str | None = None,
+        router_module: str = "outrider_router",
     ) -> None:
         """`tls`: a folder of `outrider certs`, whose certificates all ports have; `api_key`: what
-        the stack's own clients show."""
+        the stack's own clients show; `router_module`: what runs the router's command line."""
         self._tls, self.api_key = tls, api_key
         methods = ["--head", head, "--methods", "eagle3,ngram"] if head else ["--methods", "ngram"]
         own = [*(verifier or []), *self._certificate(Role.VERIFIER)]
@@ -182,8 +183,8 @@ class Stack:
         )
         self._directory, self._model = directory, model
         self._router_arguments = [*(router or []), *self._certificate(Role.ROUTER)]
-        self._with_drafter = with_drafter
-        self.router = Process("router", "outrider_router", [], directory / "router.log")
+        self._with_drafter, self._router_module = with_drafter, router_module
+        self.router = Process("router", router_module, [], directory / "router.log")
 
     def __enter__(self) -> Stack:
         try:
@@ -216,7 +217,7 @@ class Stack:
         arguments = ["--model", self._model, *verifiers, *drafters]
         self.router = Process(
             "router",
-            "outrider_router",
+            self._router_module,
             [*arguments, *self._router_arguments],
             self._directory / "router.log",
         )

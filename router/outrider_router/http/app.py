@@ -9,14 +9,16 @@ from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import outrider
 from outrider.errors import OutriderError
 from outrider_router.http import generating, telling
+from outrider_router.http.bodies import JsonParser
 from outrider_router.http.callers import operator
 from outrider_router.http.errors import on_http, on_mistakes, on_typed
-from outrider_router.http.guard import Guard
+from outrider_router.http.guard import REQUEST_ID, Guard
 from outrider_router.service import RouterService
 from outrider_router.status_page import status_router
 
@@ -25,11 +27,23 @@ DESCRIPTION = "OpenAI's API, served by speculative decoding."
 
 def make_app(service: RouterService) -> ASGIApp:
     """Everything that the router serves over HTTP."""
-    return Guard(make_api(service), service.gate)
+    options = service.config.http_options
+    guard = Guard(make_api(service), service.gate, options)
+    if not options.cors_origins:
+        return guard
+    # Outside of the guard: browsers ask without a key whether they may ask.
+    return CORSMiddleware(
+        guard,
+        allow_origins=options.cors_origins,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=[REQUEST_ID, "retry-after", "retry-after-ms"],
+    )
 
 
 def make_api(service: RouterService) -> FastAPI:
     """The routes alone."""
+    root_path = service.config.http_options.root_path
     app = FastAPI(
         title="Outrider",
         version=outrider.__version__,
@@ -38,9 +52,11 @@ def make_api(service: RouterService) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         generate_unique_id_function=_operation_id,
+        servers=[{"url": root_path}] if root_path else None,
     )
     app.state.service = service
     app.state.created = int(time.time())
+    app.state.json_parser = JsonParser(service.config.http_options.max_json_values)
     app.include_router(generating.router)
     app.include_router(telling.router)
     app.include_router(status_router(service, [Depends(operator)]))

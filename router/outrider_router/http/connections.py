@@ -1,4 +1,4 @@
-"""HTTP connections of one server: how long each may take to say something, and how many there are.
+"""HTTP connections of one server: how long each may take to say something, and in which pieces.
 
 uvicorn leaves a connection alone that has not said what it wants. Here a head and a body have to
 come in time, and where there is no room for one more connection the one that was idle longest makes
@@ -8,29 +8,17 @@ it: those that wait for an answer never do. Where none is idle the new one hears
 from __future__ import annotations
 
 import asyncio
-import resource
-from collections.abc import Callable
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from outrider_router.http.errors import HttpError
+from outrider_router.config import HttpConfig
+from outrider_router.http.acceptor import REFUSAL_S, Accepted
+from outrider_router.http.errors import INVALID, HttpError
+from outrider_router.http.places import CONNECTIONS_EXHAUSTED
 
-MAX_CONNECTIONS: Final = 4096
-HEAD_S: Final = 10.0
-"""Time from the first moment of a connection, or the first byte of a further request, until the
-head of the request is there."""
-BODY_S: Final = 60.0
-"""Time until the body is there, from then on: eight megabytes over a slow line."""
-KEEP_ALIVE_S: Final = 75
-"""Time that a connection is kept between two requests: longer than load balancers keep theirs, so
-that none sends a request into a connection that is just being closed."""
-REFUSAL_S: Final = 1.0
-"""Time that a connection without room gets to ask, so that it hears why."""
-MAX_REFUSALS: Final = 256
-"""Connections at once that get it; those beyond are closed at once."""
-CONNECTIONS_EXHAUSTED: Final = "CONNECTIONS_EXHAUSTED"
+SMALL_CHUNK_BYTES: Final = 1024
 _FULL: Final = HttpError(
     status=503,
     type="service_unavailable_error",
@@ -38,107 +26,78 @@ _FULL: Final = HttpError(
     code=CONNECTIONS_EXHAUSTED.lower(),
     retry_after_s=1.0,
 )
+_PHRASES: Final = {400: "Bad Request", 503: "Service Unavailable"}
 
 
-def most_connections() -> int:
-    """The bound on connections: half of the files that the process may have open, if these are few,
-    for the other half is for gRPC and the rest of the process."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if files < 0 else min(MAX_CONNECTIONS, files // 2)
+class _BoundedParser(h11.Connection):
+    """h11's parser with a bound on small chunks: each takes as long as a large one."""
 
+    def __init__(self, max_small_chunks: int) -> None:
+        super().__init__(h11.SERVER)
+        self._max_small_chunks = max_small_chunks
+        self._small_chunks = 0
+        self.problem = "The request is not HTTP/1.1."
+        """What is wrong with a request that raised RemoteProtocolError."""
 
-class Places:
-    """The connections of one server that have a place, and which of them are idle."""
-
-    def __init__(self, most: int, on_refused: Callable[[], None]) -> None:
-        """`on_refused` hears of each connection that finds no place."""
-        self._most = most
-        self._on_refused = on_refused
-        self._held: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}
-        """In the order in which they became idle."""
-        self.refused = 0
-        """Connections without a place that are about to hear so."""
-
-    def take(self, connection: Connection) -> bool:
-        """Give a new connection a place, if need be that of an idle one; whether it has one."""
-        if len(self._held) >= self._most:
-            oldest = next((held for held in self._idle if held.is_sent), None)
-            if oldest is None:
-                return False
-            self.leave(oldest)
-            oldest.cut()
-        self._held.add(connection)
-        self._idle[connection] = None
-        return True
-
-    def refuse(self) -> bool:
-        """Count one that has no place; whether it may be told so."""
-        self._on_refused()
-        if self.refused >= MAX_REFUSALS:
-            return False
-        self.refused += 1
-        return True
-
-    def leave(self, connection: Connection) -> None:
-        """It is closed. Idempotent."""
-        self._held.discard(connection)
-        self._idle.pop(connection, None)
-
-    def busy(self, connection: Connection) -> None:
-        """It has asked for something."""
-        self._idle.pop(connection, None)
-
-    def idle(self, connection: Connection) -> None:
-        """It has its answer."""
-        if connection in self._held:
-            self._idle[connection] = None
+    def next_event(self) -> Any:
+        """The next event of the peer. Raises h11.RemoteProtocolError."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._small_chunks = 0
+        elif isinstance(event, h11.Data) and event.chunk_start and event.chunk_end:
+            self._small_chunks += len(event.data) < SMALL_CHUNK_BYTES
+            if self._small_chunks > self._max_small_chunks:
+                self.problem = (
+                    f"The body has more than {self._max_small_chunks} chunks of less than "
+                    f"{SMALL_CHUNK_BYTES} bytes; send larger chunks, or a Content-Length."
+                )
+                raise h11.RemoteProtocolError(self.problem)
+        return event
 
 
 class Connection(H11Protocol):
     """One connection; `connections_of` makes the class of a server's."""
 
-    places: ClassVar[Places]
+    options: ClassVar[HttpConfig]
+    accepted: Accepted
+    """Its place; set by whoever makes it."""
     _timer: asyncio.TimerHandle | None = None
     """Ends it where what `_waits_for` says does not come in time."""
     _waits_for: Literal["", "head", "body"] = ""
-    _refused = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As uvicorn makes it."""
+        super().__init__(*args, **kwargs)
+        self._parser = _BoundedParser(self.options.max_small_chunks)
+        self.conn = self._parser
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a place, or be refused."""
+        """Wait for a request."""
         super().connection_made(transport)
-        if self.places.take(self):
-            self._wait_for("head", HEAD_S)
-        elif self.places.refuse():
-            self._refused = True
-            self._wait_for("head", REFUSAL_S)
-        else:
-            transport.abort()
+        self.accepted.connection = self
+        self._wait_for("head", REFUSAL_S if self.accepted.is_refused else self.options.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give the place back."""
         super().connection_lost(exc)
         self._wait_for("", 0.0)
-        self.places.leave(self)
-        if self._refused:
-            self._refused = False
-            self.places.refused -= 1
+        self.accepted.leave()
 
     def data_received(self, data: bytes) -> None:
         """Take what was sent, and see what is still to come."""
-        if self._refused:
-            self._tell_refusal()
+        if self.accepted.is_refused:
+            self._tell(_FULL)
             return
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:
             if self.conn.trailing_data[0]:
-                self._wait_for("head", HEAD_S)
+                self._wait_for("head", self.options.head_s)
             else:
                 # The rest of a body whose answer did not need it: uvicorn forgot its own timer.
-                self.places.idle(self)
-                self._wait_for("head", KEEP_ALIVE_S)
+                self.accepted.idle()
+                self._wait_for("head", self.options.keep_alive_s)
         else:
-            self.places.busy(self)
+            self.accepted.busy()
             self._wait_for_body()
 
     def on_response_complete(self) -> None:
@@ -147,7 +106,7 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.IDLE:
             # uvicorn's own timer ends it if nothing comes.
             self._wait_for("", 0.0)
-            self.places.idle(self)
+            self.accepted.idle()
         else:
             self._wait_for_body()
 
@@ -162,7 +121,7 @@ class Connection(H11Protocol):
 
     def _wait_for_body(self) -> None:
         if self.conn.their_state is h11.SEND_BODY:
-            self._wait_for("body", BODY_S)
+            self._wait_for("body", self.options.body_s)
         else:
             self._wait_for("", 0.0)
 
@@ -175,21 +134,34 @@ class Connection(H11Protocol):
             self._timer.cancel()
         self._timer = self.loop.call_later(seconds, self.cut) if what else None
 
-    def _tell_refusal(self) -> None:
+    def send_400_response(self, msg: str) -> None:
+        """Tell what is wrong with a request that cannot be read, unless its answer has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            # It is sent around the parser, whose state is beyond answering.
+            self._tell(
+                HttpError(
+                    status=400, type=INVALID, message=self._parser.problem, code="invalid_request"
+                )
+            )
+        else:
+            self.cut()
+
+    def _tell(self, error: HttpError) -> None:
+        """Send an error and close."""
         if self.transport.is_closing():
             return
         headers = {
             "content-type": "application/json",
-            "content-length": str(len(_FULL.body)),
+            "content-length": str(len(error.body)),
             "connection": "close",
-            **_FULL.headers,
+            **error.headers,
         }
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        text = f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n{_FULL.body}"
+        text = f"HTTP/1.1 {error.status} {_PHRASES[error.status]}\r\n{head}\r\n{error.body}"
         self.transport.write(text.encode())
         self.transport.close()
 
 
-def connections_of(places: Places) -> type[Connection]:
-    """The class of the connections that share these places."""
-    return type("Connection", (Connection,), {"places": places})
+def connections_of(options: HttpConfig) -> type[Connection]:
+    """The class of the connections of a server with these options."""
+    return type("Connection", (Connection,), {"options": options})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fastapi.exceptions import RequestValidationError
@@ -67,6 +67,8 @@ class HttpError:
     code: str
     param: str | None = None
     retry_after_s: float | None = None
+    headers_added: Mapping[str, str] = field(default_factory=dict)
+    """Headers beside those that follow from the rest."""
 
     @property
     def body(self) -> str:
@@ -87,7 +89,7 @@ class HttpError:
             return {"www-authenticate": 'Bearer realm="outrider", Basic realm="outrider"'}
         hint = self.retry_after_s
         if hint is None or not math.isfinite(hint):
-            return {}
+            return dict(self.headers_added)
         hint = max(0.0, hint)
         return {"retry-after": str(math.ceil(hint)), "retry-after-ms": str(math.ceil(hint * 1e3))}
 

@@ -13,12 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import MAX_NAME_BYTES
+from outrider_router.config import HttpConfig
 from outrider_router.gate import Gate
 from outrider_router.http.errors import INVALID, HttpError, describe
 from outrider_router.http.request_models import MAX_CHOICES
 
-MAX_BODY_BYTES: Final = 8 << 20
-"""A million token ids; what is read of a body may take fifteen times its size."""
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
 """What answers everybody, as health does over gRPC."""
 REQUEST_ID: Final = "x-request-id"
@@ -27,64 +26,105 @@ CLIENT_ID: Final = "outrider.client_id"
 CALLER: Final = "outrider.caller"
 """In a request's scope: its ids, and whose API key it shows. Open paths have no caller."""
 _MOST = MAX_NAME_BYTES - len(f"-{MAX_CHOICES}")
+_MAX_QUOTED = 100
+"""Characters of a header."""
 _VALID = re.compile(rf"[!-~]{{1,{_MOST}}}")
-_TOO_LARGE = f"The body is larger than {MAX_BODY_BYTES} bytes."
 
 
 class Guard:
     """ASGI middleware: turns away callers without an API key, where keys are asked for, before
-    anything of a body is read; refuses large bodies, names every request and tells its name.
+    anything of a body is read; refuses large and encoded bodies, names every request and tells its
+    name.
 
     An id that a client chose (`X-Request-Id`, printable ASCII) is what the router knows its request
     by; any other one is made here.
     """
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, options: HttpConfig) -> None:
         self._app = app
         self._gate = gate
+        self._max_body_bytes = options.max_body_bytes
+        self._root_path = options.root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        self._strip_root_path(scope)
         headers = Headers(scope=scope)
         chosen = headers.get(REQUEST_ID, "")
         client_id = RequestId(chosen) if _VALID.fullmatch(chosen) else None
         own_id = client_id or RequestId(f"req-{secrets.token_hex(8)}")
         scope[CLIENT_ID], scope[OWN_ID] = client_id, own_id
+        # Proxies may disagree on where such a request ends: nothing that follows it is believed.
+        is_ambiguous = "transfer-encoding" in headers and "content-length" in headers
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = own_id
+                told = MutableHeaders(scope=message)
+                told[REQUEST_ID] = own_id
+                if is_ambiguous:
+                    told["connection"] = "close"
             await send(message)
 
-        if scope["path"] not in OPEN_PATHS:
-            try:
+        try:
+            if scope["path"] not in OPEN_PATHS:
                 scope[CALLER] = self._gate.authorize(headers.get("authorization"))
-            except OutriderError as refused:
-                answer = describe(refused).response({"connection": "close"})
-                await answer(scope, receive, named)
-                return
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-            error = HttpError(status=413, type=INVALID, message=_TOO_LARGE, code="body_too_large")
-            await error.response({"connection": "close"})(scope, receive, named)
+        except OutriderError as error:
+            refusal: HttpError | None = describe(error)
+        else:
+            refusal = self._refusal(headers)
+        if refusal is not None:
+            await refusal.response({"connection": "close"})(scope, receive, named)
             return
-        await self._app(scope, _Bounded(receive), named)
+        await self._app(scope, _Bounded(receive, self._max_body_bytes), named)
+
+    def _strip_root_path(self, scope: Scope) -> None:
+        """Route a request as if it came without the path in front of all routes."""
+        path: str = scope["path"]
+        if self._root_path and path.startswith(f"{self._root_path}/"):
+            scope["path"] = path[len(self._root_path) :]
+            scope["raw_path"] = scope["raw_path"][len(self._root_path) :]
+
+    def _refusal(self, headers: Headers) -> HttpError | None:
+        """Why a body is not read, by the headers."""
+        encoding = headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            return HttpError(
+                status=415,
+                type=INVALID,
+                message=f"Content-Encoding {encoding[:_MAX_QUOTED]!r} is not decoded here; "
+                "send the body as it is, without this header",
+                code="unsupported_media_type",
+                headers_added={"accept-encoding": "identity"},
+            )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            return HttpError(
+                status=413,
+                type=INVALID,
+                message=_too_large(self._max_body_bytes),
+                code="body_too_large",
+            )
+        return None
 
 
 class _Bounded:
     """`receive` of a body that did not say how long it is."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
-        self._left = MAX_BODY_BYTES
+        self._max_bytes = self._left = max_bytes
 
     async def __call__(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
             if self._left < 0:
-                raise HTTPException(413, _TOO_LARGE)
+                raise HTTPException(413, _too_large(self._max_bytes))
         return message
+
+
+def _too_large(max_bytes: int) -> str:
+    return f"The body is larger than {max_bytes} bytes."

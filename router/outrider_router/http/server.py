@@ -12,14 +12,10 @@ import uvicorn
 
 from outrider.errors import FailedPreconditionError
 from outrider.transport.tls import TlsConfig, TlsFiles, uvicorn_tls
+from outrider_router.http.acceptor import Accepted, Acceptor
 from outrider_router.http.app import make_app
-from outrider_router.http.connections import (
-    CONNECTIONS_EXHAUSTED,
-    KEEP_ALIVE_S,
-    Places,
-    connections_of,
-    most_connections,
-)
+from outrider_router.http.connections import Connection, connections_of
+from outrider_router.http.places import CONNECTIONS_EXHAUSTED, Places, max_connections
 from outrider_router.service import RouterService
 
 BACKLOG = 2048
@@ -32,7 +28,35 @@ _MAX_PORT = 65535
 
 
 class _Server(uvicorn.Server):
-    """Signals are the router's business."""
+    """Signals are the router's business, and connections have a place before uvicorn sees them."""
+
+    def __init__(
+        self, config: uvicorn.Config, *, kind: type[Connection], places: Places, handshake_s: float
+    ) -> None:
+        super().__init__(config)
+        self._kind, self._places, self._handshake_s = kind, places, handshake_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept the connections of one listening socket."""
+        await self.lifespan.startup()
+        assert sockets is not None
+        (listener,) = sockets
+        acceptor = Acceptor(
+            listener,
+            self._serve_connection,
+            places=self._places,
+            tls=self.config.ssl,
+            handshake_s=self._handshake_s,
+        )
+        self.servers = [acceptor]  # type: ignore[list-item]
+        self.started = True
+
+    def _serve_connection(self, accepted: Accepted) -> Connection:
+        connection = self._kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        connection.accepted = accepted
+        return connection
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -61,6 +85,8 @@ class HttpServer:
         )
         host, port = listener.getsockname()[:2]
         tls = config.client_tls
+        options = config.http_options
+        kind = connections_of(options)
         server = _Server(
             uvicorn.Config(
                 make_app(self._service),
@@ -71,12 +97,15 @@ class HttpServer:
                 lifespan="off",
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=GRACE_S,
-                http=connections_of(self._places()),
+                http=kind,
                 # Whoever changes to another protocol would leave its place taken.
                 ws="none",
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=options.keep_alive_s,
                 **uvicorn_tls(tls),
-            )
+            ),
+            kind=kind,
+            places=self._places(),
+            handshake_s=options.handshake_s,
         )
         self._server = server
         self._task = asyncio.create_task(server.serve([listener]), name="http")
@@ -90,7 +119,8 @@ class HttpServer:
 
     def _places(self) -> Places:
         refusals = self._service.metrics.refusals
-        return Places(most_connections(), refusals.labels(CONNECTIONS_EXHAUSTED).inc)
+        most = max_connections(self._service.config.http_options.max_connections)
+        return Places(most, refusals.labels(CONNECTIONS_EXHAUSTED).inc)
 
     async def stop(self) -> None:
         """Close every connection; idempotent. The router's requests are ended before."""

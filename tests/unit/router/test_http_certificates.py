@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from pathlib import Path
 
 import pytest
+from outrider_router.config import HttpConfig
 from outrider_router.http import HttpServer, server
 
 from outrider.transport.tls import Role, TlsConfig
@@ -72,5 +74,37 @@ async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(
             writer.write(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
             assert b" 200 " in await asyncio.wait_for(reader.readline(), 30.0)
             writer.close()
+        finally:
+            await http.stop()
+
+
+async def test_connections_are_counted_and_timed_before_their_handshake(tmp_path: Path) -> None:
+    tls = Authority(tmp_path / "tls").role(Role.ROUTER)
+    options = HttpConfig(max_connections=3, handshake_s=0.5)
+    verifiers = {"v": FakeVerifier()}
+    async with running_router(
+        tmp_path / "model", verifiers, front_tls=tls, http_options=options
+    ) as service:
+        http = HttpServer("127.0.0.1:0", service)
+        address = await http.start()
+        host, _, port = address.rpartition(":")
+
+        async def closed_after_s(reader: asyncio.StreamReader) -> float:
+            begun = asyncio.get_running_loop().time()
+            with contextlib.suppress(ConnectionError):
+                assert not await asyncio.wait_for(reader.read(), 30.0)
+            return asyncio.get_running_loop().time() - begun
+
+        try:
+            silent = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+            assert tls.ca is not None
+            for _ in range(3):
+                await shown_to(address, tls.ca)
+            # The first one made room at once, the last one had its time.
+            first, *_, last = await asyncio.gather(*(closed_after_s(each) for each, _ in silent))
+            assert first < last < 10.0
+            for _, writer in silent:
+                writer.close()
+            await shown_to(address, tls.ca)
         finally:
             await http.stop()

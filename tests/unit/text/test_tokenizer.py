@@ -59,6 +59,28 @@ def test_a_long_text_has_the_ids_of_its_parts_and_back(model_dir: Path) -> None:
     assert tokenizer.decode(ids) == "a\u00e9 " * (LONG // 4)
 
 
+@pytest.mark.parametrize("size", [50_000, 5_000_000])
+def test_a_text_far_beyond_the_bound_is_refused_without_being_encoded(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    tokenizer = Tokenizer.load(model_dir)
+    assert len(tokenizer.encode("ab" * LONG, max_tokens=2 * LONG)) == 2 * LONG
+    assert len(tokenizer.encode("ab" * LONG, max_tokens=2 * LONG - 1)) == 2 * LONG
+    encoded = []
+    encode = tokenizer._encode_long
+    monkeypatch.setattr(
+        tokenizer, "_encode_long", lambda text, add: encoded.append(len(text)) or encode(text, add)
+    )
+    for call in (
+        lambda: tokenizer.encode("a" * size, max_tokens=100),
+        lambda: tokenizer.encode_chat([{"role": "user", "content": "a" * size}], max_tokens=100),
+    ):
+        encoded.clear()
+        with pytest.raises(InvalidRequestError, match="more than 100 tokens") as refused:
+            call()
+        assert refused.value.reason == "PROMPT_TOO_LONG" and sum(encoded) < 40_000
+
+
 def test_end_of_turn_ids_come_from_every_file_that_names_one(model_dir: Path) -> None:
     (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
     assert Tokenizer.load(model_dir).eos_ids == (0, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,6 +14,12 @@ from outrider_router.http import HttpServer
 from outrider_router.service import RouterService
 
 KEY = "token-abc123"
+
+
+def set_http_options(service: RouterService, **options: Any) -> None:
+    """Change bounds of the HTTP port of a router that is not served yet."""
+    changed = replace(service.config.http_options, **options)
+    service.config = replace(service.config, http_options=changed)
 
 
 @asynccontextmanager

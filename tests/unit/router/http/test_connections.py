@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
-from outrider_router.http import connections
+from outrider_router.http import connections, places
 from outrider_router.service import RouterService
 
 from tests.fakes.router import sample
 from tests.fakes.verifier import FakeVerifier
-from tests.unit.router.http.helpers import http_router
+from tests.unit.router.http.helpers import http_router, set_http_options
 from tests.waiting import until
 
 ENOUGH_S = 30.0
@@ -75,10 +76,6 @@ async def sockets(url: str, count: int) -> AsyncGenerator[list[Socket]]:
         yield made
 
 
-def few(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", most)
-
-
 async def complete(url: str) -> httpx.Response:
     async with httpx.AsyncClient(base_url=url, timeout=ENOUGH_S, trust_env=False) as client:
         return await client.post("/v1/completions", json=BODY)
@@ -87,11 +84,8 @@ async def complete(url: str) -> httpx.Response:
 @pytest.mark.parametrize(
     "first", [b"", b"GET /version HTTP/1.1\r\nx-long: ", HEAD + b"content-length: 99999\r\n\r\n"]
 )
-async def test_heads_and_bodies_have_to_come_in_time(
-    router: RouterService, monkeypatch: pytest.MonkeyPatch, first: bytes
-) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.3)
-    monkeypatch.setattr(connections, "BODY_S", 0.3)
+async def test_heads_and_bodies_have_to_come_in_time(router: RouterService, first: bytes) -> None:
+    set_http_options(router, head_s=0.3, body_s=0.3)
     async with http_router(router) as url, sockets(url, 2) as (dribbling, silent):
         await dribbling.dribble(first or b"G")
         if first:
@@ -100,30 +94,30 @@ async def test_heads_and_bodies_have_to_come_in_time(
 
 
 async def test_a_further_request_has_its_time_from_its_first_byte(
-    router: RouterService, monkeypatch: pytest.MonkeyPatch
+    router: RouterService,
 ) -> None:
+    set_http_options(router, head_s=0.2)
     async with http_router(router) as url, sockets(url, 1) as (kept,):
         for _ in range(3):
             assert "200 OK" in await kept.ask("/version")
-            monkeypatch.setattr(connections, "HEAD_S", 0.2)
             # Longer than a head may take: between two requests another time counts.
             await asyncio.sleep(0.3)
         await kept.dribble(b"GET /version")
 
 
 async def test_a_connection_without_requests_is_closed(
-    router: RouterService, monkeypatch: pytest.MonkeyPatch
+    router: RouterService,
 ) -> None:
-    monkeypatch.setattr("outrider_router.http.server.KEEP_ALIVE_S", 0.2)
+    set_http_options(router, keep_alive_s=0.2)
     async with http_router(router) as url, sockets(url, 1) as (kept,):
         assert "200 OK" in await kept.ask("/version")
         assert await kept.closed() == b""
 
 
 async def test_idle_connections_make_room_the_one_that_was_idle_longest_first(
-    router: RouterService, monkeypatch: pytest.MonkeyPatch
+    router: RouterService,
 ) -> None:
-    few(monkeypatch, 8)
+    set_http_options(router, max_connections=8)
     async with http_router(router) as url, sockets(url, 8) as idle:
         assert "200 OK" in await idle[0].ask("/version"), "idle again, later than all others"
         for _ in range(3):
@@ -146,19 +140,19 @@ class Held:
 
 def test_an_answer_that_its_reader_has_not_taken_is_not_cut() -> None:
     slow, idle, third, fourth = (Held(is_sent=sent) for sent in (False, True, True, False))
-    places: Any = connections.Places(2, lambda: None)
-    assert places.take(slow) and places.take(idle)
-    assert places.take(third)
+    held: Any = places.Places(2, lambda: None)
+    assert held.take(slow) and held.take(idle)
+    assert held.take(third)
     assert idle.was_cut and not slow.was_cut
     third.is_sent = False
-    assert not places.take(fourth)
+    assert not held.take(fourth)
     assert not third.was_cut
 
 
 async def test_many_silent_connections_shut_nobody_out(
-    router: RouterService, monkeypatch: pytest.MonkeyPatch
+    router: RouterService,
 ) -> None:
-    few(monkeypatch, 50)
+    set_http_options(router, max_connections=50)
     async with http_router(router) as url, sockets(url, 200):
         answers = await asyncio.gather(*(complete(url) for _ in range(4)))
         assert [answer.status_code for answer in answers] == [200] * 4
@@ -167,7 +161,7 @@ async def test_many_silent_connections_shut_nobody_out(
 async def test_whoever_waits_for_an_answer_keeps_its_place_and_others_hear_why(
     router: RouterService, verifier: FakeVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few(monkeypatch, 2)
+    set_http_options(router, max_connections=2)
     verifier.gate = asyncio.Event()
     body = json.dumps(BODY).encode()
     ask = HEAD + f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
@@ -181,7 +175,7 @@ async def test_whoever_waits_for_an_answer_keeps_its_place_and_others_hear_why(
         monkeypatch.setattr(connections, "REFUSAL_S", 0.1)
         async with sockets(url, 1) as (silent,):
             assert await silent.closed() == b""
-        monkeypatch.setattr(connections, "MAX_REFUSALS", 0)
+        monkeypatch.setattr(places, "MAX_REFUSALS", 0)
         with pytest.raises(httpx.TransportError):
             await complete(url)
         assert sample(router, "outrider_refusals_total", reason="CONNECTIONS_EXHAUSTED") == 3
@@ -189,3 +183,59 @@ async def test_whoever_waits_for_an_answer_keeps_its_place_and_others_hear_why(
         for connection in running:
             assert b'"text":"ab"' in (await connection.closed()).replace(b": ", b":")
         assert (await complete(url)).status_code == 200
+
+
+CHUNKED = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n"
+
+
+def chunked(body: bytes, size: int) -> bytes:
+    parts = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+async def test_a_body_may_have_so_many_small_chunks_and_is_told_of_one_more(
+    router: RouterService,
+) -> None:
+    body = json.dumps(BODY).encode()
+    set_http_options(router, max_small_chunks=len(body))
+    async with http_router(router) as url, sockets(url, 2) as (allowed, refused):
+        await allowed.send(CHUNKED + b"\r\n" + chunked(body, 1))
+        assert b'"text":"ab"' in (await allowed.closed()).replace(b": ", b":")
+        await refused.send(CHUNKED + b"\r\n" + chunked(body + b" ", 1))
+        head, _, told = (await refused.closed()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert f"more than {len(body)} chunks" in json.loads(told)["error"]["message"]
+
+
+async def test_large_chunks_are_not_counted(router: RouterService) -> None:
+    set_http_options(router, max_small_chunks=1)
+    body = json.dumps(BODY | {"user": "x" * 8192}).encode()
+    async with http_router(router) as url, sockets(url, 1) as (connection,):
+        await connection.send(CHUNKED + b"\r\n" + chunked(body, 1024))
+        assert b"200 OK" in await connection.closed()
+
+
+async def test_a_request_of_two_lengths_is_answered_and_its_connection_closed(
+    router: RouterService,
+) -> None:
+    body = json.dumps(BODY).encode()
+    head = HEAD + b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n"
+    async with http_router(router) as url, sockets(url, 1) as (connection,):
+        smuggled = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+        await connection.send(head + chunked(body, 1024) + smuggled)
+        answer = await connection.closed()
+        assert answer.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answer.lower()
+
+
+async def test_what_is_not_http_is_told_so_in_openais_form(router: RouterService) -> None:
+    async with http_router(router) as url, sockets(url, 1) as (connection,):
+        await connection.send(b"HELO mail\r\n\r\n")
+        head, _, told = (await connection.closed()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(told)["error"]["type"] == "invalid_request_error"
+
+
+async def test_places_are_taken_when_a_connection_is_accepted_and_the_reserve_stays() -> None:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert places.max_connections(4096) == min(4096, files // 2)
+    assert places.max_connections(10**9) == files // 2

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from outrider_router.config import OverloadConfig
-from outrider_router.http import HttpServer, guard, request_models
+from outrider_router.http import HttpServer, request_models
 from outrider_router.service import RouterService
 from outrider_router.tenants import TenantLimits, TenantSource
 
@@ -22,7 +22,7 @@ from outrider.ids import RequestId
 from outrider.spans import NO_SPAN, Span
 from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
-from tests.unit.router.http.helpers import http_client, http_router
+from tests.unit.router.http.helpers import http_client, http_router, set_http_options
 from tests.waiting import until
 
 
@@ -201,9 +201,9 @@ async def test_json_that_is_said_to_be_something_else_is_told_so(
 
 
 async def test_a_body_beyond_the_bound_is_refused_however_it_is_sent(
-    router: RouterService, monkeypatch: pytest.MonkeyPatch
+    router: RouterService,
 ) -> None:
-    monkeypatch.setattr(guard, "MAX_BODY_BYTES", 1000)
+    set_http_options(router, max_body_bytes=1000)
     body = json.dumps({"prompt": "a" * 2000}).encode()
     headers = {"content-type": "application/json"}
 

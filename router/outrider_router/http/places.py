@@ -1,0 +1,86 @@
+"""Places of one HTTP server: how many connections it has, and which of them makes way for another.
+
+A connection has its place from the moment it is accepted, so one that is silent before its TLS
+handshake counts like any other.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import Final, Protocol
+
+MAX_REFUSALS: Final = 256
+"""Connections without a place that are told so at once; those beyond are closed."""
+CONNECTIONS_EXHAUSTED: Final = "CONNECTIONS_EXHAUSTED"
+
+
+class Holder(Protocol):
+    """A connection as far as its place is concerned."""
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether everything that was answered has been sent."""
+
+    def cut(self) -> None:
+        """Close it now."""
+
+
+def max_connections(wanted: int) -> int:
+    """`wanted`, or half of the files that the process may open if that is less: a quarter is for
+    gRPC, and the last quarter is a reserve for everything else that the process opens."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if files < 0 else min(wanted, max(1, files // 2))
+
+
+class Places:
+    """The connections of one server that have a place, and which of them are idle."""
+
+    def __init__(self, most: int, on_refused: Callable[[], None]) -> None:
+        """`on_refused` hears of each connection that finds no place."""
+        self._most = most
+        self._on_refused = on_refused
+        self._held: set[Holder] = set()
+        self._idle: dict[Holder, None] = {}
+        """In the order in which they became idle."""
+        self.refused = 0
+        """Connections without a place that are about to hear so."""
+
+    def take(self, holder: Holder) -> bool:
+        """Give a new connection a place, if need be that of an idle one; whether it has one."""
+        if len(self._held) >= self._most and not self.make_room():
+            return False
+        self._held.add(holder)
+        self._idle[holder] = None
+        return True
+
+    def make_room(self) -> bool:
+        """Cut the connection that was idle longest; whether there was one."""
+        oldest = next((held for held in self._idle if held.is_sent), None)
+        if oldest is None:
+            return False
+        self.leave(oldest)
+        oldest.cut()
+        return True
+
+    def refuse(self) -> bool:
+        """Count one that has no place; whether it may be told so."""
+        self._on_refused()
+        if self.refused >= MAX_REFUSALS:
+            return False
+        self.refused += 1
+        return True
+
+    def leave(self, holder: Holder) -> None:
+        """It is closed. Idempotent."""
+        self._held.discard(holder)
+        self._idle.pop(holder, None)
+
+    def busy(self, holder: Holder) -> None:
+        """It has asked for something."""
+        self._idle.pop(holder, None)
+
+    def idle(self, holder: Holder) -> None:
+        """It has its answer."""
+        if holder in self._held:
+            self._idle[holder] = None
