@@ -59,7 +59,7 @@ def _dispatch(arguments: list[str]) -> int:
         return run_module(CONFIG_MODULE, arguments[1:])
     if arguments[:1] == ["ray"]:
         return run_module(RAY_MODULE, arguments[1:])
-    args = make_parser().parse_args(arguments)
+    args = parse_arguments(arguments)
     match args.command:
         case "generate":
             from outrider.client import generate
@@ -89,6 +89,19 @@ def _dispatch(arguments: list[str]) -> int:
             from outrider.client import models_command
 
             return models_command.run(args)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags of a command; those in the file that `serve --config` names count first. Raises
+    NotFoundError and InvalidRequestError for that file."""
+    args = make_parser().parse_args(arguments)
+    if args.command != "serve" or args.config is None:
+        return args
+    from outrider.client import flags_file, serve
+
+    command, *given = arguments
+    in_file = flags_file.read_flags(args.config, serve.add_arguments)
+    return make_parser().parse_args([command, *in_file, *given])
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -47,6 +47,14 @@ def number_from(low: float) -> Callable[[str], float]:
     return parse
 
 
+def fraction(text: str) -> float:
+    """A number above 0 that is at most 1."""
+    value = number_from(0.0)(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
+    return value
+
+
 def look_ahead(text: str) -> int | None:
     """0, 1, or auto: None."""
     if text == AUTO:

@@ -65,9 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_connecting_arguments(parser)
     add("--json", action="store_true", help="one JSON object a prompt, in input order")
     add("--concurrency", metavar="N", type=at_least(1), default=1, help="prompts at a time")
-    add("--model", metavar="NAME|DIR", help=f"default: {DEFAULT_MODEL}")
-    add("--head", metavar="DIR", type=Path, help="default: the one that ships for the model")
-    add("--draft-model", metavar="NAME|DIR", help="for --drafter model; default: the model itself")
+    add("--model", metavar="NAME|DIR|HUB-ID", help=f"default: {DEFAULT_MODEL}")
+    add("--head", metavar="DIR|HUB-ID", help="default: the one that ships for the model")
+    add(
+        "--draft-model",
+        metavar="NAME|DIR|HUB-ID",
+        help="for --drafter model; default: --model",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

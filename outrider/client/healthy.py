@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -41,21 +42,26 @@ def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
 
 
 def check_free(*addresses: str | None) -> None:
-    """FailedPreconditionError (ADDRESS_IN_USE) where nobody can listen at one of these HOST:PORT.
+    """FailedPreconditionError (ADDRESS_IN_USE) where nobody can listen at all of these HOST:PORT
+    at once; None is left out.
 
     Somebody else may: routers that share their ports would share them with other fleets of the
     same user, too.
     """
-    for address in filter(None, addresses):
-        host, port = host_and_port(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            with socket.create_server((host, int(port)), family=family):
-                pass
-        except OSError as error:
-            raise FailedPreconditionError(
-                f"cannot listen on {address}: {error}", reason="ADDRESS_IN_USE"
-            ) from error
+    taken: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        for address in filter(None, addresses):
+            host, port = host_and_port(address)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            try:
+                stack.enter_context(socket.create_server((host, int(port)), family=family))
+            except OSError as error:
+                why = f"{taken[port]} is asked for, too" if port in taken else str(error)
+                raise FailedPreconditionError(
+                    f"cannot listen on {address}: {why}", reason="ADDRESS_IN_USE"
+                ) from error
+            if port != "0":
+                taken[port] = address
 
 
 def wait_healthy(

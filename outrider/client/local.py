@@ -39,6 +39,13 @@ class LocalConfig:
     """Directory of the target."""
     model_name: str = ""
     """Name that clients ask for; "" takes the directory's."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; None takes the model's own limit."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory that each verifier may use; None takes its default, or less where a
+    drafter is on its GPU."""
+    log_level: str | None = None
+    """Level of the logs of all processes; None takes their default."""
     methods: tuple[DraftMethod, ...] = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
     """Draft sources; none at all starts no drafter."""
     head: Path | None = None
@@ -132,6 +139,11 @@ class LocalConfig:
             raise InvalidRequestError(
                 f"device must be cpu or cuda, got {self.device!r}", reason="INVALID_DEVICE"
             )
+        if self.gpu_memory_utilization is not None and self.device == CPU:
+            raise InvalidRequestError(
+                "--gpu-memory-utilization is for --device cuda; on a CPU --kv-tokens sizes the K/V",
+                reason="INVALID_DEVICE",
+            )
         if self.placement not in PLACEMENTS:
             raise InvalidRequestError(
                 f"placement must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}",
@@ -158,6 +170,11 @@ class LocalConfig:
                 raise InvalidRequestError(
                     f"{name} must be HOST:PORT, got {address!r}", reason="INVALID_ADDRESS"
                 )
+        host, port = host_and_port(self.listen)
+        if self.http is not None and port != "0" and host_and_port(self.http) == (host, port):
+            raise InvalidRequestError(
+                f"http and listen must differ, both are {self.listen}", reason="INVALID_ADDRESS"
+            )
         if self.api_keys is not None and not self.api_keys.is_file():
             raise InvalidRequestError(
                 f"there is no file of API keys at {self.api_keys}", reason="NO_KEYS_FILE"

@@ -25,6 +25,7 @@ from outrider.client.local_flags import (
 )
 from outrider.client.preflight import check_files
 from outrider.client.processes import NOT_READY, STOP_S, ChildProcess, check_running
+from outrider.client.settings import check_settings
 from outrider.errors import UnavailableError
 from outrider.transport.tls import Role
 
@@ -123,10 +124,14 @@ class LocalCluster:
         # The processes would find these out one after another while they load.
         if config.tls_dir is not None:
             check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
-        check_free(config.listen, config.http)
+        verifying, drafting = places(config, 0 if config.device == CPU else count_gpus())
+        settings = check_settings(config, verifying, drafting)
+        for line in settings.warnings:
+            self._progress(line)
+        check_free(*settings.addresses)
         check_files(config)
         self._logs = self._log_dir()
-        verifiers, drafters = self._start_peers()
+        verifiers, drafters = self._start_peers(verifying, drafting)
         several = config.routers > 1
         self._progress(f"starting {config.routers} routers" if several else "starting the router")
         address = config.listen
@@ -166,12 +171,13 @@ class LocalCluster:
                     reason=NOT_READY,
                 )
 
-    def _start_peers(self) -> tuple[list[str], list[str]]:
+    def _start_peers(
+        self, verifying: Sequence[Place], drafting: Sequence[Place]
+    ) -> tuple[list[str], list[str]]:
         """Start verifiers and drafters together; their addresses."""
         config = self._config
         name = config.model_name or config.model.name
         where = "" if config.placement == SEPARATE else f", {config.placement} drafting"
-        verifying, drafting = places(config, 0 if config.device == CPU else count_gpus())
         self._progress(
             f"starting {_counted(verifying, 'verifier')}: {name}, {config.element_type} on "
             f"{config.device}{where}"

@@ -75,6 +75,8 @@ def places(config: LocalConfig, gpus: int) -> tuple[list[Place], list[Place]]:
         )
 
     def share(device: str) -> float | None:
+        if config.gpu_memory_utilization is not None and device != CPU:
+            return config.gpu_memory_utilization
         return SHARED_MEMORY_FRACTION if device != CPU and device in drafting else None
 
     return (
@@ -97,6 +99,7 @@ def verifier_args(config: LocalConfig, place: Place) -> list[str]:
         planner=config.planner,
         simulated_acceptance=config.simulated_acceptance or None,
         kv_tokens=config.kv_tokens,
+        max_context_len=config.max_model_len,
         memory_fraction=place.memory_fraction,
         max_sessions=config.max_sessions,
         bench_round_ms=config.round_ms or None,
@@ -145,6 +148,7 @@ def router_args(
         drain_s=config.drain_s,
         journal=config.journal,
         slow_reader_s=config.slow_reader_s,
+        log_level=config.log_level,
         health_listen=HEALTH_LISTEN,
         metrics_port=port + index if port else port,
         metrics_compat=config.metrics_compat,
@@ -160,6 +164,7 @@ def _common_flags(config: LocalConfig, place: Place, role: Role) -> dict[str, ob
         "threads": config.threads,
         "awake_cores": config.awake_cores,
         "trace_file": trace,
+        "log_level": config.log_level,
         "health_listen": HEALTH_LISTEN,
         **_tls_flags(config, role),
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.errors import NotFoundError
-from outrider.models import builtin_head, model_dir, resolve
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.models import builtin_head, is_from_hub, model_dir, resolve
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -23,15 +23,37 @@ class ModelFiles:
     """The draft head that was given or that ships for it."""
 
 
-def find_model(name_or_path: str, *, head: Path | None = None) -> ModelFiles:
-    """Resolve a model (pulling a known one that is missing) and its head.
+def find_model(
+    name_or_path: str,
+    *,
+    head: str | Path | None = None,
+    revision: str | None = None,
+    head_revision: str | None = None,
+) -> ModelFiles:
+    """Resolve a model (pulling a known one that is missing, or one of the hub) and its head.
 
-    Raises NotFoundError for names and folders that do not exist.
+    `revision` and `head_revision` are branches, tags or commits of hub ids. Raises NotFoundError
+    for names and folders that do not exist, UnavailableError for a download that failed,
+    InvalidRequestError for a revision of what is no hub id.
     """
-    if head is not None and not (head / "config.json").is_file():
-        raise NotFoundError(f"no draft head at {head}: there is no config.json", reason="NO_HEAD")
-    path = resolve(name_or_path)
+    head = None if head is None else find_head(head, head_revision)
+    path = resolve(name_or_path, revision=revision)
     given = Path(name_or_path).expanduser()
     name = given.resolve().name if given.exists() else name_or_path
     known = not given.exists() or path.resolve() == model_dir(name).resolve()
     return ModelFiles(name=name, path=path, head=head or (builtin_head(name) if known else None))
+
+
+def find_head(name_or_path: str | Path, revision: str | None = None) -> Path:
+    """Directory of a draft head given as a directory or a hub id. Raises like `find_model`."""
+    if is_from_hub(str(name_or_path)):
+        return resolve(name_or_path, revision=revision)
+    path = Path(name_or_path).expanduser()
+    if not (path / "config.json").is_file():
+        raise NotFoundError(f"no draft head at {path}: there is no config.json", reason="NO_HEAD")
+    if revision is not None:
+        raise InvalidRequestError(
+            f"a revision is for hub ids (OWNER/NAME), and the head {path} is a directory",
+            reason="NO_REVISION",
+        )
+    return path

@@ -9,14 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from outrider.client.flags import add_look_ahead_arguments, at_least, number_from
-from outrider.client.local import DRAIN_S, HEALTH_TIMEOUT_S, LocalConfig
+from outrider.client.flags import add_look_ahead_arguments, at_least, fraction, number_from
+from outrider.client.local import (
+    DRAIN_S,
+    HEALTH_TIMEOUT_S,
+    SHARED_MEMORY_FRACTION,
+    LocalConfig,
+)
 from outrider.client.local_cluster import LocalCluster, say
 from outrider.client.modelfiles import DEFAULT_MODEL, find_model
 from outrider.client.modules import run_module
 from outrider.client.on_ray import add_ray_arguments, ray_flags
 from outrider.client.placing import add_placing_arguments, placing_of
 from outrider.client.preflight import check_files
+from outrider.client.settings import ray_warnings
 from outrider.client.supervisor import Supervisor
 from outrider.errors import InvalidRequestError
 from outrider.signals import stop_signals
@@ -28,6 +34,21 @@ LOOK_S = 0.2
 SIGNALLED = 128
 """What shells add to the number of the signal that ended a process."""
 RAY_MODULE = "outrider_ray"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+CONFIG_HELP = (
+    "YAML (.yaml, .yml) or TOML file of these flags by their names without dashes; flags of the "
+    "command line override it"
+)
+MODEL_HELP = (
+    "known name, directory, .gguf file, or OWNER/NAME of the Hugging Face hub; "
+    f"default: {DEFAULT_MODEL}"
+)
+SERVED_NAME_HELP = "name that clients ask for; default: the name or hub id of --model"
+MAX_LEN_HELP = "longest prompt plus output; default: the model's own limit"
+UTILIZATION_HELP = (
+    "share of a GPU's memory that a verifier may use, weights included; default: 0.9, or "
+    f"{SHARED_MEMORY_FRACTION:g} beside a drafter"
+)
 HEALTH_TIMEOUT_HELP = (
     "kill and restart a process that has not answered its health checks for S seconds; 0 never "
     f"does; default: {HEALTH_TIMEOUT_S:g}"
@@ -39,9 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     add("--runtime", choices=("processes", "ray"), default="processes", help="default: processes")
-    add("--model", metavar="NAME|DIR", default=DEFAULT_MODEL, help=f"default: {DEFAULT_MODEL}")
-    add("--head", metavar="DIR", type=Path, help="default: the one that ships for the model")
-    add("--draft-model", metavar="NAME|DIR", help="for the draft method `model`")
+    add("--config", metavar="FILE", type=Path, help=CONFIG_HELP)
+    add("--model", metavar="NAME|DIR|HUB-ID", default=DEFAULT_MODEL, help=MODEL_HELP)
+    add("--revision", metavar="REV", help="branch, tag or commit of a --model from the hub")
+    add("--served-model-name", metavar="NAME", help=SERVED_NAME_HELP)
+    add("--max-model-len", type=at_least(1), metavar="TOKENS", help=MAX_LEN_HELP)
+    add("--head", metavar="DIR|HUB-ID", help="draft head; default: the one that ships for --model")
+    add("--head-revision", metavar="REV", help="branch, tag or commit of a --head from the hub")
+    add("--draft-model", metavar="NAME|DIR|HUB-ID", help="for the draft method `model`")
+    add("--draft-model-revision", metavar="REV", help="likewise, of a --draft-model from the hub")
     add("--drafter-methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
     add("--verifiers", type=at_least(1), metavar="N", default=1, help="default: 1")
     add("--drafters", type=at_least(1), metavar="N", default=1, help="default: 1")
@@ -54,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--planner", choices=("automatic", "fixed"), help="whether plans follow measurements")
     add("--draft-topk", type=at_least(1), metavar="K", help="children that head tries of a node")
     add_look_ahead_arguments(add)
+    add("--gpu-memory-utilization", type=fraction, metavar="F", help=UTILIZATION_HELP)
     add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of each verifier")
     add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
     add("--max-sessions", type=at_least(1), metavar="N", help="that each verifier serves at once")
@@ -72,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-keys", type=Path, metavar="FILE", help="keys that clients must have")
     add("--metrics-port", type=at_least(0), metavar="P", help="of the router, of others P + 1 ...")
     add("--metrics-compat", choices=("vllm",), help="export its metrics under these names, too")
+    add("--log-level", type=str.upper, choices=LOG_LEVELS, help="of all processes; default: INFO")
     add("--trace-dir", type=Path, help="verifiers and drafters leave their timelines there")
     bench = parser.add_argument_group("benchmarks only").add_argument
     bench(
@@ -96,8 +125,11 @@ def run(args: argparse.Namespace) -> int:
     config = make_config(args)
     if args.runtime == "ray":
         check_files(config)
+        flags = [*ray_args(config), *own]
+        for line in ray_warnings(flags):
+            say(line)
         # Ray's launcher is a process of its own: this one imports no Ray.
-        return run_module(RAY_MODULE, [*ray_args(config), *own])
+        return run_module(RAY_MODULE, flags)
     stop, enough = threading.Event(), threading.Event()
     _on_stop(_give_up)
     with (
@@ -127,12 +159,19 @@ def _give_up(number: int, _frame: FrameType | None) -> None:
 
 def make_config(args: argparse.Namespace) -> LocalConfig:
     """The processes that these flags ask for; pulls the model if it is missing."""
-    files = find_model(args.model, head=args.head)
+    files = find_model(
+        args.model, head=args.head, revision=args.revision, head_revision=args.head_revision
+    )
     methods = parse_methods(args.drafter_methods, has_head=files.head is not None)
-    draft_model = None if args.draft_model is None else find_model(args.draft_model).path
+    draft_model = None
+    if args.draft_model is not None:
+        draft_model = find_model(args.draft_model, revision=args.draft_model_revision).path
     return LocalConfig(
         model=files.path,
-        model_name=files.name,
+        model_name=args.served_model_name or files.name,
+        max_model_len=args.max_model_len,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        log_level=args.log_level,
         methods=methods,
         head=files.head,
         draft_model=draft_model,
@@ -193,6 +232,12 @@ def ray_args(config: LocalConfig) -> list[str]:
         raise InvalidRequestError(
             "--metrics-compat is for --runtime processes; for Ray: [router] metrics_compat in the "
             "file of `outrider ray`",
+            reason="INVALID_FLAG",
+        )
+    if config.max_model_len or config.gpu_memory_utilization or config.log_level:
+        raise InvalidRequestError(
+            "--max-model-len, --gpu-memory-utilization and --log-level are for --runtime "
+            "processes; for Ray: the file of `outrider ray`",
             reason="INVALID_FLAG",
         )
     if config.health_timeout_s != HEALTH_TIMEOUT_S:

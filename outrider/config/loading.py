@@ -26,6 +26,8 @@ class Loaded(Generic[ConfigT]):
     config: ConfigT
     sources: Mapping[str, str]
     """By dotted key: the file's path, the variable's name, or `flag`; defaults are not in it."""
+    overridden: Mapping[str, str] = field(default_factory=dict)
+    """By dotted key: the file or the variable whose value a flag has replaced by another one."""
 
 
 def load_config(
@@ -60,10 +62,15 @@ def load(
     if environment is not None:
         for setting in environment.settings(cls):
             layers.add(_nested(setting.path, setting.value), setting.variable)
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            layers.add(_nested(tuple(key.split(".")), value), FLAG)
-    return Loaded(from_plain(cls, layers.values), layers.sources)
+    flags = {key: value for key, value in (overrides or {}).items() if value is not None}
+    overridden = {
+        key: layers.sources[key]
+        for key, value in flags.items()
+        if key in layers.sources and str(layers.value_of(key)) != str(value)
+    }
+    for key, value in flags.items():
+        layers.add(_nested(tuple(key.split(".")), value), FLAG)
+    return Loaded(from_plain(cls, layers.values), layers.sources, overridden)
 
 
 def parse_config(
@@ -94,6 +101,13 @@ class _Layers:
     def add(self, values: Mapping[str, Any], source: str) -> None:
         """Lay `values` over what is there; tables are merged, all else is replaced."""
         self._merge(self.values, values, source, "")
+
+    def value_of(self, key: str) -> object:
+        """The value of a dotted key that is there."""
+        value: Any = self.values
+        for name in key.split("."):
+            value = value[name]
+        return value
 
     def _merge(
         self, below: dict[str, Any], above: Mapping[str, Any], source: str, where: str

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.config.describing import Table, describe
+from outrider.config.loading import Loaded, parse_config
 from outrider.errors import NotFoundError
 
 
@@ -38,6 +40,16 @@ class Process:
         parser = self._module("__main__").make_parser()
         assert isinstance(parser, argparse.ArgumentParser)
         return parser
+
+    def load(self, argv: Sequence[str]) -> Loaded[Any]:
+        """Its configuration by this command line, its environment and its file; the further files
+        that it reads before it loads a model are checked, too. Raises NotFoundError,
+        InvalidRequestError and FailedPreconditionError."""
+        loaded = parse_config(self.config, self.parser, argv, self.role)
+        check_files = getattr(self._module("__main__"), "check_files", None)
+        if check_files is not None:
+            check_files(loaded.config)
+        return loaded
 
     @property
     def table(self) -> Table:

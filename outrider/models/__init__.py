@@ -3,7 +3,15 @@
 Nothing here imports torch; the conversion (`outrider.models.convert`) runs in a process of its own.
 """
 
-from outrider.models.pull import Progress, ProgressCallback, is_pulled, model_dir, pull, resolve
+from outrider.models.pull import (
+    Progress,
+    ProgressCallback,
+    is_from_hub,
+    is_pulled,
+    model_dir,
+    pull,
+    resolve,
+)
 from outrider.models.registry import ModelEntry, builtin_head, get_model, list_models
 
 __all__ = [
@@ -12,6 +20,7 @@ __all__ = [
     "ProgressCallback",
     "builtin_head",
     "get_model",
+    "is_from_hub",
     "is_pulled",
     "list_models",
     "model_dir",

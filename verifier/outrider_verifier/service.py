@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections import Counter
@@ -60,6 +61,8 @@ from outrider_verifier.metrics import Metrics, stats_of
 from outrider_verifier.routers import RouterHub
 from outrider_verifier.runner import RoundRunner
 
+logger = logging.getLogger(__name__)
+
 _DRAIN_POLL_S = 0.02
 _STOP_TIMEOUT_S = 10.0
 MAX_COMMANDS = 4096
@@ -112,6 +115,11 @@ class VerifierService(SessionIterators):
         fits = self._kv_blocks * pool.block_tokens + 1 - runner.slack.most
         limits = (config.max_context_len, max_context_len, fits)
         self._max_context_len = min(limit for limit in limits if limit > 0)
+        if config.max_context_len > self._max_context_len:
+            logger.warning(
+                "max_context_len is cut to what the model and the K/V budget allow",
+                extra={"asked": config.max_context_len, "allowed": self._max_context_len},
+            )
         self._outbox: list[Effect] = []
         self._core, self._rounds = assemble(
             config, target, projection, runner, pool, self._max_context_len, self._outbox

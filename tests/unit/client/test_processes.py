@@ -205,7 +205,7 @@ def test_a_restart_that_fails_is_tried_again(
     wait_until(lambda: child.exit_status is not None)
     keeper.look(now)
     with monkeypatch.context() as patched:
-        patched.setattr(processes.subprocess, "Popen", Mock(side_effect=error))
+        patched.setattr(subprocess, "Popen", Mock(side_effect=error))
         keeper.look(now + 1.0)
     assert child.pid is None
     assert said[-1] == f"child could not be started: {error}; starting it again"

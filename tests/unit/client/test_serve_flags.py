@@ -147,3 +147,27 @@ def test_several_routers_do_not_join_another_fleets_at_their_address() -> None:
     assert caught.value.reason == "ADDRESS_IN_USE"
     check_free(address, None)
     check_free("127.0.0.1:0", address)
+
+
+def test_options_named_as_elsewhere_reach_the_processes(parsed: Parsed) -> None:
+    config = parsed("--served-model-name", "mine", "--max-model-len", "512", "--log-level", "debug")
+    router = flags_of(router_args(config, ["v"], ["d"]))
+    verifier, drafter = flags_of(verifier_arguments(config)), flags_of(drafter_arguments(config))
+    assert router["model-name"] == "mine"
+    assert verifier["max-context-len"] == "512"
+    assert {each["log-level"] for each in (router, verifier, drafter)} == {"DEBUG"}
+    usual = flags_of(router_args(parsed(), ["v"], ["d"]))
+    assert usual["model-name"] == "tiny" and "log-level" not in usual
+    assert flags_of(serve.ray_args(parsed("--served-model-name", "mine")))["model-name"] == "mine"
+    with pytest.raises(InvalidRequestError, match="--max-model-len"):
+        serve.ray_args(config)
+
+
+def test_the_share_of_a_gpu_is_said_for_each_verifier(parsed: Parsed) -> None:
+    config = parsed("--device", "cuda", "--gpu-memory-utilization", "0.5")
+    assert flags_of(verifier_arguments(config, gpus=1))["memory-fraction"] == "0.5"
+    assert flags_of(verifier_arguments(config, gpus=2))["memory-fraction"] == "0.5"
+    with pytest.raises(InvalidRequestError, match="is for --device cuda"):
+        parsed("--gpu-memory-utilization", "0.5")
+    with pytest.raises(SystemExit):
+        parsed("--device", "cuda", "--gpu-memory-utilization", "1.5")

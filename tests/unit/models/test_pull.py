@@ -238,6 +238,8 @@ def test_the_hub_is_asked_only_for_what_looks_like_a_hub_id(
             return str(tmp_path)
         raise OSError("no network")
 
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     assert resolve("owner/known") == tmp_path
     with pytest.raises(NotFoundError, match="no network"):

@@ -249,7 +249,7 @@ def test_a_file_that_could_not_be_read_is_tried_again_unchanged(
 
     bed.now += LOOK_S
     with monkeypatch.context() as patched:
-        patched.setattr("outrider_router.gate._read", locked)
+        patched.setattr("outrider_router.gate.read_keys", locked)
         assert bed.gate.authorize(bearer("a")).key == "a"
     bed.now += LOOK_S
     assert bed.gate.authorize(bearer("b")).key == "b"

@@ -111,3 +111,12 @@ def test_a_cpu_is_served_without_triton() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_context_that_the_model_cannot_have_is_cut_and_said(
+    tiny_target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for asked, warned in ((64, False), (1 << 20, True)):
+        caplog.clear()
+        build_service(config(tiny_target, max_context_len=asked))
+        assert ("max_context_len is cut" in caplog.text) is warned

@@ -1,0 +1,80 @@
+"""Models of a hub, by their ids: downloaded into the hub library's own cache.
+
+The library `huggingface_hub` comes with `outrider[router]` (tokenizers needs it). It reads
+HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE, resumes a download that broke off, and checks
+sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import NotFoundError, UnavailableError
+
+_HUB_ID: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_PATTERNS: Final = ["*.safetensors", "*.json", "*.jinja"]
+_LEFT_OUT: Final = ["*/*", "consolidated*"]
+"""Files of other formats, which would double the download."""
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether this reads like OWNER/NAME."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def pull_from_hub(hub_id: str, revision: str | None = None) -> Path:
+    """Make sure that a model or head of the hub is in the cache; its directory.
+
+    `revision` is a branch, a tag or a commit; None takes the hub's default. Raises NotFoundError
+    (NO_HUB) for an id, a revision or files that are not there or not for this token, and
+    UnavailableError (DOWNLOAD_FAILED) where the hub cannot be reached.
+    """
+    what = hub_id if revision is None else f"{hub_id} at revision {revision}"
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise NotFoundError(
+            f"{hub_id!r} looks like a hub id, and huggingface_hub is not installed: "
+            "pip install huggingface_hub",
+            reason="NO_HUB",
+        ) from error
+    try:
+        directory = Path(
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=_LEFT_OUT
+            )
+        )
+    except errors.LocalEntryNotFoundError as error:
+        raise UnavailableError(
+            f"{hub_id} is no directory here, and the hub cannot be reached for {what}: "
+            f"{_first_line(error)}",
+            reason="DOWNLOAD_FAILED",
+        ) from error
+    except errors.GatedRepoError as error:
+        raise NotFoundError(
+            f"{what} is gated: accept its terms on the hub and set HF_TOKEN", reason="NO_HUB"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise NotFoundError(
+            f"the hub has {hub_id}, but no revision {revision!r} of it", reason="NO_HUB"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise NotFoundError(
+            f"{hub_id} is no directory here, and the hub has no such id, or HF_TOKEN may not read "
+            "it",
+            reason="NO_HUB",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise NotFoundError(
+            f"cannot get {what} from the hub: {_first_line(error)}", reason="NO_HUB"
+        ) from error
+    for pattern in ("config.json", "*.safetensors"):
+        if not any(directory.glob(pattern)):
+            raise NotFoundError(f"{what} of the hub has no {pattern}", reason="NO_HUB")
+    return directory
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

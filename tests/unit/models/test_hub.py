@@ -1,0 +1,140 @@
+"""Models by hub id, from a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.client.modelfiles import find_model
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.models import is_from_hub, resolve
+from tests.fakes.hub import FakeHub
+
+MODEL = {
+    "config.json": b'{"v": 0}',
+    "model.safetensors": bytes(300_000),
+    "tokenizer.json": b"{}",
+    "consolidated.safetensors": b"the same again",
+    "original/model.safetensors": b"the same again",
+    "README.md": b"about it",
+}
+# The library reads its variables when it is imported: each test asks a process of its own.
+ASK = """
+import json, sys
+from outrider.errors import OutriderError
+from outrider.models import resolve
+try:
+    found = resolve(sys.argv[1], revision=sys.argv[2] or None)
+    names = sorted(str(f.relative_to(found)) for f in found.rglob("*") if f.is_file())
+    print(json.dumps([str(found), *names]))
+except OutriderError as error:
+    print(json.dumps([error.code, error.reason, error.message]))
+"""
+
+
+@pytest.fixture(scope="module")
+def hub() -> FakeHub:
+    tagged = {**MODEL, "config.json": b'{"v": 1}'}
+    return FakeHub(
+        {
+            "me/tiny": {"main": MODEL, "v1": tagged},
+            "me/pickled": {"main": {"config.json": b"{}", "pytorch_model.bin": b"1"}},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def url(hub: FakeHub) -> Iterator[str]:
+    with hub.serve() as address:
+        yield address
+
+
+def ask(url: str, home: Path, name: str, revision: str = "", **environment: str) -> list[str]:
+    """What `resolve` gives or raises."""
+    known = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    known |= {"HF_ENDPOINT": url, "HF_HOME": str(home), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, name, revision],
+        env=known,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_a_hub_id_is_downloaded_at_a_revision_and_kept(
+    hub: FakeHub, url: str, tmp_path: Path
+) -> None:
+    hub.breaks_after = 100_000
+    path, *names = ask(url, tmp_path, "me/tiny", "v1")
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (Path(path) / "config.json").read_bytes() == b'{"v": 1}'
+    # A download that breaks off is resumed.
+    assert (Path(path) / "model.safetensors").stat().st_size == 300_000
+    again, *_ = ask("http://127.0.0.1:9", tmp_path, "me/tiny", "v1", HF_HUB_OFFLINE="1")
+    assert again == path
+    main, *_ = ask(url, tmp_path, "me/tiny")
+    assert (Path(main) / "config.json").read_bytes() == b'{"v": 0}'
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "says"),
+    [
+        ("me/none", "", "the hub has no such id"),
+        ("me/tiny", "v9", "no revision 'v9' of it"),
+        ("me/pickled", "", "has no *.safetensors"),
+    ],
+)
+def test_what_the_hub_has_not_is_said(
+    url: str, tmp_path: Path, name: str, revision: str, says: str
+) -> None:
+    code, reason, message = ask(url, tmp_path, name, revision)
+    assert [code, reason] == ["NOT_FOUND", "NO_HUB"]
+    assert says in message and name in message and "\n" not in message
+
+
+def test_a_gated_model_needs_a_token(hub: FakeHub, url: str, tmp_path: Path) -> None:
+    hub.token = "secret"
+    try:
+        _, reason, message = ask(url, tmp_path, "me/tiny")
+        assert (reason, "HF_TOKEN" in message) == ("NO_HUB", True)
+        path, *_ = ask(url, tmp_path, "me/tiny", HF_TOKEN="secret")
+        assert Path(path).is_dir()
+    finally:
+        hub.token = ""
+
+
+def test_a_hub_that_is_not_reached_is_unavailable(tmp_path: Path) -> None:
+    code, reason, message = ask("http://127.0.0.1:9", tmp_path, "me/tiny")
+    assert (code, reason) == ("UNAVAILABLE", "DOWNLOAD_FAILED")
+    assert message.startswith("me/tiny is no directory here, and the hub cannot be reached")
+
+
+def test_a_revision_is_for_hub_ids_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in (str(tmp_path), "smollm2-135m"):
+        with pytest.raises(InvalidRequestError, match="a revision is for hub ids"):
+            resolve(name, revision="main")
+    with pytest.raises(InvalidRequestError, match="a revision is for hub ids"):
+        find_model(str(tmp_path), head=tmp_path, head_revision="main")
+    with pytest.raises(NotFoundError, match="no draft head at"):
+        find_model(str(tmp_path), head=tmp_path / "none")
+
+
+def test_what_lies_on_this_machine_is_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_from_hub("owner/name")
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    for name in ("owner/name", "./owner/other", "/owner/name", "~/name", "a/b/c", "plain", ".a/b"):
+        assert not is_from_hub(name)
