@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import Final, TextIO
@@ -20,8 +21,10 @@ def report_failure(reason: str) -> None:
 def write_failure(stream: TextIO, reason: str) -> None:
     """Write the event as one line."""
     words = " ".join(reason.split())[:MAX_REASON_CHARS]
-    stream.write(json.dumps({"event": "failed", "reason": words}) + "\n")
-    stream.flush()
+    # The reader may have gone first; the failure itself is what must be raised.
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(json.dumps({"event": "failed", "reason": words}) + "\n")
+        stream.flush()
 
 
 def add_supervisor(stream: TextIO) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -172,28 +171,36 @@ def _read(
                 }
             return config, tensors
         if pickled.is_file():
-            loaded = torch.load(pickled, map_location="cpu", weights_only=True)
-            config = _check(path, config, _describe(path, loaded))
+            loaded = _unpickle(path, pickled)
+            config = _check(path, config, _describe(loaded))
             return config, {
                 canonical_name(name): tensor
                 for name, tensor in loaded.items()
                 if wanted(canonical_name(name))
             }
-    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
+    except (SafetensorError, OSError) as error:
         raise _invalid(path, f"damaged weights: {error}") from error
     raise _invalid(path, f"holds neither {safe.name} nor {pickled.name}")
+
+
+def _unpickle(path: Path, file: Path) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # every defect has an exception of its own
+        raise _invalid(path, f"damaged weights: {error}") from error
+    if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
+        raise _invalid(path, f"{PICKLE} holds something else than tensors")
+    return {str(name): tensor for name, tensor in loaded.items()}
 
 
 def _check(path: Path, config: HeadConfig, tensors: Mapping[str, StoredTensor]) -> HeadConfig:
     return check_head_tensors(path, config, canonical_tensors(path, tensors))
 
 
-def _describe(path: Path, loaded: object) -> dict[str, StoredTensor]:
+def _describe(loaded: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
     """Describe the tensors of a pickle as a safetensors header does."""
-    if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
-        raise _invalid(path, f"{PICKLE} holds something else than tensors")
     return {
-        str(name): StoredTensor(
+        name: StoredTensor(
             dtype=_DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), shape=tuple(tensor.shape)
         )
         for name, tensor in loaded.items()
