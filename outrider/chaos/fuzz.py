@@ -99,7 +99,8 @@ DECODERS: tuple[Decoder, ...] = (
         exchange_pb2.ExchangeResponse,
         codec.decode_verifier_messages,
     ),
-    Decoder("drafter control", "Attach", control_pb2.AttachRequest, codec.decode_verifier_address),
+    Decoder("drafter control", "Attach", control_pb2.AttachRequest, codec.decode_attach),
+    Decoder("drafter control", "Detach", control_pb2.DetachRequest, codec.decode_detach),
     Decoder(
         "router's peers", "Sessions", control_pb2.SessionsResponse, codec.decode_sessions_message
     ),

@@ -11,6 +11,12 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from outrider.client.aio_calls import Farewells, answer_of, is_cancelled, pause, replace, wait
+from outrider.client.arguments import (
+    check_address,
+    check_kind,
+    check_request_ids,
+    check_timeout_s,
+)
 from outrider.client.calls import (
     ABORT,
     DEFAULT_TIMEOUT_S,
@@ -24,14 +30,13 @@ from outrider.client.calls import (
     typed,
 )
 from outrider.client.channels import Channels
-from outrider.client.collect import Collected
+from outrider.client.collect import Collected, left_error
 from outrider.client.connecting import Door, call_metadata, check_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.resuming import Attempts
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.tracing import with_trace
-from outrider.errors import CancelledRequestError, OutriderError
-from outrider.ids import RequestId
+from outrider.errors import OutriderError
 from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
     Delta,
@@ -76,13 +81,14 @@ class AsyncClient:
 
         Raises:
             FailedPreconditionError: certificates are no good (BAD_TLS).
-            InvalidRequestError: a key, tenant or metadata that no header can carry.
+            InvalidRequestError: an argument of another kind, or a key, tenant or metadata that no
+                header can carry.
         """
-        self.address = address
+        self.address = check_address(address)
         self._metadata = call_metadata(metadata, api_key=api_key, tenant=tenant)
-        self._timeout_s = timeout_s
-        self._retry = retry if retry is not None else RetryPolicy()
-        self._channels = Channels(Door(address, tls).aio_channel)
+        self._timeout_s = check_timeout_s(timeout_s)
+        self._retry = check_kind("retry", retry, RetryPolicy) or RetryPolicy()
+        self._channels = Channels(Door(address, check_kind("tls", tls, TlsConfig)).aio_channel)
         self._farewells = Farewells(self._channels)
 
     async def __aenter__(self) -> Self:
@@ -157,7 +163,7 @@ class AsyncClient:
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Cancel requests by id; those of the ids that were queued or running."""
-        ids = [RequestId(request_id) for request_id in request_ids]
+        ids = check_request_ids(request_ids)
         return await self._call(ABORT, ids, INFO_TIMEOUT_S)
 
     async def server_info(self) -> ServerInfo:
@@ -173,7 +179,7 @@ class AsyncClient:
         return with_trace((*self._metadata, *check_metadata(metadata)))
 
     def _deadline(self, timeout_s: float | None) -> float | None:
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self._timeout_s if timeout_s is None else check_timeout_s(timeout_s)
         return None if limit_s is None else time.monotonic() + limit_s
 
     def _open(
@@ -312,6 +318,12 @@ class AsyncStream:
                 delta = await self._step()
             except grpc.aio.AioRpcError as error:
                 delta, problem = None, typed(error, self._address)
+            except OutriderError as error:
+                # An answer that makes no sense, or a client that was closed.
+                if not self._over:
+                    self._collected.fail(error)
+                    self._leave()
+                raise
             if delta is not None:
                 return delta
             if problem is not None and not self._over:
@@ -343,9 +355,6 @@ class AsyncStream:
             self._farewells.calls.add(self._call)
         try:
             message = await answer_of(self._channels, self._call.read())
-        except CancelledRequestError:
-            self._end()
-            raise
         except asyncio.CancelledError:
             # grpc.aio reports a call that `close` cancelled as if its reader were cancelled.
             if not self._over or is_cancelled():
@@ -369,7 +378,8 @@ class AsyncStream:
                 now=time.monotonic(),
             )
             self._resume = await wait(again, problem, self._deadline)
-        except OutriderError:
+        except OutriderError as error:
+            self._collected.fail(error)
             self._end()
             raise
         except asyncio.CancelledError:
@@ -383,6 +393,7 @@ class AsyncStream:
     def _leave(self) -> asyncio.Future[list[Any]]:
         """Want no more, and have the router told."""
         self._over = True
+        self._collected.fail(left_error())
         if self._call is not None:
             self._call.cancel()
         return self._farewells.say(self._attempts)

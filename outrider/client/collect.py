@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.errors import InternalError
+from outrider.errors import CancelledRequestError, InternalError, OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import (
     Delta,
@@ -21,6 +21,8 @@ class Collected:
     def __init__(self) -> None:
         self.info: PromptInfo | None = None
         self.finish: FinishInfo | None = None
+        self.problem: OutriderError | None = None
+        """Why there is no last message."""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
@@ -57,8 +59,15 @@ class Collected:
                 return event
         return None
 
+    def fail(self, error: OutriderError) -> None:
+        """The stream ends without its last message; the first error counts."""
+        self.problem = self.problem or error
+
     def result(self) -> GenerateResult:
-        """The complete answer; InternalError if the stream ended without its last message."""
+        """The complete answer. Raises the error of a stream that failed, as often as it is asked
+        for; InternalError if the stream ended without its last message."""
+        if self.problem is not None:
+            raise self.problem
         if self.info is None or self.finish is None:
             raise InternalError("the stream ended without a finish", reason="BAD_RESPONSE")
         return GenerateResult(
@@ -70,3 +79,8 @@ class Collected:
             logprobs=tuple(self.logprobs),
             prompt_token_ids=self.info.prompt_token_ids,
         )
+
+
+def left_error() -> CancelledRequestError:
+    """The error of a stream that its reader left."""
+    return CancelledRequestError("the stream was closed before its end", reason="STREAM_CLOSED")

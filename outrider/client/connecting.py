@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -14,6 +14,7 @@ from outrider.client.calls import Metadata, client_options
 from outrider.errors import InvalidRequestError
 from outrider.transport.grpc.credentials import channel_credentials
 from outrider.transport.tls import TlsConfig, TlsFiles
+from outrider.wire.checks import quoted
 
 API_KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
 """Environment variable with the key of clients that are given none."""
@@ -34,30 +35,59 @@ def call_metadata(
     """
     found = list(check_metadata(metadata))
     if tenant is not None:
-        found.append((TENANT_KEY, _printable(tenant, "a tenant", "INVALID_TENANT")))
-    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
-    if key:
-        key = _printable(key, "an API key", "INVALID_API_KEY")
+        found.append((TENANT_KEY, _printable(tenant, "tenant", "INVALID_TENANT")))
+    name, key = "api_key", api_key
+    if key is None:
+        name, key = API_KEY_VARIABLE, os.environ.get(API_KEY_VARIABLE, "")
+    if key != "":
+        key = _printable(key, name, "INVALID_API_KEY")
         found.append(("authorization", f"Bearer {key}"))
     return tuple(found)
 
 
 def check_metadata(metadata: Metadata) -> Metadata:
     """The same, as a key of dictionaries; InvalidRequestError for what no header can carry."""
-    for key, value in metadata:
-        if not _KEY.fullmatch(key):
+    pairs = tuple(map(_pair, _items(metadata)))
+    for key, value in pairs:
+        if not (isinstance(key, str) and _KEY.fullmatch(key)):
             raise InvalidRequestError(
-                f"a key of metadata has lower-case letters, digits, '-', '_' and '.', got {key!r}",
+                "a key of metadata must be a text of lower-case letters, digits, '-', '_' and '.', "
+                f"got {quoted(key)}",
                 reason="INVALID_METADATA",
             )
         _printable(value, f"metadata {key}", "INVALID_METADATA")
-    return tuple((key, value) for key, value in metadata)
+    return pairs
+
+
+def _items(metadata: object) -> Iterable[object]:
+    # A mapping's items are its keys, a text's its characters: nobody means these.
+    if isinstance(metadata, (str, bytes, Mapping)) or not isinstance(metadata, Iterable):
+        raise _no_pairs(metadata)
+    return metadata
+
+
+def _pair(item: object) -> tuple[str, str]:
+    if not (isinstance(item, (tuple, list)) and len(item) == 2):
+        raise _no_pairs(item)
+    key, value = item
+    return key, value
+
+
+def _no_pairs(found: object) -> InvalidRequestError:
+    # Not shown: it may be a secret.
+    return InvalidRequestError(
+        "metadata must be a sequence of pairs (key, value) of texts, "
+        f"a value of type {type(found).__name__} is none",
+        reason="INVALID_METADATA",
+    )
 
 
 def _printable(value: str, what: str, reason: str) -> str:
     # Not shown: it may be a secret.
-    if not (value and value.isascii() and value.isprintable()):
-        raise InvalidRequestError(f"{what} is printable ASCII, and not empty", reason=reason)
+    if not (isinstance(value, str) and value and value.isascii() and value.isprintable()):
+        raise InvalidRequestError(
+            f"{what} must be a text of printable ASCII, and not empty", reason=reason
+        )
     return value
 
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
+from outrider.client.arguments import is_text, must_be
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import MIN_SEED, UINT64_MAX, Rule
 from outrider.spec.structured import StructuredKind, StructuredOutput
-from outrider.wire.checks import quoted
 from outrider.wire.inference import (
     ChatMessage,
     ChatPrompt,
@@ -104,6 +104,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
+FlagT = TypeVar("FlagT", bound=bool | None)
 
 _SAMPLING = (
     "temperature",
@@ -142,7 +143,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
             f"unknown options: {', '.join(sorted(unknown))}", reason="UNKNOWN_OPTION"
         )
     drafter = options.get("drafter")
-    resume = options.get("resume", True)
+    resume = _flag(options, "resume", True)
     # Chosen here, so that it is known even if the first message never comes.
     request_id = options.get("request_id", f"req-{secrets.token_hex(12)}" if resume else None)
     rule = options.get("rule")
@@ -153,7 +154,7 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
         sampling=SamplingOptions(
             **{name: options[name] for name in _SAMPLING if name in options},  # type: ignore[literal-required]
             seed=_seed(options),
-            rule=None if rule is None else _member(Rule, rule),
+            rule=None if rule is None else _member(Rule, rule, "rule"),
             banned_token_ids=_ids(options, "banned_token_ids"),
             logit_bias=_biases(options),
             allowed_token_ids=_allowed(options),
@@ -168,8 +169,8 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
             include_stop_str_in_output=options.get("include_stop_str_in_output", False),
         ),
         speculation=SpeculationOptions(
-            enabled=options.get("speculate"),
-            method=None if drafter is None else _member(DraftMethod, drafter),
+            enabled=_flag(options, "speculate", None),
+            method=None if drafter is None else _member(DraftMethod, drafter, "drafter"),
             draft_tokens=options.get("draft_tokens"),
             draft_top_k=options.get("draft_top_k"),
             look_ahead=options.get("look_ahead"),
@@ -185,43 +186,83 @@ def make_request(prompt: PromptLike, options: GenerateOptions) -> GenerateReques
 
 
 def make_prompt(prompt: PromptLike) -> Prompt:
-    """The prompt that was meant: by the type of a sequence's items."""
+    """The prompt that was meant: by the type of a sequence's items.
+
+    Raises InvalidRequestError (INVALID_PROMPT).
+    """
     match prompt:
-        case TextPrompt() | TokenPrompt() | ChatPrompt():
-            return prompt
-        case str() if prompt:
-            return TextPrompt(prompt)
-    # Bytes and mappings have items, too, which nobody means.
-    listed = isinstance(prompt, Iterable) and not isinstance(prompt, (str, bytes, Mapping))
-    items = list(prompt) if listed else []
-    if items and all(isinstance(item, ChatMessage) for item in items):
-        return ChatPrompt(tuple(item for item in items if isinstance(item, ChatMessage)))
-    if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return TokenPrompt(tuple(item for item in items if isinstance(item, int)))
+        case TextPrompt(text=found) | TokenPrompt(token_ids=found) | ChatPrompt(messages=found):
+            made = _made_prompt(found)
+            if type(made) is type(prompt):
+                return made
+        case _:
+            made = _made_prompt(prompt)
+            if made is not None:
+                return made
     raise InvalidRequestError(
-        "a prompt is a text, a sequence of token ids or one of ChatMessages, and not empty",
+        "a prompt must be a text, a sequence of token ids or one of ChatMessages, and not empty; "
+        "roles and contents of messages are texts",
         reason="INVALID_PROMPT",
     )
+
+
+def _made_prompt(found: Any) -> Prompt | None:
+    """The prompt of a text or of a sequence's items; None: it is none."""
+    if isinstance(found, str):
+        return TextPrompt(found) if found and is_text(found) else None
+    # Bytes and mappings have items, too, which nobody means.
+    listed = isinstance(found, Iterable) and not isinstance(found, (bytes, Mapping))
+    items: tuple[Any, ...] = tuple(found) if listed else ()
+    if not items:
+        return None
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return TokenPrompt(items)
+    if all(isinstance(item, ChatMessage) for item in items):
+        good = all(is_text(item.role) and is_text(item.content) for item in items)
+        return ChatPrompt(items) if good else None
+    return None
 
 
 def _structured(options: GenerateOptions) -> StructuredOutput | None:
     """The form that is asked for, if one is."""
     found: list[StructuredOutput] = []
-    if (schema := options.get("json_schema")) is not None:
-        written = schema if isinstance(schema, str) else json.dumps(schema)
-        found.append(StructuredOutput(StructuredKind.JSON_SCHEMA, written))
-    if options.get("json_object"):
+    if options.get("json_schema") is not None:
+        found.append(StructuredOutput(StructuredKind.JSON_SCHEMA, _schema(options)))
+    if _flag(options, "json_object", False):
         found.append(StructuredOutput(StructuredKind.JSON_OBJECT))
-    if (regex := options.get("regex")) is not None:
-        found.append(StructuredOutput(StructuredKind.REGEX, regex))
-    if (grammar := options.get("grammar")) is not None:
-        found.append(StructuredOutput(StructuredKind.GRAMMAR, grammar))
+    for name, kind in (("regex", StructuredKind.REGEX), ("grammar", StructuredKind.GRAMMAR)):
+        text: Any = options.get(name)
+        if text is not None:
+            if not is_text(text):
+                raise _not(options, name, "a text")
+            found.append(StructuredOutput(kind, text))
     if len(found) > 1:
         raise InvalidRequestError(
             "only one of json_schema, json_object, regex and grammar can be asked for",
             reason="INVALID_STRUCTURE",
         )
     return found[0] if found else None
+
+
+def _schema(options: GenerateOptions) -> str:
+    """A JSON schema as its text; true and false are schemas, too."""
+    schema: object = options.get("json_schema")
+    if isinstance(schema, str) and is_text(schema):
+        return schema
+    if isinstance(schema, (Mapping, bool)):
+        try:
+            return json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            pass
+    raise _not(options, "json_schema", "a JSON schema, as a mapping of JSON's values or as a text")
+
+
+def _flag(options: GenerateOptions, name: str, default: FlagT) -> bool | FlagT:
+    """An option that is true or false, or was left out."""
+    value: Any = options.get(name, default)
+    if value is not default and not isinstance(value, bool):
+        raise _not(options, name, "true or false")
+    return value
 
 
 def _allowed(options: GenerateOptions) -> tuple[int, ...]:
@@ -257,10 +298,7 @@ def _strings(options: GenerateOptions, name: str) -> tuple[str, ...]:
 
 
 def _not(options: GenerateOptions, name: str, wanted: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{name} must be {wanted}, got {quoted(options.get(name))}",
-        reason="INVALID_OPTION",
-    )
+    return must_be(name, wanted, options.get(name))
 
 
 def _seed(options: GenerateOptions) -> int | None:
@@ -269,11 +307,9 @@ def _seed(options: GenerateOptions) -> int | None:
     return seed & UINT64_MAX if isinstance(seed, int) and MIN_SEED <= seed < 0 else seed
 
 
-def _member(kind: type[EnumT], value: str) -> EnumT:
+def _member(kind: type[EnumT], value: str, name: str) -> EnumT:
     try:
         return kind(value)
     except ValueError:
         allowed = ", ".join(member.value for member in kind)
-        raise InvalidRequestError(
-            f"{value!r} is not one of {allowed}", reason="INVALID_OPTION"
-        ) from None
+        raise must_be(name, f"one of {allowed}", value) from None

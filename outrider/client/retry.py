@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from outrider.client.arguments import must_be
 from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableError
 
 
@@ -23,17 +24,21 @@ class RetryPolicy:
     resume_s: float = 30.0
     """A stream that broke is taken up again for so long; 0 tries once."""
     jitter: float = 0.25
-    """Share of a delay that is drawn at random, so that clients do not come back together."""
+    """Share of a delay that is drawn at random, so that clients do not come back together; in
+    [0, 1]. Values of another kind or range raise InvalidRequestError (INVALID_OPTION)."""
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise ValueError(f"max_attempts must be >= 1, got {self.max_attempts}")
-        if not 0.0 <= self.first_delay_s <= self.max_delay_s:
-            raise ValueError("first_delay_s must be in [0, max_delay_s]")
-        if self.resume_s < 0.0:
-            raise ValueError(f"resume_s must be >= 0, got {self.resume_s}")
-        if not 0.0 <= self.jitter <= 1.0:
-            raise ValueError(f"jitter must be in [0, 1], got {self.jitter}")
+        if not _is_number(self.max_attempts, int) or self.max_attempts < 1:
+            raise must_be("max_attempts", "an integer >= 1", self.max_attempts)
+        for name in ("first_delay_s", "max_delay_s", "max_hint_s", "resume_s", "jitter"):
+            value = getattr(self, name)
+            if not (_is_number(value, (int, float)) and value >= 0.0):
+                raise must_be(name, "a number >= 0", value)
+        if self.first_delay_s > self.max_delay_s:
+            wanted = f"at most max_delay_s ({self.max_delay_s})"
+            raise must_be("first_delay_s", wanted, self.first_delay_s)
+        if self.jitter > 1.0:
+            raise must_be("jitter", "in [0, 1]", self.jitter)
 
     def delay_s(self, attempt: int, error: OutriderError) -> float | None:
         """Seconds to wait after attempt number `attempt` (from 1) failed; None: do not retry.
@@ -50,6 +55,10 @@ class RetryPolicy:
             return None
         own = min(self.max_delay_s, self.first_delay_s * 2.0 ** (attempt - 1))
         return max(own, hint or 0.0) * (1.0 + self.jitter * random.random())
+
+
+def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def remaining(deadline: float | None, now: float) -> float | None:

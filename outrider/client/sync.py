@@ -9,6 +9,12 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
+from outrider.client.arguments import (
+    check_address,
+    check_kind,
+    check_request_ids,
+    check_timeout_s,
+)
 from outrider.client.calls import (
     ABORT,
     DEFAULT_TIMEOUT_S,
@@ -22,7 +28,7 @@ from outrider.client.calls import (
     typed,
 )
 from outrider.client.channels import Channels
-from outrider.client.collect import Collected
+from outrider.client.collect import Collected, left_error
 from outrider.client.connecting import Door, call_metadata, check_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.resuming import Attempts
@@ -31,7 +37,6 @@ from outrider.client.sync_calls import calling, pause, replace, say_farewell, sa
 from outrider.client.tracing import with_trace
 from outrider.client.wanted import Wanted
 from outrider.errors import OutriderError
-from outrider.ids import RequestId
 from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
     Delta,
@@ -76,13 +81,14 @@ class Client:
 
         Raises:
             FailedPreconditionError: certificates are no good (BAD_TLS).
-            InvalidRequestError: a key, tenant or metadata that no header can carry.
+            InvalidRequestError: an argument of another kind, or a key, tenant or metadata that no
+                header can carry.
         """
-        self.address = address
+        self.address = check_address(address)
         self._metadata = call_metadata(metadata, api_key=api_key, tenant=tenant)
-        self._timeout_s = timeout_s
-        self._retry = retry if retry is not None else RetryPolicy()
-        self._channels = Channels(Door(address, tls).channel)
+        self._timeout_s = check_timeout_s(timeout_s)
+        self._retry = check_kind("retry", retry, RetryPolicy) or RetryPolicy()
+        self._channels = Channels(Door(address, check_kind("tls", tls, TlsConfig)).channel)
         self._wanted = Wanted()
 
     def __enter__(self) -> Self:
@@ -161,7 +167,7 @@ class Client:
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Cancel requests by id; those of the ids that were queued or running."""
-        ids = [RequestId(request_id) for request_id in request_ids]
+        ids = check_request_ids(request_ids)
         return self._call(ABORT, ids, INFO_TIMEOUT_S)
 
     def server_info(self) -> ServerInfo:
@@ -177,7 +183,7 @@ class Client:
         return with_trace((*self._metadata, *check_metadata(metadata)))
 
     def _deadline(self, timeout_s: float | None) -> float | None:
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s = self._timeout_s if timeout_s is None else check_timeout_s(timeout_s)
         return None if limit_s is None else time.monotonic() + limit_s
 
     def _open(
@@ -316,6 +322,12 @@ class Stream:
                 delta = self._step()
             except grpc.RpcError as error:
                 delta, problem = None, typed(error, self._address)
+            except OutriderError as error:
+                # An answer that makes no sense, or a client that was closed.
+                if not self._over:
+                    self._collected.fail(error)
+                    self._leave()
+                raise
             if delta is not None:
                 return delta
             if problem is not None and not self._over:
@@ -363,7 +375,8 @@ class Stream:
                 now=time.monotonic(),
             )
             self._resume = wait(again, problem, self._deadline)
-        except OutriderError:
+        except OutriderError as error:
+            self._collected.fail(error)
             self._end()
             raise
 
@@ -374,6 +387,7 @@ class Stream:
     def _leave(self) -> None:
         """Want no more, and have the router told."""
         self._over = True
+        self._collected.fail(left_error())
         if self._call is not None:
             self._call.cancel()
         say_farewell(self._channels, self._wanted.done(self._attempts))

@@ -13,11 +13,12 @@ entries of a round say is checked by their reader (`sound_proposals` for a verif
 from __future__ import annotations
 
 from outrider.wire.control_codec import (
+    decode_attach,
     decode_close_session,
+    decode_detach,
     decode_drafter_info,
     decode_drain,
     decode_set_plan,
-    decode_verifier_address,
     decode_verifier_info,
     encode_close_session,
     encode_drafter_info,
@@ -53,7 +54,8 @@ __all__ = [
     "decode_sessions_request",
     "decode_set_plan",
     "decode_drain",
-    "decode_verifier_address",
+    "decode_attach",
+    "decode_detach",
     "decode_verifier_info",
     "decode_verifier_message",
     "decode_verifier_messages",

@@ -75,9 +75,15 @@ def encode_verifier_address(address: str) -> bytes:
     return pb.AttachRequest(verifier_address=address).SerializeToString(deterministic=True)
 
 
-def decode_verifier_address(data: bytes | memoryview) -> str:
-    """The address of an Attach or Detach request."""
+def decode_attach(data: bytes | memoryview) -> str:
+    """The verifier's address of an Attach request."""
     address = parse(pb.AttachRequest, data).verifier_address
+    return text(address, "verifier_address", limit=MAX_ADDRESS_BYTES)
+
+
+def decode_detach(data: bytes | memoryview) -> str:
+    """The verifier's address of a Detach request."""
+    address = parse(pb.DetachRequest, data).verifier_address
     return text(address, "verifier_address", limit=MAX_ADDRESS_BYTES)
 
 

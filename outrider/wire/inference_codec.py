@@ -57,6 +57,8 @@ from outrider.wire.v1 import inference_pb2 as pb
 ValueT = TypeVar("ValueT")
 MessageT = TypeVar("MessageT", bound=Message)
 
+_UNFIT: Final = (TypeError, ValueError, OverflowError, AttributeError)
+"""What protobuf raises for values that do not fit a field. UnicodeError is a ValueError."""
 _WANTED: Final = {
     FieldDescriptor.TYPE_UINT32: "an integer in [0, 2^32)",
     FieldDescriptor.TYPE_FIXED64: "an integer in [0, 2^64)",
@@ -74,7 +76,7 @@ def _encoding(what: str) -> Generator[None]:
     """Values from a caller that do not fit the contract's types are the caller's error."""
     try:
         yield
-    except (TypeError, ValueError, UnicodeError) as error:
+    except _UNFIT as error:
         raise InvalidRequestError(f"{what}: {error}", reason="INVALID_REQUEST") from error
 
 
@@ -82,7 +84,7 @@ def _made(kind: type[MessageT], **values: Any) -> MessageT:
     """A message of these fields. Raises InvalidRequestError that names one which does not fit."""
     try:
         return kind(**values)
-    except (TypeError, ValueError, UnicodeError):
+    except _UNFIT:
         for name, value in values.items():
             _check_field(kind, name, value)
         raise
@@ -91,7 +93,7 @@ def _made(kind: type[MessageT], **values: Any) -> MessageT:
 def _check_field(kind: type[Message], name: str, value: object) -> None:
     try:
         kind(**{name: value})
-    except (TypeError, ValueError, UnicodeError) as error:
+    except _UNFIT as error:
         field = kind.DESCRIPTOR.fields_by_name[name]
         wanted = _WANTED.get(field.type, "of another type")
         each = "each be " if isinstance(value, tuple) else "be "
@@ -121,14 +123,15 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
         )
         match request.prompt:
             case TextPrompt(text=value):
-                message.text = value
+                message.text = _made(pb.GenerateRequest, text=value).text
             case TokenPrompt(token_ids=ids):
                 message.token_ids.CopyFrom(_made(pb.TokenPrompt, token_ids=ids))
             case ChatPrompt(messages=turns):
                 message.chat.CopyFrom(
                     pb.ChatPrompt(
                         messages=[
-                            pb.ChatMessage(role=turn.role, content=turn.content) for turn in turns
+                            _made(pb.ChatMessage, role=turn.role, content=turn.content)
+                            for turn in turns
                         ]
                     )
                 )

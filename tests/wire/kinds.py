@@ -123,7 +123,8 @@ KINDS = [
     ),
     Kind("close_session", SESSION_IDS, codec.encode_close_session, codec.decode_close_session),
     Kind("drain", st.booleans(), codec.encode_drain, codec.decode_drain),
-    Kind("address", NAMES, codec.encode_verifier_address, codec.decode_verifier_address),
+    Kind("address", NAMES, codec.encode_verifier_address, codec.decode_attach),
+    Kind("detach", NAMES, codec.encode_verifier_address, codec.decode_detach),
     Kind("verifier_info", VERIFIER_INFOS, codec.encode_verifier_info, codec.decode_verifier_info),
     Kind("drafter_info", DRAFTER_INFOS, codec.encode_drafter_info, codec.decode_drafter_info),
     _through(

@@ -493,3 +493,14 @@ def test_the_form_of_an_answer_must_be_one_that_the_contract_knows() -> None:
     opened = codec.decode_sessions_request(bad.SerializeToString())
     assert isinstance(opened, MalformedOpen)
     assert "needs a text" in opened.error.message
+
+
+@pytest.mark.parametrize(
+    ("decode", "name"),
+    [(codec.decode_attach, "AttachRequest"), (codec.decode_detach, "DetachRequest")],
+)
+def test_garbage_is_called_by_the_name_of_its_request(
+    decode: Callable[[bytes], str], name: str
+) -> None:
+    with pytest.raises(InvalidMessageError, match=f"3 bytes are not a {name}"):
+        decode(b"\xff\xff\xff")

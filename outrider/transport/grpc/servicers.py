@@ -24,10 +24,11 @@ from outrider.transport.grpc.status import Context
 from outrider.transport.grpc.streams import StreamFrames
 from outrider.transport.tls import Role
 from outrider.wire.codec import (
+    decode_attach,
     decode_close_session,
+    decode_detach,
     decode_drain,
     decode_set_plan,
-    decode_verifier_address,
     encode_drafter_info,
     encode_verifier_info,
 )
@@ -185,11 +186,11 @@ class _DrafterServicer:
         return encode_drafter_info(await self._endpoint.info())
 
     async def attach(self, request: bytes, _context: Context) -> bytes:
-        await self._endpoint.attach(decode_verifier_address(request))
+        await self._endpoint.attach(decode_attach(request))
         return EMPTY
 
     async def detach(self, request: bytes, _context: Context) -> bytes:
-        await self._endpoint.detach(decode_verifier_address(request))
+        await self._endpoint.detach(decode_detach(request))
         return EMPTY
 
     async def drain(self, request: bytes, _context: Context) -> bytes:

@@ -33,10 +33,11 @@ from outrider.transport.ray.frames import (
 from outrider.transport.ray.options import GRPC, RayConfig
 from outrider.transport.status import ErrorStatus, to_status, typed
 from outrider.wire.codec import (
+    decode_attach,
     decode_close_session,
+    decode_detach,
     decode_drain,
     decode_set_plan,
-    decode_verifier_address,
     encode_drafter_info,
     encode_verifier_info,
 )
@@ -307,11 +308,11 @@ class EndpointHost:
         return encode_drafter_info(await self._endpoint.info())
 
     async def _attach(self, request: bytes) -> bytes:
-        await self._endpoint.attach(decode_verifier_address(request))
+        await self._endpoint.attach(decode_attach(request))
         return b""
 
     async def _detach(self, request: bytes) -> bytes:
-        await self._endpoint.detach(decode_verifier_address(request))
+        await self._endpoint.detach(decode_detach(request))
         return b""
 
     async def _drain(self, request: bytes) -> bytes:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from outrider_router.service import RouterService
@@ -19,14 +20,18 @@ from outrider.client import (
     DeadlineExceededError,
     DraftMethod,
     FinishReason,
+    InternalError,
     InvalidRequestError,
     NotFoundError,
     ResourceExhaustedError,
     RetryPolicy,
     Rule,
     UnavailableError,
+    calls,
     user,
 )
+from outrider.client.calls import GENERATE_STREAM, Rpc
+from outrider.errors import InvalidMessageError
 from tests.fakes.router import grpc_router, running_router
 from tests.fakes.verifier import FakeVerifier
 from tests.waiting import soon, until, wait_until
@@ -406,3 +411,92 @@ def test_an_unreachable_router_is_a_typed_error_for_the_synchronous_client() -> 
         with pytest.raises(UnavailableError):
             client.stream("abc").result()
     assert time.monotonic() - started < 9
+
+
+# ---- streams that failed, asked again ----------------------------------------------------------
+
+
+async def test_a_failed_stream_raises_its_error_as_often_as_it_is_asked(
+    client: AsyncClient, address: str, verifier: FakeVerifier
+) -> None:
+    verifier.round_s = 0.01
+    stream = client.stream("abc", max_tokens=1000, request_id="mine", resume=False)
+    await anext(stream)
+    await client.abort(["mine"])
+    for _ in range(3):
+        with pytest.raises(CancelledRequestError) as raised:
+            await stream.result()
+        assert raised.value.reason == "ABORTED"
+    await stream.close()
+    with pytest.raises(CancelledRequestError, match="aborted"):
+        await stream.result()
+    refused = client.stream("abc", max_tokens=10**6)
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError) as invalid:
+            await refused.result()
+        assert invalid.value.reason == "CONTEXT_EXCEEDED"
+
+    def synchronous() -> None:
+        with Client(address, retry=NO_RETRY) as other:
+            refused = other.stream("abc", max_tokens=10**6)
+            for _ in range(2):
+                with pytest.raises(InvalidRequestError) as invalid:
+                    refused.result()
+                assert invalid.value.reason == "CONTEXT_EXCEEDED"
+
+    await asyncio.to_thread(synchronous)
+
+
+async def test_a_stream_that_was_closed_before_its_end_says_so(
+    client: AsyncClient, address: str, router: RouterService, verifier: FakeVerifier
+) -> None:
+    verifier.round_s = 0.01
+    async with client.stream("abc", max_tokens=1000) as stream:
+        await anext(stream)
+    for _ in range(2):
+        with pytest.raises(CancelledRequestError) as closed:
+            await stream.result()
+        assert closed.value.reason == "STREAM_CLOSED"
+
+    def synchronous() -> None:
+        with Client(address, retry=NO_RETRY) as other:
+            with other.stream("abc", max_tokens=1000) as stream:
+                next(stream)
+            for _ in range(2):
+                with pytest.raises(CancelledRequestError) as closed:
+                    stream.result()
+                assert closed.value.reason == "STREAM_CLOSED"
+
+    await asyncio.to_thread(synchronous)
+    await until(lambda: idle(router, verifier))
+
+
+async def test_an_answer_that_makes_no_sense_ends_its_stream_with_one_error(
+    client: AsyncClient,
+    address: str,
+    router: RouterService,
+    verifier: FakeVerifier,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verifier.round_s = 0.01
+    malformed = Rpc(GENERATE_STREAM.name, GENERATE_STREAM.encode, _nonsense)
+    monkeypatch.setattr(calls, "GENERATE_STREAM", malformed)
+    stream = client.stream("abc", max_tokens=1000)
+    for _ in range(2):
+        with pytest.raises(InternalError, match="malformed"):
+            await stream.result()
+    await until(lambda: idle(router, verifier))
+
+    def synchronous() -> None:
+        with Client(address, retry=NO_RETRY) as other:
+            stream = other.stream("abc", max_tokens=1000)
+            for _ in range(2):
+                with pytest.raises(InternalError, match="malformed"):
+                    stream.result()
+
+    await asyncio.to_thread(synchronous)
+    await until(lambda: idle(router, verifier))
+
+
+def _nonsense(_data: bytes) -> NoReturn:
+    raise InvalidMessageError("nonsense")

@@ -1,0 +1,73 @@
+"""Checks of what callers pass to a client beside a request's options.
+
+Each raises InvalidRequestError (INVALID_OPTION), which names the argument and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, TypeVar
+
+from outrider.errors import InvalidRequestError
+from outrider.ids import RequestId
+from outrider.wire.checks import quoted
+
+ArgumentT = TypeVar("ArgumentT")
+
+MAX_TIMEOUT_S: Final = 365 * 86400.0
+"""Longest bound of a request: a year. gRPC's own arithmetic overflows at some centuries."""
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a text that UTF-8 can hold."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def must_be(name: str, wanted: str, value: object) -> InvalidRequestError:
+    """The error of an argument that is something else."""
+    return InvalidRequestError(
+        f"{name} must be {wanted}, got {quoted(value)}", reason="INVALID_OPTION"
+    )
+
+
+def check_address(address: str) -> str:
+    """The address of a router."""
+    if not (is_text(address) and address and address.isprintable()):
+        raise must_be("address", "HOST:PORT of a router", address)
+    return address
+
+
+def check_kind(name: str, value: ArgumentT | None, kind: type[ArgumentT]) -> ArgumentT | None:
+    """An optional argument of one class."""
+    if value is not None and not isinstance(value, kind):
+        raise must_be(name, f"a {kind.__name__} or None", value)
+    return value
+
+
+def check_timeout_s(timeout_s: float | None) -> float | None:
+    """Seconds that a request may take; None does not bound it."""
+    if timeout_s is None:
+        return None
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    # The comparison is false for NaN.
+    if not (is_number and 0.0 <= timeout_s <= MAX_TIMEOUT_S):
+        wanted = f"a number of seconds in [0, {MAX_TIMEOUT_S:.0f}], or None for no bound"
+        raise must_be("timeout_s", wanted, timeout_s)
+    return timeout_s
+
+
+def check_request_ids(request_ids: Iterable[str]) -> list[RequestId]:
+    """Ids of requests. One text alone is no sequence of ids: its characters would be taken."""
+    wanted = "a sequence of texts"
+    if isinstance(request_ids, (str, bytes, Mapping)) or not isinstance(request_ids, Iterable):
+        raise must_be("request_ids", wanted, request_ids)
+    ids = list(request_ids)
+    if not all(map(is_text, ids)):
+        raise must_be("request_ids", wanted, ids)
+    return [RequestId(request_id) for request_id in ids]
