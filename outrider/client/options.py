@@ -193,7 +193,7 @@ def make_prompt(prompt: PromptLike) -> Prompt:
     match prompt:
         case TextPrompt(text=found) | TokenPrompt(token_ids=found) | ChatPrompt(messages=found):
             made = _made_prompt(found)
-            if type(made) is type(prompt):
+            if made is not None and type(made) is type(prompt):
                 return made
         case _:
             made = _made_prompt(prompt)
