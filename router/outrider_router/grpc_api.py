@@ -51,6 +51,7 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Answer once."""
+        await self._service.arrivals.enter()
         result = await self._service.generate(
             request_from_pb(request),
             timeout_s=context.time_remaining(),
@@ -65,6 +66,7 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
         A coroutine that writes, not a generator: when the client goes away it is cancelled here,
         and the request is freed at once instead of at garbage collection.
         """
+        await self._service.arrivals.enter()
         async with self._timely(context, event_to_pb) as write:
             await self._service.serve(
                 stream_request_from_pb(request),

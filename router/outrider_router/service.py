@@ -34,6 +34,7 @@ from outrider.wire.inference import (
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission_queue import AdmissionQueue
 from outrider_router.answers import Write
+from outrider_router.arrivals import ArrivalQueue
 from outrider_router.config import RouterConfig
 from outrider_router.discovery import Discovery
 from outrider_router.endings import note_end
@@ -78,6 +79,8 @@ class RouterService:
         self.tokenizer = tokenizer
         self._clock = clock
         self.gate = Gate(config, metrics, clock=clock)
+        self.arrivals = ArrivalQueue()
+        """Where both fronts let new requests in, one a turn of the event loop."""
         self.journal = Journal()
         self.admission = AdmissionQueue(
             config, metrics, clock=clock, emitted=self.journal.num_emitted

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import MAX_NAME_BYTES
+from outrider_router.arrivals import ArrivalQueue
 from outrider_router.config import HttpConfig
 from outrider_router.gate import Gate
 from outrider_router.http.errors import INVALID, HttpError, describe
@@ -40,9 +41,12 @@ class Guard:
     by; any other one is made here.
     """
 
-    def __init__(self, app: ASGIApp, gate: Gate, options: HttpConfig) -> None:
+    def __init__(
+        self, app: ASGIApp, gate: Gate, options: HttpConfig, arrivals: ArrivalQueue
+    ) -> None:
         self._app = app
         self._gate = gate
+        self._arrivals = arrivals
         self._max_body_bytes = options.max_body_bytes
         self._root_path = options.root_path
 
@@ -78,6 +82,8 @@ class Guard:
         if refusal is not None:
             await refusal.response({"connection": "close"})(scope, receive, named)
             return
+        if scope["path"] not in OPEN_PATHS:
+            await self._arrivals.enter()
         await self._app(scope, _Bounded(receive, self._max_body_bytes), named)
 
     def _strip_root_path(self, scope: Scope) -> None:

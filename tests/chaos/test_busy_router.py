@@ -1,7 +1,12 @@
-"""A router that is stopped for some seconds keeps its sessions, and nothing is computed again."""
+"""A router that is stopped for some seconds keeps its sessions, and nothing is computed again; one
+that two thousand requests reach at once serves its streams and /health meanwhile."""
 
 from __future__ import annotations
 
+import json
+import resource
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,7 +20,7 @@ from tests.waiting import wait_until
 def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0", "--http", "127.0.0.1:0"],
-        "verifier": ["--bench-round-ms", "14", "--metrics-port", "0", "--no-lanes"],
+        "verifier": ["--bench-round-ms", "30", "--metrics-port", "0", "--no-lanes"],
     }
 
 
@@ -36,3 +41,23 @@ def test_its_streams_go_on_without_a_new_session(stack: Stack, held_s: float) ->
         assert metric(stack.verifier, "outrider_verifier_cancelled_total") == sessions
     # Time in which the process does not run is no pause of its own.
     meter.gaps.assert_close_to(calm, extra_s=held_s + 1.0)
+
+
+def test_a_burst_waits_or_is_told_to_come_later_and_holds_nobody_up(stack: Stack) -> None:
+    address, http = stack.router.address, stack.router.ready["http"]
+    # Half of the files are for connections, and this process has as many.
+    count = min(2000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 100)
+    calm = measure_calm(address, http, streams=1)
+    with GapMeter(address, http, streams=1) as meter:
+        wait_until(lambda: meter.gaps.tokens > 10, what="a stream")
+        burst = subprocess.run(
+            [sys.executable, "-m", "tests.fakes.burst", http, str(count)],
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=120,
+        )
+    statuses = json.loads(burst.stdout)
+    assert set(statuses) <= {"200", "429"} and statuses["200"] >= 64, statuses
+    assert sum(statuses.values()) == count
+    meter.gaps.assert_close_to(calm)
+    assert metric(stack.router, "outrider_verifier_losses_total") == 0
