@@ -27,12 +27,19 @@ class OutriderError(Exception):
     """Name of the gRPC status code that this error maps to."""
 
     def __init__(
-        self, message: str, *, reason: str = "UNSPECIFIED", retry_after_s: float | None = None
+        self,
+        message: str,
+        *,
+        reason: str = "UNSPECIFIED",
+        retry_after_s: float | None = None,
+        param: str = "",
     ) -> None:
+        """`param` names the field of the request that is to blame; "" blames none."""
         super().__init__(message)
         self.message = message
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.param = param
 
 
 class InvalidRequestError(OutriderError):

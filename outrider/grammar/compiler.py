@@ -220,7 +220,11 @@ class GrammarCompiler:
             error = FailedPreconditionError(answer["unsupported"], reason="UNSUPPORTED_TOKENIZER")
             return Verdict(error)
         if "refused" in answer:
-            return Verdict(InvalidRequestError(answer["refused"], reason="INVALID_STRUCTURE"))
+            return Verdict(
+                InvalidRequestError(
+                    answer["refused"], reason="INVALID_STRUCTURE", param="structured_outputs"
+                )
+            )
         return Verdict(None, memory_bytes=answer["memory_bytes"])
 
     def _timed_out(self, structured: StructuredOutput) -> Verdict:

@@ -62,6 +62,7 @@ def _require(found: int, most: int, what: str) -> None:
         raise InvalidRequestError(
             f"structured output: at most {most} {what} are allowed, got {found}",
             reason="INVALID_STRUCTURE",
+            param="structured_outputs",
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.grammar.constraint import Mask, allows, mask_of, mask_words
+from outrider.grammar.reasons import plain_reason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -136,4 +137,4 @@ class FormConstraint:
         return () if self.failed else self._matcher.compute_ff_tokens()
 
     def _fail(self, why: str) -> None:
-        self.failed = why.splitlines()[0] if why else "unknown"
+        self.failed = plain_reason(why).splitlines()[0] if why else "unknown"

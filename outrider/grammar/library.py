@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar.complexity import check_complexity
+from outrider.grammar.reasons import plain_reason
 from outrider.spec.structured import StructuredKind, StructuredOutput
 
 if TYPE_CHECKING:
@@ -114,8 +115,10 @@ def compile_matcher(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLM
 def refusal(structured: StructuredOutput, why: str) -> InvalidRequestError:
     """The error of a text that cannot be used."""
     return InvalidRequestError(
-        f"structured output: the {structured.kind} cannot be used: {why[:MAX_ERROR_CHARS]}",
+        f"structured output: the {structured.kind} cannot be used: "
+        f"{plain_reason(why)[:MAX_ERROR_CHARS]}",
         reason="INVALID_STRUCTURE",
+        param="structured_outputs",
     )
 
 

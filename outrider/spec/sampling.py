@@ -35,9 +35,9 @@ LOWEST_LOGPROB = -9999.0
 """Stands for every smaller logarithm, that of nought included: JSON has no infinity."""
 
 
-def _require(ok: bool, message: str) -> None:
+def _require(ok: bool, message: str, param: str = "") -> None:
     if not ok:
-        raise InvalidRequestError(message, reason="INVALID_SAMPLING")
+        raise InvalidRequestError(message, reason="INVALID_SAMPLING", param=param)
 
 
 def _check_bias(entries: tuple[tuple[int, float], ...]) -> None:
@@ -101,6 +101,7 @@ class SamplingParams:
         _require(
             len(self.banned_ids) <= MAX_BANNED_IDS and all(i >= 0 for i in self.banned_ids),
             f"banned_ids must be at most {MAX_BANNED_IDS} ids >= 0",
+            param="banned_token_ids",
         )
         _check_bias(self.logit_bias)
         self._check_noise()

@@ -41,11 +41,14 @@ class StructuredOutput:
         if wanted != bool(self.text):
             need = "needs a text" if wanted else "takes no text"
             raise InvalidRequestError(
-                f"structured output of kind {self.kind} {need}", reason="INVALID_STRUCTURE"
+                f"structured output of kind {self.kind} {need}",
+                reason="INVALID_STRUCTURE",
+                param="structured_outputs",
             )
         size = len(self.text.encode(errors="surrogatepass"))
         if size > MAX_STRUCTURE_BYTES:
             raise InvalidRequestError(
                 f"structured output must be at most {MAX_STRUCTURE_BYTES} bytes, got {size}",
                 reason="INVALID_STRUCTURE",
+                param="structured_outputs",
             )

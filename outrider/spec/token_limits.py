@@ -13,9 +13,9 @@ MAX_BAD_WORD_TOKENS = 64
 """Ids of one of them."""
 
 
-def _require(ok: bool, message: str) -> None:
+def _require(ok: bool, message: str, param: str = "") -> None:
     if not ok:
-        raise InvalidRequestError(message, reason="INVALID_SAMPLING")
+        raise InvalidRequestError(message, reason="INVALID_SAMPLING", param=param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,10 @@ class TokenLimits:
         _require(
             len(self.bad_words) <= MAX_BAD_WORDS,
             f"bad_words must be at most {MAX_BAD_WORDS} sequences, got {len(self.bad_words)}",
+            param="bad_words",
         )
         _require(
             all(0 < len(word) <= MAX_BAD_WORD_TOKENS and min(word) >= 0 for word in self.bad_words),
             f"each of bad_words must be 1 to {MAX_BAD_WORD_TOKENS} ids >= 0",
+            param="bad_words",
         )

@@ -95,7 +95,9 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequestError(
-                f"the chat template refused the conversation: {error}", reason="BAD_CHAT"
+                f"the chat template refused the conversation: {error}",
+                reason="BAD_CHAT",
+                param="messages",
             ) from error
 
 

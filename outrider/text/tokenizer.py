@@ -150,6 +150,7 @@ class Tokenizer:
                     f"the prompt has more than {max_tokens} tokens, which is the most that the "
                     "context holds",
                     reason="PROMPT_TOO_LONG",
+                    param="prompt",
                 )
 
     def encode_chat(
@@ -172,6 +173,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no chat template; send a text or token-id prompt",
                 reason="NO_CHAT_TEMPLATE",
+                param="messages",
             )
         if parse_special_tokens or self._plain_chat is None:
             text = self._template.render(messages, options=options)

@@ -91,4 +91,6 @@ def typed(error: Exception) -> OutriderError:
 
 def copy_of(error: OutriderError) -> OutriderError:
     """A fresh error with the same content: raising one instance twice chains tracebacks."""
-    return type(error)(error.message, reason=error.reason, retry_after_s=error.retry_after_s)
+    return type(error)(
+        error.message, reason=error.reason, retry_after_s=error.retry_after_s, param=error.param
+    )

@@ -245,6 +245,7 @@ def _cut(request: GenerateRequest, key: ApiKey, default_max_tokens: int) -> Gene
             f"priority must be at most {key.max_priority} with this API key, "
             f"got {request.priority}",
             reason="KEY_PRIORITY",
+            param="priority",
         )
     if not key.max_tokens:
         return request
@@ -255,6 +256,7 @@ def _cut(request: GenerateRequest, key: ApiKey, default_max_tokens: int) -> Gene
             raise InvalidRequestError(
                 f"{name} must be at most {key.max_tokens} with this API key, got {asked}",
                 reason="KEY_MAX_TOKENS",
+                param="max_tokens",
             )
     if stopping.max_tokens is not None:
         return request
@@ -266,7 +268,9 @@ def _cut(request: GenerateRequest, key: ApiKey, default_max_tokens: int) -> Gene
 
 def _too_many(bound: str, count: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{bound} at once, and these are {count}: every answer is one", reason=KEY_TOO_MANY
+        f"{bound} at once, and these are {count}: every answer is one",
+        reason=KEY_TOO_MANY,
+        param="n",
     )
 
 

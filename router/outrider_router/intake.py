@@ -105,5 +105,6 @@ class Intake:
             raise InvalidRequestError(
                 f"the request needs {job.kv_tokens} tokens of KV cache, more than any verifier has",
                 reason="REQUEST_TOO_LARGE",
+                param="max_tokens",
             )
         return job

@@ -145,6 +145,7 @@ class Ledger:
                 f"{size} answers cannot be given at once: the fleet serves {most} requests while "
                 f"{queue_limit} wait",
                 reason="TOO_MANY_ANSWERS",
+                param="n",
             )
 
     def _regrow(self, budget: _Budget) -> None:

@@ -101,6 +101,7 @@ def output_budget(
             f"the prompt has {prompt_len} tokens; the context holds {max_context_len} with the "
             "output",
             reason="PROMPT_TOO_LONG",
+            param="prompt",
         )
     budget = options.max_tokens
     if budget is None:
@@ -108,18 +109,22 @@ def output_budget(
         budget = max(min(default, room), min(options.min_tokens or 0, room))
     if budget < 1:
         raise InvalidRequestError(
-            f"max_tokens must be at least 1, got {budget}", reason="INVALID_STOPPING"
+            f"max_tokens must be at least 1, got {budget}",
+            reason="INVALID_STOPPING",
+            param="max_tokens",
         )
     if budget > room:
         raise InvalidRequestError(
             f"max_tokens is {budget}, but after a prompt of {prompt_len} tokens the context of "
             f"{max_context_len} leaves {room}",
             reason="CONTEXT_EXCEEDED",
+            param="max_tokens",
         )
     if (options.min_tokens or 0) > budget:
         raise InvalidRequestError(
             f"min_tokens ({options.min_tokens}) is greater than max_tokens ({budget})",
             reason="INVALID_STOPPING",
+            param="min_tokens",
         )
     return budget
 
@@ -129,7 +134,9 @@ def check_ids(ids: tuple[int, ...], vocab_size: int, what: str) -> None:
     bad = next((id_ for id_ in ids if not 0 <= id_ < vocab_size), None)
     if bad is not None:
         raise InvalidRequestError(
-            f"{what} holds {bad}; ids must be in [0, {vocab_size})", reason="TOKEN_OUT_OF_RANGE"
+            f"{what} holds {bad}; ids must be in [0, {vocab_size})",
+            reason="TOKEN_OUT_OF_RANGE",
+            param=what.removeprefix("the "),
         )
 
 

@@ -159,7 +159,7 @@ async def tokenize(
             )
             found = await _maybe_in_thread(size, encode_chat, turns)
     if not found:
-        raise InvalidRequestError("the prompt has no tokens", reason="EMPTY_PROMPT")
+        raise InvalidRequestError("the prompt has no tokens", reason="EMPTY_PROMPT", param="prompt")
     return found
 
 
@@ -189,7 +189,9 @@ def make_job(
     name = model_name(config, info)
     if request.model not in (None, "", name):
         raise NotFoundError(
-            f"model {request.model!r} is not served here; {name!r} is", reason="NO_MODEL"
+            f"model {request.model!r} is not served here; {name!r} is",
+            reason="NO_MODEL",
+            param="model",
         )
     check_ids(prompt_ids, info.vocab_size, "the prompt")
     _check_stop_strings(request.stopping.stop)
@@ -241,13 +243,16 @@ def _top_logprobs(asked: int | None, vocab_size: int) -> int | None:
         raise InvalidRequestError(
             f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {asked}",
             reason="INVALID_LOGPROBS",
+            param="top_logprobs",
         )
     return min(asked, vocab_size)
 
 
 def _check_stop_strings(stops: tuple[str, ...]) -> None:
     if not all(stops):
-        raise InvalidRequestError("stop strings must not be empty", reason="INVALID_STOPPING")
+        raise InvalidRequestError(
+            "stop strings must not be empty", reason="INVALID_STOPPING", param="stop"
+        )
 
 
 def _stop_ids(request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
@@ -257,7 +262,9 @@ def _stop_ids(request: GenerateRequest, tokenizer: Tokenizer, vocab_size: int) -
         return stop_ids(request.stopping, tokenizer.eos_ids, vocab_size)
     if not tokenizer.eos_ids:
         raise InvalidRequestError(
-            "structured output needs a model with an end-of-turn id", reason="INVALID_STRUCTURE"
+            "structured output needs a model with an end-of-turn id",
+            reason="INVALID_STRUCTURE",
+            param="structured_outputs",
         )
     stopping = replace(request.stopping, ignore_eos=False)
     return stop_ids(stopping, tokenizer.eos_ids, vocab_size)

@@ -48,6 +48,8 @@ def _ways(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             raise InvalidRequestError(
-                f"bad_words holds {word!r}, which has no tokens", reason="INVALID_SAMPLING"
+                f"bad_words holds {word!r}, which has no tokens",
+                reason="INVALID_SAMPLING",
+                param="bad_words",
             )
         yield ids

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from outrider import errors
 from outrider.errors import OutriderError
-from outrider.transport.status import MAX_MESSAGE_CHARS, to_status
-from outrider_router.http.unsupported import UnsupportedFieldError
+from outrider.transport.status import to_status
+from outrider_router.http.mistakes import describe_body
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
@@ -53,8 +53,8 @@ _TYPES: Final = {400: INVALID, 404: "not_found_error", 429: "rate_limit_error"}
 _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 _MOST_QUOTED = 100
 """Characters of a header."""
-_MOST_TOLD = 3
-"""Mistakes of a body that one answer tells."""
+FIELD_NAMES: Final = "outrider.field_names"
+"""In a request's scope: names of its fields by those that typed errors have in `param`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,33 +113,17 @@ def describe(error: BaseException) -> HttpError:
         type=type_,
         message=told.message,
         code=CODES.get(told.reason, told.reason.lower()),
-        param=error.param if isinstance(error, UnsupportedFieldError) else None,
+        param=getattr(error, "param", "") or None,
         retry_after_s=told.retry_after_s,
     )
 
 
-def describe_mistakes(mistakes: Sequence[Mapping[str, Any]]) -> HttpError:
-    """What is wrong with a body, as pydantic tells it."""
-    told = [f"{_where(mistake)}: {mistake['msg']}" for mistake in mistakes[:_MOST_TOLD]]
-    if len(mistakes) > _MOST_TOLD:
-        told.append(f"and {len(mistakes) - _MOST_TOLD} more")
-    path = mistakes[0]["loc"][1:2] if mistakes else ()
-    return HttpError(
-        status=400,
-        type=INVALID,
-        message="; ".join(told)[:MAX_MESSAGE_CHARS],
-        code="invalid_request",
-        param=str(path[0]) if path else None,
-    )
-
-
-def _where(mistake: Mapping[str, Any]) -> str:
-    return ".".join(map(str, mistake["loc"][1:])) or "body"
-
-
-async def on_typed(_request: Request, error: Exception) -> Response:
+async def on_typed(request: Request, error: Exception) -> Response:
     """Handler of everything that the router raises before it has begun to answer."""
-    return describe(error).response()
+    described = describe(error)
+    names: Mapping[str, str] = request.scope.get(FIELD_NAMES, {})
+    param = described.param and names.get(described.param, described.param)
+    return replace(described, param=param).response()
 
 
 async def on_mistakes(request: Request, error: Exception) -> Response:
@@ -154,7 +138,10 @@ async def on_mistakes(request: Request, error: Exception) -> Response:
             message=f"Content-Type must be application/json, got {said[:_MOST_QUOTED]!r}",
             code="unsupported_media_type",
         ).response()
-    return describe_mistakes(error.errors()).response()
+    message, param = describe_body(error.errors(), error.body)
+    return HttpError(
+        status=400, type=INVALID, message=message, param=param or None, code="invalid_request"
+    ).response()
 
 
 def _is_json(content_type: str) -> bool:
@@ -164,14 +151,31 @@ def _is_json(content_type: str) -> bool:
     )
 
 
-async def on_http(_request: Request, error: Exception) -> Response:
+async def on_http(request: Request, error: Exception) -> Response:
     """Handler of what the framework refuses: unknown paths, methods, too large bodies."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     described = HttpError(
         status=status,
         type=_TYPES.get(status, INVALID if status < 500 else SERVER),
-        message=str(error.detail),
+        message=_unrouted(request, error) or str(error.detail),
         code=_HTTP_CODES.get(status, "invalid_request"),
     )
     return described.response(error.headers)
+
+
+def _unrouted(request: Request, error: HTTPException) -> str:
+    """What is said of a path or a method that is not served; "" of any other error."""
+    asked = f"{request.method} {request.url.path[:_MOST_QUOTED]}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow", "")
+        return f"{asked} is not served here; the path takes {allowed}"
+    if error.status_code == 404:
+        return f"{asked} is not served here; these are: {', '.join(_offered(request))}"
+    return ""
+
+
+def _offered(request: Request) -> list[str]:
+    """Methods and paths of the published API, generation first."""
+    paths: dict[str, dict[str, object]] = request.app.openapi()["paths"]
+    return [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]

@@ -15,6 +15,7 @@ from outrider_router.admission import no_verifier
 from outrider_router.http.answering import Answering, Asked
 from outrider_router.http.bodies import JsonRoute
 from outrider_router.http.callers import Caller, Service
+from outrider_router.http.errors import FIELD_NAMES
 from outrider_router.http.forms import ChatForm, CompletionForm, Form
 from outrider_router.http.guard import CLIENT_ID, OWN_ID
 from outrider_router.http.logprobs import TokenTexts
@@ -30,6 +31,7 @@ from outrider_router.http.response_models import (
     ChatAnswer,
     CompletionAnswer,
 )
+from outrider_router.http.structure import structure_field
 from outrider_router.http.translate import chat_requests, completion_requests
 from outrider_router.request import model_name
 from outrider_router.service import RouterService
@@ -42,6 +44,10 @@ async def completions(
     body: CompletionRequest, request: Request, service: Service, caller: Caller
 ) -> Response:
     """Continue one prompt or several: texts, or token ids."""
+    request.scope[FIELD_NAMES] = {
+        "top_logprobs": "logprobs",
+        "structured_outputs": structure_field(body),
+    }
     requests = completion_requests(body, request.scope[CLIENT_ID])
     # Not on the event loop: ids of a megabyte take long.
     echoes = await asyncio.to_thread(_echoes, requests, service.tokenizer) if body.echo else ()
@@ -72,6 +78,13 @@ async def chat_completions(
     body: ChatCompletionRequest, request: Request, service: Service, caller: Caller
 ) -> Response:
     """Answer a conversation."""
+    request.scope[FIELD_NAMES] = {
+        "prompt": "messages",
+        "max_tokens": "max_tokens"
+        if body.max_completion_tokens is None
+        else "max_completion_tokens",
+        "structured_outputs": structure_field(body),
+    }
     requests = chat_requests(body, request.scope[CLIENT_ID])
     return _answer(ChatForm, requests, body, request, service, caller)
 

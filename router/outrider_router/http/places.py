@@ -21,6 +21,7 @@ class Holder(Protocol):
     @property
     def is_sent(self) -> bool:
         """Whether everything that was answered has been sent."""
+        ...
 
     def cut(self) -> None:
         """Close it now."""

@@ -36,6 +36,7 @@ from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
 )
 from outrider.wire.limits import MAX_PRIORITY, MAX_SEQUENCE_LEN, MAX_VOCAB_SIZE
+from outrider_router.http.mistakes import TAG
 from outrider_router.http.structure import Strict, StructureFields
 
 MAX_CHOICES = 128
@@ -86,35 +87,37 @@ Name = Annotated[str, Len(1, MAX_NAME_BYTES)]
 def _prompt_kind(value: object) -> str:
     """By its first item: a prompt of a million ids is looked at as one kind of list only."""
     if not isinstance(value, list):
-        return "text"
+        return f"{TAG}text"
     first = value[0] if value else 0
-    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "tokens"
+    if isinstance(first, str):
+        return f"{TAG}texts"
+    return f"{TAG}lists" if isinstance(first, list) else f"{TAG}tokens"
 
 
 Prompts = Annotated[
-    Annotated[Text, Tag("text")]
+    Annotated[Text, Tag(f"{TAG}text")]
     | Annotated[
         Annotated[list[Text], _size(1, MAX_CHOICES)],
-        Tag("texts"),
+        Tag(f"{TAG}texts"),
     ]
-    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[Tokens, Tag(f"{TAG}tokens")]
     | Annotated[
         Annotated[list[Tokens], _size(1, MAX_CHOICES)],
-        Tag("lists"),
+        Tag(f"{TAG}lists"),
     ],
     Discriminator(_prompt_kind),
 ]
 
 
 def _text_kind(value: object) -> str:
-    return "list" if isinstance(value, list) else "text"
+    return f"{TAG}list" if isinstance(value, list) else f"{TAG}text"
 
 
 Stop = Annotated[
-    Annotated[StopString, Tag("text")]
+    Annotated[StopString, Tag(f"{TAG}text")]
     | Annotated[
         Annotated[list[StopString], _size(0, MAX_STOP_STRINGS)],
-        Tag("list"),
+        Tag(f"{TAG}list"),
     ],
     Discriminator(_text_kind),
 ]
@@ -233,10 +236,10 @@ class Message(Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[Annotated[str, Len(0, MAX_PROMPT_BYTES)], Tag("text")]
+        Annotated[Annotated[str, Len(0, MAX_PROMPT_BYTES)], Tag(f"{TAG}text")]
         | Annotated[
             Annotated[list[TextPart], _size(1, 1024)],
-            Tag("list"),
+            Tag(f"{TAG}list"),
         ],
         Discriminator(_text_kind),
     ]

@@ -9,14 +9,24 @@ import json
 from typing import Annotated, Any, Literal
 
 from annotated_types import Len
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.structured import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+from outrider_router.http.mistakes import TAG
 from outrider_router.http.unsupported import STRUCTURE, refuse_unsupported
 
 Words = Annotated[str, Len(1, MAX_STRUCTURE_BYTES)]
-Schema = dict[str, Any] | Words
+
+
+def _schema_kind(value: object) -> str:
+    return f"{TAG}text" if isinstance(value, str) else f"{TAG}object"
+
+
+Schema = Annotated[
+    Annotated[dict[str, Any], Tag(f"{TAG}object")] | Annotated[Words, Tag(f"{TAG}text")],
+    Discriminator(_schema_kind),
+]
 """A JSON schema, as an object or as its text."""
 Choices = Annotated[list[Words], Field(min_length=1, max_length=1024, fail_fast=True)]
 
@@ -127,4 +137,12 @@ def _quoted(text: str) -> str:
 
 
 def _invalid(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, reason="INVALID_STRUCTURE")
+    return InvalidRequestError(message, reason="INVALID_STRUCTURE", param="structured_outputs")
+
+
+def structure_field(body: StructureFields) -> str:
+    """The field by which a body says which form its answer is to have, the first one of several."""
+    return next(
+        (name for name in StructureFields.model_fields if getattr(body, name) is not None),
+        "structured_outputs",
+    )

@@ -50,6 +50,8 @@ _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
 }
 
 
+@router.head("/health", include_in_schema=False)
+@router.head("/ping", include_in_schema=False)
 @router.get("/health", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
 @router.get("/ping", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
 async def health(service: Service) -> Response:
@@ -76,12 +78,14 @@ async def metrics(request: Request, service: Service, _operator: Operator) -> Re
     return Response(encode(service.metrics.registry), headers={"content-type": content_type})
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", responses=refusals(), tags=["OpenAI"])
 async def list_models(service: Service, request: Request, _caller: Caller) -> ModelList:
     """The served models; none while no verifier is healthy."""
     return ModelList(data=[_model(info, request) for info in models(service)])
 
 
+@router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get("/v1/models/{model:path}", responses=refusals(404), tags=["OpenAI"])
 async def get_model(model: str, service: Service, request: Request, _caller: Caller) -> ModelBody:
     """One of them."""
@@ -113,7 +117,7 @@ def _tokenized(ids: tuple[int, ...], info: ModelInfo, names: Tokenizer | None) -
 async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError(
-            "one of prompt and messages must be given", reason="INVALID_REQUEST"
+            "one of prompt and messages must be given", reason="INVALID_REQUEST", param="prompt"
         )
     opening = body.add_special_tokens is not False
     if body.prompt == "":
@@ -157,6 +161,7 @@ def _conversation(body: TokenizeRequest) -> ChatPrompt:
         raise InvalidRequestError(
             f"messages must have at most {MAX_TOKENIZED_CHARS} characters together, got {size}",
             reason="INVALID_REQUEST",
+            param="messages",
         )
     return prompt
 
@@ -189,7 +194,9 @@ def _known(service: RouterService, name: str | None) -> ModelInfo:
     found = next((info for info in known if name in (None, info.name)), None)
     if found is None:
         raise NotFoundError(
-            f"model {name!r} is not served here; {known[0].name!r} is", reason="NO_MODEL"
+            f"model {name!r} is not served here; {known[0].name!r} is",
+            reason="NO_MODEL",
+            param="model",
         )
     return found
 

@@ -66,7 +66,9 @@ def chat_requests(
     """One request a choice. Raises InvalidRequestError."""
     refuse_unsupported(body.model_extra, CHAT)
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs: true", reason="INVALID_LOGPROBS")
+        raise InvalidRequestError(
+            "top_logprobs needs logprobs: true", reason="INVALID_LOGPROBS", param="top_logprobs"
+        )
     longest = body.max_completion_tokens
     return _choices(
         body,
@@ -102,7 +104,7 @@ def chat_prompt(messages: Sequence[Message]) -> ChatPrompt:
     """A conversation; "developer" is the newer name of "system". Raises InvalidRequestError."""
     turns = []
     for number, message in enumerate(messages):
-        refuse_unsupported(message.model_extra, MESSAGE, f"messages.{number}.")
+        refuse_unsupported(message.model_extra, MESSAGE, f"messages[{number}].")
         content = message.content
         turns.append(
             ChatMessage(
@@ -133,6 +135,7 @@ def _choices(
             f"{len(prompts)} prompts times n = {n} are {count} answers; at most {MAX_CHOICES} may "
             "be asked for at once",
             reason="TOO_MANY_CHOICES",
+            param="n",
         )
     stopping = _stopping(body, max_tokens, default_max_tokens)
     structure = structure_of(body)

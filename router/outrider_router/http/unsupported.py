@@ -93,8 +93,7 @@ class UnsupportedFieldError(InvalidRequestError):
     """A field that would change the answer; `param` is its name."""
 
     def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(message, reason="UNSUPPORTED")
-        self.param = param
+        super().__init__(message, reason="UNSUPPORTED", param=param)
 
 
 def refuse_unsupported(extra: Mapping[str, object] | None, fields: Fields, where: str = "") -> None:
