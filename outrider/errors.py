@@ -19,6 +19,8 @@ OutriderError
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class OutriderError(Exception):
     """Base of all errors. `reason` is a stable UPPER_SNAKE_CASE identifier for machines."""
@@ -40,6 +42,15 @@ class OutriderError(Exception):
         self.reason = reason
         self.retry_after_s = retry_after_s
         self.param = param
+
+    def copy(self) -> Self:
+        """The same error anew. One error that is raised twice would chain its tracebacks."""
+        return type(self)(
+            self.message,
+            reason=self.reason,
+            retry_after_s=self.retry_after_s,
+            param=self.param,
+        )
 
 
 class InvalidRequestError(OutriderError):

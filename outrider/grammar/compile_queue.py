@@ -50,10 +50,7 @@ class CompileQueue(Generic[ResultT]):
             # Whoever leaves does not take it from the others.
             return await asyncio.shield(compiling.done)
         except OutriderError as error:
-            # One error that is raised twice chains tracebacks.
-            raise type(error)(
-                error.message, reason=error.reason, retry_after_s=error.retry_after_s
-            ) from None
+            raise error.copy() from None
         finally:
             compiling.waiting -= 1
             if not compiling.waiting:

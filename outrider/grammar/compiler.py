@@ -165,7 +165,7 @@ class GrammarCompiler:
                 while len(self._verdicts) > MAX_VERDICTS:
                     self._verdicts.popitem(last=False)
         if verdict.error is not None:
-            raise type(verdict.error)(verdict.error.message, reason=verdict.error.reason)
+            raise verdict.error.copy()
         return verdict
 
     def _try_out(self, structured: StructuredOutput, cancellation: Cancellation) -> Verdict:
