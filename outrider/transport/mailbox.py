@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from outrider.errors import OutriderError
-from outrider.transport.status import copy_of
 
 ItemT = TypeVar("ItemT")
 
@@ -73,7 +72,7 @@ class Mailbox(Generic[ItemT]):
         """Append items, all of them if there is room for the first now, else none. Raises the
         error of `close`."""
         if self._error is not None:
-            raise copy_of(self._error)
+            raise self._error.copy()
         if items and self._full(self._size_of(items[0])):
             return False
         self.add(*items)
@@ -93,7 +92,7 @@ class Mailbox(Generic[ItemT]):
         """The oldest item; waits for one. Raises the error of `close` once empty."""
         while not self._items:
             if self._error is not None:
-                raise copy_of(self._error)
+                raise self._error.copy()
             await _park(self._getters)
         item = self._items.popleft()
         self._size -= self._size_of(item)
@@ -108,7 +107,7 @@ class Mailbox(Generic[ItemT]):
         Raises the error of `close` once empty.
         """
         if not self._items and self._error is not None:
-            raise copy_of(self._error)
+            raise self._error.copy()
         taken: list[ItemT] = []
         size = 0
         while self._items and len(taken) < max_items:

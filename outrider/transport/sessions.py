@@ -20,7 +20,7 @@ from outrider.ids import DrafterId
 from outrider.transport.base import RouterConnection
 from outrider.transport.mailbox import Mailbox
 from outrider.transport.outgoing import Outgoing
-from outrider.transport.status import ErrorStatus, copy_of, from_status, to_status
+from outrider.transport.status import ErrorStatus, from_status, to_status
 from outrider.wire.accounting import add_round
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
@@ -276,7 +276,7 @@ class _Live(Generic[ListenerT]):
         self.lost = True
         while self.listeners:
             _handle, listener = self.listeners.popitem()
-            listener.fail(copy_of(error))
+            listener.fail(error.copy())
 
 
 _CLOSING: set[asyncio.Task[None]] = set()

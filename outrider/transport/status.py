@@ -87,10 +87,3 @@ def from_status(status: ErrorStatus) -> OutriderError:
 def typed(error: Exception) -> OutriderError:
     """What an error looks like from another process."""
     return from_status(to_status(error))
-
-
-def copy_of(error: OutriderError) -> OutriderError:
-    """A fresh error with the same content: raising one instance twice chains tracebacks."""
-    return type(error)(
-        error.message, reason=error.reason, retry_after_s=error.retry_after_s, param=error.param
-    )

@@ -19,7 +19,6 @@ from outrider.errors import (
     OutriderError,
 )
 from outrider.ids import RequestId
-from outrider.transport.status import copy_of
 from outrider.wire.inference import (
     Delta,
     FinishInfo,
@@ -163,7 +162,7 @@ class Answer:
             if listener.error is not None:
                 raise listener.error
             if self.error is not None:
-                raise copy_of(self.error)
+                raise self.error.copy()
         finally:
             self._leave(listener)
 
@@ -254,7 +253,7 @@ class Answer:
         if self._telling and listener is not None:
             self._listener = None
             self._stop_telling()
-            listener.end(copy_of(error))
+            listener.end(error.copy())
 
     def _stop_telling(self) -> None:
         """Have the request's task go on although a write is not done."""

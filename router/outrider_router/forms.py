@@ -10,7 +10,6 @@ from outrider.grammar.compile_queue import CompileQueue
 from outrider.grammar.compiler import Cancellation, GrammarCompiler
 from outrider.grammar.limits import CompileLimits
 from outrider.spec.structured import StructuredOutput
-from outrider.transport.status import copy_of
 
 
 class Forms:
@@ -51,7 +50,7 @@ class Forms:
         if verdict is None:
             await self._queue.compile(structured)
         elif verdict.error is not None:
-            raise copy_of(verdict.error)
+            raise verdict.error.copy()
 
     def _compile(self, structured: StructuredOutput, cancellation: Cancellation) -> None:
         """On a thread."""

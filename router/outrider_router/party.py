@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from outrider.errors import CancelledRequestError, OutriderError
-from outrider.transport.status import copy_of
 from outrider_router.waiting import Ticket
 
 
@@ -52,4 +51,4 @@ class Party:
             # Whoever leaves does not take it from the others.
             await asyncio.shield(self._entered)
         except OutriderError as error:
-            raise copy_of(error) from None
+            raise error.copy() from None

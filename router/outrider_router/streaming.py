@@ -15,7 +15,6 @@ from typing import Final
 
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import DrafterId, VerifierId
-from outrider.transport.status import copy_of
 from outrider.wire.inference import Delta, FinishInfo, TokenLogprobs, Usage
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
@@ -126,14 +125,14 @@ class Feed:
         entry = self.entry
         while True:
             if entry.ended is not None:
-                raise copy_of(entry.ended)
+                raise entry.ended.copy()
             more = len(entry.emitted) > told
             # First tokens and ends do not wait for their turn.
             if self.reason is not None or (more and (self._turn or not told)):
                 self._turn = False
                 return
             if self.error is not None and not more:
-                raise copy_of(self.error)
+                raise self.error.copy()
             # Coming back may wake this very reader.
             waiter = self._waiter = asyncio.get_running_loop().create_future()
             self._pacer.came_back(self, more=more)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
 from outrider.transport.lane.ring import RING_BYTES, Ring
-from outrider.transport.status import copy_of
 from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import Encoded
 
@@ -152,7 +151,7 @@ class Lane:
     def _next_packet(self) -> bytes | None:
         """None if there is none now. Raises ConnectionLostError."""
         if self._broken is not None:
-            raise copy_of(self._broken)
+            raise self._broken.copy()
         while True:
             try:
                 packet = self._socket.recv(INLINE_BYTES + 1)

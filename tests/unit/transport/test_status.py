@@ -6,7 +6,7 @@ import pytest
 
 from outrider import errors
 from outrider.errors import InternalError, OutriderError
-from outrider.transport.status import ErrorStatus, copy_of, from_status, to_status
+from outrider.transport.status import ErrorStatus, from_status, to_status
 
 KINDS = [
     kind
@@ -18,7 +18,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_error_keeps_its_type_and_content(kind: type[OutriderError]) -> None:
     error = kind("what was wrong", reason="WHY", retry_after_s=2.5)
-    for twin in (from_status(to_status(error)), copy_of(error)):
+    for twin in (from_status(to_status(error)), error.copy()):
         assert type(twin) is kind and twin is not error
         assert (twin.message, twin.reason, twin.retry_after_s) == ("what was wrong", "WHY", 2.5)
 
