@@ -70,6 +70,7 @@ def build_service(
         tokenizer_file(config.model),
         vocab_size=identity.vocab_size,
         limits=config.grammar_compile,
+        masks=config.grammar_masks,
     )
     return DrafterService(
         config, sources, dialer, identity=identity, awake=awake, join=join, grammars=grammars

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from outrider.grammar.mask_jobs import MaskJob, MaskMeter, round_workers, worker_threads
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 Mask = NDArray[np.uint32]
 ALL = np.uint32(0xFFFFFFFF)
-MOST_THREADS: Final = 8
-"""That work out masks; at most half of the cores."""
 
 
 def mask_words(vocab_size: int) -> int:
@@ -102,6 +102,20 @@ class Constraint(Protocol):
         None: nobody."""
         ...
 
+    @property
+    def meter(self) -> MaskMeter | None:
+        """What its masks have cost; None: it has no matcher."""
+        ...
+
+    def prepare(self, output_ids: NDArray[np.int32]) -> bool:
+        """Whether what is legal behind `output_ids`, all that was emitted so far, is known; if not,
+        it is computed in the background from now on. True for a session that has `failed`."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """End the session with this reason; its matcher is not touched any more."""
+        ...
+
     def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         """Make what `matcher` says of where it is and behind each of k draft tokens, uint32
         [1 + k, W], what is legal there, in place: up to behind the last token that something can
@@ -149,12 +163,11 @@ def masks_along(wishes: Sequence[Wish]) -> list[Along]:
     masks = np.full((first[-1], wishes[0][0].words), ALL, dtype=np.uint32)
     told = [None if tokens else constraint.here for constraint, tokens in wishes]
     asked = [
-        (matcher, row, tokens)
+        (constraint, row, tokens)
         for (constraint, _), here, row, tokens in zip(wishes, told, first, known, strict=False)
-        if here is None and (matcher := constraint.matcher) is not None
+        if here is None
     ]
-    if asked:
-        _ask(asked, masks)
+    _ask_together(asked, masks)
     found: list[Along] = []
     spans = itertools.pairwise(first)
     for (constraint, _), here, span, tokens in zip(wishes, told, spans, known, strict=True):
@@ -172,6 +185,49 @@ def masks_along(wishes: Sequence[Wish]) -> list[Along]:
 def _known_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
     """The tokens before the first one that is no id."""
     return list(itertools.takewhile(lambda token: 0 <= token < vocab_size, tokens))
+
+
+def is_slow(constraint: Constraint | None) -> bool:
+    """Whether the masks of a session take so long that rounds go on without it meanwhile."""
+    if constraint is None or (meter := constraint.meter) is None:
+        return False
+    return meter.is_slow and not constraint.failed
+
+
+_Asked = tuple[Constraint, int, list[int]]
+"""A constraint, the row of its first mask, and the draft tokens along which it is asked."""
+
+
+def _ask_together(asked: Sequence[_Asked], masks: NDArray[np.uint32]) -> None:
+    """Have the masks of constraints written: in one call, but for those that may be expensive."""
+    joint: list[tuple[LLMatcher, int, list[int]]] = []
+    meters: list[MaskMeter] = []
+    jobs: list[tuple[MaskJob, _Asked]] = []
+    for each in asked:
+        constraint, row, tokens = each
+        matcher, meter = constraint.matcher, constraint.meter
+        if matcher is None:
+            continue
+        if meter is not None and meter.is_alone:
+            jobs.append((MaskJob(matcher, meter, constraint.words, drafts=tokens), each))
+            continue
+        joint.append((matcher, row, tokens))
+        meters += [] if meter is None else [meter]
+    for job, _ in jobs:
+        round_workers().start(job)
+    if joint:
+        began = time.perf_counter()
+        _ask(joint, masks)
+        for meter in meters:
+            meter.record_joint(time.perf_counter() - began)
+    for job, (constraint, row, _) in jobs:
+        round_workers().wait(job)
+        meter = constraint.meter
+        assert meter is not None
+        if why := meter.record(job):
+            constraint.give_up(why)
+        else:
+            masks[row : row + len(job.masks)] = job.masks
 
 
 def _ask(asked: Sequence[tuple[LLMatcher, int, list[int]]], masks: NDArray[np.uint32]) -> None:
@@ -221,5 +277,4 @@ def legal_prefix(constraint: Constraint, tokens: Sequence[int]) -> int:
 def _executor() -> LLExecutor:
     from llguidance import LLExecutor
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-    return LLExecutor(min(MOST_THREADS, max(1, cores // 2)))
+    return LLExecutor(worker_threads())

@@ -5,17 +5,23 @@ Masks as in `outrider.grammar.constraint`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.grammar.constraint import Mask, allows, mask_of, mask_words
+from outrider.grammar.limits import MaskLimits
+from outrider.grammar.mask_jobs import MaskJob, MaskMeter, background_workers
 from outrider.grammar.reasons import plain_reason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+CONSUMED_AT_ONCE: Final = 4
+"""Tokens that are consumed between two looks at what that cost; others wait meanwhile."""
 
 
 class FormConstraint:
@@ -26,15 +32,25 @@ class FormConstraint:
     """
 
     def __init__(
-        self, matcher: LLMatcher, *, vocab_size: int, end_id: int, stop_ids: Sequence[int]
+        self,
+        matcher: LLMatcher,
+        *,
+        vocab_size: int,
+        end_id: int,
+        stop_ids: Sequence[int],
+        meter: MaskMeter | None = None,
     ) -> None:
         """`matcher`: at the beginning, of this object alone; `end_id`: the id by which the matcher
-        says that the output is complete."""
+        says that the output is complete; `meter`: bounds what masks cost."""
         self._matcher = matcher
         self._vocab_size, self._end_id = vocab_size, end_id
         self._words = mask_words(vocab_size)
         self._stops = mask_of(stop_ids, self._words)
         self._seen = self._entered = 0
+        self._meter = meter or MaskMeter(MaskLimits(), may_be_ambiguous=False)
+        self._job: MaskJob | None = None
+        """Computes what may follow in the background; meanwhile nothing else uses the matcher."""
+        self._is_given_up = False
         self._here: tuple[int, Mask] | None = None
         """What may follow so many tokens, those that stand and those that were entered."""
         self.failed = ""
@@ -42,14 +58,22 @@ class FormConstraint:
 
     def follow(self, output_ids: NDArray[np.int32]) -> None:
         """See `Constraint`. What the grammar does not allow makes it `failed`."""
+        self._finish_job()
         new = output_ids[self._seen :].tolist()
         self._seen = len(output_ids)
         if not new or self.failed:
             return
         self._here = None
-        taken = self._matcher.try_consume_tokens(new)
-        if taken < len(new):
-            self._fail(f"token {new[taken]} does not fit the grammar")
+        for start in range(0, len(new), CONSUMED_AT_ONCE):
+            part = new[start : start + CONSUMED_AT_ONCE]
+            began = time.thread_time()
+            taken = self._matcher.try_consume_tokens(part)
+            if taken < len(part):
+                self._fail(f"token {part[taken]} does not fit the grammar")
+            elif why := self._meter.record_consumption(time.thread_time() - began):
+                self._fail(why)
+            if self.failed:
+                return
 
     def stand(self) -> None:
         """See `Constraint`."""
@@ -71,7 +95,46 @@ class FormConstraint:
     @property
     def matcher(self) -> LLMatcher | None:
         """See `Constraint`."""
+        self._finish_job()
         return None if self.failed else self._matcher
+
+    @property
+    def meter(self) -> MaskMeter:
+        """See `Constraint`."""
+        return self._meter
+
+    def prepare(self, output_ids: NDArray[np.int32]) -> bool:
+        """See `Constraint`."""
+        if self._job is not None:
+            background_workers().check_late(self._job)
+            if not (self._job.done.is_set() or self._job.is_late):
+                return False
+            self._finish_job()
+        if self.failed or (self._seen == len(output_ids) and self.here is not None):
+            return True
+        new = output_ids[self._seen :].tolist()
+        self._seen, self._here = len(output_ids), None
+        self._job = MaskJob(self._matcher, self._meter, self._words, output=new)
+        background_workers().start(self._job)
+        return False
+
+    def _finish_job(self) -> None:
+        """Wait for what is computed in the background, and take it over."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        background_workers().wait(job)
+        if why := self._meter.record(job):
+            self.give_up(why)
+        elif job.consumed < job.num_output:
+            self._fail("a token does not fit the grammar")
+        else:
+            self.finish(job.masks, ())
+
+    def give_up(self, why: str) -> None:
+        """See `Constraint`."""
+        self._is_given_up = True
+        self._fail(why)
 
     @property
     def vocab_size(self) -> int:
@@ -114,6 +177,7 @@ class FormConstraint:
 
     def enter(self, tokens: Sequence[int]) -> int:
         """See `Constraint`; it stops, too, before a token that the grammar does not have here."""
+        self._finish_job()
         if self.failed or not tokens:
             return 0
         inside = tokens
@@ -128,12 +192,14 @@ class FormConstraint:
     def leave(self, count: int) -> None:
         """See `Constraint`."""
         if count:
-            self._matcher.rollback(count)
+            if not self._is_given_up:
+                self._matcher.rollback(count)
             self._entered -= count
             self._here = None
 
     def forced(self) -> Sequence[int]:
         """See `Constraint`."""
+        self._finish_job()
         return () if self.failed else self._matcher.compute_ff_tokens()
 
     def _fail(self, why: str) -> None:

@@ -21,8 +21,9 @@ from outrider.grammar.library import (
     is_installed,
     load_tokenizer,
 )
-from outrider.grammar.limits import CompileLimits
-from outrider.spec.structured import StructuredOutput
+from outrider.grammar.limits import CompileLimits, MaskLimits
+from outrider.grammar.mask_jobs import MaskMeter
+from outrider.spec.structured import StructuredKind, StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -37,10 +38,19 @@ class Grammar:
     """A compiled grammar; sessions begin from copies of it. Thread-safe."""
 
     def __init__(
-        self, matcher: LLMatcher, *, vocab_size: int, end_id: int, memory_bytes: int = 0
+        self,
+        matcher: LLMatcher,
+        *,
+        vocab_size: int,
+        end_id: int,
+        masks: MaskLimits,
+        may_be_ambiguous: bool,
+        memory_bytes: int = 0,
     ) -> None:
-        """`memory_bytes`: what it takes, as far as that is known."""
+        """`masks`: limits of each session; `may_be_ambiguous`: see `MaskMeter`; `memory_bytes`:
+        what the grammar takes, as far as that is known."""
         self._matcher, self._vocab_size, self._end_id = matcher, vocab_size, end_id
+        self._masks, self._may_be_ambiguous = masks, may_be_ambiguous
         self.memory_bytes = memory_bytes
 
     def begin(self, stop_ids: Sequence[int]) -> FormConstraint:
@@ -51,6 +61,7 @@ class Grammar:
             vocab_size=self._vocab_size,
             end_id=self._end_id,
             stop_ids=stop_ids,
+            meter=MaskMeter(self._masks, may_be_ambiguous=self._may_be_ambiguous),
         )
 
 
@@ -59,12 +70,18 @@ class Grammars:
     it does not belong on an event loop."""
 
     def __init__(
-        self, tokenizer_json: str, *, vocab_size: int, limits: CompileLimits | None = None
+        self,
+        tokenizer_json: str,
+        *,
+        vocab_size: int,
+        limits: CompileLimits | None = None,
+        masks: MaskLimits | None = None,
     ) -> None:
         """`tokenizer_json`: the content of a tokenizer.json; `vocab_size`: of the logits, which may
         be padded beyond the tokenizer's ids."""
         self._json = tokenizer_json
         self._vocab_size = vocab_size
+        self._masks = masks or MaskLimits()
         self.compiler = GrammarCompiler(tokenizer_json, vocab_size=vocab_size, limits=limits)
         """Tries out what was not compiled yet: a grammar that stops or kills it is not compiled
         here."""
@@ -77,14 +94,19 @@ class Grammars:
 
     @classmethod
     def load(
-        cls, tokenizer_file: Path, *, vocab_size: int, limits: CompileLimits | None = None
+        cls,
+        tokenizer_file: Path,
+        *,
+        vocab_size: int,
+        limits: CompileLimits | None = None,
+        masks: MaskLimits | None = None,
     ) -> Grammars | None:
         """Of a tokenizer.json; None without the file, or without the library. Takes a third of a
         second for 50,000 ids, and holds all other threads up: before anybody is served."""
         if not is_installed() or not tokenizer_file.is_file():
             return None
         text = tokenizer_file.read_text(encoding="utf-8")
-        found = cls(text, vocab_size=vocab_size, limits=limits)
+        found = cls(text, vocab_size=vocab_size, limits=limits, masks=masks)
         found.compiler.start()
         with contextlib.suppress(FailedPreconditionError):
             # Who asks for a form is told.
@@ -162,6 +184,8 @@ class Grammars:
             call_with_stack(compile_here),
             vocab_size=self._vocab_size,
             end_id=tokenizer.eos_token,
+            masks=self._masks,
+            may_be_ambiguous=structured.kind is StructuredKind.GRAMMAR,
             memory_bytes=verdict.memory_bytes,
         )
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.grammar.constraint import ALL, Constraint, Mask, mask_of, mask_words
+from outrider.grammar.mask_jobs import MaskMeter
 from outrider.spec.token_limits import TokenLimits
 
 if TYPE_CHECKING:
@@ -79,7 +80,12 @@ class IdConstraint:
     @property
     def here(self) -> Mask | None:
         """See `Constraint`."""
-        return None
+        here = None if self._form is None else self._form.here
+        if here is None:
+            return None
+        mask = here.copy()
+        self._limit(mask, self._tail)
+        return mask
 
     @property
     def words(self) -> int:
@@ -95,6 +101,20 @@ class IdConstraint:
     def matcher(self) -> LLMatcher | None:
         """See `Constraint`."""
         return None if self._form is None else self._form.matcher
+
+    @property
+    def meter(self) -> MaskMeter | None:
+        """See `Constraint`."""
+        return None if self._form is None else self._form.meter
+
+    def prepare(self, output_ids: NDArray[np.int32]) -> bool:
+        """See `Constraint`."""
+        return self._form is None or self._form.prepare(output_ids)
+
+    def give_up(self, why: str) -> None:
+        """See `Constraint`: only a form can fail."""
+        if self._form is not None:
+            self._form.give_up(why)
 
     def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         """See `Constraint`."""

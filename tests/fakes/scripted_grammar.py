@@ -27,7 +27,7 @@ LANGUAGE: dict[tuple[int, ...], list[int]] = {
 class Scripted:
     """A constraint (`outrider.grammar.constraint`) over LANGUAGE; elsewhere 5 and 6 may follow."""
 
-    failed, words, vocab_size, matcher, here = "", WORDS, 32 * WORDS, None, None
+    failed, words, vocab_size, matcher, here, meter = "", WORDS, 32 * WORDS, None, None, None
 
     def __init__(self) -> None:
         self.path: list[int] = []
@@ -39,6 +39,12 @@ class Scripted:
 
     def stand(self) -> None:
         self.stood = len(self.path)
+
+    def prepare(self, output_ids: NDArray[np.int32]) -> bool:
+        return True
+
+    def give_up(self, why: str) -> None:
+        raise AssertionError(why)
 
     def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         for depth, mask in enumerate(masks):

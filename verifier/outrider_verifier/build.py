@@ -93,7 +93,10 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
         model_name=config.model,
         tokenizer_hash=tokenizer_hash(path),
         grammars=Grammars.load(
-            tokenizer_file(path), vocab_size=target.vocab_size, limits=config.grammar_compile
+            tokenizer_file(path),
+            vocab_size=target.vocab_size,
+            limits=config.grammar_compile,
+            masks=config.grammar_masks,
         ),
         awake=awake,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.grammars import Grammar
+from outrider.grammar.form_constraint import FormConstraint
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.transport.lane import Lane
@@ -38,8 +38,8 @@ class Open:
     ticket: int
     spec: SessionSpec
     answer: asyncio.Future[None]
-    grammar: Grammar | None = None
-    """Of its structured output; None: it has none."""
+    form: FormConstraint | None = None
+    """Of its structured output, behind what was emitted; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ class Core:
                 reason="SESSION_EXISTS",
             )
         self._check_places(old)
-        constraint = begin_constraint(spec, command.grammar, vocab_size=self._vocab_size)
+        constraint = begin_constraint(spec, command.form, vocab_size=self._vocab_size)
         if old is not None:
             self._cancel(old)
         own_draft = self._own_draft(spec, spec.plan)

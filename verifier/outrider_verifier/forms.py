@@ -3,6 +3,10 @@ with limits of its ids."""
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
 import numpy as np
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
@@ -12,6 +16,8 @@ from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.grammars import Grammar, Grammars
 from outrider.grammar.id_constraint import within
 from outrider.wire.messages import SessionSpec
+
+FOLLOWING_THREADS: Final = 2
 
 
 class Forms:
@@ -24,21 +30,27 @@ class Forms:
         if grammars is not None:
             threads = grammars.compiler.limits.processes
             self._queue = CompileQueue(grammars.compile, threads=threads)
+        self._threads = ThreadPoolExecutor(FOLLOWING_THREADS, thread_name_prefix="grammars")
+        """They lead grammars through what sessions have emitted elsewhere."""
 
     def close(self) -> None:
         """End the compile process and all that it compiles; idempotent."""
         if self._grammars is not None:
             self._grammars.close()
 
-    def known(self, spec: SessionSpec) -> tuple[Grammar | None] | None:
-        """The grammar of a session, None in it if it has none; None: it is to be compiled."""
+    def known(self, spec: SessionSpec) -> tuple[FormConstraint | None] | None:
+        """The constraint of a session, None in it if it is in no grammar; None: the grammar is to
+        be compiled, or to be led through what the session has emitted elsewhere."""
         if spec.structured_output is None:
             return (None,)
+        if len(spec.token_ids) > spec.prompt_len:
+            return None
         found = None if self._grammars is None else self._grammars.known(spec.structured_output)
-        return None if found is None else (found,)
+        return None if found is None else (begin_form(spec, found),)
 
-    async def compile(self, spec: SessionSpec) -> Grammar | None:
-        """The grammar of a session; what only cancelled calls wait for is not compiled on.
+    async def begin(self, spec: SessionSpec) -> FormConstraint | None:
+        """The constraint of a session behind what it has emitted elsewhere, None if it is in no
+        grammar; what only cancelled calls wait for is not compiled on.
 
         Raises InvalidRequestError, FailedPreconditionError, ResourceExhaustedError,
         UnavailableError.
@@ -51,15 +63,24 @@ class Forms:
                 "llguidance",
                 reason="NO_STRUCTURED_OUTPUT",
             )
-        return await self._queue.compile(spec.structured_output)
+        grammar = await self._queue.compile(spec.structured_output)
+        output = np.asarray(spec.token_ids[spec.prompt_len :], dtype=np.int32)
+        form = begin_form(spec, grammar)
+        if len(output):
+            await asyncio.get_running_loop().run_in_executor(self._threads, form.follow, output)
+        return form
 
 
 def begin_constraint(
-    spec: SessionSpec, grammar: Grammar | None, *, vocab_size: int
+    spec: SessionSpec, form: FormConstraint | None, *, vocab_size: int
 ) -> Constraint | None:
-    """What a session may emit behind what it had emitted elsewhere; None: anything. Raises
-    InvalidRequestError if that does not fit its grammar."""
-    form = None if spec.structured_output is None else _begin_form(spec, grammar)
+    """What a session may emit behind what it had emitted elsewhere; None: anything. `form`: of its
+    structured output, which has followed that already. Raises InvalidRequestError if it does not
+    fit its grammar."""
+    if spec.structured_output is not None and form is None:
+        raise FailedPreconditionError(
+            "the grammar of a structured output was not compiled", reason="NO_STRUCTURED_OUTPUT"
+        )
     constraint = within(spec.token_limits, form, vocab_size=vocab_size)
     if constraint is None:
         return None
@@ -72,9 +93,6 @@ def begin_constraint(
     return constraint
 
 
-def _begin_form(spec: SessionSpec, grammar: Grammar | None) -> FormConstraint:
-    if grammar is None:
-        raise FailedPreconditionError(
-            "the grammar of a structured output was not compiled", reason="NO_STRUCTURED_OUTPUT"
-        )
+def begin_form(spec: SessionSpec, grammar: Grammar) -> FormConstraint:
+    """A session's constraint at the beginning of its grammar."""
     return grammar.begin(spec.stop_token_ids)

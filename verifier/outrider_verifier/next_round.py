@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.grammar.constraint import is_slow
 from outrider_verifier.core import Core
 from outrider_verifier.flying import is_drafted
 from outrider_verifier.halves import Halves
@@ -42,7 +43,7 @@ class NextRound:
     def next(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
         """The next round where none is in flight; `idle_since`: when the last one ended; `round_s`:
         what one takes, 0: not known."""
-        sessions = list(self._core.room.running.values())
+        sessions = self.rows.present()
         held = self._core.inbox.nodes([session.handle for session in sessions])
         drafted = self._all_drafted(sessions, held) if self.half is None else None
         if drafted is not None:
@@ -70,7 +71,7 @@ class NextRound:
             if any([session.spec.priority < highest for session in sessions]):
                 return None
         # A proposal may be for a prefix that was there when its session was preempted.
-        if not all([s.draft_wanted and not s.prefill_left for s in sessions]):
+        if not all([_is_drafted_for(session) for session in sessions]):
             return None
         names = [session.spec.session_id for session in sessions]
         prefilling = [self.rows.of(session, -1) for session in prompts]
@@ -93,3 +94,9 @@ class NextRound:
             return None
         nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
         return self._halves.most_rows(len(drafted), nodes, policy.answer_s())
+
+
+def _is_drafted_for(session: Session) -> bool:
+    """Whether a session past its prompt is to verify drafts."""
+    slow = is_slow(session.constraint)
+    return session.draft_wanted and not session.prefill_left and not slow

@@ -37,6 +37,8 @@ LANDING_S = 0.00005
 """How often a round in flight is looked after while something else may come before its end."""
 NEAR_S = 0.0003
 """How long before a round should land nothing else is waited for: sleeping takes as long."""
+MASK_LOOK_S = 0.002
+"""How often slow masks are looked after where no other session can go on."""
 LOOK_S = 1.0
 """How long a round in flight is waited for at a time."""
 
@@ -102,7 +104,10 @@ class Rounds:
             plan = self._plan_next(now)
             if plan.empty:
                 self._core.incoming.book_arrivals()
-                return plan.by(room.look_at(now))
+                plan = plan.by(room.look_at(now))
+                if self._plans.rows.num_sitting_out:
+                    plan = plan.by(now + MASK_LOOK_S)
+                return plan
             return plan
         if self._plans.half is not None:
             return self._plans.beside(flying.plan, now)

@@ -239,7 +239,7 @@ class RouterHub:
     async def _compile(self, ticket: int, spec: SessionSpec, answer: asyncio.Future[None]) -> None:
         """Compile a session's grammar, then tell the engine of the session."""
         try:
-            grammar = await self._forms.compile(spec)
+            form = await self._forms.begin(spec)
         except asyncio.CancelledError:
             # Its router has left it.
             answer.set_result(None)
@@ -258,7 +258,7 @@ class RouterHub:
             # Its router has left it.
             answer.set_result(None)
             return
-        self._post(Open(ticket, spec, answer, grammar))
+        self._post(Open(ticket, spec, answer, form))
         del self._compiling[ticket]
         wish = self._moving.pop(ticket, None)
         if wish is not None:

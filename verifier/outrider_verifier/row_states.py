@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.grammar.constraint import is_slow
 from outrider.ids import SessionId
 from outrider_verifier.core import Core
 from outrider_verifier.flying import drafted_row
@@ -23,17 +24,27 @@ class RowStates:
         self._decode_tokens = decode_tokens
         self._rows: dict[int, VerifyRow] = {}
         """Of sessions by their handles, or of those that had them before."""
+        self.num_sitting_out = 0
+        """Sessions that `present` left out when it was last asked."""
+
+    def present(self) -> list[Session]:
+        """The sessions that run, but for those whose slow masks are still being computed: others'
+        rounds go on without them."""
+        running = list(self._core.room.running.values())
+        found = [session for session in running if not _sits_out(session)]
+        self.num_sitting_out = len(running) - len(found)
+        return found
 
     def all(self) -> list[RowState]:
-        """Of all sessions that run."""
-        sessions = list(self._core.room.running.values())
+        """Of all sessions that can be in a round."""
+        sessions = self.present()
         held = self._core.inbox.nodes([session.handle for session in sessions])
         return list(map(self.of, sessions, held))
 
     def of(self, session: Session, held: int) -> RowState:
         """Of one; `held`: nodes of its proposal, -1 if there is none."""
         spec, left, remaining = session.spec, session.prefill_left, session.remaining
-        if session.paused or not session.plan.speculative:
+        if session.paused or not session.plan.speculative or is_slow(session.constraint):
             return RowState(
                 spec.session_id,
                 left,
@@ -160,7 +171,18 @@ class RowStates:
         found: list[VerifyRow] = []
         for session in sessions:
             row, depth = self._rows.get(session.handle), session.own_draft and session.own_depth
+            if is_slow(session.constraint):
+                # Each draft would take one more slow mask.
+                depth = 0
             if row is None or row.session is not session or row.own_depth != depth:
                 row = self._rows[session.handle] = VerifyRow(session, own_depth=depth)
             found.append(row)
         return found
+
+
+def _sits_out(session: Session) -> bool:
+    """Whether the mask of a session's next token is slow and still being computed."""
+    constraint = session.constraint
+    if constraint is None or not is_slow(constraint) or session.prefill_left:
+        return False
+    return not constraint.prepare(session.tokens[session.spec.prompt_len : session.length])

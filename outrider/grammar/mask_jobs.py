@@ -1,0 +1,209 @@
+"""Masks of single matchers on threads of their own, which may be given up while they compute.
+
+The library cannot be interrupted, and one mask of an ambiguous grammar takes up to a second. So a
+matcher whose masks may be expensive is asked on a worker thread, and whoever waits for it stops
+waiting once the mask has taken its budget of processor time. Waiting for a core does not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from outrider.grammar.limits import MaskLimits
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+SLOW_SHARE: Final = 0.1
+"""A mask is slow that takes more than this share of its budget."""
+MAX_WALL_FACTOR: Final = 40.0
+"""A mask is late, too, after so many times its budget by the clock: nothing waits for ever."""
+_POLL_S: Final = 0.005
+"""How often the processor time of a worker is read while its masks are waited for."""
+
+
+def worker_threads() -> int:
+    """Threads that compute masks at the same time: half of the cores, at most 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    return min(8, max(1, cores // 2))
+
+
+class MaskMeter:
+    """What the masks of one session have cost, and whether that is too much."""
+
+    def __init__(self, limits: MaskLimits, *, may_be_ambiguous: bool) -> None:
+        """`may_be_ambiguous`: the language of the grammar can express any context-free grammar."""
+        self._limits, self._may_be_ambiguous = limits, may_be_ambiguous
+        self.mask_s = limits.mask_ms * 1e-3
+        """Budget of one mask, seconds of processor time."""
+        self.is_alone = may_be_ambiguous
+        """Whether its masks are computed by `MaskJob`, apart from those of other sessions."""
+        self.is_slow = False
+        """Whether its newest masks were slow: rounds go on without it while they are computed."""
+        self._slow_s = 0.0
+
+    def record_joint(self, seconds: float) -> None:
+        """Its masks and those of other sessions took so long together."""
+        self.is_alone |= seconds > self.mask_s
+
+    def record_consumption(self, seconds: float) -> str:
+        """Consuming tokens took so much processor time; why the session must end, or ""."""
+        if seconds > SLOW_SHARE * self.mask_s:
+            self._slow_s += seconds
+        return self._check_session()
+
+    def record(self, job: MaskJob) -> str:
+        """Its masks took what a job has measured; why the session must end, or ""."""
+        if job.is_late or job.longest_s > self.mask_s:
+            return f"a mask took more than {self._limits.mask_ms:g} ms"
+        self.is_slow = job.longest_s > SLOW_SHARE * self.mask_s
+        self.is_alone = self._may_be_ambiguous or self.is_slow
+        self._slow_s += job.slow_s
+        return self._check_session()
+
+    def _check_session(self) -> str:
+        if self._slow_s > self._limits.session_s:
+            return f"its slow masks took more than {self._limits.session_s:g} s together"
+        return ""
+
+
+class MaskJob:
+    """Masks of one matcher, which nobody else may touch until the job is done."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        meter: MaskMeter,
+        words: int,
+        *,
+        output: Sequence[int] = (),
+        drafts: Sequence[int] = (),
+    ) -> None:
+        """`output`: tokens that the matcher consumes for good first; `drafts`: tokens along which
+        masks are wanted, undone at the end. `words`: of a mask."""
+        self._matcher, self._mask_s = matcher, meter.mask_s
+        self._output, self._drafts = list(output), list(drafts)
+        self.masks = np.full((1 + len(self._drafts), words), 0xFFFFFFFF, dtype=np.uint32)
+        """uint32 [1 + k, W]: behind `output`, then behind each draft that may follow."""
+        self.num_output = len(self._output)
+        self.consumed = 0
+        """Tokens of `output` that the grammar allowed."""
+        self.longest_s = self.slow_s = 0.0
+        """Processor time of the longest mask, and of all slow ones."""
+        self.is_late = False
+        """Whether it was given up: its matcher and masks must not be touched any more."""
+        self.done = threading.Event()
+        self._clock: int | None = None
+        self._began = self._began_wall = 0.0
+        """When the mask that is computed now began: processor time of the worker, and time."""
+        self._is_running = False
+
+    def run(self) -> None:
+        """Compute; on a worker thread."""
+        try:
+            if hasattr(time, "pthread_getcpuclockid"):
+                self._clock = time.pthread_getcpuclockid(threading.get_ident())
+            self._compute()
+        finally:
+            self._is_running = False
+            self.done.set()
+
+    def _compute(self) -> None:
+        self._began, self._began_wall, self._is_running = self._now(), time.monotonic(), True
+        if self._output:
+            self.consumed = self._matcher.try_consume_tokens(self._output)
+            if self.consumed < len(self._output):
+                return
+        entered = 0
+        for depth, mask in enumerate(self.masks):
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            now = self._now()
+            took, self._began, self._began_wall = now - self._began, now, time.monotonic()
+            self.longest_s = max(self.longest_s, took)
+            self.slow_s += took if took > SLOW_SHARE * self._mask_s else 0.0
+            if depth == len(self._drafts) or self.is_late or self._matcher.is_error():
+                break
+            token = self._drafts[depth]
+            if not int(mask[token >> 5]) >> (token & 31) & 1:
+                break
+            if not self._matcher.try_consume_tokens([token]):
+                break
+            entered += 1
+        if entered and not self._matcher.is_error():
+            self._matcher.rollback(entered)
+
+    def _now(self) -> float:
+        return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
+
+    def check_late(self) -> bool:
+        """Give the job up if its current mask has taken its budget; whether it is given up."""
+        if self.done.is_set() or not self._is_running or self.is_late:
+            return self.is_late
+        waited_s = time.monotonic() - self._began_wall
+        if waited_s > MAX_WALL_FACTOR * self._mask_s:
+            self.is_late = True
+        elif waited_s > self._mask_s:
+            # The worker's clock is there until it is done.
+            try:
+                self.is_late = self._now() - self._began > self._mask_s
+            except OSError:
+                return False
+        return self.is_late
+
+
+class MaskWorkers:
+    """Threads that run jobs in order; one whose job is given up is replaced."""
+
+    def __init__(self, threads: int) -> None:
+        self._jobs: queue.SimpleQueue[MaskJob] = queue.SimpleQueue()
+        self._missing = threads
+        self._lock = threading.Lock()
+
+    def start(self, job: MaskJob) -> None:
+        """Have a job run, without waiting for it."""
+        self._jobs.put(job)
+        with self._lock:
+            missing, self._missing = self._missing, 0
+        for _ in range(missing):
+            threading.Thread(target=self._work, name="masks", daemon=True).start()
+
+    def wait(self, job: MaskJob) -> None:
+        """Wait until a job is done or given up."""
+        while not job.done.wait(_POLL_S):
+            if self.check_late(job):
+                return
+
+    def check_late(self, job: MaskJob) -> bool:
+        """Give a job up if it is late; whether it is given up."""
+        if job.is_late or not job.check_late():
+            return job.is_late
+        with self._lock:
+            self._missing += 1
+        return True
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            job.run()
+            if job.is_late:
+                return
+
+
+@functools.cache
+def round_workers() -> MaskWorkers:
+    """Workers for masks that a round waits for."""
+    return MaskWorkers(worker_threads())
+
+
+@functools.cache
+def background_workers() -> MaskWorkers:
+    """Workers for masks of sessions that sit rounds out until they are there."""
+    return MaskWorkers(worker_threads())
