@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.grammar.constraint import Mask, allows, mask_of, mask_words
 from outrider.grammar.limits import MaskLimits
-from outrider.grammar.mask_jobs import MaskJob, MaskMeter, background_workers
+from outrider.grammar.mask_jobs import (
+    MaskJob,
+    MaskMeter,
+    background_workers,
+    consume_without_lock,
+)
 from outrider.grammar.reasons import plain_reason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-CONSUMED_AT_ONCE: Final = 4
-"""Tokens that are consumed between two looks at what that cost; others wait meanwhile."""
 
 
 class FormConstraint:
@@ -50,7 +52,8 @@ class FormConstraint:
         self._meter = meter or MaskMeter(MaskLimits(), may_be_ambiguous=False)
         self._job: MaskJob | None = None
         """Computes what may follow in the background; meanwhile nothing else uses the matcher."""
-        self._is_given_up = False
+        self.is_given_up = False
+        """Whether it has failed because its masks, or following its tokens, took too long."""
         self._here: tuple[int, Mask] | None = None
         """What may follow so many tokens, those that stand and those that were entered."""
         self.failed = ""
@@ -64,14 +67,21 @@ class FormConstraint:
         if not new or self.failed:
             return
         self._here = None
-        for start in range(0, len(new), CONSUMED_AT_ONCE):
-            part = new[start : start + CONSUMED_AT_ONCE]
-            began = time.thread_time()
-            taken = self._matcher.try_consume_tokens(part)
-            if taken < len(part):
-                self._fail(f"token {part[taken]} does not fit the grammar")
-            elif why := self._meter.record_consumption(time.thread_time() - began):
-                self._fail(why)
+        taken = self._matcher.try_consume_tokens(new)
+        if taken < len(new):
+            self._fail(f"token {new[taken]} does not fit the grammar")
+
+    def resume(self, output_ids: NDArray[np.int32]) -> None:
+        """Follow what was emitted elsewhere, however long; takes up to seconds and lets other
+        threads run meanwhile. What the grammar does not allow, or takes too long, makes it
+        `failed`."""
+        self._seen = len(output_ids)
+        for token in output_ids.tolist():
+            began = time.monotonic()
+            if not consume_without_lock(self._matcher, [token]):
+                self._fail(f"token {token} does not fit the grammar")
+            elif why := self._meter.record_consumption(time.monotonic() - began):
+                self.give_up(why)
             if self.failed:
                 return
 
@@ -133,7 +143,7 @@ class FormConstraint:
 
     def give_up(self, why: str) -> None:
         """See `Constraint`."""
-        self._is_given_up = True
+        self.is_given_up = True
         self._fail(why)
 
     @property
@@ -192,7 +202,7 @@ class FormConstraint:
     def leave(self, count: int) -> None:
         """See `Constraint`."""
         if count:
-            if not self._is_given_up:
+            if not self.is_given_up:
                 self._matcher.rollback(count)
             self._entered -= count
             self._here = None

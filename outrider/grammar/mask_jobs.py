@@ -20,7 +20,7 @@ import numpy as np
 from outrider.grammar.limits import MaskLimits
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 SLOW_SHARE: Final = 0.1
 """A mask is slow that takes more than this share of its budget."""
@@ -55,7 +55,7 @@ class MaskMeter:
         self.is_alone |= seconds > self.mask_s
 
     def record_consumption(self, seconds: float) -> str:
-        """Consuming tokens took so much processor time; why the session must end, or ""."""
+        """Consuming a token took so long; why the session must end, or ""."""
         if seconds > SLOW_SHARE * self.mask_s:
             self._slow_s += seconds
         return self._check_session()
@@ -119,9 +119,10 @@ class MaskJob:
     def _compute(self) -> None:
         self._began, self._began_wall, self._is_running = self._now(), time.monotonic(), True
         if self._output:
-            self.consumed = self._matcher.try_consume_tokens(self._output)
+            self.consumed = consume_without_lock(self._matcher, self._output)
             if self.consumed < len(self._output):
                 return
+            self._began, self._began_wall = self._now(), time.monotonic()
         entered = 0
         for depth, mask in enumerate(self.masks):
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -195,6 +196,23 @@ class MaskWorkers:
             job.run()
             if job.is_late:
                 return
+
+
+def consume_without_lock(matcher: LLMatcher, tokens: Sequence[int]) -> int:
+    """Have a matcher consume tokens, as far as its grammar allows, while other threads run; how
+    many those are. The matcher's own methods hold the interpreter's lock meanwhile."""
+    executor = _consuming_executor()
+    for count, token in enumerate(tokens):
+        if not executor.consume_token_par([(matcher, token)])[0]:
+            return count
+    return len(tokens)
+
+
+@functools.cache
+def _consuming_executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor(worker_threads())
 
 
 @functools.cache

@@ -67,7 +67,7 @@ class Forms:
         output = np.asarray(spec.token_ids[spec.prompt_len :], dtype=np.int32)
         form = begin_form(spec, grammar)
         if len(output):
-            await asyncio.get_running_loop().run_in_executor(self._threads, form.follow, output)
+            await asyncio.get_running_loop().run_in_executor(self._threads, form.resume, output)
         return form
 
 
@@ -86,6 +86,11 @@ def begin_constraint(
         return None
     constraint.follow(np.asarray(spec.token_ids[spec.prompt_len :], dtype=np.int32))
     if constraint.failed:
+        if form is not None and form.is_given_up:
+            raise InvalidRequestError(
+                f"the structured output cannot go on behind what was emitted: {constraint.failed}",
+                reason="STRUCTURE_FAILED",
+            )
         raise InvalidRequestError(
             f"what was emitted does not fit the structured output: {constraint.failed}",
             reason="INVALID_STRUCTURE",
