@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar.complexity import check_complexity
 from outrider.grammar.reasons import plain_reason
+from outrider.grammar.special_tokens import hide_special_tokens
 from outrider.spec.structured import StructuredKind, StructuredOutput
 
 if TYPE_CHECKING:
@@ -74,9 +75,8 @@ def load_tokenizer(tokenizer_json: str, *, vocab_size: int) -> LLTokenizer:
         # Which ids end a session is the session's: one that is no text stands for them.
         added = json.loads(tokenizer_json).get("added_tokens", ())
         specials = [token["id"] for token in added if token.get("special")]
-        return LLTokenizer(
-            tokenizer_json, n_vocab=vocab_size, eos_token=min(specials, default=None)
-        )
+        hidden = hide_special_tokens(tokenizer_json)
+        return LLTokenizer(hidden, n_vocab=vocab_size, eos_token=min(specials, default=None))
     except ValueError as error:
         raise FailedPreconditionError(
             f"structured output cannot be had with this tokenizer: {error}",
@@ -114,6 +114,10 @@ def compile_matcher(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLM
 
 def refusal(structured: StructuredOutput, why: str) -> InvalidRequestError:
     """The error of a text that cannot be used."""
+    # Their texts are hidden from the library, so its list of them would say nothing.
+    known = why.find("; following special tokens are available")
+    if known >= 0:
+        why = f"{why[:known]}; grammars cannot name special tokens"
     return InvalidRequestError(
         f"structured output: the {structured.kind} cannot be used: "
         f"{plain_reason(why)[:MAX_ERROR_CHARS]}",
