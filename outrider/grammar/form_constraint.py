@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.grammar.constraint import Mask, allows, mask_of, mask_words
+from outrider.grammar.digits import DigitBound, JsonPosition
 from outrider.grammar.limits import MaskLimits
 from outrider.grammar.mask_jobs import (
     MaskJob,
@@ -41,15 +42,20 @@ class FormConstraint:
         end_id: int,
         stop_ids: Sequence[int],
         meter: MaskMeter | None = None,
+        digits: DigitBound | None = None,
     ) -> None:
         """`matcher`: at the beginning, of this object alone; `end_id`: the id by which the matcher
-        says that the output is complete; `meter`: bounds what masks cost."""
+        says that the output is complete; `meter`: bounds what masks cost; `digits`: bounds the
+        digits of numbers, if the output is JSON."""
         self._matcher = matcher
         self._vocab_size, self._end_id = vocab_size, end_id
         self._words = mask_words(vocab_size)
         self._stops = mask_of(stop_ids, self._words)
         self._seen = self._entered = 0
         self._meter = meter or MaskMeter(MaskLimits(), may_be_ambiguous=False)
+        self._digits = digits
+        self._positions = [JsonPosition()]
+        """Behind what stands, and behind each token that was entered, for `digits`."""
         self._job: MaskJob | None = None
         """Computes what may follow in the background; meanwhile nothing else uses the matcher."""
         self.is_given_up = False
@@ -70,6 +76,8 @@ class FormConstraint:
         taken = self._matcher.try_consume_tokens(new)
         if taken < len(new):
             self._fail(f"token {new[taken]} does not fit the grammar")
+            return
+        self._advance(new)
 
     def resume(self, output_ids: NDArray[np.int32]) -> None:
         """Follow what was emitted elsewhere, however long; takes up to seconds and lets other
@@ -84,11 +92,21 @@ class FormConstraint:
                 self.give_up(why)
             if self.failed:
                 return
+        self._advance(output_ids.tolist())
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """Note the position behind tokens that stand."""
+        if self._digits is not None:
+            position = self._positions[-1]
+            for token in tokens:
+                position = self._digits.advance(position, token)
+            self._positions = [position]
 
     def stand(self) -> None:
         """See `Constraint`."""
         self._seen += self._entered
         self._entered = 0
+        del self._positions[:-1]
 
     @property
     def here(self) -> Mask | None:
@@ -124,6 +142,7 @@ class FormConstraint:
             return True
         new = output_ids[self._seen :].tolist()
         self._seen, self._here = len(output_ids), None
+        self._advance(new)
         self._job = MaskJob(self._matcher, self._meter, self._words, output=new)
         background_workers().start(self._job)
         return False
@@ -155,11 +174,16 @@ class FormConstraint:
         """See `Constraint`."""
         if not self.failed and self._matcher.is_error():
             self._fail(self._matcher.get_error())
+        position = self._positions[-1]
         for depth, mask in enumerate(masks):
             goes_on = not self.failed and depth < len(tokens)
             # Its own end id, which the library does not count as text, is none of the session's.
             goes_on = goes_on and tokens[depth] != self._end_id and allows(mask, tokens[depth])
             known = self._finish(mask, drafted=depth + self._entered > 0)
+            if known and self._digits is not None:
+                self._digits.restrict(mask, position)
+                goes_on = goes_on and allows(mask, tokens[depth])
+                position = self._digits.advance(position, tokens[depth]) if goes_on else position
             if not depth:
                 at = self._seen + self._entered
                 self._here = (at, mask) if known else None
@@ -197,6 +221,9 @@ class FormConstraint:
                 break
         count = int(self._matcher.try_consume_tokens(list(inside))) if inside else 0
         self._entered += count
+        if self._digits is not None:
+            for token in inside[:count]:
+                self._positions.append(self._digits.advance(self._positions[-1], token))
         return count
 
     def leave(self, count: int) -> None:
@@ -205,6 +232,8 @@ class FormConstraint:
             if not self.is_given_up:
                 self._matcher.rollback(count)
             self._entered -= count
+            if self._digits is not None:
+                del self._positions[-count:]
             self._here = None
 
     def forced(self) -> Sequence[int]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from outrider.errors import FailedPreconditionError
 from outrider.grammar.compiler import Cancellation, GrammarCompiler
+from outrider.grammar.constraint import mask_words
+from outrider.grammar.digits import DigitBound
 from outrider.grammar.form_constraint import FormConstraint
 from outrider.grammar.library import (
     NICE,
@@ -33,6 +35,8 @@ MOST_KEPT: Final = 256
 MAX_KEPT_BYTES: Final = 512 << 20
 """Memory that the kept grammars may take together, besides the newest."""
 
+_JSON_KINDS: Final = (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT)
+
 
 class Grammar:
     """A compiled grammar; sessions begin from copies of it. Thread-safe."""
@@ -45,10 +49,13 @@ class Grammar:
         end_id: int,
         masks: MaskLimits,
         may_be_ambiguous: bool,
+        digits: DigitBound | None = None,
         memory_bytes: int = 0,
     ) -> None:
-        """`masks`: limits of each session; `may_be_ambiguous`: see `MaskMeter`; `memory_bytes`:
-        what the grammar takes, as far as that is known."""
+        """`masks`: limits of each session; `may_be_ambiguous`: see `MaskMeter`; `digits`: bounds
+        numbers, if the answer is JSON; `memory_bytes`: what the grammar takes, as far as that is
+        known."""
+        self._digits = digits
         self._matcher, self._vocab_size, self._end_id = matcher, vocab_size, end_id
         self._masks, self._may_be_ambiguous = masks, may_be_ambiguous
         self.memory_bytes = memory_bytes
@@ -62,6 +69,7 @@ class Grammar:
             end_id=self._end_id,
             stop_ids=stop_ids,
             meter=MaskMeter(self._masks, may_be_ambiguous=self._may_be_ambiguous),
+            digits=self._digits,
         )
 
 
@@ -86,6 +94,7 @@ class Grammars:
         """Tries out what was not compiled yet: a grammar that stops or kills it is not compiled
         here."""
         self._tokenizer: LLTokenizer | None = None
+        self._digits: DigitBound | None = None
         self._tokenizer_lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._compiling: dict[StructuredOutput, Future[Grammar]] = {}
@@ -186,8 +195,16 @@ class Grammars:
             end_id=tokenizer.eos_token,
             masks=self._masks,
             may_be_ambiguous=structured.kind is StructuredKind.GRAMMAR,
+            digits=self._digit_bound() if structured.kind in _JSON_KINDS else None,
             memory_bytes=verdict.memory_bytes,
         )
+
+    def _digit_bound(self) -> DigitBound:
+        tokenizer = self._llguidance_tokenizer()
+        with self._tokenizer_lock:
+            if self._digits is None:
+                self._digits = DigitBound(tokenizer, mask_words(self._vocab_size))
+            return self._digits
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:

@@ -1,0 +1,119 @@
+"""Numbers in JSON answers come to an end, wherever the grammar lets them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.grammar import digits
+from outrider.grammar.constraint import allows, legal, masks_along
+from outrider.grammar.digits import MAX_NUMBER_DIGITS, JsonPosition
+from outrider.grammar.form_constraint import FormConstraint
+from outrider.grammar.grammars import Grammars
+from outrider.spec.structured import StructuredKind, StructuredOutput
+from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
+
+DIGITS = "0123456789"
+
+
+class Byte:
+    """Ids of single characters in the tests' tokenizer."""
+
+    def __init__(self, directory: Path) -> None:
+        vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+        self.id = {text: token for text, token in vocabulary.items() if len(text) == 1}
+
+    def of(self, text: str) -> list[int]:
+        return [self.id[character] for character in text.replace(" ", "\u0120")]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_dir(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def byte(directory: Path) -> Byte:
+    return Byte(directory)
+
+
+@pytest.fixture(scope="module")
+def grammars(directory: Path) -> Iterator[Grammars]:
+    found = Grammars.load(directory / "tokenizer.json", vocab_size=320)
+    assert found is not None
+    yield found
+    found.close()
+
+
+def begun(grammars: Grammars, schema: object) -> FormConstraint:
+    form = StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(schema))
+    return grammars.compile(form).begin([EOS_ID])
+
+
+def digits_allowed(constraint: FormConstraint, byte: Byte) -> bool:
+    mask = legal(constraint)
+    return any(allows(mask, token) for token in byte.of(DIGITS))
+
+
+@pytest.mark.parametrize(
+    ("schema", "before"),
+    [
+        ({"type": "integer"}, ""),
+        ({"type": "number"}, "-"),
+        ({"type": "number", "minimum": 0.5, "maximum": 0.75}, "0."),
+        ({}, '["1", '),
+        ({"type": "number"}, "1e"),
+    ],
+)
+def test_a_number_ends_after_so_many_digits(
+    grammars: Grammars, byte: Byte, schema: object, before: str
+) -> None:
+    constraint = begun(grammars, schema)
+    tokens = byte.of(before + "6" * (MAX_NUMBER_DIGITS - 1))
+    constraint.follow(np.array(tokens, dtype=np.int32))
+    assert not constraint.failed and digits_allowed(constraint, byte)
+    # Along drafts, in steps and for good the bound is the same.
+    six = byte.of("6")[0]
+    along = masks_along([(constraint, [six, six, six])])[0]
+    assert along.entered == 1
+    assert constraint.enter([six]) == 1 and not digits_allowed(constraint, byte)
+    stepped = legal(constraint).copy()
+    constraint.leave(1)
+    assert digits_allowed(constraint, byte)
+    constraint.follow(np.array([*tokens, six], dtype=np.int32))
+    assert not constraint.failed and legal(constraint).any()
+    for mask in (along.masks[1], stepped):
+        assert np.array_equal(mask, legal(constraint))
+
+
+def test_digits_that_the_schema_asks_for_are_not_bounded(
+    grammars: Grammars, byte: Byte, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digits, "MAX_NUMBER_DIGITS", 3)
+    number = 77_777_777
+    constraint = begun(grammars, {"const": number})
+    constraint.follow(np.array(byte.of(str(number)), dtype=np.int32))
+    assert not constraint.failed and allows(legal(constraint), EOS_ID)
+    text = begun(grammars, {"type": "string"})
+    text.follow(np.array(byte.of('"' + "7" * 2 * MAX_NUMBER_DIGITS), dtype=np.int32))
+    assert not text.failed and digits_allowed(text, byte), "a string is no number"
+
+
+@given(
+    value=st.recursive(
+        st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    ),
+    cut=st.integers(0, 40),
+)
+def test_pieces_of_text_lead_where_the_whole_does(value: object, cut: int) -> None:
+    text = json.dumps(value, ensure_ascii=False).encode()
+    whole = JsonPosition().advance(text)
+    assert JsonPosition().advance(text[:cut]).advance(text[cut:]) == whole
+    assert not whole.in_string and not whole.escaped
