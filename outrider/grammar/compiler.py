@@ -100,8 +100,8 @@ class GrammarCompiler:
         limits: CompileLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tokenizer_json`: the content of a tokenizer.json. No process is started before `start`
-        or the first `validate`."""
+        """`tokenizer_json`: the content of a tokenizer.json. The process is started by
+        the first grammar: most fleets never see one."""
         self.limits = limits or CompileLimits()
         self._json, self._vocab_size = tokenizer_json, vocab_size
         self._clock = clock
@@ -115,18 +115,11 @@ class GrammarCompiler:
     def load(
         cls, tokenizer_file: Path, *, vocab_size: int, limits: CompileLimits
     ) -> GrammarCompiler | None:
-        """The compiler for a tokenizer.json, with its process started; None without the file, or
-        without the library."""
+        """The compiler for a tokenizer.json; None without the file, or without the library."""
         if not is_installed() or not tokenizer_file.is_file():
             return None
         text = tokenizer_file.read_text(encoding="utf-8")
-        compiler = cls(text, vocab_size=vocab_size, limits=limits)
-        compiler.start()
-        return compiler
-
-    def start(self) -> None:
-        """Start the compile process, without waiting for it; idempotent."""
-        self._running_server()
+        return cls(text, vocab_size=vocab_size, limits=limits)
 
     def close(self) -> None:
         """End the compile process and all that it compiles; idempotent."""

@@ -116,7 +116,6 @@ class Grammars:
             return None
         text = tokenizer_file.read_text(encoding="utf-8")
         found = cls(text, vocab_size=vocab_size, limits=limits, masks=masks)
-        found.compiler.start()
         with contextlib.suppress(FailedPreconditionError):
             # Who asks for a form is told.
             found._llguidance_tokenizer()

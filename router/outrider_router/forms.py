@@ -25,7 +25,7 @@ class Forms:
         self._queue = CompileQueue(self._compile, threads=limits.processes)
 
     def prepare(self) -> None:
-        """Start the compile process, which reads the tokenizer. Idempotent."""
+        """Read the tokenizer's file. Idempotent."""
         if self._compiler is None and self._file is not None:
             self._compiler = GrammarCompiler.load(
                 self._file, vocab_size=self._vocab_size, limits=self._limits

@@ -16,7 +16,7 @@ from outrider.transport.grpc.dialer import GrpcDialer
 from outrider.wire.messages import SessionSpec
 from tests.integration.fake_endpoints import spec
 from tests.integration.gap_meter import GapMeter, Gaps, measure_calm
-from tests.integration.stack import Stack, StackOptions
+from tests.integration.stack import Stack, StackOptions, metric
 from tests.unit.grammar import attacks
 
 TIMEOUT_S = 1.5
@@ -81,6 +81,12 @@ def test_no_grammar_stops_or_kills_the_router(survivor: Stack, calm: Gaps) -> No
     meter.gaps.assert_close_to(calm)
     assert (survivor.router.pid, survivor.verifier.pid) == pids
     assert survivor.router.alive and survivor.verifier.alive
+
+
+def test_the_sdk_does_not_send_a_refused_form_again(survivor: Stack) -> None:
+    before = metric(survivor.router, "outrider_requests_total")
+    assert refused_by_sdk(survivor, attacks.large_multiple(99999941)) == "INVALID_STRUCTURE"
+    assert metric(survivor.router, "outrider_requests_total") == before + 1
 
 
 async def outcome(address: str, asked: SessionSpec) -> tuple[int, str]:
