@@ -14,12 +14,15 @@ OutriderError
 +-- DeadlineExceededError      the deadline passed first
 +-- CancelledRequestError      cancelled by RPC or by id
 +-- AbortedError               another call took the place of this one
-+-- InternalError              a bug in Outrider
++-- InternalError              a bug in Outrider, or a model whose output cannot be used
 """
 
 from __future__ import annotations
 
 from typing import Self
+
+MODEL_OUTPUT_INVALID = "MODEL_OUTPUT_INVALID"
+"""Reason of an InternalError: the model gave no finite logit for a token."""
 
 
 class OutriderError(Exception):
@@ -128,6 +131,6 @@ class AbortedError(OutriderError):
 
 
 class InternalError(OutriderError):
-    """A bug in Outrider."""
+    """A bug in Outrider, or a model whose output cannot be used (MODEL_OUTPUT_INVALID)."""
 
     code = "INTERNAL"

@@ -15,6 +15,9 @@ A node without children emits a sample of p: the bonus token. Only visited nodes
 so the cost follows accepted_len and not the size of the tree; a residual that is zero everywhere
 (p = q and a rejection by rounding) falls back to p. A row's result depends on that row only.
 
+A row of logits without a finite one (NaN weights, an overflow) says nothing about the next token:
+a walk that reaches it ends there, and its outcome says `invalid_output`. Other rows are unaffected.
+
 The positions' noise is used once however often a position is proposed again: a position that
 was drafted but not reached has used none of its coins.
 
@@ -35,7 +38,14 @@ from torch import Tensor
 
 from outrider.engine.noise import noise_keys, perturbed_argmax
 from outrider.engine.residual import ResidualWalk
-from outrider.engine.warper import TokenHistory, edit_logits, needs_edits, plain_argmax, warp
+from outrider.engine.warper import (
+    TokenHistory,
+    edit_logits,
+    has_finite,
+    needs_edits,
+    plain_argmax,
+    warp,
+)
 from outrider.spec.law import DraftLaw
 from outrider.spec.noise import SHARED_COIN_ID, Stream, bits_from_keys, uniform_from_bits
 from outrider.spec.noise import noise_keys as position_keys
@@ -84,6 +94,8 @@ class Acceptance(NamedTuple):
     """Whether the final token follows a rejection; else it is the bonus token."""
     used_target_only_fallback: bool
     """Whether the rejection rule was judged target-only because the law was missing."""
+    invalid_output: bool = False
+    """Whether the last node's row has no finite logit: the final token is 0, a placeholder."""
 
 
 class _Walk:
@@ -138,6 +150,12 @@ class _Walk:
             used_target_only_fallback=self.fallback,
         )
 
+    def finish_invalid(self) -> None:
+        """End at a row without a finite logit."""
+        self.finish(0)
+        assert self.result is not None
+        self.result = self.result._replace(invalid_output=True)
+
 
 def _children_in_range(tree: DraftTree | None, vocab_size: int) -> dict[int, list[tuple[int, int]]]:
     """Children by parent, without placeholders and ids out of range: these never stand."""
@@ -155,7 +173,8 @@ def accept(logits: Tensor, rows: Sequence[AcceptRow]) -> list[Acceptance]:
     """Judge the drafts of all rows against the target's logits, float32 [R, V].
 
     Rules mix freely. Rejection rows without a law are judged target-only, which is lossless for
-    any draft that does not depend on the coins. Never emits an id outside [0, V).
+    any draft that does not depend on the coins. Never emits an id outside [0, V). A row that meets
+    logits of which none is finite ends as `Acceptance.invalid_output` says.
     """
     walks = [_Walk(row, logits.shape[1]) for row in rows]
     active = walks
@@ -163,7 +182,12 @@ def accept(logits: Tensor, rows: Sequence[AcceptRow]) -> list[Acceptance]:
         for rules, judge in _JUDGES:
             members = [walk for walk in active if walk.rule in rules]
             for chunk in _chunks(members, logits):
-                judge(logits, chunk)
+                rows_AV = _rows_of(logits, chunk)
+                finite = has_finite(rows_AV)
+                if not bool(finite.all()):
+                    rows_AV, chunk = _without_invalid(rows_AV, chunk, finite)
+                if chunk:
+                    judge(rows_AV, chunk)
         active = [walk for walk in active if walk.result is None]
     return [walk.result for walk in walks if walk.result is not None]
 
@@ -174,6 +198,19 @@ def _chunks(walks: list[_Walk], logits: Tensor) -> Iterator[list[_Walk]]:
         size = max(1, CHUNK_ELEMENTS // logits.shape[1])
     for begin in range(0, len(walks), size):
         yield walks[begin : begin + size]
+
+
+def _without_invalid(
+    rows_AV: Tensor, walks: list[_Walk], finite_A: Tensor
+) -> tuple[Tensor, list[_Walk]]:
+    """End the walks whose rows have no finite logit; the rows and walks that are left."""
+    kept: list[_Walk] = []
+    for walk, is_finite in zip(walks, finite_A.tolist(), strict=True):
+        if is_finite:
+            kept.append(walk)
+        else:
+            walk.finish_invalid()
+    return rows_AV[finite_A], kept
 
 
 def _rows_of(logits: Tensor, walks: list[_Walk]) -> Tensor:
@@ -194,9 +231,8 @@ def _keys(walks: list[_Walk], stream: Stream, device: torch.device) -> Tensor:
     return noise_keys(keys, [walk.position for walk in walks], device)
 
 
-def _judge_greedy(logits: Tensor, walks: list[_Walk]) -> None:
-    """One level of greedy rows."""
-    rows_AV = _rows_of(logits, walks)
+def _judge_greedy(rows_AV: Tensor, walks: list[_Walk]) -> None:
+    """One level of greedy rows, by logits [A, V]."""
     params = [walk.row.sampling for walk in walks]
     histories = [walk.history() for walk in walks]
     edits = [i for i in range(len(walks)) if needs_edits(params[i], histories[i])]
@@ -207,10 +243,10 @@ def _judge_greedy(logits: Tensor, walks: list[_Walk]) -> None:
     _follow(walks, chosen)
 
 
-def _judge_coupled(logits: Tensor, walks: list[_Walk]) -> None:
-    """One level of coupled rows."""
-    warped_AV = _warped(_rows_of(logits, walks), walks)
-    _follow(walks, perturbed_argmax(warped_AV, _keys(walks, Stream.TARGET, logits.device)))
+def _judge_coupled(rows_AV: Tensor, walks: list[_Walk]) -> None:
+    """One level of coupled rows, by logits [A, V]."""
+    keys = _keys(walks, Stream.TARGET, rows_AV.device)
+    _follow(walks, perturbed_argmax(_warped(rows_AV, walks), keys))
 
 
 def _follow(walks: list[_Walk], chosen_A: Tensor) -> None:
@@ -224,9 +260,9 @@ def _follow(walks: list[_Walk], chosen_A: Tensor) -> None:
             walk.finish(wanted)
 
 
-def _judge_by_coins(logits: Tensor, walks: list[_Walk]) -> None:
-    """One level of rejection and target-only rows."""
-    logprobs_AV = _warped(_rows_of(logits, walks), walks).log_softmax(dim=-1)
+def _judge_by_coins(rows_AV: Tensor, walks: list[_Walk]) -> None:
+    """One level of rejection and target-only rows, by logits [A, V]."""
+    logprobs_AV = _warped(rows_AV, walks).log_softmax(dim=-1)
     probs, coins = _candidate_probs(logprobs_AV, walks), _coins(walks)
     unfinished: list[tuple[_Walk, int]] = []
     changes: list[tuple[int, NDArray[np.int64], NDArray[np.float64]]] = []

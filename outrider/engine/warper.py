@@ -115,13 +115,28 @@ def edit_logits(
 
 def plain_argmax(logits_RV: Tensor) -> Tensor:
     """argmax of every row, int64 [R], first of equals; NaN never wins (a row of NaN gives 0)."""
-    if logits_RV.device.type == "cpu":
-        best = torch.from_numpy(logits_RV.numpy().argmax(axis=-1))  # ten times torch's speed
-    else:
-        best = logits_RV.argmax(dim=-1)
+    best = _raw_argmax(logits_RV)
     if bool(logits_RV.gather(1, best[:, None]).isnan().any()):
         best = logits_RV.nan_to_num(nan=-math.inf, posinf=math.inf).argmax(dim=-1)
     return best
+
+
+def has_finite(logits_RV: Tensor) -> Tensor:
+    """Whether each row has a finite logit, bool [R]."""
+    # Nearly always the largest one is, and argmax is the cheapest look at a row.
+    best = _raw_argmax(logits_RV)
+    found = logits_RV.gather(1, best[:, None])[:, 0].isfinite()
+    if not bool(found.all()):
+        others = (~found).nonzero()[:, 0]
+        found[others] = logits_RV[others].isfinite().any(dim=-1)
+    return found
+
+
+def _raw_argmax(logits_RV: Tensor) -> Tensor:
+    """argmax of every row, int64 [R]; a NaN counts as the largest."""
+    if logits_RV.device.type == "cpu":
+        return torch.from_numpy(logits_RV.numpy().argmax(axis=-1))  # ten times torch's speed
+    return logits_RV.argmax(dim=-1)
 
 
 def needs_edits(params: SamplingParams, history: TokenHistory) -> bool:

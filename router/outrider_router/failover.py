@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from outrider.errors import (
+    MODEL_OUTPUT_INVALID,
     InternalError,
     OutriderError,
     ResourceExhaustedError,
@@ -58,13 +59,14 @@ class Past:
 
 
 def cause_of(error: OutriderError) -> Cause | None:
-    """Why a session with this error is opened again; None: the request is at fault."""
+    """Why a session with this error is opened again; None: it would meet the same error."""
     if isinstance(error, ResourceExhaustedError):
         return Cause.REFUSED
     if isinstance(error, UnavailableError):
         return Cause.DRAINING if error.reason == DRAINING else Cause.VERIFIER_LOST
     if isinstance(error, InternalError):
-        return Cause.FAILED
+        # Another session would run the same prefix through the same model.
+        return None if error.reason == MODEL_OUTPUT_INVALID else Cause.FAILED
     return None
 
 

@@ -13,7 +13,12 @@ from torch import Tensor
 from outrider.engine.acceptance import AcceptRow
 from outrider.engine.draft_sampling import LawLimits
 from outrider.engine.kernels.acceptance.coins import ChainLaw, DeviceLaw
-from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED, DeviceAcceptance
+from outrider.engine.kernels.acceptance.matching import (
+    FALLBACK,
+    INVALID_OUTPUT,
+    RESAMPLED,
+    DeviceAcceptance,
+)
 from outrider.engine.kernels.state import (
     NUM_STREAMS,
     RULE_COUPLED,
@@ -193,6 +198,27 @@ def mixed_batch(
         params=params,
         device=device_round(drafts, params, positions, seed=seed),
     )
+
+
+def without_finite_logits(batch: MixedBatch, *, seed: int) -> MixedBatch:
+    """The same round with every third session's logits damaged: all of the root's row, or of each
+    of its rows at random, is NaN, infinite, or a mixture without a finite logit."""
+    rng, stride = np.random.default_rng(seed), batch.device.num_nodes
+    logits = batch.logits.clone()
+    kinds = [torch.full_like(logits[0], value) for value in (torch.nan, -torch.inf, torch.inf)]
+    mixture = kinds[0].clone()
+    mixture[::2], mixture[1] = -torch.inf, torch.inf
+    kinds.append(mixture)
+    for session in range(0, len(batch.rows), 3):
+        nodes = [0] if session % 2 else np.flatnonzero(rng.random(stride) < 0.6).tolist()
+        for node in nodes:
+            logits[session * stride + node] = kinds[int(rng.integers(0, len(kinds)))]
+    return batch._replace(logits=logits)
+
+
+def invalid_outputs(acceptance: DeviceAcceptance) -> list[bool]:
+    """Which sessions ended at a row without a finite logit."""
+    return [bool(words & INVALID_OUTPUT) for words in acceptance.flags.tolist()]
 
 
 def _by_last_token(table: Tensor) -> Logits:

@@ -34,7 +34,12 @@ CALLS = {"eval", "exec", "compile"}
 MAKERS = {
     "add_insecure_port": {"outrider/transport/grpc/server.py"},
     "add_secure_port": {"outrider/transport/grpc/server.py"},
-    "insecure_channel": {"outrider/transport/grpc/dialer.py", "outrider/client/connecting.py"},
+    "insecure_channel": {
+        "outrider/transport/grpc/dialer.py",
+        "outrider/client/connecting.py",
+        # The health port of a child on this machine.
+        "outrider/client/health_probe.py",
+    },
     "secure_channel": {"outrider/transport/grpc/dialer.py", "outrider/client/connecting.py"},
     "start_http_server": set[str](),
     "make_wsgi_app": {"outrider/metrics_port.py"},

@@ -5,6 +5,7 @@ None of it is waited for: it is done while the next round is on its way, if ther
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from outrider import trace
-from outrider.errors import InvalidRequestError
+from outrider.errors import MODEL_OUTPUT_INVALID, InternalError, InvalidRequestError
 from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, PAUSED, TARGET_ONLY
 from outrider_verifier.core import Core
 from outrider_verifier.effects import EVENT_FIELDS, RoundReport
@@ -23,6 +24,8 @@ from outrider_verifier.packing import VerifyRow
 from outrider_verifier.runner import Decoded, RoundOutcome
 from outrider_verifier.sessions import Session, keep_features
 from outrider_verifier.settled import Alike, Committed, Settled
+
+logger = logging.getLogger(__name__)
 
 _OWN: Final = object()
 _NO_ROUND: Final = (0, 0, 0)
@@ -75,6 +78,9 @@ class Accounts:
         core, booked, emitted = self._core, _Booked(), 0
         for settled in rows:
             session, tokens = settled.session, settled.tokens
+            if settled.result.invalid_output:
+                self._fail_invalid(session)
+                continue
             if session.constraint is not None and session.constraint.failed:
                 core.fail(session, _structure_failed(session.constraint.failed))
                 continue
@@ -91,6 +97,18 @@ class Accounts:
             emitted += len(tokens)
         booked.enter(core.counters)
         return emitted
+
+    def _fail_invalid(self, session: Session) -> None:
+        """End a session for which the model gave no finite logit."""
+        core = self._core
+        if not core.counters["invalid_outputs"]:
+            # Once: with broken weights every request fails so.
+            logger.error(
+                "model output invalid: no finite logit; further ones are only counted",
+                extra={"session_id": session.session_id, "position": session.length},
+            )
+        core.counters["invalid_outputs"] += 1
+        core.fail(session, _output_invalid(session.length))
 
     def follow_up_alike(self, rows: Alike) -> int:
         """The same for rows that are alike."""
@@ -147,7 +165,7 @@ class Accounts:
         block = decoded.block
         # With a block the rows that decode have none of their own.
         for row in (*prompts, *(rows.apart if block is None else ())):
-            if row.result.features is not None and row.reason is None and not row.session.ended:
+            if row.result.features is not None and not row.ends and not row.session.ended:
                 store.append(row.session.handle, row.result.features)
         if block is not None:
             # A session that has ended has no handle.
@@ -231,6 +249,14 @@ class Accounts:
         counters[f"{kind}_rounds"] += 1
         counters[f"{kind}_accepted_tokens"] += accepted
         trace.instant(kind)
+
+
+def _output_invalid(position: int) -> InternalError:
+    return InternalError(
+        f"the model gave no finite logit for the token at position {position}: its weights are "
+        "damaged, or a number overflowed",
+        reason=MODEL_OUTPUT_INVALID,
+    )
 
 
 def _structure_failed(why: str) -> InvalidRequestError:

@@ -354,7 +354,9 @@ class DeviceRoundEngine:
         for chunk in group.chunks:
             session = chunk.row.session
             if session.constraint is not None and chunk.row.last and not session.ended:
-                tokens = [launched.first(chunk.last)]
+                first = launched.first(chunk.last)
+                # Without a token there is nothing to enter; the session is about to fail.
+                tokens = [first] if first >= 0 else []
                 emitted.append(Emitted(session, chunk.pieces[-1].slot, tokens))
         if emitted:
             begin_under_masks(emitted, drafts, undrafted=launched.undrafted)
@@ -383,7 +385,10 @@ class DeviceRoundEngine:
             # The pieces of a chunk are full but for the last one, so its rows are neighbours.
             start = launched.shape.rows * launched.shape.nodes + chunk.first * PIECE_TOKENS
             mine = features[start : start + row.num_tokens]
-        return RowOutcome((launched.first(chunk.last),) if row.last else (), mine)
+        if not row.last:
+            return RowOutcome((), mine)
+        first = launched.first(chunk.last)
+        return RowOutcome((max(first, 0),), mine, invalid_output=first < 0)
 
     def _wire_features(self, launched: Launched) -> NDArray[np.generic] | None:
         array = launched.read_features()

@@ -219,6 +219,7 @@ class RoundEngine:
                 rows,
                 logprobs=logprobs.get(place),
                 target_only=acceptance.used_target_only_fallback,
+                invalid_output=acceptance.invalid_output,
             )
             for place, (acceptance, rows) in enumerate(zip(acceptances, features, strict=True))
         ]

@@ -89,7 +89,7 @@ def drafted_row(session: Session, held: Held) -> VerifyRow:
 
 def prompted(prompts: Sequence[Settled]) -> Told:
     """What drafters hear of prompts, which are settled already."""
-    rows = [row for row in prompts if row.fresh and row.reason is None and is_told(row.session)]
+    rows = [row for row in prompts if row.fresh and not row.ends and is_told(row.session)]
     return Told.present([row.session for row in rows], [row.result.features for row in rows])
 
 

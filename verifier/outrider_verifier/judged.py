@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.device.rounds import Launched
-from outrider.engine.kernels.acceptance.matching import FALLBACK
+from outrider.engine.kernels.acceptance.matching import FALLBACK, INVALID_OUTPUT
 from outrider.engine.logprobs import PathLogprobs
 from outrider_verifier.device_groups import Group
 from outrider_verifier.placed import Placed
@@ -89,7 +89,13 @@ class Judged(NamedTuple):
 
     def apart(self) -> set[int]:
         """The rows of which flags or log-probabilities are to be told."""
-        return {*np.flatnonzero(self.words[:, 1] & FALLBACK).tolist(), *self.logprobs}
+        told = self.words[:, 1] & (FALLBACK | INVALID_OUTPUT)
+        return {*np.flatnonzero(told).tolist(), *self.logprobs}
+
+    def invalid(self) -> NDArray[np.bool_] | None:
+        """See `Decoded.invalid`."""
+        invalid: NDArray[np.bool_] = (self.words[:, 1] & INVALID_OUTPUT) != 0
+        return invalid if invalid.any() else None
 
     def outcomes(self, numbers: Sequence[int], *, with_features: bool = True) -> list[RowOutcome]:
         """Rows one by one."""
@@ -102,6 +108,7 @@ class Judged(NamedTuple):
                 drafted[number],
                 told(number),
                 words[1] & FALLBACK != 0,
+                words[1] & INVALID_OUTPUT != 0,
             )
             for number, words in zip(numbers, self.words[list(numbers)].tolist(), strict=True)
         ]
@@ -148,6 +155,7 @@ def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
             drafted=all_rows.own_nodes,
             apart=all_rows.apart,
             placed=all_rows.placed(),
+            invalid=all_rows.invalid(),
             block=block,
         )
     return Decoded.of(_in_order(judged, rows))

@@ -34,6 +34,7 @@ _COUNTERS = {
     "cancelled": "Sessions closed before their end",
     "failed": "Sessions ended by an error",
     "rounds": "Rounds run",
+    "invalid_outputs": "Sessions ended because the model gave no finite logit",
     "failed_rounds": "Rounds that raised an error",
     "device_losses": "Devices that stopped working; the process ends with the first",
     "emitted_tokens": "Tokens emitted",

@@ -195,7 +195,7 @@ class Rounds:
             gone_on = hits == len(flying.verify) and self._straight_on(flying, outcome)
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
             # Who is at its end must not be in the next round.
-            if ended := [row for row in decoded.apart if row.reason]:
+            if ended := [row for row in decoded.apart if row.ends]:
                 emitted = self._accounts.follow_up(ended)
             if gone_on:
                 self._flying, failure = gone_on
@@ -216,7 +216,7 @@ class Rounds:
             time.sleep(GIVE_WAY_S)
         if decoded is None:
             decoded = commit_rows(flying.verify, outcome.decoded, self._idle_since)
-            emitted = self._accounts.follow_up([row for row in decoded.apart if row.reason])
+            emitted = self._accounts.follow_up([row for row in decoded.apart if row.ends])
         self._book(flying, outcome, prompts, decoded, emitted)
         # Where the device has nothing to do, and neither a drafter nor a first token is waited for,
         # the next round goes first: threads that hand out what this one emitted would hold this

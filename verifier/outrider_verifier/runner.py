@@ -35,6 +35,9 @@ class RowOutcome(NamedTuple):
     """Of the tokens, where the session asks for them."""
     target_only: bool = False
     """Whether the rejection rule was judged target-only because the law was missing."""
+    invalid_output: bool = False
+    """Whether the model gave no finite logit for the last token: that is a placeholder, and the
+    session fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +58,8 @@ class Decoded:
     """The rows of which more is to be said than the columns do, features aside."""
     placed: Placed | None = None
     """The same features where their drafter reads them, if it is one for all rows."""
+    invalid: NDArray[np.bool_] | None = None
+    """[n]: as `RowOutcome.invalid_output`; None if no row is. Those rows are in `apart`, too."""
     block: NDArray[np.generic] | None = None
     """[n, H]: their features, if any keeps them and all emitted one token each; then `outcomes`
     have none."""
@@ -62,6 +67,7 @@ class Decoded:
     @classmethod
     def of(cls, rows: Sequence[RowOutcome]) -> Decoded:
         """Of rows that were judged one by one."""
+        invalid = np.array([row.invalid_output for row in rows], dtype=np.bool_)
         return cls(
             counts=np.array([len(row.tokens) for row in rows], dtype=np.int64),
             tokens=np.array([token for row in rows for token in row.tokens], dtype=np.int32),
@@ -71,8 +77,9 @@ class Decoded:
             apart=lambda: {
                 number
                 for number, row in enumerate(rows)
-                if row.target_only or row.logprobs is not None
+                if row.target_only or row.invalid_output or row.logprobs is not None
             },
+            invalid=invalid if invalid.any() else None,
         )
 
     def rows(self) -> Sequence[RowOutcome]:

@@ -46,6 +46,11 @@ class Settled:
         return cls(session, RowOutcome((session.root,), None), (session.root,))
 
     @property
+    def ends(self) -> bool:
+        """Whether the session ends with the row: its text is complete, or the model failed it."""
+        return self.reason is not None or self.result.invalid_output
+
+    @property
     def accepted(self) -> int:
         """Nodes of a draft that stand, whether or not what they emitted was cut off."""
         return len(self.result.tokens) - 1
@@ -157,6 +162,8 @@ class Sheet:
             return _NOBODY
         counts = decoded.counts
         going = self.told & (counts < self.most)
+        if decoded.invalid is not None:
+            going &= ~decoded.invalid
         if self.stop_ids and not self.stop_ids.isdisjoint(decoded.tokens.tolist()):
             going &= ~self._stopped(decoded)
         told = Told(
@@ -178,7 +185,8 @@ class Sheet:
         """Let `inbox` know of the prefixes that the round made, before anything else does; for how
         many of them there was a draft. In plain numbers, which few rows are told in sooner than in
         columns."""
-        if not self.digests:
+        if not self.digests or decoded.invalid is not None:
+            # A session that failed must not be in the next round.
             return 0
         tokens, end, hits = decoded.tokens.tolist(), 0, 0
         for session, length, digest, most, told, count in zip(
@@ -271,6 +279,8 @@ def _commit(
     session: Session, result: RowOutcome, now: float, row: VerifyRow | None = None
 ) -> Settled:
     tokens, reason, missed = result.tokens, None, False
+    if result.invalid_output:
+        return Settled(session, result, verified=row)
     remaining = session.spec.max_new_tokens - session.emitted
     if len(tokens) >= remaining or not session.stop_ids.isdisjoint(tokens):
         tokens, reason = cut_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)

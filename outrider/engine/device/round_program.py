@@ -29,6 +29,7 @@ from outrider.engine.kernels.acceptance.matching import (
 from outrider.engine.kernels.assemble import assemble
 from outrider.engine.kernels.attention.compaction import compact_kv, gather_rows
 from outrider.engine.kernels.attention.layout import tree_layout
+from outrider.engine.kernels.finite import find_finite_rows
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.warp.logits import count_tokens, warp_logits
 from outrider.engine.kernels.warp.path import TokenPath
@@ -40,13 +41,14 @@ class Verified(NamedTuple):
 
     result: Tensor
     """int32 [B * (2 + 2N) + Q]: of each row count, flags, rows, tokens (see
-    `DeviceAcceptance`), then the token that each piece's end is followed by."""
+    `DeviceAcceptance`), then the token that each piece's end is followed by, -1 where the row has
+    no finite logit."""
     acceptance: DeviceAcceptance | None
     """None without rows that decode, as `context`."""
     context: Tensor | None
     """int32 [B]: K/V slots written before the round."""
     first: Tensor | None
-    """int32 [Q]: the tokens sampled behind the pieces."""
+    """int32 [Q]: the tokens sampled behind the pieces, 0 where `result` has -1."""
     features: Tensor | None
     """[M, H]: of the accepted rows first, in every row of the bucket; then of the pieces."""
 
@@ -103,16 +105,20 @@ class RoundProgram:
         if shape.features and self._projection is not None and output.taps is not None:
             features = self._projection(output.taps)
         decoding = shape.rows * shape.nodes
-        first = None
+        # Before logits are warped in place: a grammar or a ban would hide it.
+        finite = find_finite_rows(output.logits)
+        found = first = None
         if pieces is not None:
-            first = self._begin(shape, pieces, output.logits[decoding:])
+            found = self._choose_first(shape, pieces, output.logits[decoding:], finite[decoding:])
+            first = found.clamp(min=0)
+            self._begin(shape, pieces, first)
         if placed is None:
-            assert first is not None
-            return Verified(first, None, None, first, features)
+            assert found is not None
+            return Verified(found, None, None, first, features)
         logits = output.logits[:decoding]
         if shape.judge is Judge.SAMPLED:
             self._warp(shape, placed, logits)
-        acceptance = self._accept(shape, placed, logits)
+        acceptance = self._accept(shape, placed, logits, finite[:decoding])
         features = self._commit(shape, placed, acceptance, features)
         words = [
             acceptance.counts[:, None],
@@ -121,8 +127,8 @@ class RoundProgram:
             acceptance.tokens,
         ]
         result = torch.cat(words, dim=1).flatten()
-        if first is not None:
-            result = torch.cat((result, first))
+        if found is not None:
+            result = torch.cat((result, found))
         return Verified(result, acceptance, placed.group.context, first, features)
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -178,9 +184,11 @@ class RoundProgram:
             logit_rows=logit_rows,
         )
 
-    def _begin(self, shape: RoundShape, pieces: PieceInputs, logits: Tensor) -> Tensor:
-        """The tokens int32 [Q] behind the pieces, by logits [Q, V]; prompts that end go on from
-        theirs."""
+    def _choose_first(
+        self, shape: RoundShape, pieces: PieceInputs, logits: Tensor, finite: Tensor
+    ) -> Tensor:
+        """The tokens int32 [Q] behind the pieces, by logits [Q, V]; -1 where `finite` int32 [Q] is
+        0."""
         state, positions = self._slots.sampling, pieces.next_positions()
         if shape.judge is Judge.SAMPLED:
             warp_logits(
@@ -192,13 +200,15 @@ class RoundProgram:
                 rows_per_slot=1,
                 legal=self._slots.legal.pieces,
             )
-        first = choose_tokens(
-            logits, state, pieces.slots, positions, rows_per_slot=1, side="target", ids=None
+        return choose_tokens(
+            logits, state, pieces.slots, positions, rows_per_slot=1, side="target", finite=finite
         )
+
+    def _begin(self, shape: RoundShape, pieces: PieceInputs, first: Tensor) -> None:
+        """Let prompts that end go on from their first tokens, int32 [Q]."""
         pieces.advance(self._slots.sequence, first)
         if shape.judge is Judge.SAMPLED:
             self._count(first[:, None], pieces.ends, pieces.slots)
-        return first
 
     def _warp(self, shape: RoundShape, placed: _Placed, logits: Tensor) -> None:
         """What the sessions do to their logits [B * N, V], in place."""
@@ -225,12 +235,14 @@ class RoundProgram:
             warp = self._own_head.warp
             count_tokens(tokens, counts, warp.state, slots, columns=warp.draft_columns)
 
-    def _accept(self, shape: RoundShape, placed: _Placed, logits: Tensor) -> DeviceAcceptance:
+    def _accept(
+        self, shape: RoundShape, placed: _Placed, logits: Tensor, finite: Tensor
+    ) -> DeviceAcceptance:
         state, slots, nodes = self._slots.sampling, placed.group.slots, shape.nodes
         # The token chosen at a row takes the position after it.
         following = placed.group.layout.positions + 1
         chosen = choose_tokens(
-            logits, state, slots, following, rows_per_slot=nodes, side="target", ids=None
+            logits, state, slots, following, rows_per_slot=nodes, side="target", finite=finite
         )
         if shape.judge is Judge.MATCH or self._rates is not None:
             return accept_matching(

@@ -32,6 +32,7 @@ from outrider.engine.device.round_rows import RoundRows
 from outrider.engine.device.shapes import Drafts, Judge, RoundShape
 from outrider.engine.device.slots import SessionSlots
 from outrider.engine.heads import FeatureProjection
+from outrider.engine.kernels.acceptance.matching import INVALID_OUTPUT
 from outrider.engine.target import TargetModel
 
 
@@ -58,10 +59,13 @@ class Launched(NamedTuple):
         return words[:decoding].reshape(-1, self.shape.result_words), words[decoding:]
 
     def emitted(self, row: int) -> list[int]:
-        """Waits: the tokens of a row that decodes."""
+        """Waits: the tokens of a row that decodes, without the placeholder of a row that has no
+        finite logit."""
         words = self.outcome()[0][row]
-        start = 2 + self.shape.nodes
-        tokens: list[int] = words[start : start + words[0]].tolist()
+        start, count = 2 + self.shape.nodes, int(words[0])
+        if words[1] & INVALID_OUTPUT:
+            count -= 1
+        tokens: list[int] = words[start : start + count].tolist()
         return tokens
 
     def read_features(self) -> NDArray[np.generic] | None:
@@ -69,7 +73,8 @@ class Launched(NamedTuple):
         return None if self.features is None else self.features.wait_array()
 
     def first(self, piece: int) -> int:
-        """Waits: the token behind a piece with which a prompt ends."""
+        """Waits: the token behind a piece with which a prompt ends; -1 if its row has no finite
+        logit."""
         return int(self.outcome()[1][piece])
 
 

@@ -65,6 +65,7 @@ def choose_tokens(
     side: Side,
     ids: Tensor | None = None,
     num_columns: int | None = None,
+    finite: Tensor | None = None,
 ) -> Tensor:
     """The column that each row of logits chooses, int32 [R].
 
@@ -78,6 +79,8 @@ def choose_tokens(
     take the mode on both sides, and then no noise is computed.
     ids: integer [V], the target id of each column, which keys its noise; None: the column itself.
     num_columns: columns that count, the rest being padding; None: all.
+    finite: int32 [R], `find_finite_rows` of the logits as the model gave them; a row without a
+    finite logit chooses nothing, which is -1. None: such rows are not looked for.
     Raises InvalidRequestError if R is not rows_per_slot * B.
     """
     if logits.shape[0] != rows_per_slot * slots.shape[0]:
@@ -95,6 +98,7 @@ def choose_tokens(
         side=side,
         ids=ids,
         num_columns=num_columns,
+        finite=finite,
     )
 
 
@@ -108,6 +112,7 @@ def choose_tokens_torch(
     side: Side,
     ids: Tensor | None = None,
     num_columns: int | None = None,
+    finite: Tensor | None = None,
 ) -> Tensor:
     """See `choose_tokens`."""
     columns = logits.shape[1] if num_columns is None else num_columns
@@ -126,6 +131,8 @@ def choose_tokens_torch(
         wanted = None if ids is None else ids[:columns].long()
         # A row without a finite score has no best column there (-1); here it has the first.
         chosen[noisy] = perturbed_argmax(scores, keys, wanted).clamp(min=0)
+    if finite is not None:
+        chosen = chosen.masked_fill(finite == 0, -1)
     return chosen.to(torch.int32)
 
 
@@ -146,6 +153,7 @@ def choose_tokens_triton(
     side: Side,
     ids: Tensor | None = None,
     num_columns: int | None = None,
+    finite: Tensor | None = None,
     tile: int | None = None,
 ) -> Tensor:
     """See `choose_tokens`. tile: columns a program, a power of two; None picks it."""
@@ -183,7 +191,16 @@ def choose_tokens_triton(
         num_warps=warps_of(tile),
     )
     block = next_power_of_2(tiles)
-    _choose_among_tiles[(rows,)](scores, winners, chosen, tiles, BLOCK=block, num_warps=1)
+    _choose_among_tiles[(rows,)](
+        scores,
+        winners,
+        finite,
+        chosen,
+        tiles,
+        HAS_FINITE=finite is not None,
+        BLOCK=block,
+        num_warps=1,
+    )
     return chosen
 
 
@@ -260,8 +277,16 @@ def _choose_in_tile(
 
 
 @triton.jit
-def _choose_among_tiles(scores_ptr, winners_ptr, chosen_ptr, tiles, BLOCK: tl.constexpr):
-    """The best of a row's tiles."""
+def _choose_among_tiles(
+    scores_ptr,
+    winners_ptr,
+    finite_ptr,
+    chosen_ptr,
+    tiles,
+    HAS_FINITE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The best of a row's tiles; -1 for a row without a finite logit."""
     row = tl.program_id(0).to(tl.int64)
     parts = tl.arange(0, BLOCK)
     valid = parts < tiles
@@ -269,4 +294,6 @@ def _choose_among_tiles(scores_ptr, winners_ptr, chosen_ptr, tiles, BLOCK: tl.co
     scores = tl.load(scores_ptr + where, mask=valid, other=float("-inf"))
     winners = tl.load(winners_ptr + where, mask=valid, other=0)
     _, winner = best_of(scores, winners, valid)
+    if HAS_FINITE:
+        winner = tl.where(tl.load(finite_ptr + row) != 0, winner, -1)
     tl.store(chosen_ptr + row, winner)

@@ -54,6 +54,45 @@ def test_a_perfect_match_earns_the_bonus_token() -> None:
     )
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+@pytest.mark.parametrize("node", [0, 1, 2])
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_row_without_a_finite_logit_ends_its_own_walk(
+    rule: Rule, node: int, value: float, edited: bool
+) -> None:
+    """Biases, bans and penalties would leave a finite column in such a row and hide it."""
+    sampling = SamplingParams(
+        temperature=0.05,
+        rule=rule,
+        repetition_penalty=1.1 if edited else 1.0,
+        banned_ids=(0,) if edited else (),
+        logit_bias=((3, 1.0),) if edited else (),
+    )
+    logits = torch.cat((_peaks(4, 7, 2), _peaks(4, 7, 2))) * 5
+    rows = [
+        replace(PLAIN, tree=_chain(4, 7), sampling=sampling),
+        replace(PLAIN, tree=_chain(4, 7), sampling=sampling, logits_start=3),
+    ]
+    healthy = accept(logits, rows)
+    assert [h.tokens for h in healthy] == [(4, 7, 2)] * 2
+    logits[node] = value
+    found = accept(logits, rows)
+    assert found[1] == healthy[1]
+    assert found[0].invalid_output and not healthy[0].invalid_output
+    assert found[0].tokens == (*(4, 7)[:node], 0)
+    assert found[0].accepted_nodes == (0, 1)[:node]
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_row_with_some_nan_is_judged_by_what_is_left(rule: Rule) -> None:
+    sampling = SamplingParams(temperature=0.05, rule=rule)
+    logits = _peaks(4, 7, 2) * 5
+    wanted = _judged(logits, _chain(4, 7), replace(PLAIN, sampling=sampling))
+    logits[:, 5:7], logits[1, 9] = torch.nan, -torch.inf
+    assert _judged(logits, _chain(4, 7), replace(PLAIN, sampling=sampling)) == wanted
+
+
 def test_an_early_mismatch_emits_the_targets_token_and_stops() -> None:
     result = _judged(_peaks(4, 8, 2), _chain(4, 7))
     assert (result.accepted_nodes, result.tokens, result.resampled) == ((0,), (4, 8), True)

@@ -42,6 +42,7 @@ R, S, V = RequestId("r"), RequestId("s"), VerifierId("v")
         (UnavailableError("x", reason="SESSION_LOST"), Cause.VERIFIER_LOST),
         (UnavailableError("x", reason="DRAINING"), Cause.DRAINING),
         (InternalError("x", reason="ROUND_FAILED"), Cause.FAILED),
+        (InternalError("x", reason="MODEL_OUTPUT_INVALID"), None),
         (ResourceExhaustedError("x"), Cause.REFUSED),
         (InvalidRequestError("x"), None),
         (FailedPreconditionError("x"), None),

@@ -16,7 +16,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.engine.kernels.acceptance.matching import FALLBACK, RESAMPLED, load_parents
+from outrider.engine.kernels.acceptance.matching import (
+    FALLBACK,
+    INVALID_OUTPUT,
+    RESAMPLED,
+    load_parents,
+)
 from outrider.engine.kernels.acceptance.residual import (
     find_entry,
     finish_residual,
@@ -58,6 +63,7 @@ HUGE_SCORE = 2.0**30
 _HUGE_SCORE = tl.constexpr(HUGE_SCORE)
 _HAS_RESAMPLED = tl.constexpr(RESAMPLED)
 _HAS_FALLBACK = tl.constexpr(FALLBACK)
+_HAS_INVALID_OUTPUT = tl.constexpr(INVALID_OUTPUT)
 
 
 @triton.jit
@@ -212,6 +218,8 @@ def walk(
         exhausted = tl.full((), 0, tl.int32)
         winner = tl.full((), NODES, tl.int32)
         row = _next_child(above, there, rows, node, 0, NODES)
+        # Below a row without a finite logit nothing stands.
+        row = tl.where(wanted < 0, NODES, row).to(tl.int32)
         while row < NODES:
             token = tl.load(tokens_ptr + first + row)
             stands = token == wanted
@@ -281,13 +289,16 @@ def walk(
                 finish_residual(inside_ptr, begin, end, outside, ENTRIES)
         taken = tl.sum(tl.where(rows == winner, drafted, 0), 0)
         emitted = tl.where((rows == count - 1) & (winner < NODES), taken, emitted)
-    emitted = tl.where(rows == count - 1, tl.load(chosen_ptr + first + node), emitted)
+    final = tl.load(chosen_ptr + first + node)
+    emitted = tl.where(rows == count - 1, tl.maximum(final, 0), emitted)
     tl.store(counts_ptr + batch, count)
     tl.store(rows_ptr + first + rows, path, mask=rows < NODES)
     tl.store(emitted_ptr + first + rows, emitted, mask=rows < NODES)
     resampled = tl.max((exists & (above == node)).to(tl.int32), 0)
-    tl.store(flags_ptr + batch, resampled * _HAS_RESAMPLED + fallback * _HAS_FALLBACK)
-    huge = by_coins & (top > _HUGE_SCORE) & (mode == _UNCHANGED)
+    flags = resampled * _HAS_RESAMPLED + fallback * _HAS_FALLBACK
+    flags += (final < 0).to(tl.int32) * _HAS_INVALID_OUTPUT
+    tl.store(flags_ptr + batch, flags)
+    huge = by_coins & (top > _HUGE_SCORE) & (mode == _UNCHANGED) & (final >= 0)
     tl.store(modes_ptr + batch, tl.where(huge, _AFRESH, mode).to(tl.int32))
     tl.store(nodes_ptr + batch, node)
     tl.store(tops_ptr + batch, top.to(tl.float32))

@@ -76,7 +76,8 @@ def accept_sampled(
     the law that is sampled: sessions with penalties, bans, top-k, top-p or min-p must come warped
     already, with temperature 1 in `state`, or go another way.
     chosen: int32 [M], `choose_tokens` of these logits, side "target": what greedy and coupled
-    sessions compare with, and the token that a coin session emits if nothing was rejected.
+    sessions compare with, and the token that a coin session emits if nothing was rejected; -1
+    where the row has no finite logit, below which nothing stands.
     tokens: int32 [M], each row's own token (the root's is not looked at); -1 (no node) and ids
     from V on never stand. parents: int32 [B, N - 1] (-1: the root, -2: no node); None: chains.
     Siblings are tried in row order, which is the order in which they were drawn.
@@ -165,15 +166,15 @@ def accept_sampled_torch(
     for row in range(1, num_nodes):
         drafted = judge.tokens_BN[:, row]
         below = (parents[:, row - 1] == node - 1) & (drafted >= 0)
-        stands = below & (drafted == chosen_BN.gather(1, node[:, None])[:, 0])
-        tossed = (below & coin & (drafted < logits.shape[1])).nonzero()[:, 0]
-        stands &= ~coin
+        wanted = chosen_BN.gather(1, node[:, None])[:, 0]
+        tossed = (below & coin & (drafted < logits.shape[1]) & (wanted >= 0)).nonzero()[:, 0]
+        stands = below & (drafted == wanted) & ~coin
         stands[tossed] = judge.toss(tossed, node[tossed], row)
         node = walk.step(row, node, drafted, below, stands)
     walk.fallback = judge.fallback & coin
     final = chosen_BN.gather(1, node[:, None])[:, 0].clone()
     changed = coin & (judge.changed_at == node)
-    changed = (changed | (coin & judge.is_huge(node))).nonzero()[:, 0]
+    changed = (changed | (coin & (final >= 0) & judge.is_huge(node))).nonzero()[:, 0]
     if len(changed):
         final[changed] = judge.draw(changed, node[changed], final[changed])
     return walk.finish(final)

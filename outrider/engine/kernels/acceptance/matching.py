@@ -36,7 +36,10 @@ RESAMPLED = 1
 """The last accepted node had children: the final token follows a rejection, it is no bonus."""
 FALLBACK = 2
 """The rejection rule was judged target-only because the law of the drafts was missing."""
+INVALID_OUTPUT = 4
+"""The last accepted node's row has no finite logit: its token is 0, a placeholder."""
 _RESAMPLED = tl.constexpr(RESAMPLED)
+_INVALID_OUTPUT = tl.constexpr(INVALID_OUTPUT)
 
 
 class DeviceAcceptance(NamedTuple):
@@ -49,7 +52,7 @@ class DeviceAcceptance(NamedTuple):
     tokens: Tensor
     """int32 [B, N]: the accepted nodes' tokens and the final one; the rest is -1."""
     flags: Tensor
-    """int32 [B]: RESAMPLED and FALLBACK, or neither."""
+    """int32 [B]: a sum of RESAMPLED, FALLBACK and INVALID_OUTPUT, or 0."""
 
 
 def accept_matching(
@@ -65,7 +68,8 @@ def accept_matching(
 ) -> DeviceAcceptance:
     """Judge the drafts of greedy and coupled sessions.
 
-    chosen: int32 [M], the target's token at each row (`choose_tokens`, side "target").
+    chosen: int32 [M], the target's token at each row (`choose_tokens`, side "target"); -1 where the
+    row has no finite logit.
     tokens: int32 [M], each row's own token, the root's is not looked at; -1: no node.
     parents: int32 [B, N - 1], the parent of each node (-1: the root, -2: no node), parents first;
     None: chains. Of several children with the chosen token the first one stands.
@@ -165,9 +169,9 @@ class TorchWalk:
         self.tokens.scatter_(1, at, torch.where(where, tokens, before)[:, None])
 
     def finish(self, final: Tensor) -> DeviceAcceptance:
-        """The outcome; final: int32 [B], the last token of each session."""
-        self._put(torch.ones_like(self.rejected), final)
-        flags = RESAMPLED * self.rejected + FALLBACK * self.fallback
+        """The outcome; final: int32 [B], the last token of each session, -1 if there is none."""
+        self._put(torch.ones_like(self.rejected), final.clamp(min=0))
+        flags = RESAMPLED * self.rejected + FALLBACK * self.fallback + INVALID_OUTPUT * (final < 0)
         counts = self.counts.to(torch.int32)
         return DeviceAcceptance(counts, self.rows, self.tokens, flags.to(torch.int32))
 
@@ -311,12 +315,14 @@ def _accept_matching(
             child = tl.min(tl.where(stands, rows, NODES), 0)
             emitted = tl.where((rows == count - 1) & (child < NODES), wanted, emitted)
     final = tl.sum(tl.where(rows == node, chosen, 0), 0)
-    emitted = tl.where(rows == count - 1, final, emitted)
+    emitted = tl.where(rows == count - 1, tl.maximum(final, 0), emitted)
     below = there & (above == node)
+    flags = tl.max(below.to(tl.int32), 0) * _RESAMPLED
+    flags += (final < 0).to(tl.int32) * _INVALID_OUTPUT
     tl.store(counts_ptr + batch, count)
     tl.store(rows_ptr + first + rows, path, mask=inside)
     tl.store(emitted_ptr + first + rows, emitted, mask=inside)
-    tl.store(flags_ptr + batch, tl.max(below.to(tl.int32), 0) * _RESAMPLED)
+    tl.store(flags_ptr + batch, flags)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ from outrider.engine.kernels.acceptance.matching import (
     advance_state_torch,
     advance_state_triton,
 )
-from outrider.engine.kernels.sampling import choose_tokens_torch
+from outrider.engine.kernels.finite import find_finite_rows_torch, find_finite_rows_triton
+from outrider.engine.kernels.sampling import choose_tokens_torch, choose_tokens_triton
 from outrider.engine.kernels.state import SequenceState
 from outrider.errors import InvalidRequestError
 from outrider.spec.law import make_law
@@ -45,8 +47,10 @@ from tests.reference.device_rounds import (
     dense_law,
     device_law,
     device_round,
+    invalid_outputs,
     mixed_batch,
     outcomes,
+    without_finite_logits,
 )
 from tests.reference.rounds import Drafts, tree_shape
 
@@ -303,6 +307,53 @@ def test_simulated_acceptance_meets_its_rates() -> None:
     first = np.mean([len(nodes) >= 1 for nodes in complete])
     second = np.mean([len(nodes) == 2 for nodes in complete if nodes])
     assert abs(first - 0.7) < 0.03 and abs(second - 0.4) < 0.04
+
+
+@pytest.mark.parametrize("kind", ["matching", "sparse", "dense"])
+@pytest.mark.parametrize("widths", [[], [1, 1, 1], [3, 2]])
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+def test_rows_without_a_finite_logit_end_their_own_session(
+    kernels: bool, widths: list[int], kind: str
+) -> None:
+    if kind == "dense" and len(widths) != sum(widths):
+        return  # Of chains only.
+    rules = MATCHING if kind == "matching" else tuple(Rule)
+    size = 12 if kernels else 48  # The interpreter is slow.
+    calm = mixed_batch(size, 24, widths, seed=12, rules=rules)
+    batch = without_finite_logits(calm, seed=12)
+    expected = accept(batch.logits, batch.rows)
+    healthy = accept(calm.logits, calm.rows)
+    assert all(e == h for i, (e, h) in enumerate(zip(expected, healthy, strict=True)) if i % 3)
+    assert 2 <= sum(e.invalid_output for e in expected) <= size // 3
+    device = DEVICE if kernels else CPU
+    here, logits = batch.device.to(device), batch.logits.to(device)
+    finite = find_finite_rows_triton(logits) if kernels else find_finite_rows_torch(logits)
+    choose = choose_tokens_triton if kernels else choose_tokens_torch
+    where = (here.state, here.slots, here.positions)
+    chosen = choose(logits, *where, rows_per_slot=here.num_nodes, side="target", finite=finite)
+    common: dict[str, Any] = {
+        "num_nodes": here.num_nodes,
+        "state": here.state,
+        "slots": here.slots,
+        "positions": here.positions,
+    }
+    if kind == "matching":
+        match = accept_matching_triton if kernels else accept_matching_torch
+        found = match(chosen, here.tokens, here.parents, **common)
+    else:
+        laws: Law = _laws(batch)
+        if kind == "dense":
+            ids = torch.arange(24, dtype=torch.int32)
+            own = [row.law for row in batch.rows]
+            laws = dense_law(own, batch.device.slots, len(widths), ids, 24)
+        laws = type(laws)(*(t.to(device) for t in laws))
+        sample = accept_sampled_triton if kernels else accept_sampled_torch
+        found = sample(logits, chosen, here.tokens, here.parents, law=laws, **common)
+    assert invalid_outputs(found) == [e.invalid_output for e in expected]
+    if kind == "dense":
+        # Where a chain has no law the dense form of it judges by zeros.
+        return
+    assert outcomes(found) == _host(expected)
 
 
 def test_trees_are_not_simulated() -> None:
