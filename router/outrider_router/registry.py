@@ -238,10 +238,17 @@ class Registry:
             # The answer is from before the loss, perhaps.
             peer.woken.set()
             return
-        before, peer.info = peer.info, info
+        before = peer.info
         peer.detached.clear()
-        check_verifier(info, self._tokenizer)
-        self._check_name(peer, info)
+        try:
+            check_verifier(info, self._tokenizer)
+            self._check_name(peer, info)
+        except FailedPreconditionError as error:
+            # Its sessions are lost under the name that it had when they began.
+            self._refuse(peer, error)
+            raise
+        finally:
+            peer.info = info
         restarted = before is not None and before.incarnation != info.incarnation
         if restarted and before is not None and peer.state is PeerState.HEALTHY:
             self._lose_verifier(peer, before, "it was restarted")

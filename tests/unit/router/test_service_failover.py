@@ -180,6 +180,9 @@ async def test_two_verifiers_of_one_name_do_not_serve_at_once(tmp_path: Path) ->
         both.second.change_info(verifier_id="v0")
         await until(lambda: both.router.registry.verifiers["b"].problem)
         assert "is called v0 too" in both.router.registry.verifiers["b"].problem
+        # It is lost under its own name; the verifier whose name it took is not.
+        assert sample(both.router, "outrider_verifier_up", verifier="v0") == 1
+        assert sample(both.router, "outrider_verifier_up", verifier="v1") == 0
         await asyncio.gather(*(both.router.generate(text_request()) for _ in range(4)))
         assert not both.second.specs
         both.first.lost.set()
