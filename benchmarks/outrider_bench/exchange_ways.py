@@ -80,6 +80,9 @@ class LoopChannel:
         self._write: Callable[[bytes], Any] | None = None
         self._writing: set[asyncio.Future[Any]] = set()
         """Nobody else is sure to hold them until they are done."""
+        self._write_lock = asyncio.Lock()
+        """gRPC takes one write of a stream at a time, and an answer can be there before the write
+        that it answers has returned."""
 
     async def serve(self, stream: Any) -> None:
         """Run the stream on the event loop until it ends."""
@@ -94,10 +97,14 @@ class LoopChannel:
         return self._arrived.get(timeout=_WAIT_S)
 
     def _begin(self, frame: bytes) -> None:
-        assert self._write is not None
-        writing = asyncio.ensure_future(self._write(frame))
+        writing = asyncio.ensure_future(self._write_frame(frame))
         self._writing.add(writing)
         writing.add_done_callback(self._writing.discard)
+
+    async def _write_frame(self, frame: bytes) -> None:
+        assert self._write is not None
+        async with self._write_lock:
+            await self._write(frame)
 
 
 class StreamChannel:
