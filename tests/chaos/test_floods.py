@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client.certs_command import make_certificates
+from tests.chaos import silent_connections
 from tests.integration.few_files_router import MAX_FILES
 from tests.integration.gap_meter import GapMeter, Gaps, measure_calm
 from tests.integration.stack import Stack
@@ -37,11 +39,6 @@ class Target:
     @property
     def https(self) -> tuple[str, int]:
         host, _, port = str(self.stack.router.ready["http"]).rpartition(":")
-        return host, int(port)
-
-    @property
-    def grpc(self) -> tuple[str, int]:
-        host, _, port = self.stack.router.address.rpartition(":")
         return host, int(port)
 
     def meter(self) -> GapMeter:
@@ -96,37 +93,12 @@ def target(
         yield Target(stack, ca, calm)
 
 
-async def keep_open(address: tuple[str, int], count: int, seconds: float) -> None:
-    """Hold so many silent connections open, a new one for each that is closed."""
-
-    async def hold() -> None:
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection(*address)
-            except OSError:
-                await asyncio.sleep(0.1)
-                continue
-            with closing(writer), suppress(OSError):
-                await reader.read()
-            await asyncio.sleep(0.1)
-
-    tasks = [asyncio.create_task(hold()) for _ in range(count)]
-    await asyncio.wait(tasks, timeout=seconds)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def test_silent_connections_take_no_descriptors_from_others(target: Target) -> None:
-    async def attack() -> None:
-        await asyncio.gather(
-            keep_open(target.https, MAX_FILES + 200, ATTACK_S),
-            keep_open(target.grpc, MAX_FILES + 200, ATTACK_S),
-        )
-
+    ports = [str(target.stack.router.ready["http"]), target.stack.router.address]
+    asked = [str(MAX_FILES + 200), str(ATTACK_S), *ports]
     with target.meter() as meter:
         time.sleep(0.5)
-        asyncio.run(attack())
+        subprocess.run([sys.executable, silent_connections.__file__, *asked], check=True)
     meter.gaps.assert_close_to(target.calm)
     files = len(list(Path(f"/proc/{target.stack.router.pid}/fd").iterdir()))
     assert files < MAX_FILES

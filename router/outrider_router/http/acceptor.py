@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import ssl
 from collections.abc import Callable
@@ -24,7 +25,8 @@ class Accepted:
         self._sock = sock
         self._places = places
         self.connection: Holder | None = None
-        """What serves it; None during the handshake."""
+        """What serves it; None before and during the handshake."""
+        self.is_cut = False
         self.is_refused = False
         """Whether it has no place, and is only told so."""
 
@@ -47,7 +49,7 @@ class Accepted:
         self._places.busy(self)
 
     def idle(self) -> None:
-        """It has its answer."""
+        """It has its answer, or has begun to speak."""
         self._places.idle(self)
 
     @property
@@ -57,10 +59,11 @@ class Accepted:
 
     def cut(self) -> None:
         """Close it now."""
+        self.is_cut = True
         if self.connection is not None:
             self.connection.cut()
         else:
-            # The handshake fails at once.
+            # Whatever waits for the peer goes on at once, and fails.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -77,14 +80,16 @@ class Acceptor:
         places: Places,
         tls: ssl.SSLContext | None,
         handshake_s: float,
+        silence_s: float,
     ) -> None:
-        """`connect` makes what serves a connection. Begins to accept; needs a running loop."""
+        """`connect` makes what serves a connection; `silence_s` is the longest time until its
+        first byte. Begins to accept; needs a running loop."""
         listener.setblocking(False)
         # uvicorn closes its own before the loop has forgotten it.
         self._listener = listener.dup()
         self._connect = connect
         self._places = places
-        self._tls, self._handshake_s = tls, handshake_s
+        self._tls, self._handshake_s, self._silence_s = tls, handshake_s, silence_s
         self._beginning: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept(), name="accept http")
 
@@ -121,9 +126,16 @@ class Acceptor:
         task.add_done_callback(self._beginning.discard)
 
     async def _begin(self, sock: socket.socket, accepted: Accepted) -> None:
-        """Have a connection served once its handshake is done."""
-        limit_s = min(self._handshake_s, REFUSAL_S) if accepted.is_refused else self._handshake_s
+        """Have a connection served once it has spoken and its handshake is done."""
         try:
+            limit_s = REFUSAL_S if accepted.is_refused else self._silence_s
+            with contextlib.ExitStack() as unless_spoken:
+                unless_spoken.callback(sock.close)
+                if not await _has_spoken(sock, limit_s) or accepted.is_cut:
+                    return
+                unless_spoken.pop_all()
+            accepted.idle()
+            limit_s = min(self._handshake_s, REFUSAL_S if accepted.is_refused else math.inf)
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._connect(accepted),
                 sock,
@@ -136,3 +148,23 @@ class Acceptor:
         finally:
             if accepted.connection is None:
                 accepted.leave()
+
+
+async def _has_spoken(sock: socket.socket, limit_s: float) -> bool:
+    """Wait for the first byte of a connection, or its end; whether either came in time.
+
+    Until then the connection is a descriptor and nothing else, without buffers for TLS.
+    """
+    with contextlib.suppress(BlockingIOError):
+        sock.recv(1, socket.MSG_PEEK)
+        return True
+    loop = asyncio.get_running_loop()
+    spoken = asyncio.Event()
+    loop.add_reader(sock.fileno(), spoken.set)
+    try:
+        await asyncio.wait_for(spoken.wait(), limit_s)
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(sock.fileno())
+    return True

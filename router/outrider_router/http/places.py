@@ -1,13 +1,15 @@
 """Places of one HTTP server: how many connections it has, and which of them makes way for another.
 
 A connection has its place from the moment it is accepted, so one that is silent before its TLS
-handshake counts like any other.
+handshake counts like any other. Connections that have sent nothing at all make way first: whoever
+wants something speaks at once.
 """
 
 from __future__ import annotations
 
 import resource
 from collections.abc import Callable
+from itertools import chain
 from typing import Final, Protocol
 
 MAX_REFUSALS: Final = 256
@@ -42,8 +44,10 @@ class Places:
         self._most = most
         self._on_refused = on_refused
         self._held: set[Holder] = set()
+        self._silent: dict[Holder, None] = {}
+        """Those that have sent nothing yet, in the order in which they came."""
         self._idle: dict[Holder, None] = {}
-        """In the order in which they became idle."""
+        """Others that wait for no answer, in the order in which they became idle."""
         self.refused = 0
         """Connections without a place that are about to hear so."""
 
@@ -52,12 +56,14 @@ class Places:
         if len(self._held) >= self._most and not self.make_room():
             return False
         self._held.add(holder)
-        self._idle[holder] = None
+        self._silent[holder] = None
         return True
 
     def make_room(self) -> bool:
-        """Cut the connection that was idle longest; whether there was one."""
-        oldest = next((held for held in self._idle if held.is_sent), None)
+        """Cut the connection that was silent longest, or else idle longest; whether there was
+        one."""
+        waiting = chain(self._silent, self._idle)
+        oldest = next((held for held in waiting if held.is_sent), None)
         if oldest is None:
             return False
         self.leave(oldest)
@@ -75,13 +81,15 @@ class Places:
     def leave(self, holder: Holder) -> None:
         """It is closed. Idempotent."""
         self._held.discard(holder)
-        self._idle.pop(holder, None)
+        self.busy(holder)
 
     def busy(self, holder: Holder) -> None:
         """It has asked for something."""
+        self._silent.pop(holder, None)
         self._idle.pop(holder, None)
 
     def idle(self, holder: Holder) -> None:
-        """It has its answer."""
+        """It has its answer, or has begun to speak."""
         if holder in self._held:
+            self._silent.pop(holder, None)
             self._idle[holder] = None

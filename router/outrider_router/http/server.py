@@ -30,11 +30,9 @@ _MAX_PORT = 65535
 class _Server(uvicorn.Server):
     """Signals are the router's business, and connections have a place before uvicorn sees them."""
 
-    def __init__(
-        self, config: uvicorn.Config, *, kind: type[Connection], places: Places, handshake_s: float
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, *, kind: type[Connection], places: Places) -> None:
         super().__init__(config)
-        self._kind, self._places, self._handshake_s = kind, places, handshake_s
+        self._kind, self._places = kind, places
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept the connections of one listening socket."""
@@ -46,7 +44,8 @@ class _Server(uvicorn.Server):
             self._serve_connection,
             places=self._places,
             tls=self.config.ssl,
-            handshake_s=self._handshake_s,
+            handshake_s=self._kind.options.handshake_s,
+            silence_s=self._kind.options.head_s,
         )
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
@@ -105,7 +104,6 @@ class HttpServer:
             ),
             kind=kind,
             places=self._places(),
-            handshake_s=options.handshake_s,
         )
         self._server = server
         self._task = asyncio.create_task(server.serve([listener]), name="http")

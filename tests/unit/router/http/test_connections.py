@@ -149,6 +149,17 @@ def test_an_answer_that_its_reader_has_not_taken_is_not_cut() -> None:
     assert not third.was_cut
 
 
+def test_silent_connections_make_way_before_idle_ones() -> None:
+    idle, silent, busy = (Held(is_sent=True) for _ in range(3))
+    held: Any = places.Places(3, lambda: None)
+    for each in (idle, silent, busy):
+        assert held.take(each)
+    held.idle(idle)
+    held.busy(busy)
+    assert held.take(Held(is_sent=True))
+    assert (silent.was_cut, idle.was_cut, busy.was_cut) == (True, False, False)
+
+
 async def test_many_silent_connections_shut_nobody_out(
     router: RouterService,
 ) -> None:
