@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
+from outrider.grammar.json_numbers import check_numbers
 from outrider.spec.structured import StructuredKind, StructuredOutput
 
 MAX_NESTING: Final = 128
@@ -41,7 +42,8 @@ _CLASS: Final = re.compile(r"\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]", re.DOTALL
 
 
 def check_complexity(structured: StructuredOutput) -> None:
-    """Refuse a text that is nested too deeply or has too many rules or references.
+    """Refuse a text that is nested too deeply, has too many rules or references, or has numbers
+    that the library cannot hold.
 
     Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A text
     that is not valid passes: the library says what is wrong with it.
@@ -49,6 +51,7 @@ def check_complexity(structured: StructuredOutput) -> None:
     match structured.kind:
         case StructuredKind.JSON_SCHEMA:
             _check_schema(structured.text)
+            check_numbers(structured.text)
         case StructuredKind.REGEX:
             _require(regex_nesting(structured.text), MAX_NESTING, "open brackets in one another")
         case StructuredKind.GRAMMAR:

@@ -1,0 +1,146 @@
+"""Checks the numbers of a JSON schema that the grammar library cannot hold exactly (pure).
+
+The library holds numbers in double precision and does not round decimals correctly, so that it
+would replace some numbers of a schema by others without a word. A number within the bounds below
+is kept: it has as many digits as a double holds, and its power of ten is exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from typing import Final, NoReturn
+
+from outrider.errors import InvalidRequestError
+
+MAX_INTEGER: Final = 2**53 - 1
+"""Largest magnitude of an integer, written without a fraction and an exponent."""
+MAX_SIGNIFICANT_DIGITS: Final = 15
+"""Digits of a number with a fraction or an exponent, without zeros at either end."""
+MIN_MAGNITUDE: Final = Decimal("1e-6")
+"""Smallest magnitude of a number with a fraction or an exponent, other than 0."""
+MAX_MAGNITUDE: Final = Decimal("1e15")
+"""Magnitude below which a number with a fraction or an exponent must be."""
+MAX_SHOWN_CHARS: Final = 40
+"""Characters of a refused number that its error shows."""
+
+_VALUES: Final = frozenset({"const", "enum"})
+"""Keywords whose values are data."""
+_BOUNDS: Final = frozenset(
+    {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+)
+"""Keywords whose values are numbers."""
+_NAMED_SCHEMAS: Final = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+"""Keywords whose values are schemas by names, and the names are not keywords."""
+_ANNOTATIONS: Final = frozenset({"default", "examples"})
+"""Keywords whose values are data that no answer depends on."""
+
+
+class NumberLiteral(str):
+    """A number as it stands in a JSON text."""
+
+    __slots__ = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the library keeps this number as it is."""
+        if self.removeprefix("-").isdecimal():
+            digits = len(str(MAX_INTEGER))
+            return len(self.removeprefix("-")) <= digits and abs(int(self)) <= MAX_INTEGER
+        try:
+            number = Decimal(self)
+        except InvalidOperation:
+            # Its exponent is beyond all bounds.
+            return False
+        if number.is_zero():
+            return True
+        significant = "".join(map(str, number.as_tuple().digits)).strip("0")
+        is_short = len(significant) <= MAX_SIGNIFICANT_DIGITS
+        return is_short and MIN_MAGNITUDE <= abs(number) < MAX_MAGNITUDE
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether this number is within the range of a double."""
+        return abs(float(self)) < float("inf")
+
+
+def check_numbers(text: str) -> None:
+    """Refuse a JSON schema with numbers that the library would replace by others.
+
+    Raises InvalidRequestError with the reason INVALID_STRUCTURE, which says what is allowed. A text
+    that is not valid passes: the library says what is wrong with it.
+    """
+    literals: list[NumberLiteral] = []
+
+    def read(literal: str) -> NumberLiteral:
+        literals.append(NumberLiteral(literal))
+        return literals[-1]
+
+    try:
+        schema = json.loads(text, parse_int=read, parse_float=read, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return
+    for keyword, number in _numbers(schema):
+        if not number.is_exact:
+            raise _refusal(
+                f"the number {_shown(number)} in `{keyword}` cannot be kept exactly; integers from "
+                f"-{MAX_INTEGER} to {MAX_INTEGER} are allowed, and 0 and numbers with a fraction "
+                f"or an exponent of at most {MAX_SIGNIFICANT_DIGITS} significant digits and a "
+                f"magnitude from {MIN_MAGNITUDE:f} to below {MAX_MAGNITUDE:f}"
+            )
+    for number in literals:
+        if not number.is_finite:
+            raise _refusal(
+                f"the number {_shown(number)} is too large; numbers in a schema must be within the "
+                "range of double precision"
+            )
+
+
+def _numbers(schema: object) -> Iterator[tuple[str, NumberLiteral]]:
+    """The numbers that decide what an answer may be, each with its keyword."""
+    schemas = [schema]
+    while schemas:
+        part = schemas.pop()
+        if isinstance(part, list):
+            schemas += part
+        if not isinstance(part, dict):
+            continue
+        for keyword, value in part.items():
+            if keyword in _VALUES:
+                yield from ((keyword, number) for number in _numbers_in(value))
+            elif keyword in _BOUNDS and isinstance(value, NumberLiteral):
+                yield keyword, value
+            elif keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+                schemas += value.values()
+            elif keyword not in _ANNOTATIONS:
+                schemas.append(value)
+
+
+def _numbers_in(data: object) -> Iterator[NumberLiteral]:
+    """All numbers of a JSON value."""
+    parts = [data]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, NumberLiteral):
+            yield part
+        elif isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+
+
+def _shown(number: NumberLiteral) -> str:
+    return number if len(number) <= MAX_SHOWN_CHARS else f"{number[:MAX_SHOWN_CHARS]}..."
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _refusal(f"{name} is no JSON number; numbers in a schema must be finite")
+
+
+def _refusal(why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured output: {why}", reason="INVALID_STRUCTURE", param="structured_outputs"
+    )
