@@ -51,12 +51,16 @@ class DigitBound:
         self._text_of = functools.lru_cache(maxsize=1 << 16)(
             lambda token: tokenizer.decode_bytes([token])
         )
-        begins = np.zeros(32 * words, dtype=np.bool_)
+        starts_with_digit = np.zeros(32 * words, dtype=np.bool_)
+        starts_with_zeros = np.zeros(32 * words, dtype=np.bool_)
         for token in range(tokenizer.vocab_size):
-            begins[token] = tokenizer.decode_bytes([token])[:1].isdigit()
-        bits = np.packbits(begins, bitorder="little").view("<u4").astype(np.uint32)
-        self._others = ~bits
+            text = tokenizer.decode_bytes([token])
+            starts_with_digit[token] = text[:1].isdigit()
+            starts_with_zeros[token] = text[:1] == b"0" and not text.lstrip(b"0")[:1].isdigit()
+        self._others = ~_pack_bits(starts_with_digit)
         """The mask of ids whose text does not begin with a digit."""
+        self._not_zeros = ~_pack_bits(starts_with_zeros)
+        """The mask of ids whose text does not begin with digits that are all zeros."""
 
     def advance(self, position: JsonPosition, token: int) -> JsonPosition:
         """The position behind a further token."""
@@ -64,8 +68,17 @@ class DigitBound:
 
     def restrict(self, mask: NDArray[np.uint32], position: JsonPosition) -> None:
         """Take further digits out of a mask [W], in place, where there are enough of them, unless
-        nothing else is allowed."""
-        if position.digits >= MAX_NUMBER_DIGITS:
-            others = mask & self._others
-            if others.any():
-                mask[:] = others
+        nothing else is allowed. Then zeros are taken out, unless nothing else is allowed: behind
+        them a number above an exclusive bound could never end."""
+        if position.digits < MAX_NUMBER_DIGITS:
+            return
+        for kept in (self._others, self._not_zeros):
+            allowed = mask & kept
+            if allowed.any():
+                mask[:] = allowed
+                return
+
+
+def _pack_bits(flags: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    """The mask [W] of flags [32 W]."""
+    return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)

@@ -92,6 +92,31 @@ def test_a_number_ends_after_so_many_digits(
         assert np.array_equal(mask, legal(constraint))
 
 
+@pytest.mark.parametrize(
+    ("schema", "before"),
+    [
+        ({"type": "number", "exclusiveMinimum": 1}, "1."),
+        ({"type": "number", "exclusiveMaximum": -1}, "-1."),
+        ({"type": "number", "exclusiveMinimum": 0.5}, "0.5"),
+    ],
+)
+def test_a_number_beyond_an_exclusive_bound_ends_after_a_digit_that_is_not_zero(
+    grammars: Grammars, byte: Byte, schema: object, before: str
+) -> None:
+    constraint = begun(grammars, schema)
+    tokens = byte.of(before)
+    zero, one = byte.of("01")
+    constraint.follow(np.array(tokens, dtype=np.int32))
+    while allows(legal(constraint), zero):
+        tokens.append(zero)
+        constraint.follow(np.array(tokens, dtype=np.int32))
+        assert len(tokens) <= len(before) + MAX_NUMBER_DIGITS
+    assert allows(legal(constraint), one) and not allows(legal(constraint), EOS_ID)
+    constraint.follow(np.array([*tokens, one], dtype=np.int32))
+    assert not constraint.failed and allows(legal(constraint), EOS_ID)
+    assert not digits_allowed(constraint, byte)
+
+
 def test_digits_that_the_schema_asks_for_are_not_bounded(
     grammars: Grammars, byte: Byte, monkeypatch: pytest.MonkeyPatch
 ) -> None:
