@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_NUMBER_DIGITS: Final = 32
-"""Digits in a row in a JSON number: before the decimal point, behind it, and in the exponent."""
+"""Digits in a row in a JSON number: before the decimal point and behind it."""
+MAX_EXPONENT_DIGITS: Final = 3
+"""Digits in the exponent of a JSON number."""
 _QUOTE: Final = ord('"')
 _BACKSLASH: Final = ord("\\")
 _DIGITS: Final = frozenset(b"0123456789")
+_EXPONENT: Final = frozenset(b"eE")
+_SIGNS: Final = frozenset(b"+-")
 
 
 class JsonPosition(NamedTuple):
@@ -30,18 +34,31 @@ class JsonPosition(NamedTuple):
     """Whether a backslash comes last in a string."""
     digits: int = 0
     """Digits in a row at the end, outside of strings."""
+    in_exponent: bool = False
+    """Whether the text ends in the exponent of a number, before or behind its sign."""
+
+    @property
+    def digits_left(self) -> int:
+        """Digits that may follow."""
+        limit = MAX_EXPONENT_DIGITS if self.in_exponent else MAX_NUMBER_DIGITS
+        return max(0, limit - self.digits)
 
     def advance(self, text: bytes) -> JsonPosition:
         """The position behind a further piece of text."""
-        in_string, escaped, digits = self
+        in_string, escaped, digits, in_exponent = self
         for byte in text:
             if in_string:
                 in_string = escaped or byte != _QUOTE
                 escaped = not escaped and byte == _BACKSLASH
+            elif byte in _DIGITS:
+                digits += 1
             else:
                 in_string = byte == _QUOTE
-                digits = digits + 1 if byte in _DIGITS else 0
-        return JsonPosition(in_string, escaped, digits)
+                # The letter e of a literal such as `true` follows no digit.
+                begins = byte in _EXPONENT and digits > 0
+                in_exponent = begins or (in_exponent and digits == 0 and byte in _SIGNS)
+                digits = 0
+        return JsonPosition(in_string, escaped, digits, in_exponent)
 
 
 class DigitBound:
@@ -51,14 +68,15 @@ class DigitBound:
         self._text_of = functools.lru_cache(maxsize=1 << 16)(
             lambda token: tokenizer.decode_bytes([token])
         )
-        starts_with_digit = np.zeros(32 * words, dtype=np.bool_)
+        runs = np.zeros(32 * words, dtype=np.int64)
+        """Digits with which the text of each id begins."""
         starts_with_zeros = np.zeros(32 * words, dtype=np.bool_)
         for token in range(tokenizer.vocab_size):
             text = tokenizer.decode_bytes([token])
-            starts_with_digit[token] = text[:1].isdigit()
+            runs[token] = len(text) - len(text.lstrip(b"0123456789"))
             starts_with_zeros[token] = text[:1] == b"0" and not text.lstrip(b"0")[:1].isdigit()
-        self._others = ~_pack_bits(starts_with_digit)
-        """The mask of ids whose text does not begin with a digit."""
+        self._up_to = [_pack_bits(runs <= count) for count in range(MAX_EXPONENT_DIGITS)]
+        """The masks of ids whose text begins with at most 0, 1, ... digits."""
         self._not_zeros = ~_pack_bits(starts_with_zeros)
         """The mask of ids whose text does not begin with digits that are all zeros."""
 
@@ -67,12 +85,13 @@ class DigitBound:
         return position.advance(self._text_of(token))
 
     def restrict(self, mask: NDArray[np.uint32], position: JsonPosition) -> None:
-        """Take further digits out of a mask [W], in place, where there are enough of them, unless
-        nothing else is allowed. Then zeros are taken out, unless nothing else is allowed: behind
+        """Take more digits than may follow out of a mask [W], in place, unless nothing else is
+        allowed. Then zeros are taken out, unless nothing else is allowed: behind
         them a number above an exclusive bound could never end."""
-        if position.digits < MAX_NUMBER_DIGITS:
+        left = position.digits_left
+        if left >= len(self._up_to):
             return
-        for kept in (self._others, self._not_zeros):
+        for kept in (self._up_to[left], self._not_zeros):
             allowed = mask & kept
             if allowed.any():
                 mask[:] = allowed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -68,7 +69,6 @@ def digits_allowed(constraint: FormConstraint, byte: Byte) -> bool:
         ({"type": "number"}, "-"),
         ({"type": "number", "minimum": 0.5, "maximum": 0.75}, "0."),
         ({}, '["1", '),
-        ({"type": "number"}, "1e"),
     ],
 )
 def test_a_number_ends_after_so_many_digits(
@@ -90,6 +90,47 @@ def test_a_number_ends_after_so_many_digits(
     assert not constraint.failed and legal(constraint).any()
     for mask in (along.masks[1], stepped):
         assert np.array_equal(mask, legal(constraint))
+
+
+@pytest.mark.parametrize("before", ["1e", "-1.5E+", "[true, 2e-", '{"e": 1e5, "f": 3e'])
+def test_an_exponent_ends_after_three_digits(grammars: Grammars, byte: Byte, before: str) -> None:
+    constraint = begun(grammars, {})
+    tokens = byte.of(before)
+    six = byte.of("6")[0]
+    for _ in range(3):
+        constraint.follow(np.array(tokens, dtype=np.int32))
+        assert not constraint.failed and digits_allowed(constraint, byte)
+        tokens.append(six)
+    assert constraint.enter([six]) == 1 and not digits_allowed(constraint, byte)
+
+
+class Tokenizer:
+    """Texts of tokens, each with some digits."""
+
+    texts = (b"1", b"12", b"123", b"1,", b",", b"0", b"000", b"001")
+    vocab_size = len(texts)
+
+    def decode_bytes(self, tokens: list[int]) -> bytes:
+        return self.texts[tokens[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("1e", Tokenizer.texts),
+        ("1e4", (b"1", b"12", b"1,", b",", b"0")),
+        ("1e+45", (b"1", b"1,", b",", b"0")),
+        ("1e456", (b",",)),
+        ("4" * 32, (b",",)),
+        ('"1e456', Tokenizer.texts),
+    ],
+)
+def test_tokens_of_several_digits_keep_the_bound(text: str, allowed: tuple[bytes, ...]) -> None:
+    bound = digits.DigitBound(cast(Any, Tokenizer()), 1)
+    mask = np.array([(1 << Tokenizer.vocab_size) - 1], dtype=np.uint32)
+    bound.restrict(mask, JsonPosition().advance(text.encode()))
+    kept = [text for token, text in enumerate(Tokenizer.texts) if allows(mask, token)]
+    assert kept == list(allowed)
 
 
 @pytest.mark.parametrize(
