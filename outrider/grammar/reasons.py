@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 _REASONS: Final = {
@@ -17,7 +18,38 @@ _MARK: Final = "<non-verbose/>"
 """Stands at the end of the library's messages where they were cut."""
 
 
+_NUMBER: Final = r"(?:Some\(([^()]*)\)|None)"
+_RANGE: Final = re.compile(
+    rf"Failed to generate regex for \w+ range: min={_NUMBER}, max={_NUMBER}.*", re.DOTALL
+)
+_REWORDED: Final = (
+    (
+        re.compile(r"Value is not JSON serializable: (\S+)"),
+        r"the number \1 is too large: integers must be below 2^64",
+    ),
+    (
+        re.compile(r"regex parse error:.*error: decimal literal invalid", re.DOTALL),
+        "a length or a count of repetitions is too large",
+    ),
+    (re.compile(r"Expected [fui]64 for"), "Expected a number for"),
+)
+"""Patterns of the library's messages, and what stands in their place."""
+
+
 def plain_reason(why: str) -> str:
     """What the library says is wrong, without names of its own."""
     why = why.replace(_MARK, "").rstrip()
+    why = _RANGE.sub(_plain_range, why)
+    for pattern, plain in _REWORDED:
+        why = pattern.sub(plain, why)
     return _REASONS.get(why, why)
+
+
+def _plain_range(found: re.Match[str]) -> str:
+    """The message about bounds of numbers between which the library finds no text."""
+    bounds = [
+        f"{name} {value}"
+        for name, value in zip(("minimum", "maximum"), found.groups(), strict=True)
+        if value is not None
+    ]
+    return f"no number can be written within its bounds ({', '.join(bounds) or 'none'})"

@@ -69,11 +69,8 @@ def spelling(literal: str) -> str:
     """How the library writes the only number that fits."""
     schema = json.loads(f'{{"const": {literal}}}')
     grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-    return (
-        llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
-        .compute_ff_bytes()
-        .decode()
-    )
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+    return str(matcher.compute_ff_bytes().decode())
 
 
 @given(

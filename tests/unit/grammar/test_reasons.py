@@ -13,6 +13,23 @@ from outrider.grammar.reasons import plain_reason
         ("NoExtensionBias\n<non-verbose/>", "no text fits it"),
         ("ParserTooComplex", "it is too complex or too ambiguous"),
         ("Invalid type: nothing", "Invalid type: nothing"),
+        (
+            "Failed to generate regex for float range: min=Some(1e30), max=Some(2e30)",
+            "no number can be written within its bounds (minimum 1e30, maximum 2e30)",
+        ),
+        (
+            "Failed to generate regex for integer range: min=None, max=Some(-7)\n<non-verbose/>",
+            "no number can be written within its bounds (maximum -7)",
+        ),
+        (
+            "Value is not JSON serializable: 1" + "0" * 60,
+            "the number 1" + "0" * 60 + " is too large: integers must be below 2^64",
+        ),
+        (
+            "regex parse error:\n    (?s:.{0,9})\n        ^\nerror: decimal literal invalid",
+            "a length or a count of repetitions is too large",
+        ),
+        ("Expected f64 for 'minimum', got \"a\"", "Expected a number for 'minimum', got \"a\""),
         ("unknown name: x\n<non-verbose/>", "unknown name: x"),
     ],
 )
