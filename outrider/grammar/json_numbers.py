@@ -22,6 +22,9 @@ MIN_MAGNITUDE: Final = Decimal("1e-6")
 """Smallest magnitude of a number with a fraction or an exponent, other than 0."""
 MAX_MAGNITUDE: Final = Decimal("1e15")
 """Magnitude below which a number with a fraction or an exponent must be."""
+ALLOWED_MAXIMA: Final = frozenset({str(2**63 - 1), str(2**64 - 1)})
+"""Values of `maximum` that are allowed all the same, because generators of schemas write them for
+64-bit integers: the library ends at 2^63 - 1 for both, so that no answer exceeds them."""
 MAX_SHOWN_CHARS: Final = 40
 """Characters of a refused number that its error shows."""
 
@@ -84,7 +87,7 @@ def check_numbers(text: str) -> None:
     except (ValueError, RecursionError):
         return
     for keyword, number in _numbers(schema):
-        if not number.is_exact:
+        if not number.is_exact and not (keyword == "maximum" and number in ALLOWED_MAXIMA):
             raise _refusal(
                 f"the number {_shown(number)} in `{keyword}` cannot be kept exactly; integers from "
                 f"-{MAX_INTEGER} to {MAX_INTEGER} are allowed, and 0 and numbers with a fraction "

@@ -57,6 +57,8 @@ def test_numbers_that_would_be_replaced_are_refused(text: str, why: str) -> None
         '{"minimum": -90.0, "maximum": 90.0, "multipleOf": 0.01}',
         '{"properties": {"minimum": {"default": 1e99}}, "examples": [{"const": 1e99}]}',
         '{"const": "12345678901234567890"}',
+        '{"maximum": 9223372036854775807}',
+        '{"maximum": 18446744073709551615}',
         '{"const": 1',
         "[" * 100_000,
     ],
