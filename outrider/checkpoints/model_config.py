@@ -14,6 +14,8 @@ ARCHITECTURES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that share the Llama skeleton and are supported."""
 _FULL, _SLIDING = _LAYER_TYPES = ("full_attention", "sliding_attention")
 """Values of `layer_types` that are understood."""
+DEFAULT_SLIDING_WINDOW: Final = 4096
+"""Window of a `config.json` without the key `sliding_window`, as transformers reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +114,8 @@ def _sliding_window(raw: Mapping[str, Any], kind: str) -> int | None:
         raise InvalidRequestError(
             f"layer_types must be of {list(_LAYER_TYPES)}, not {sorted(map(str, layer_types))}"
         )
-    window = raw.get("sliding_window")
+    # An explicit null switches the window off; a missing key does not.
+    window = raw.get("sliding_window", DEFAULT_SLIDING_WINDOW)
     if kind == "llama" or window is None:
         return None
     if kind == "mistral":

@@ -133,6 +133,7 @@ class GGUFSource:
             "rope_theta": self._value(f"{arch}.rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(arch),
             "max_position_embeddings": self._value(f"{arch}.context_length"),
+            "sliding_window": None,
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,

@@ -213,6 +213,18 @@ def test_mistral_slides_in_every_layer_unless_it_says_that_none_does(model: Path
     assert config_from_hf({**raw, "layer_types": ["full_attention"] * 6}).sliding_window is None
 
 
+def test_mistral_without_the_key_slides_over_4096_tokens_and_with_null_not_at_all(
+    model: Path,
+) -> None:
+    raw = json.loads((model / "config.json").read_text()) | {"model_type": "mistral"}
+    raw.pop("sliding_window", None)
+    assert config_from_hf(raw).sliding_window == 4096
+    assert config_from_hf({**raw, "sliding_window": None}).sliding_window is None
+    assert config_from_hf({**raw, "model_type": "qwen2"}).sliding_window is None
+    with pytest.raises(InvalidRequestError, match="mix full and sliding"):
+        config_from_hf({**raw, "model_type": "qwen2", "use_sliding_window": True})
+
+
 @pytest.mark.parametrize(
     "changes",
     [
