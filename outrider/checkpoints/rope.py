@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from outrider.checkpoints.fields import read_mapping, read_positive
 from outrider.errors import InvalidRequestError
 
 ROPE_TYPES: Final = ("default", "linear", "llama3")
@@ -24,17 +25,27 @@ _FACTORS: Final = {
 def read_rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Return theta and the scaling (None, or `rope_type` with its factors).
 
-    Newer files keep both under `rope_parameters`. Raises InvalidRequestError for what is not
-    supported, and KeyError, TypeError or ValueError for a malformed field.
+    Newer files keep both under `rope_parameters`. Raises InvalidRequestError, which names the key,
+    for what is malformed or not supported.
     """
-    merged = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(raw.get("rope_theta") or merged.get("rope_theta") or _DEFAULT_THETA)
+    merged = {**read_mapping(raw, "rope_scaling"), **read_mapping(raw, "rope_parameters")}
+    theta = read_positive({**merged, **_without_nulls(raw)}, "rope_theta", _DEFAULT_THETA)
     kind = merged.get("rope_type", merged.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise InvalidRequestError(f"rope type must be one of {list(ROPE_TYPES)}, not {kind!r}")
-    part = merged.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if part is not None and float(part) != 1.0:
+    part = read_positive({**raw, **merged}, "partial_rotary_factor", 1.0)
+    if part != 1.0:
         raise InvalidRequestError(f"partial_rotary_factor must be 1.0, not {part!r}")
     if kind == "default":
         return theta, None
-    return theta, {"rope_type": kind, **{key: float(merged[key]) for key in _FACTORS[kind]}}
+    factors = {key: read_positive(merged, key) for key in _FACTORS[kind]}
+    if kind == "llama3" and factors["low_freq_factor"] >= factors["high_freq_factor"]:
+        raise InvalidRequestError(
+            f"high_freq_factor must exceed low_freq_factor ({factors['low_freq_factor']:g}), "
+            f"not be {factors['high_freq_factor']:g}"
+        )
+    return theta, {"rope_type": kind, **factors}
+
+
+def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if value is not None}

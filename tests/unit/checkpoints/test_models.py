@@ -225,6 +225,45 @@ def test_mistral_without_the_key_slides_over_4096_tokens_and_with_null_not_at_al
         config_from_hf({**raw, "model_type": "qwen2", "use_sliding_window": True})
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), "4", True, [1], 10**400])
+@pytest.mark.parametrize("key", [key for key in LLAMA3 if key != "rope_type"])
+def test_a_rope_factor_that_is_no_finite_positive_number_is_refused_by_its_key(
+    model: Path, key: str, value: Any
+) -> None:
+    raw = json.loads((model / "config.json").read_text())
+    config_from_hf({**raw, "rope_parameters": LLAMA3})
+    with pytest.raises(InvalidRequestError, match=f"^{key} must be a finite positive number, not"):
+        config_from_hf({**raw, "rope_parameters": {**LLAMA3, key: value}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "^factor must be a finite"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "^factor is missing"),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor must exceed"),
+        ({"rope_parameters": {"rope_theta": -1.0}, "rope_theta": None}, "rope_theta must be a"),
+        ({"rope_theta": 0.0}, "rope_theta must be a finite positive number, not 0.0"),
+        ({"rope_scaling": [1]}, "rope_scaling must be a JSON object, not .1."),
+    ],
+)
+def test_a_rotary_embedding_that_is_malformed_is_refused_by_its_key(
+    model: Path, changes: dict[str, Any], match: str
+) -> None:
+    raw = json.loads((model / "config.json").read_text())
+    with pytest.raises(InvalidRequestError, match=match):
+        config_from_hf({**raw, **changes})
+
+
 @pytest.mark.parametrize(
     "changes",
     [
