@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.checkpoints.model_config import ModelConfig, config_from_hf, eos_ids_of
+from outrider.checkpoints.fields import read_token_ids
+from outrider.checkpoints.model_config import ModelConfig, config_from_hf
 from outrider.checkpoints.model_tensors import check_model_tensors
 from outrider.checkpoints.safetensors_header import StoredTensor, read_header
 from outrider.errors import InvalidRequestError, NotFoundError
@@ -52,8 +54,19 @@ def read_model_config(path: Path) -> ModelConfig:
     if not file.is_file():
         raise NotFoundError(f"{path}: no model here (expected a directory with config.json)")
     raw = _read_object(file)
+    with _naming(file):
+        config = config_from_hf(raw)
+    file = path / "generation_config.json"
+    with _naming(file):
+        more = _read_generation_eos(file, config.vocab_size)
+    return replace(config, eos_ids=tuple(sorted({*config.eos_ids, *more})))
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Name the file in errors about its fields."""
     try:
-        return config_from_hf(raw, more_eos_ids=_generation_eos(path / "generation_config.json"))
+        yield
     except InvalidRequestError as error:
         raise InvalidRequestError(
             f"{file}: {error.message}", reason="INVALID_CHECKPOINT"
@@ -72,13 +85,17 @@ def _read_object(file: Path) -> dict[str, Any]:
     return raw
 
 
-def _generation_eos(file: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, where chat models list all of theirs."""
+def _read_generation_eos(file: Path, vocab_size: int) -> tuple[int, ...]:
+    """Return the end ids of generation_config.json, where chat models list all of theirs.
+
+    A file that is missing or no JSON object names none. Raises InvalidRequestError for ids outside
+    the vocabulary.
+    """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        return eos_ids_of(raw.get("eos_token_id"))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError):
         return ()
+    return read_token_ids(raw, "eos_token_id", vocab_size) if isinstance(raw, dict) else ()
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:

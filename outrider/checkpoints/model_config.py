@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from outrider.checkpoints.fields import read_positive, read_size, read_token_ids
 from outrider.checkpoints.quantization import check_unquantized
 from outrider.checkpoints.rope import read_rope
 from outrider.errors import InvalidRequestError
@@ -55,8 +56,8 @@ class ModelConfig:
                 raise InvalidRequestError(f"{name} must be positive, not {getattr(self, name)}")
         if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             raise InvalidRequestError(
-                f"num_heads ({self.num_heads}) must be a positive multiple of num_kv_heads "
-                f"({self.num_kv_heads})"
+                f"num_attention_heads ({self.num_heads}) must be a positive multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})"
             )
         if self.head_dim % 2:
             raise InvalidRequestError(f"head_dim must be even, not {self.head_dim}")
@@ -64,35 +65,32 @@ class ModelConfig:
             raise InvalidRequestError(f"sliding_window must be positive: {self.sliding_window}")
 
 
-def config_from_hf(raw: Mapping[str, Any], *, more_eos_ids: tuple[int, ...] = ()) -> ModelConfig:
-    """Translate the fields of a Hugging Face `config.json`."""
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """Translate the fields of a Hugging Face `config.json`.
+
+    Raises InvalidRequestError, which names the key, for what is malformed or not supported.
+    """
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise InvalidRequestError(f"model_type must be one of {list(ARCHITECTURES)}, not {kind!r}")
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidRequestError(f"hidden_act must be 'silu', not {raw['hidden_act']!r}")
     check_unquantized(raw)
-    try:
-        return _translate(raw, str(kind), more_eos_ids)
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise InvalidRequestError(f"config.json: missing or malformed field: {error}") from error
-
-
-def _translate(raw: Mapping[str, Any], kind: str, more_eos_ids: tuple[int, ...]) -> ModelConfig:
-    hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    hidden, heads = read_size(raw, "hidden_size"), read_size(raw, "num_attention_heads")
+    vocab = read_size(raw, "vocab_size")
     theta, scaling = read_rope(raw)
     llama_bias = bool(raw.get("attention_bias")) if kind in ("llama", "qwen3") else False
     bos = raw.get("bos_token_id")
     return ModelConfig(
-        architecture=kind,
-        vocab_size=int(raw["vocab_size"]),
+        architecture=str(kind),
+        vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=int(raw["intermediate_size"]),
-        num_layers=int(raw["num_hidden_layers"]),
+        intermediate_size=read_size(raw, "intermediate_size"),
+        num_layers=read_size(raw, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=read_size(raw, "num_key_value_heads", heads),
+        head_dim=read_size(raw, "head_dim", hidden // heads),
+        rms_norm_eps=read_positive(raw, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -100,19 +98,23 @@ def _translate(raw: Mapping[str, Any], kind: str, more_eos_ids: tuple[int, ...])
         o_bias=llama_bias,
         mlp_bias=bool(raw.get("mlp_bias")) if kind == "llama" else False,
         qk_norm=kind == "qwen3",
-        sliding_window=_sliding_window(raw, kind),
-        max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-        bos_id=None if bos is None else int(bos),
-        eos_ids=tuple(sorted({*eos_ids_of(raw.get("eos_token_id")), *more_eos_ids})),
+        sliding_window=_sliding_window(raw, str(kind)),
+        max_position_embeddings=read_size(raw, "max_position_embeddings", 2048),
+        # It is only handed on: the tokenizer opens documents.
+        bos_id=bos if isinstance(bos, int) else None,
+        eos_ids=tuple(sorted(set(read_token_ids(raw, "eos_token_id", vocab)))),
     )
 
 
 def _sliding_window(raw: Mapping[str, Any], kind: str) -> int | None:
     """The window, if every layer slides. Models that mix layers are refused, not approximated."""
-    layer_types = set(raw.get("layer_types") or ())
+    listed = raw.get("layer_types") or []
+    if not isinstance(listed, list):
+        raise InvalidRequestError(f"layer_types must be a list, not {listed!r}")
+    layer_types = set(map(str, listed))
     if not layer_types <= set(_LAYER_TYPES):
         raise InvalidRequestError(
-            f"layer_types must be of {list(_LAYER_TYPES)}, not {sorted(map(str, layer_types))}"
+            f"layer_types must be of {list(_LAYER_TYPES)}, not {sorted(layer_types)}"
         )
     # An explicit null switches the window off; a missing key does not.
     window = raw.get("sliding_window", DEFAULT_SLIDING_WINDOW)
@@ -126,12 +128,5 @@ def _sliding_window(raw: Mapping[str, Any], kind: str) -> int | None:
     if layer_types == {_FULL}:
         return None
     if layer_types == {_SLIDING}:
-        return int(window)
+        return read_size(raw, "sliding_window", DEFAULT_SLIDING_WINDOW)
     raise InvalidRequestError("layers that mix full and sliding attention are not supported")
-
-
-def eos_ids_of(value: Any) -> tuple[int, ...]:
-    """What `eos_token_id` says: none, one id or a list of them."""
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)

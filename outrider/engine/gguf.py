@@ -108,8 +108,16 @@ class GGUFSource:
         try:
             raw = self._hf_config()
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise InvalidRequestError(f"{self._path}: missing or odd metadata: {error}") from error
-        return config_from_hf(raw)
+            raise InvalidRequestError(
+                f"{self._path}: metadata is missing or malformed: {error}",
+                reason="INVALID_CHECKPOINT",
+            ) from error
+        try:
+            return config_from_hf(raw)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                f"{self._path}: {error.message}", reason="INVALID_CHECKPOINT"
+            ) from error
 
     def _hf_config(self) -> dict[str, Any]:
         """The metadata as a Hugging Face `config.json` would say it."""

@@ -231,11 +231,23 @@ def _template_source(
 
 
 def _eos_ids(fast: FastTokenizer, directory: Path, settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every id that any of the model's files names as an end of turn."""
+    """Every id that any of the model's files names as an end of turn.
+
+    Raises InvalidRequestError for ids outside the vocabulary of config.json.
+    """
     found: set[int] = set()
+    vocab_size = _read_json(directory / "config.json").get("vocab_size")
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
-        found |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
+        ids = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)]
+        for each in ids:
+            if each < 0 or (isinstance(vocab_size, int) and each >= vocab_size):
+                raise InvalidRequestError(
+                    f"{directory / name}: eos_token_id must be of token ids below vocab_size "
+                    f"({vocab_size}), not {each}",
+                    reason="BAD_TOKENIZER",
+                )
+        found.update(ids)
     text = _token_text(settings.get("eos_token"))
     from_text = fast.token_to_id(text) if text is not None else None
     if from_text is not None:

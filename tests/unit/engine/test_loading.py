@@ -136,8 +136,8 @@ def test_a_config_that_is_no_object_is_refused(text: str, tmp_path: Path) -> Non
     [
         ({"model_type": "gpt2"}, "model_type"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"hidden_size": None}, "malformed"),
-        ({"hidden_size": "wide"}, "malformed"),
+        ({"hidden_size": None}, "^hidden_size is missing"),
+        ({"hidden_size": "wide"}, "^hidden_size must be a positive integer, not 'wide'"),
         ({"num_attention_heads": 5}, "multiple"),
         ({"num_attention_heads": 0}, "must be"),
         ({"head_dim": 7}, "even"),

@@ -86,6 +86,14 @@ def test_end_of_turn_ids_come_from_every_file_that_names_one(model_dir: Path) ->
     assert Tokenizer.load(model_dir).eos_ids == (0, 2)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_of_turn_id_outside_the_vocabulary_is_refused(model_dir: Path, name: str) -> None:
+    (model_dir / "config.json").write_text(json.dumps({"vocab_size": 384}))
+    (model_dir / name).write_text(json.dumps({"vocab_size": 384, "eos_token_id": [1, 5000]}))
+    with pytest.raises(InvalidRequestError, match=rf"{name}: eos_token_id .*384.*not 5000"):
+        Tokenizer.load(model_dir)
+
+
 def test_a_model_without_a_template_refuses_conversations(model_dir: Path) -> None:
     (model_dir / "tokenizer_config.json").write_text("{}")
     with pytest.raises(InvalidRequestError, match="no chat template"):
