@@ -129,7 +129,8 @@ class LocalCluster:
         for line in settings.warnings:
             self._progress(line)
         check_free(*settings.addresses)
-        check_files(config)
+        for line in check_files(config):
+            self._progress(line)
         self._logs = self._log_dir()
         verifiers, drafters = self._start_peers(verifying, drafting)
         several = config.routers > 1

@@ -17,24 +17,26 @@ from outrider.extras import needs_packages
 from outrider.spec.plan import DraftMethod
 
 
-def check_files(config: LocalConfig) -> None:
+def check_files(config: LocalConfig) -> tuple[str, ...]:
     """Check target, draft head, small draft model, tokenizer and chat template.
 
+    Returns warnings, a line each, of what can be served only in part.
     Raises NotFoundError, InvalidRequestError or FailedPreconditionError with the reason for which
     a verifier, a drafter or the router would not start.
     """
     target = read_model_directory(config.model, compare_all=False).config
-    _check_tokenizer(config.model, target)
+    warnings = _check_tokenizer(config.model, target)
     if config.head is not None:
         for method in HEAD_METHODS & set(config.methods):
             read_head(config.head, target, kind=method)
     if config.draft_model is not None and DraftMethod.MODEL in config.methods:
         read_model_directory(config.draft_model, compare_all=False)
         _check_same_tokenizer(config.draft_model, config.model)
+    return warnings
 
 
-def _check_tokenizer(model: Path, target: ModelConfig) -> None:
-    """Load the tokenizer, which compiles the chat template, as the router does."""
+def _check_tokenizer(model: Path, target: ModelConfig) -> tuple[str, ...]:
+    """Load the tokenizer, which compiles the chat template, as the router does; its warnings."""
     # Imported here: only who starts a router has the packages that tokenizers need.
     from outrider.text.tokenizer import Tokenizer
 
@@ -46,6 +48,9 @@ def _check_tokenizer(model: Path, target: ModelConfig) -> None:
             f"model {target.vocab_size} ids",
             reason="VOCAB_MISMATCH",
         )
+    if tokenizer.has_chat_template:
+        return ()
+    return (f"{model} has no chat template: chat requests will be refused",)
 
 
 def _check_same_tokenizer(draft_model: Path, model: Path) -> None:

@@ -124,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     own = ray_flags(args)
     config = make_config(args)
     if args.runtime == "ray":
-        check_files(config)
+        for line in check_files(config):
+            say(line)
         flags = [*ray_args(config), *own]
         for line in ray_warnings(flags):
             say(line)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 LONG = 4_000
 """Characters or ids from which the work takes milliseconds: it belongs on a thread, and other
 threads run meanwhile."""
@@ -103,11 +105,16 @@ class Tokenizer:
             ) from error
         fast.no_truncation()
         fast.no_padding()
-        settings = _read_json(file.with_name("tokenizer_config.json"))
+        settings = _read_json(file.with_name(SETTINGS_FILE))
         source, names = _template_source(file.parent, settings)
         template = plain_chat = None
         if source is not None:
-            template = ChatTemplate(source, names)
+            try:
+                template = ChatTemplate(source, names)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(
+                    f"{_template_file(file.parent)}: {error.message}", reason=error.reason
+                ) from error
             tokens = SpecialTokens(raw)
             tokens.check_ids(fast)
             plain_chat = (PlainChat(source, names, tokens, template), tokens)
@@ -119,6 +126,11 @@ class Tokenizer:
             eos_ids=_eos_ids(fast, file.parent, settings),
             file=file,
         )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._template is not None
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -214,15 +226,30 @@ def _token_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _template_file(directory: Path) -> Path:
+    """Return the file that holds the chat template, if the model has one."""
+    file = directory / TEMPLATE_FILE
+    return file if file.is_file() else directory / SETTINGS_FILE
+
+
 def _template_source(
     directory: Path, settings: Mapping[str, Any]
 ) -> tuple[str | None, dict[str, str]]:
     """The template from chat_template.jinja, else from tokenizer_config.json, and the text of each
     special token that it may name."""
-    file = directory / "chat_template.jinja"
-    source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    file = _template_file(directory)
+    source: Any
+    if file.name == TEMPLATE_FILE:
+        try:
+            source = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(
+                f"{file} is not UTF-8 text", reason="BAD_CHAT_TEMPLATE"
+            ) from error
+    else:
+        source = settings.get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source}
+        named = {e.get("name"): e.get("template") for e in source if isinstance(e, dict)}
         source = named.get("default")
     if not isinstance(source, str):
         return None, {}

@@ -93,7 +93,14 @@ PROBLEMS: list[tuple[Callable[[Path], object], str]] = [
     (lambda root: (root / "model/tokenizer.json").unlink(), "no tokenizer.json in"),
     (text("model/tokenizer.json", "{}"), "is not a tokenizer"),
     (text("model/tokenizer_config.json", "{"), "tokenizer_config.json is not JSON"),
-    (text("model/chat_template.jinja", "{% if %}"), "the chat template does not compile"),
+    (
+        text("model/chat_template.jinja", "{% if %}"),
+        r"model/chat_template\.jinja: the chat template does not compile",
+    ),
+    (
+        text("model/tokenizer_config.json", '{"chat_template": "{% if %}"}'),
+        r"model/tokenizer_config\.json: the chat template does not compile",
+    ),
     (add_tokens, r"ids up to \d+, the vocabulary of the model 384"),
     (config("head", vocab_size=500), "vocabulary of 500 ids, the target has 384"),
     (config("head", hidden_act="gelu"), r"head/config\.json: hidden_act must be"),
@@ -142,6 +149,28 @@ def test_rays_launcher_is_not_run_with_files_that_cannot_be_served(
     monkeypatch.setattr(serve, "run_module", lambda *_: pytest.fail("it was run"))
     assert cli.main(["serve", "--runtime", "ray", "--model", str(files.model)]) == 2
     assert "model_type must be one of" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_model_without_a_chat_template_is_warned_of_before_anything_starts(
+    files: LocalConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_files(files) == ()
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (files.model / name).unlink(missing_ok=True)
+    line = f"{files.model} has no chat template: chat requests will be refused"
+    assert check_files(files) == (line,)
+
+    def stop(*_: object) -> None:
+        raise InvalidRequestError("nothing is started")
+
+    monkeypatch.setattr(LocalCluster, "_start_peers", stop)
+    lines: list[str] = []
+    with pytest.raises(InvalidRequestError, match="nothing is started"):
+        LocalCluster(files, progress=lines.append).start()
+    assert lines.count(line) == 1
+    monkeypatch.setattr(serve, "run_module", lambda *_: 0)
+    assert cli.main(["serve", "--runtime", "ray", "--model", str(files.model)]) == 0
+    assert capsys.readouterr().err.count(line) == 1
 
 
 def test_a_port_that_is_taken_is_said_first(

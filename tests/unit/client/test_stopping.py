@@ -56,7 +56,7 @@ def handlers() -> Generator[None]:
 def model(monkeypatch: pytest.MonkeyPatch) -> None:
     files = ModelFiles(path=Path("/models/tiny"), name="tiny", head=None)
     monkeypatch.setattr(serve, "find_model", lambda *_, **__: files)
-    monkeypatch.setattr(local_cluster, "check_files", lambda _: None)
+    monkeypatch.setattr(local_cluster, "check_files", lambda _: ())
     # A start that no signal ends must end all the same.
     monkeypatch.setattr(local_cluster, "START_S", STARTED_S)
 
