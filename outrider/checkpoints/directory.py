@@ -103,7 +103,11 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
     index = path / _INDEX
     if not index.is_file():
         if not (path / _SINGLE).is_file():
-            raise NotFoundError(f"{path} holds neither {_SINGLE} nor {_INDEX}")
+            found = sorted(file.name for file in path.glob("*.bin"))
+            advice = (
+                f": {found[0]} is not supported, save the weights as safetensors" if found else ""
+            )
+            raise NotFoundError(f"{path} holds neither {_SINGLE} nor {_INDEX}{advice}")
         return read_header(path / _SINGLE)
     weight_map = _read_index(index)
     tensors: dict[str, StoredTensor] = {}
@@ -123,9 +127,11 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): _plain_name(file) for name, file in weight_map.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raw = json.loads(index.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict) or not isinstance(raw.get("weight_map"), dict):
+            raise ValueError("it must be a JSON object with the object weight_map")
+        return {name: _plain_name(file) for name, file in raw["weight_map"].items()}
+    except (ValueError, RecursionError, OSError) as error:
         raise InvalidRequestError(
             f"{index}: not a safetensors index: {error}", reason="INVALID_CHECKPOINT"
         ) from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from outrider.checkpoints.fields import read_mapping, read_positive, read_size
 from outrider.checkpoints.quantization import check_unquantized
 from outrider.checkpoints.rope import read_rope
 from outrider.errors import InvalidRequestError
@@ -61,14 +62,15 @@ class HeadConfig:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.num_heads < 1 or self.num_kv_heads < 1 or self.head_dim % 2:
             raise ValueError(
-                f"num_heads ({self.num_heads}) and num_kv_heads ({self.num_kv_heads}) must be "
+                f"num_attention_heads ({self.num_heads}) and num_key_value_heads "
+                f"({self.num_kv_heads}) must be "
                 f"positive, and head_dim ({self.head_dim}) must be even"
             )
         if self.kind == "eagle" and self.tap_layers != (FINAL_NORM,):
             raise ValueError(f"an eagle head taps ({FINAL_NORM},) only, not {self.tap_layers}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, "
+                f"num_attention_heads must be a multiple of num_key_value_heads, "
                 f"not {self.num_heads} and {self.num_kv_heads}"
             )
         if self.fc_norm and self.norm_before_fc:
@@ -129,11 +131,11 @@ def _from_speculators(raw: dict[str, Any], num_target_layers: int | None) -> Hea
     kind = raw.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise ValueError(f"speculators_model_type must be 'eagle3', not {kind!r}")
-    layer = dict(raw["transformer_layer_config"])
+    layer = dict(read_mapping(raw, "transformer_layer_config"))
     check_unquantized(layer)
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
     # This format counts residual streams: id j is the output of layer j - 1, and 0 the embedding.
-    taps = tuple(int(i) - 1 for i in ids) if ids else _default_taps(num_target_layers)
+    taps = tuple(i - 1 for i in _layer_ids(ids)) if ids else _default_taps(num_target_layers)
     if any(t < 0 for t in taps):
         raise ValueError(f"eagle_aux_hidden_state_layer_ids must all be at least 1, not {ids}")
     # This format leaves the flag out where it is true; the original format where it is false.
@@ -148,7 +150,7 @@ _FLAGS: Final = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residu
 
 
 def _from_original(raw: dict[str, Any], num_target_layers: int | None) -> HeadConfig:
-    eagle = raw.get("eagle_config") or {}
+    eagle = read_mapping(raw, "eagle_config")
     kind = _original_kind(raw)
     if kind == "eagle":
         return _build(raw, "eagle", (FINAL_NORM,))
@@ -160,7 +162,7 @@ def _from_original(raw: dict[str, Any], num_target_layers: int | None) -> HeadCo
             "eagle_aux_hidden_state_layer_ids at the top level has two meanings in the wild: put "
             "it under eagle_config (0-based layers whose output is recorded)"
         )
-    taps = tuple(int(i) for i in ids) if ids else _default_taps(num_target_layers)
+    taps = _layer_ids(ids) if ids else _default_taps(num_target_layers)
     if any(t < 0 for t in taps):
         raise ValueError(f"tap layers must be 0-based layer ids, not {taps}")
     merged = {**raw, **{k: eagle[k] for k in _FLAGS if k in eagle}}
@@ -168,10 +170,25 @@ def _from_original(raw: dict[str, Any], num_target_layers: int | None) -> HeadCo
 
 
 def _original_kind(raw: dict[str, Any]) -> Literal["eagle3", "eagle"]:
-    name = " ".join(str(a) for a in raw.get("architectures") or ()).lower()
+    name = " ".join(str(a) for a in _list_of(raw, "architectures")).lower()
     if "eagle3" in name or "eagle_config" in raw or raw.get("draft_vocab_size"):
         return "eagle3"
     return "eagle"
+
+
+def _layer_ids(ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, list) or any(type(each) is not int for each in ids):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids must be a list of layer ids, not {ids!r}"
+        )
+    return tuple(ids)
+
+
+def _list_of(raw: dict[str, Any], key: str) -> list[Any]:
+    value = raw.get(key) or []
+    if not isinstance(value, list):
+        raise ValueError(f"{key} must be a list, not {value!r}")
+    return value
 
 
 def _default_taps(num_target_layers: int | None) -> tuple[int, ...]:
@@ -186,24 +203,24 @@ def _build(
     raw: dict[str, Any], kind: Literal["eagle3", "eagle"], taps: tuple[int, ...]
 ) -> HeadConfig:
     _check_supported(raw)
-    hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-    vocab = int(raw["vocab_size"])
+    hidden, heads = read_size(raw, "hidden_size"), read_size(raw, "num_attention_heads")
+    vocab = read_size(raw, "vocab_size")
     theta, scaling = read_rope(raw)
     eagle = kind == "eagle"
     return HeadConfig(
         kind=kind,
         hidden_size=hidden,
-        target_hidden_size=int(raw.get("target_hidden_size") or hidden),
-        intermediate_size=int(raw["intermediate_size"]),
+        target_hidden_size=read_size(raw, "target_hidden_size", hidden),
+        intermediate_size=read_size(raw, "intermediate_size"),
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        num_kv_heads=read_size(raw, "num_key_value_heads", heads),
+        head_dim=read_size(raw, "head_dim", hidden // heads),
+        rms_norm_eps=read_positive(raw, "rms_norm_eps", 1e-6),
         vocab_size=vocab,
-        draft_vocab_size=vocab if eagle else int(raw.get("draft_vocab_size") or vocab),
+        draft_vocab_size=vocab if eagle else read_size(raw, "draft_vocab_size", vocab),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
+        max_position_embeddings=read_size(raw, "max_position_embeddings", 2048),
         tap_layers=taps,
         fc_norm=bool(raw.get("fc_norm")),
         norm_before_fc=bool(raw.get("norm_before_fc")),

@@ -14,6 +14,9 @@ from outrider.errors import InvalidRequestError
 EMBEDDING: Final = "model.embed_tokens.weight"
 FINAL_NORM_WEIGHT: Final = "model.norm.weight"
 LM_HEAD: Final = "lm_head.weight"
+_LM_HEAD_HINT: Final = (
+    ": config.json must set tie_word_embeddings to true if the output projection is the embedding"
+)
 _CHUNK_BYTES: Final = 1 << 22
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 1 << 12
@@ -55,7 +58,12 @@ def model_table(config: ModelConfig, dtypes: tuple[str, ...] = WEIGHT_DTYPES) ->
         FINAL_NORM_WEIGHT: spec(hidden),
         LM_HEAD: spec(config.vocab_size, hidden, required=not config.tie_word_embeddings),
     }
-    return TensorTable(single=single, layer=layer, num_layers=config.num_layers)
+    return TensorTable(
+        single=single,
+        layer=layer,
+        num_layers=config.num_layers,
+        hints={LM_HEAD: _LM_HEAD_HINT},
+    )
 
 
 def check_model_tensors(

@@ -15,6 +15,7 @@ from outrider.errors import InvalidRequestError
 MAX_HEADER_BYTES: Final = 100_000_000
 """The format's own bound on the header's length."""
 _LENGTH_BYTES: Final = 8
+_LFS_START: Final = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +37,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+            first = opened.read(len(_LFS_START))
+            _check_kind(first)
+            length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+            opened.seek(_LENGTH_BYTES)
             begin = _LENGTH_BYTES + length
             if length > MAX_HEADER_BYTES or begin > size:
                 raise ValueError("the header is longer than the file or than is allowed")
-            raw = json.loads(opened.read(length))
+            raw = _decode(opened.read(length))
         if not isinstance(raw, dict):
             raise ValueError("the header is no JSON object")
         raw.pop("__metadata__", None)
@@ -48,20 +52,44 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         end = max((each.start + each.size_bytes for each in tensors.values()), default=begin)
         if end != size:
             raise ValueError(f"the tensors end at byte {end}, the file at byte {size}")
-    except (ValueError, TypeError, LookupError, RecursionError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise InvalidRequestError(
             f"{file}: damaged safetensors file: {error}", reason="INVALID_CHECKPOINT"
         ) from error
     return tensors
 
 
+def _decode(header: bytes) -> Any:
+    try:
+        return json.loads(header)
+    except ValueError as error:
+        raise ValueError("the header is not valid JSON") from error
+
+
+def _check_kind(first: bytes) -> None:
+    """Refuse files that are recognised by their first bytes as something else."""
+    if not first:
+        raise ValueError("the file is empty")
+    if first.startswith(_LFS_START):
+        raise ValueError(
+            "this is a Git LFS pointer, not the weights: fetch them with `git lfs pull`"
+        )
+
+
 def _parse(entry: Any, file: Path, begin: int) -> StoredTensor:
-    start, end = (int(offset) for offset in entry["data_offsets"])
-    shape = tuple(int(extent) for extent in entry["shape"])
+    if not isinstance(entry, dict):
+        raise ValueError("the header describes a tensor by something else than a JSON object")
+    for key in ("data_offsets", "shape"):
+        if not isinstance(entry.get(key), list) or any(type(n) is not int for n in entry[key]):
+            raise ValueError(f"{key} of a tensor must be a list of integers")
+    if len(entry["data_offsets"]) != 2 or not isinstance(entry.get("dtype"), str):
+        raise ValueError("a tensor must have two data_offsets and a dtype")
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
     if not 0 <= start <= end or any(extent < 0 for extent in shape):
         raise ValueError("a tensor has a negative size")
     return StoredTensor(
-        dtype=str(entry["dtype"]),
+        dtype=entry["dtype"],
         shape=shape,
         file=file,
         start=begin + start,

@@ -15,6 +15,7 @@ from outrider.checkpoints.quantization import SUPPORTED, WEIGHT_DTYPES
 from outrider.checkpoints.safetensors_header import StoredTensor
 from outrider.errors import InvalidRequestError
 
+_PREFIX: Final = "model."
 _LAYER: Final = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.(.+)")
 _IGNORED_SUFFIX: Final = "rotary_emb.inv_freq"
 """Frequencies that some files store; they follow from the configuration."""
@@ -39,6 +40,8 @@ class TensorTable:
     layer: Mapping[str, TensorSpec] = field(default_factory=dict)
     """By the part of the name that follows `model.layers.N.`."""
     num_layers: int = 0
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """By the names of required tensors: advice that follows the error that one is missing."""
 
     def find(self, name: str) -> TensorSpec | None:
         """Return what the model needs of a tensor; None if the model has no such tensor."""
@@ -68,11 +71,7 @@ class TensorTable:
         present = [name for name in tensors if not name.endswith(_IGNORED_SUFFIX)]
         unknown = sorted(name for name in present if self.find(name) is None)
         if unknown:
-            others = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-            return (
-                f"{unknown[0]}{others} would not be used, so that the text would be wrong: "
-                f"the model has no such tensor, or it is quantised; {SUPPORTED}"
-            )
+            return self._explain_unknown(unknown, tensors)
         shapes: list[str] = []
         for name in sorted(present):
             spec, tensor = self.find(name), tensors[name]
@@ -89,5 +88,35 @@ class TensorTable:
                 )
         missing = next((name for name in self.required_names() if name not in tensors), None)
         if missing is not None:
-            return f"the checkpoint has no tensor {missing!r}"
+            stored = {int(match[1]) for name in present if (match := _LAYER.fullmatch(name))}
+            if (match := _LAYER.fullmatch(missing)) and stored == set(range(int(match[1]))):
+                return self._explain_layers(len(stored))
+            return f"the checkpoint has no tensor {missing!r}{self.hints.get(missing, '')}"
         return shapes[0] if shapes else None
+
+    def _explain_unknown(self, unknown: list[str], tensors: Mapping[str, StoredTensor]) -> str:
+        """Say why a checkpoint has tensors that are not in the table."""
+        first = unknown[0] + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
+        if not any(name.startswith(_PREFIX) for name in tensors) and any(
+            self.find(_PREFIX + name) for name in unknown
+        ):
+            return (
+                f"the names of the tensors lack the prefix {_PREFIX!r}, as in {unknown[0]}. "
+                "Save the weights with the names of the whole language model"
+            )
+        extra = [match for name in unknown if (match := _LAYER.fullmatch(name))]
+        if len(extra) == len(unknown) and all(
+            int(match[1]) >= self.num_layers and match[2] in self.layer for match in extra
+        ):
+            stored = 1 + max(int(match[1]) for match in extra)
+            return self._explain_layers(stored)
+        return (
+            f"unexpected tensor {first}. The model that config.json describes does not have it, "
+            f"and without it the text could be wrong. If the weights are quantised: {SUPPORTED}"
+        )
+
+    def _explain_layers(self, stored: int) -> str:
+        return (
+            f"config.json has {self.num_layers} layers (num_hidden_layers), the weights have "
+            f"{stored}"
+        )

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.fields import read_positive, read_size
 from outrider.checkpoints.model_config import ModelConfig, config_from_hf
 from outrider.checkpoints.model_tensors import check_model_tensors
 from outrider.checkpoints.safetensors_header import StoredTensor
@@ -37,6 +38,8 @@ _GLOBAL_NAMES: Final = {
 _PERMUTED: Final = ("attn_q", "attn_k")
 _NOT_WEIGHTS: Final = ("rope_freqs",)
 """Derived from the config; not part of a checkpoint."""
+_MAGIC: Final = b"GGUF"
+_LFS_START: Final = b"version https://git-lfs"
 TENSOR_TYPES: Final = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
@@ -106,41 +109,41 @@ class GGUFSource:
 
     def _config(self) -> ModelConfig:
         try:
-            raw = self._hf_config()
-        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise InvalidRequestError(
-                f"{self._path}: metadata is missing or malformed: {error}",
-                reason="INVALID_CHECKPOINT",
-            ) from error
-        try:
-            return config_from_hf(raw)
+            return config_from_hf(self._hf_config())
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 f"{self._path}: {error.message}", reason="INVALID_CHECKPOINT"
+            ) from error
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise InvalidRequestError(
+                f"{self._path}: the metadata is malformed", reason="INVALID_CHECKPOINT"
             ) from error
 
     def _hf_config(self) -> dict[str, Any]:
         """The metadata as a Hugging Face `config.json` would say it."""
         arch = self._value("general.architecture")
-        hidden = self._value(f"{arch}.embedding_length")
-        heads = self._value(f"{arch}.attention.head_count")
-        head_dim = self._value(f"{arch}.attention.key_length", hidden // heads)
+        hidden = self._size(f"{arch}.embedding_length")
+        heads = self._size(f"{arch}.attention.head_count")
+        head_dim = self._size(f"{arch}.attention.key_length", hidden // heads)
+        epsilon = self._positive(f"{arch}.attention.layer_norm_rms_epsilon")
+        if "token_embd.weight" not in self._tensors:
+            raise InvalidRequestError("the file has no tensor 'token_embd.weight'")
         self._refuse_window(arch)
         return {
             "model_type": arch,
             "hidden_size": hidden,
-            "intermediate_size": self._value(f"{arch}.feed_forward_length"),
-            "num_hidden_layers": self._value(f"{arch}.block_count"),
+            "intermediate_size": self._size(f"{arch}.feed_forward_length"),
+            "num_hidden_layers": self._size(f"{arch}.block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._value(f"{arch}.attention.head_count_kv", heads),
+            "num_key_value_heads": self._size(f"{arch}.attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "partial_rotary_factor": self._value(f"{arch}.rope.dimension_count", head_dim)
+            "partial_rotary_factor": self._size(f"{arch}.rope.dimension_count", head_dim)
             / head_dim,
             # Stored as float32: 1e-5 reads as 9.99999975e-06.
-            "rms_norm_eps": float(f"{self._value(f'{arch}.attention.layer_norm_rms_epsilon'):.6g}"),
-            "rope_theta": self._value(f"{arch}.rope.freq_base", 10000.0),
+            "rms_norm_eps": float(f"{epsilon:.6g}"),
+            "rope_theta": self._positive(f"{arch}.rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(arch),
-            "max_position_embeddings": self._value(f"{arch}.context_length"),
+            "max_position_embeddings": self._size(f"{arch}.context_length"),
             "sliding_window": None,
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
             "tie_word_embeddings": "output.weight" not in self._tensors,
@@ -152,23 +155,22 @@ class GGUFSource:
     def _refuse_window(self, arch: str) -> None:
         """Refuse a sliding window: a GGUF file does not say in which layers it applies."""
         window = self._value(f"{arch}.attention.sliding_window", 0)
-        if 0 < window < self._value(f"{arch}.context_length"):
+        if window and window < self._size(f"{arch}.context_length"):
             raise InvalidRequestError(
-                f"{self._path}: sliding windows are not supported in GGUF files; "
-                "use the safetensors checkpoint"
+                "sliding windows are not supported in GGUF files; use the safetensors checkpoint"
             )
 
     def _rope_scaling(self, arch: str) -> dict[str, Any] | None:
         if any(name.startswith(_NOT_WEIGHTS) for name in self._tensors):
             # llama3 scaling survives in a GGUF only as a table of factors, not as its parameters.
             raise InvalidRequestError(
-                f"{self._path}: rope scaling by a factor table is not supported in GGUF files; "
+                "rope scaling by a factor table is not supported in GGUF files; "
                 "use the safetensors checkpoint"
             )
         kind = self._value(f"{arch}.rope.scaling.type", "none")
         if kind == "none":
             return None
-        return {"rope_type": kind, "factor": self._value(f"{arch}.rope.scaling.factor")}
+        return {"rope_type": kind, "factor": self._positive(f"{arch}.rope.scaling.factor")}
 
     def _value(self, key: str, *default: Any) -> Any:
         field = self._reader.fields.get(key)
@@ -176,7 +178,13 @@ class GGUFSource:
             return field.contents()
         if default:
             return default[0]
-        raise KeyError(key)
+        raise InvalidRequestError(f"{key} is missing in the metadata")
+
+    def _size(self, key: str, *default: int) -> int:
+        return read_size({key: self._value(key, *default)}, key)
+
+    def _positive(self, key: str, *default: float) -> float:
+        return read_positive({key: self._value(key, *default)}, key)
 
 
 def open_gguf(path: str | Path) -> GGUFSource:
@@ -211,6 +219,30 @@ def _open_reader(path: Path) -> Any:
             "reading GGUF files needs the gguf package: pip install 'outrider[engine]'"
         ) from error
     try:
+        _check_start(path)
         return gguf.GGUFReader(path)
-    except (ValueError, KeyError, IndexError, OSError, OverflowError, struct.error) as error:
-        raise InvalidRequestError(f"{path}: not a readable GGUF file: {error}") from error
+    except OSError as error:
+        raise _unreadable(path, str(error)) from error
+    except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
+        # The reader fails in many ways on a file that ends early; none is in plain words.
+        raise _unreadable(path, "it is truncated or damaged") from error
+
+
+def _check_start(path: Path) -> None:
+    """Refuse a file that does not begin as GGUF files do."""
+    with path.open("rb") as file:
+        first = file.read(len(_LFS_START))
+    if not first:
+        raise _unreadable(path, "the file is empty")
+    if first == _LFS_START:
+        raise _unreadable(
+            path, "this is a Git LFS pointer, not the weights: fetch them with `git lfs pull`"
+        )
+    if not first.startswith(_MAGIC):
+        raise _unreadable(path, "it does not begin with GGUF")
+
+
+def _unreadable(path: Path, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{path}: not a readable GGUF file: {why}", reason="INVALID_CHECKPOINT"
+    )

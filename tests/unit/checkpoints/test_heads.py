@@ -61,19 +61,19 @@ def to_float8(tensors: Tensors) -> None:
         (to_float8, "fc.weight is stored as F8_E4M3.*supported are unquantised"),
         (
             lambda tensors: tensors.update({"midlayer.mlp.up_proj.weight_scale": torch.ones(1)}),
-            r"up_proj\.weight_scale would not be used",
+            r"unexpected tensor .*up_proj\.weight_scale",
         ),
         (
             lambda tensors: tensors.update({"midlayer.self_attn.o_proj.bias": torch.ones(WIDTH)}),
-            r"o_proj\.bias would not be used",
+            r"unexpected tensor .*o_proj\.bias",
         ),
         (
             lambda tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(16)}),
-            r"q_norm\.weight would not be used",
+            r"unexpected tensor .*q_norm\.weight",
         ),
         (
             lambda tensors: tensors.update({"layers.1.mlp.up_proj.weight": torch.ones(2)}),
-            r"layers\.1\.mlp\.up_proj\.weight would not be used",
+            r"unexpected tensor .*layers\.1\.mlp\.up_proj\.weight",
         ),
         (lambda tensors: tensors.update({"model.fc.weight": torch.ones(2)}), "mean the same"),
         (lambda tensors: tensors.update({"d2t": torch.ones(256)}), "d2t is stored as F32"),
@@ -97,7 +97,7 @@ def test_tensors_of_a_pickle_are_checked_when_it_is_loaded(head: Path, readers: 
     for reader in readers:
         reader(head)
     torch.save({**tensors, "fc.weight_scale": torch.ones(1)}, head / "pytorch_model.bin")
-    assert_refused(head, readers[1:], r"fc\.weight_scale would not be used")
+    assert_refused(head, readers[1:], r"unexpected tensor .*fc\.weight_scale")
     torch.save({**tensors, "more": {"nested": 1}}, head / "pytorch_model.bin")
     assert_refused(head, readers[1:], "something else than tensors")
     (head / "pytorch_model.bin").write_bytes(b"no pickle")
@@ -128,8 +128,33 @@ def test_heads_of_eagle_1_may_carry_copies_of_the_targets_matrices(tmp_path: Pat
     table = torch.zeros(VOCAB, HIDDEN)
     load_head(tmp_path, embedding=table, lm_head=table)
     edit_tensors(tmp_path, lambda tensors: tensors.update({"norm.weight": torch.ones(HIDDEN)}))
-    with pytest.raises(InvalidRequestError, match=r"norm\.weight would not be used"):
+    with pytest.raises(InvalidRequestError, match=r"unexpected tensor .*norm\.weight"):
         load_head(tmp_path, embedding=table, lm_head=table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"hidden_size": None}, "config.json: hidden_size is missing$"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, not '64'$"),
+        ({"eagle_config": [1]}, r"eagle_config must be a JSON object, not \[1\]$"),
+        ({"architectures": 5, "eagle_config": None}, "architectures must be a list, not 5$"),
+        ({"rope_scaling": [1]}, r"rope_scaling must be a JSON object, not \[1\]$"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0.0}, "rope_parameters": None},
+            "factor must be a finite positive number, not 0.0$",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "x"}},
+            "eagle_aux_hidden_state_layer_ids must be a list of layer ids, not 'x'$",
+        ),
+    ],
+)
+def test_a_malformed_field_of_a_head_is_named(
+    head: Path, readers: Readers, changes: dict[str, Any], match: str
+) -> None:
+    edit_config(head, changes)
+    assert_refused(head, readers, match)
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,10 @@ def test_a_quantisation_that_the_config_names_is_refused(
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (quantize_fp8, "q_proj.weight_scale_inv would not be used.*supported are unquantised"),
-        (quantize_compressed, "q_proj.weight_scale would not be used"),
-        (quantize_int8, "q_proj.SCB would not be used"),
-        (quantize_gptq, "q_proj.qweight and 1 more would not be used"),
+        (quantize_fp8, "unexpected tensor .*q_proj.weight_scale_inv.*supported are unquantised"),
+        (quantize_compressed, "unexpected tensor .*q_proj.weight_scale"),
+        (quantize_int8, "unexpected tensor .*q_proj.SCB"),
+        (quantize_gptq, "unexpected tensor .*q_proj.qweight and 1 more"),
         (cast_to_float8, "stored as F8_E4M3, which is not supported .*F64, F32, F16, BF16"),
         (cast_to_int8, "stored as I8, which is not supported"),
     ],
@@ -100,7 +100,6 @@ def test_a_quantisation_that_only_tensors_tell_is_refused(
     [
         f"{Q_PROJ}.bias",
         "model.layers.0.self_attn.q_norm.weight",
-        "model.layers.6.mlp.up_proj.weight",
         "model.layers.00.mlp.up_proj.weight",
         "model.layers.0.block_sparse_moe.gate.weight",
         "lm_head.bias",
@@ -109,7 +108,77 @@ def test_a_quantisation_that_only_tensors_tell_is_refused(
 )
 def test_a_tensor_without_a_place_in_the_model_is_refused(model: Path, name: str) -> None:
     edit_tensors(model, lambda tensors: tensors.update({name: torch.ones(2)}))
-    assert_refused(model, f"{name} would not be used")
+    assert_refused(model, f"unexpected tensor .*{name}")
+
+
+def drop(*prefixes: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith(prefixes)]:
+            del tensors[name]
+
+    return change
+
+
+def add_layers(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("model.layers.0.")]:
+        for index in (6, 7):
+            copy = tensors[name].clone()
+            tensors[name.replace("layers.0.", f"layers.{index}.")] = copy
+
+
+def strip_prefix(tensors: Tensors) -> None:
+    tensors.pop(LM_HEAD, None)
+    for name in list(tensors):
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (add_layers, r"config.json has 6 layers \(num_hidden_layers\), the weights have 8$"),
+        (drop("model.layers.4.", "model.layers.5."), "has 6 layers .*, the weights have 4$"),
+        (strip_prefix, "the names of the tensors lack the prefix 'model.'"),
+        (drop(LM_HEAD), "no tensor 'lm_head.weight': config.json must set tie_word_embeddings"),
+    ],
+)
+def test_the_message_says_in_what_config_and_weights_differ(
+    model: Path, change: Callable[[Tensors], object], match: str
+) -> None:
+    edit_tensors(model, change)
+    assert_refused(model, match)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "the file is empty$"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            "is a Git LFS pointer, not the weights: fetch them with `git lfs pull`$",
+        ),
+        (b"\x02" + bytes(7) + b"[]", "the header is no JSON object$"),
+        (b"\x02" + bytes(7) + b"{!", "the header is not valid JSON$"),
+        (b"\x08" + bytes(7) + b'{"a": 1}', "something else than a JSON object$"),
+        (b"\x09" + bytes(7) + b'{"a": {}}', "data_offsets of a tensor must be a list"),
+    ],
+)
+def test_a_file_that_holds_no_weights_says_what_it_is(
+    model: Path, content: bytes, match: str
+) -> None:
+    (model / "model.safetensors").write_bytes(content)
+    assert_refused(model, f"model.safetensors: .*{match}")
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": [1]}'])
+def test_an_index_without_its_map_says_what_it_must_be(model: Path, content: str) -> None:
+    (model / "model.safetensors.index.json").write_text(content)
+    assert_refused(model, "it must be a JSON object with the object weight_map")
+
+
+def test_pickled_weights_of_a_model_are_not_supported(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(NotFoundError, match=r"pytorch_model.bin is not supported.*safetensors"):
+        read_model_directory(model)
 
 
 def test_an_unknown_tensor_in_a_shard_is_refused_whatever_the_index_names(model: Path) -> None:
@@ -129,7 +198,7 @@ def test_an_unknown_tensor_in_a_shard_is_refused_whatever_the_index_names(model:
     shutil.copyfile(model / "b.safetensors", model / "c.safetensors")
     extra = {f"{Q_PROJ}.weight_scale": torch.ones(1)}
     save_file({name: tensors[name].clone() for name in names[20:]} | extra, model / "b.safetensors")
-    assert_refused(model, "q_proj.weight_scale would not be used")
+    assert_refused(model, "unexpected tensor .*q_proj.weight_scale")
     (model / "b.safetensors").unlink()
     with pytest.raises(NotFoundError, match=r"shard b\.safetensors is missing"):
         read_model_directory(model)

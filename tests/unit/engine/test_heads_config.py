@@ -59,7 +59,7 @@ def test_eagle_1_config_is_recognised(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type must be one of"),
         ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
         ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size must be within"),
-        ({"num_key_value_heads": 3}, "must be a multiple of num_kv_heads"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         (
             {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
             "has two meanings",
