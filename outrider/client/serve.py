@@ -159,7 +159,9 @@ def _give_up(number: int, _frame: FrameType | None) -> None:
 
 
 def make_config(args: argparse.Namespace) -> LocalConfig:
-    """The processes that these flags ask for; pulls the model if it is missing."""
+    """The processes that these flags ask for; pulls the model if it is missing. Raises
+    InvalidRequestError (INVALID_FLAG) for flags that would do nothing."""
+    _check_names(args)
     files = find_model(
         args.model, head=args.head, revision=args.revision, head_revision=args.head_revision
     )
@@ -203,6 +205,26 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         metrics_compat=args.metrics_compat,
         inherit_logs=True,
     )
+
+
+def _check_names(args: argparse.Namespace) -> None:
+    """Refuse an empty served name, and revisions of what is not given, which nothing would use."""
+    if args.served_model_name is not None and not args.served_model_name.strip():
+        raise InvalidRequestError(
+            "--served-model-name must not be empty; without the flag clients ask for the name or "
+            "hub id of --model",
+            reason="INVALID_FLAG",
+        )
+    revised = (
+        ("--head", args.head, args.head_revision),
+        ("--draft-model", args.draft_model, args.draft_model_revision),
+    )
+    for flag, value, revision in revised:
+        if revision is not None and value is None:
+            raise InvalidRequestError(
+                f"{flag}-revision is for a {flag} from the hub; give {flag} OWNER/NAME, too",
+                reason="INVALID_FLAG",
+            )
 
 
 def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...]:

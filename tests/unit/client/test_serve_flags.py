@@ -130,6 +130,23 @@ def test_what_only_the_router_needs_is_checked_before_anything_starts(
         parsed(*flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--head-revision", "v1"], "--head-revision is for a --head from the hub"),
+        (["--draft-model-revision", "v1"], "--draft-model-revision is for a --draft-model from"),
+        (["--served-model-name", ""], "--served-model-name must not be empty"),
+        (["--served-model-name", " "], "--served-model-name must not be empty"),
+    ],
+)
+def test_flags_that_nothing_would_use_are_refused(
+    parsed: Parsed, flags: list[str], says: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        parsed(*flags)
+    assert caught.value.reason == "INVALID_FLAG"
+
+
 def test_a_port_that_is_taken_is_said_before_anything_starts(parsed: Parsed) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
