@@ -12,19 +12,20 @@ from outrider.checkpoints.directory import read_model_directory
 from outrider.checkpoints.head_tensors import read_head
 from outrider.checkpoints.model_config import ModelConfig
 from outrider.client.local import HEAD_METHODS, LocalConfig
-from outrider.errors import FailedPreconditionError
+from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.extras import needs_packages
 from outrider.spec.plan import DraftMethod
 
 
 def check_files(config: LocalConfig) -> tuple[str, ...]:
-    """Check target, draft head, small draft model, tokenizer and chat template.
+    """Check target, its context length, draft head, small draft model, tokenizer and chat template.
 
     Returns warnings, a line each, of what can be served only in part.
     Raises NotFoundError, InvalidRequestError or FailedPreconditionError with the reason for which
     a verifier, a drafter or the router would not start.
     """
     target = read_model_directory(config.model, compare_all=False).config
+    _check_length(config.max_model_len, target)
     warnings = _check_tokenizer(config.model, target)
     if config.head is not None:
         for method in HEAD_METHODS & set(config.methods):
@@ -33,6 +34,17 @@ def check_files(config: LocalConfig) -> tuple[str, ...]:
         read_model_directory(config.draft_model, compare_all=False)
         _check_same_tokenizer(config.draft_model, config.model)
     return warnings
+
+
+def _check_length(max_model_len: int | None, target: ModelConfig) -> None:
+    """Refuse a length that the model has no positions for; the verifier would cut it."""
+    allowed = target.max_position_embeddings
+    if max_model_len is not None and max_model_len > allowed:
+        raise InvalidRequestError(
+            f"--max-model-len must be at most {allowed}, the context length of the model, got "
+            f"{max_model_len}",
+            reason="INVALID_FLAG",
+        )
 
 
 def _check_tokenizer(model: Path, target: ModelConfig) -> tuple[str, ...]:

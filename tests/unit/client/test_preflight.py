@@ -128,6 +128,19 @@ def test_files_that_cannot_be_served_are_refused_by_the_reason(
     assert not cluster.processes
 
 
+def test_a_length_beyond_the_models_context_is_refused_with_both_numbers(
+    files: LocalConfig,
+) -> None:
+    limit = json.loads((files.model / "config.json").read_text())["max_position_embeddings"]
+    check_files(replace(files, max_model_len=limit))
+    cluster = LocalCluster(replace(files, max_model_len=limit + 1))
+    with pytest.raises(
+        InvalidRequestError, match=rf"--max-model-len must be at most {limit}, .* got {limit + 1}"
+    ):
+        cluster.start()
+    assert not cluster.processes
+
+
 def test_a_head_of_another_kind_than_the_methods_is_refused(files: LocalConfig) -> None:
     eagle = replace(files, methods=(DraftMethod.EAGLE,))
     with pytest.raises(FailedPreconditionError, match="holds an eagle3 head, not eagle"):
