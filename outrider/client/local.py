@@ -205,6 +205,11 @@ class LocalConfig:
         return self.dtype or default_dtype(self.device)
 
     @property
+    def uses_gpus(self) -> bool:
+        """Whether a process computes on a GPU of this machine."""
+        return CUDA in (self.device, self.drafter_device.partition(":")[0])
+
+    @property
     def drafter_methods(self) -> tuple[DraftMethod, ...]:
         """What drafter processes offer; none at all: there is no such process."""
         if self.placement == SEPARATE:

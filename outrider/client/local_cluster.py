@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from outrider.client.healthy import check_free, check_hosts, wait_healthy
-from outrider.client.local import CPU, SEPARATE, LocalConfig
+from outrider.client.local import SEPARATE, LocalConfig
 from outrider.client.local_flags import (
     Place,
     count_gpus,
@@ -124,7 +124,7 @@ class LocalCluster:
         # The processes would find these out one after another while they load.
         if config.tls_dir is not None:
             check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
-        verifying, drafting = places(config, 0 if config.device == CPU else count_gpus())
+        verifying, drafting = places(config, count_gpus() if config.uses_gpus else 0)
         settings = check_settings(config, verifying, drafting)
         for line in settings.warnings:
             self._progress(line)

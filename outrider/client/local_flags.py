@@ -5,10 +5,12 @@ Nothing of the processes is imported: what is known of them are their flags.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.client.certs_command import tls_from
 from outrider.client.local import (
@@ -19,10 +21,12 @@ from outrider.client.local import (
     SHARED_MEMORY_FRACTION,
     LocalConfig,
 )
-from outrider.errors import InvalidRequestError
+from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import Role
 
+DRIVER_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))
+"""What there is where CUDA has a driver: of servers, of Tegra and of WSL."""
 HEALTH_LISTEN = "127.0.0.1:0"
 """Where a process tells its supervisor whether it serves: a free port of this machine."""
 
@@ -40,17 +44,29 @@ class Place:
 
 
 def count_gpus() -> int:
-    """CUDA devices that processes started here will see; at least 1. Imports no torch."""
+    """CUDA devices that processes started here will see. Imports no torch; a driver whose devices
+    cannot be listed counts as one."""
+    present = _count_present()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return max(1, len([name for name in visible.split(",") if name.strip()]))
+    if visible is None or not present:
+        return present
+    names = [name.strip() for name in visible.split(",")]
+    # CUDA takes the names up to the first one that is none.
+    return len(list(itertools.takewhile(lambda name: name not in ("", "-1"), names)))
+
+
+def _count_present() -> int:
+    """CUDA devices of this machine; 1 where a driver is there that does not list them."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return 1
-    return max(1, sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))
+        count = 0
+    else:
+        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    # Containers may have a driver without its tools, or with tools that fail.
+    return count or int(any(path.exists() for path in DRIVER_FILES))
 
 
 def places(config: LocalConfig, gpus: int) -> tuple[list[Place], list[Place]]:
@@ -58,8 +74,16 @@ def places(config: LocalConfig, gpus: int) -> tuple[list[Place], list[Place]]:
 
     GPUs are given out in turn, to the verifiers first; one leaves memory to a drafter that is on
     its GPU. Verifiers on the same one each see what the others hold as taken, so that none could
-    tell what is its own: InvalidRequestError unless they are told how much K/V to hold.
+    tell what is its own: InvalidRequestError unless they are told how much K/V to hold. Raises
+    FailedPreconditionError (NO_GPU) where a GPU is asked for and there is none.
     """
+    if config.uses_gpus and not gpus:
+        flag = "--device" if config.device != CPU else "--drafter-device"
+        raise FailedPreconditionError(
+            f"{flag} {CUDA} needs a GPU, and CUDA sees none on this machine (`nvidia-smi -L`, "
+            f"CUDA_VISIBLE_DEVICES); {flag} {CPU} needs none",
+            reason="NO_GPU",
+        )
     drafters = config.drafters if config.drafter_methods else 0
     cuda = [f"{CUDA}:{i % gpus}" for i in range(config.verifiers + drafters)] if gpus else []
     verifying = [CPU] * config.verifiers if config.device == CPU else cuda[: config.verifiers]

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from outrider.client import local_cluster, local_flags
 from outrider.client.local import LocalConfig
+from outrider.client.local_cluster import LocalCluster
 from outrider.client.local_flags import Place, count_gpus, places, router_args
-from outrider.errors import InvalidRequestError
+from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from tests.unit.client.flags import drafter_arguments, flags_of, verifier_arguments
 
@@ -92,15 +94,42 @@ def test_what_several_routers_cannot_have_is_refused(flags: dict[str, Any]) -> N
 
 
 def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,7")
-    assert count_gpus() == 3
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert count_gpus() == 1
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(local_flags, "DRIVER_FILES", ())
     listing = tmp_path / "nvidia-smi"
     listing.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
     listing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert count_gpus() == 2
+    for visible, count in (("2,3,7", 3), ("", 0), ("-1", 0), ("1,-1,0", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus() == count
+    listing.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert count_gpus() == 0
+
+
+def test_a_driver_without_its_tools_counts_as_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr(local_flags, "DRIVER_FILES", (driver,))
+    assert count_gpus() == 0
+    driver.touch()
     assert count_gpus() == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [(CUDA, "--device"), (replace(CUDA, device="cpu", drafter_device="cuda:0"), "--drafter-dev")],
+)
+def test_a_gpu_that_is_not_there_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, config: LocalConfig, flag: str
+) -> None:
+    monkeypatch.setattr(local_cluster, "count_gpus", lambda: 0)
+    cluster = LocalCluster(config)
+    with pytest.raises(FailedPreconditionError, match=f"{flag}.* needs a GPU") as caught:
+        cluster.start()
+    assert caught.value.reason == "NO_GPU" and not cluster.processes
