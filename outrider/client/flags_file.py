@@ -108,9 +108,19 @@ def _parse_yaml(path: Path, text: str) -> object:
         ) from None
     try:
         return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        # A list that nobody closes goes wrong behind the last line.
+        last = text.rstrip().count("\n")
+        mark = error.problem_mark
+        line = last if mark is None else min(last, mark.line)
+        # What it got instead is said in the parser's own terms.
+        problem = (error.problem or "is not YAML").partition(", but ")[0]
+        raise _invalid(path, problem, line=line + 1) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise _invalid(path, f"is not YAML: {error}") from error
+        raise _invalid(path, f"is not YAML: {' '.join(str(error).split())}") from error
 
 
-def _invalid(path: Path, message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{path}: {message}", reason="INVALID_CONFIG")
+def _invalid(path: Path, message: str, *, line: int | None = None) -> InvalidRequestError:
+    """The error of a file, or of one of its lines, counted from 1."""
+    where = f"{path}" if line is None else f"{path} line {line}"
+    return InvalidRequestError(f"{where}: {message}", reason="INVALID_CONFIG")

@@ -71,8 +71,7 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("a.yaml", "port: many", "--port: 'many' is not an integer"),
         ("a.yaml", "dtype: fp8", "--dtype: invalid choice: 'fp8'"),
         ("a.yaml", "- port", "must hold flags by name"),
-        ("a.yaml", "port: [", "is not YAML"),
-        ("a.yaml", "port: !!python/object:os.system 1", "is not YAML"),
+        ("a.yaml", "port: \0", "is not YAML: unacceptable character"),
         ("a.toml", "port: 1", "is not TOML"),
         ("a", "port: 1", "YAML files end in .yaml or .yml"),
         ("a.toml", "x" * (1 << 21), "has more than 1048576 bytes"),
@@ -87,6 +86,29 @@ def test_a_file_that_is_no_good_is_refused_by_name(
         cli.parse_arguments(["serve", "--config", str(path)])
     assert caught.value.message.startswith(f"{path}: ")
     assert says in caught.value.message
+    assert caught.value.reason == "INVALID_CONFIG"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: [1", "line 1: expected ',' or ']'"),
+        ("port: 1\nmodel: [1\n\n", "line 2: expected ',' or ']'"),
+        ("port: [", "line 1: expected the node content"),
+        ("port: 1\n  model: x\n", "line 2: mapping values are not allowed here"),
+        ("port: !!python/object:os.system 1", "line 1: could not determine a constructor"),
+        ("port: *x", "line 1: found undefined alias"),
+    ],
+)
+def test_malformed_yaml_is_refused_in_one_line_with_its_number(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidRequestError) as caught:
+        cli.parse_arguments(["serve", "--config", str(path)])
+    assert caught.value.message.startswith(f"{path} {says}")
+    assert "\n" not in caught.value.message
     assert caught.value.reason == "INVALID_CONFIG"
 
 
