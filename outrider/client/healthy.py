@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -71,15 +72,16 @@ def wait_healthy(
     tls_dir: Path | None,
     timeout_s: float,
     progress: Callable[[str], None],
+    stop: threading.Event,
 ) -> None:
-    """Wait until the router at `address` says that all it knows serve.
+    """Wait until the router at `address` says that all it knows serve, or until `stop` is set.
 
     Raises UnavailableError when a process ends, or it takes too long.
     """
     tls = None if tls_dir is None else _by_role(tls_dir)
     begin, said = time.monotonic(), ""
     with Client(address, retry=RetryPolicy(max_attempts=1), tls=tls) as client:
-        while trouble := _trouble(client, address, tls):
+        while not stop.is_set() and (trouble := _trouble(client, address, tls)):
             check_running(processes)
             waited_s = time.monotonic() - begin
             if waited_s > timeout_s:
@@ -91,7 +93,7 @@ def wait_healthy(
             if waited_s > SAY_AFTER_S and trouble != said:
                 progress(f"waiting: {trouble}")
                 said = trouble
-            time.sleep(_LOOK_S)
+            stop.wait(_LOOK_S)
 
 
 def _by_role(directory: Path) -> TlsConfig:

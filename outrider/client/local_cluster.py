@@ -45,12 +45,24 @@ def say(line: str) -> None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
 
 
+class _StoppedError(Exception):
+    """A start that was told to stop while a router was already launched."""
+
+
 class LocalCluster:
     """The running processes; a context manager that stops them."""
 
-    def __init__(self, config: LocalConfig, *, progress: Callable[[str], None] = say) -> None:
+    def __init__(
+        self,
+        config: LocalConfig,
+        *,
+        progress: Callable[[str], None] = say,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """`stop`: once it is set, a start that has launched a router waits for nothing more."""
         self._config = config
         self._progress = progress
+        self._stop = stop or threading.Event()
         self._logs: Path | None = None
         self._own_logs: Path | None = None
         self.members: dict[Role, list[ChildProcess]] = {}
@@ -80,7 +92,8 @@ class LocalCluster:
         self.close()
 
     def start(self) -> str:
-        """Start everything and wait until requests can be served; the router's address.
+        """Start everything and wait until requests can be served; the router's address. A start
+        that was told to stop leaves running what it has started, for `drain`.
 
         Raises UnavailableError with its reason or the end of its log if a process does not come up,
         FailedPreconditionError (WRONG_HOST) where no client would believe the certificate, and what
@@ -88,6 +101,8 @@ class LocalCluster:
         """
         try:
             return self._start()
+        except _StoppedError:
+            return self._config.listen
         except BaseException:
             self.close()
             raise
@@ -142,13 +157,16 @@ class LocalCluster:
             # The first one may have taken a free port, which the others are to have, too.
             (router,) = self._launch(Role.ROUTER, {name: args}, address)
             address = self._ready(router)
+            self._check_stop()
         wait_healthy(
             address,
             self.processes,
             tls_dir=config.tls_dir,
             timeout_s=START_S,
             progress=self._progress,
+            stop=self._stop,
         )
+        self._check_stop()
         self._progress(f"ready on {address}")
         told = self.members[Role.ROUTER][0].ready
         if "http" in told:
@@ -165,12 +183,17 @@ class LocalCluster:
             except UnavailableError as error:
                 if error.reason != NOT_READY:
                     raise
+            self._check_stop()
             check_running(self.processes)
             if time.monotonic() > end:
                 raise UnavailableError(
                     f"{process.name} was not ready after {START_S:g} s{process.last_words()}",
                     reason=NOT_READY,
                 )
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set() and Role.ROUTER in self.members:
+            raise _StoppedError
 
     def _start_peers(
         self, verifying: Sequence[Place], drafting: Sequence[Place]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from outrider.client.flags import add_look_ahead_arguments, at_least, fraction, number_from
 from outrider.client.local import (
@@ -120,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP; the exit status. Raises OutriderError, and SystemExit
-    (143, 130, 129) when one of them came before all was up: nothing was served."""
+    (143, 130, 129) when one of them came before a router was launched: nothing was served."""
     own = ray_flags(args)
     config = make_config(args)
     if args.runtime == "ray":
@@ -132,12 +133,20 @@ def run(args: argparse.Namespace) -> int:
         # Ray's launcher is a process of its own: this one imports no Ray.
         return run_module(RAY_MODULE, flags)
     stop, enough = threading.Event(), threading.Event()
-    _on_stop(_give_up)
+    cluster = LocalCluster(config, stop=stop)
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        # A router serves before all others are known to be healthy: its requests are drained.
+        if Role.ROUTER in cluster.members:
+            (enough if stop.is_set() else stop).set()
+        else:
+            _give_up(number)
+
+    _on_stop(on_signal)
     with (
-        LocalCluster(config) as cluster,
+        cluster,
         Supervisor(cluster.members, say, health_timeout_s=config.health_timeout_s) as supervisor,
     ):
-        _on_stop(lambda *_: (enough if stop.is_set() else stop).set())
         while not stop.wait(LOOK_S):
             supervisor.look()
         say(f"stopping: what runs gets {config.drain_s:g} s, or until a second signal")
@@ -151,7 +160,7 @@ def _on_stop(handler: Callable[[int, FrameType | None], None]) -> None:
         signal.signal(number, handler)
 
 
-def _give_up(number: int, _frame: FrameType | None) -> None:
+def _give_up(number: int) -> NoReturn:
     # Another one must not disturb what stops the processes on the way out.
     _on_stop(lambda *_: None)
     say("stopping before all was up")

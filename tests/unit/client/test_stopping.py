@@ -14,6 +14,7 @@ import pytest
 from outrider.client import cli, local_cluster, processes, serve, supervisor
 from outrider.client.modelfiles import ModelFiles
 from outrider.client.processes import ChildProcess
+from outrider.client.supervisor import Supervisor
 from tests.waiting import wait_until
 
 STARTED_S = 30.0
@@ -27,16 +28,17 @@ class FakeChildren:
     def __init__(self, *flags: str, drain_s: float | None = None, at: Path = Path()) -> None:
         """`drain_s`: they end so long after SIGTERM and leave a file with their name in `at`."""
         self.started: list[ChildProcess] = []
-        self._flags = flags
+        self.flags = list(flags)
         self._drain_s, self._at = drain_s, at
 
     def serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are what `outrider serve` starts, and SIGTERM comes as soon as it serves."""
         monkeypatch.setattr(local_cluster, "ChildProcess", self.make)
-        monkeypatch.setattr(local_cluster, "wait_healthy", _signal_later)
+        monkeypatch.setattr(local_cluster, "wait_healthy", lambda *_, **__: None)
+        monkeypatch.setattr(Supervisor, "__enter__", _enter_and_signal)
 
-    def make(self, name: str, _module: str, _args: object, **where: object) -> ChildProcess:
-        flags = list(self._flags)
+    def make(self, name: str, *_: object, **__: object) -> ChildProcess:
+        flags = list(self.flags)
         if self._drain_s is not None:
             flags += ["--drain-s", str(self._drain_s), "--drained", str(self._at / name)]
         child = ChildProcess(name, "tests.fakes.child", flags)
@@ -88,6 +90,49 @@ def test_a_signal_during_the_start_stops_what_was_started(
     assert ended.value.code == status
     # Closed: there is no process any more that it could know of.
     assert [child.name for child in children.started] == ["verifier-0", "drafter-0"]
+    assert all(child.pid is None for child in children.started)
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_once_a_router_runs_drains_it_and_is_a_clean_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    # Nobody answers at its address, so that all is never ready.
+    children = FakeChildren(drain_s=1.0, at=tmp_path)
+    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
+    # What is merely closed is killed before it has drained.
+    monkeypatch.setattr(processes, "STOP_S", 0.2)
+
+    def is_ready() -> bool:
+        return any(child.name == "router" and child.ready for child in children.started)
+
+    def send_when_ready() -> None:
+        wait_until(is_ready)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send_when_ready)
+    sender.start()
+    assert cli.main([*SERVE, "--drain-s", "20"]) == 0
+    sender.join()
+    assert drained(tmp_path) == {"router"}
+    assert all(child.pid is None for child in children.started)
+
+
+def test_a_signal_before_a_router_is_ready_is_a_clean_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    children = FakeChildren()
+    make = children.make
+
+    def make_silent_router(name: str, *rest: object, **where: object) -> ChildProcess:
+        if name == "router":
+            children.flags.append("--silent")
+        return make(name, *rest, **where)
+
+    monkeypatch.setattr(local_cluster, "ChildProcess", make_silent_router)
+    sender = send_when(signal.SIGTERM, children, 3)
+    assert cli.main(SERVE) == 0
+    sender.join()
     assert all(child.pid is None for child in children.started)
 
 
@@ -183,12 +228,7 @@ def drained(directory: Path) -> set[str]:
     return {file.name for file in directory.iterdir() if file.suffix != ".told"}
 
 
-def _signal_later(*_: object, **__: object) -> None:
-    """Healthy at once; SIGTERM comes when serving has its own handler."""
-    starting = signal.getsignal(signal.SIGTERM)
-
-    def wait_and_send() -> None:
-        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not starting)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait_and_send, daemon=True).start()
+def _enter_and_signal(entered: Supervisor) -> Supervisor:
+    """SIGTERM comes when all is supervised."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    return entered
