@@ -51,8 +51,12 @@ CODES: Final = {
 
 _TYPES: Final = {400: INVALID, 404: "not_found_error", 429: "rate_limit_error"}
 _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
-_MOST_QUOTED = 100
-"""Characters of a header."""
+UNPUBLISHED_PATHS: Final = ("/openapi.json", "/", "/status.json")
+"""Paths for GET that are not in the OpenAPI: its own, the status page and its state."""
+ASKED: Final = "outrider.asked"
+"""In a request's scope: its method and its path as the client sent them."""
+MAX_QUOTED_CHARS: Final = 100
+"""Characters of a path or a header that a message quotes."""
 FIELD_NAMES: Final = "outrider.field_names"
 """In a request's scope: names of its fields by those that typed errors have in `param`."""
 
@@ -135,7 +139,7 @@ async def on_mistakes(request: Request, error: Exception) -> Response:
         return HttpError(
             status=415,
             type=INVALID,
-            message=f"Content-Type must be application/json, got {said[:_MOST_QUOTED]!r}",
+            message=f"Content-Type must be application/json, got {said[:MAX_QUOTED_CHARS]!r}",
             code="unsupported_media_type",
         ).response()
     message, param = describe_body(error.errors(), error.body)
@@ -161,21 +165,33 @@ async def on_http(request: Request, error: Exception) -> Response:
         message=_unrouted(request, error) or str(error.detail),
         code=_HTTP_CODES.get(status, "invalid_request"),
     )
-    return described.response(error.headers)
+    headers = dict(error.headers or {})
+    if "Allow" in headers:
+        headers["Allow"] = _allowed(error)
+    return described.response(headers)
+
+
+def _allowed(error: HTTPException) -> str:
+    """The methods that a path takes, in alphabetical order; HEAD wherever GET is."""
+    methods = set((error.headers or {}).get("Allow", "").split(", "))
+    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
 
 def _unrouted(request: Request, error: HTTPException) -> str:
     """What is said of a path or a method that is not served; "" of any other error."""
-    asked = f"{request.method} {request.url.path[:_MOST_QUOTED]}"
+    asked = request.scope[ASKED]
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow", "")
-        return f"{asked} is not served here; the path takes {allowed}"
+        return f"{asked} is not served here; the path takes {_allowed(error)}"
     if error.status_code == 404:
         return f"{asked} is not served here; these are: {', '.join(_offered(request))}"
     return ""
 
 
 def _offered(request: Request) -> list[str]:
-    """Methods and paths of the published API, generation first."""
+    """Methods and paths as clients ask for them: the published API, generation first, and what
+    describes and shows it."""
+    prefix: str = request.app.state.service.config.http_options.root_path
     paths: dict[str, dict[str, object]] = request.app.openapi()["paths"]
-    return [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
+    published = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    offered = [*published, *(("GET", path) for path in UNPUBLISHED_PATHS)]
+    return [f"{method} {prefix}{path}" for method, path in offered]

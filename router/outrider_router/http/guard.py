@@ -8,6 +8,7 @@ from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.errors import OutriderError
@@ -16,7 +17,7 @@ from outrider.wire.inference import MAX_NAME_BYTES
 from outrider_router.arrivals import ArrivalQueue
 from outrider_router.config import HttpConfig
 from outrider_router.gate import Gate
-from outrider_router.http.errors import INVALID, HttpError, describe
+from outrider_router.http.errors import ASKED, INVALID, MAX_QUOTED_CHARS, HttpError, describe
 from outrider_router.http.request_models import MAX_CHOICES
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
@@ -27,8 +28,6 @@ CLIENT_ID: Final = "outrider.client_id"
 CALLER: Final = "outrider.caller"
 """In a request's scope: its ids, and whose API key it shows. Open paths have no caller."""
 _MOST = MAX_NAME_BYTES - len(f"-{MAX_CHOICES}")
-_MAX_QUOTED = 100
-"""Characters of a header."""
 _VALID = re.compile(rf"[!-~]{{1,{_MOST}}}")
 
 
@@ -55,7 +54,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope[ASKED] = f"{scope['method']} {scope['path'][:MAX_QUOTED_CHARS]}"
         self._strip_root_path(scope)
+        is_head = scope["method"] == "HEAD"
         headers = Headers(scope=scope)
         chosen = headers.get(REQUEST_ID, "")
         client_id = RequestId(chosen) if _VALID.fullmatch(chosen) else None
@@ -70,6 +71,8 @@ class Guard:
                 told[REQUEST_ID] = own_id
                 if is_ambiguous:
                     told["connection"] = "close"
+            elif is_head:
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -82,9 +85,15 @@ class Guard:
         if refusal is not None:
             await refusal.response({"connection": "close"})(scope, receive, named)
             return
+        if self._root_path and scope["path"] == self._root_path:
+            # The page at "/" finds its files beside itself.
+            await RedirectResponse(f"{self._root_path}/")(scope, receive, named)
+            return
         if scope["path"] not in OPEN_PATHS:
             await self._arrivals.enter()
-        await self._app(scope, _Bounded(receive, self._max_body_bytes), named)
+        # HEAD is served wherever GET is. A copy: the server goes by the method in its own.
+        routed = {**scope, "method": "GET"} if is_head else scope
+        await self._app(routed, _Bounded(receive, self._max_body_bytes), named)
 
     def _strip_root_path(self, scope: Scope) -> None:
         """Route a request as if it came without the path in front of all routes."""
@@ -100,7 +109,7 @@ class Guard:
             return HttpError(
                 status=415,
                 type=INVALID,
-                message=f"Content-Encoding {encoding[:_MAX_QUOTED]!r} is not decoded here; "
+                message=f"Content-Encoding {encoding[:MAX_QUOTED_CHARS]!r} is not decoded here; "
                 "send the body as it is, without this header",
                 code="unsupported_media_type",
                 headers_added={"accept-encoding": "identity"},

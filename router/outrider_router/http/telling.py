@@ -50,8 +50,6 @@ _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.head("/health", include_in_schema=False)
-@router.head("/ping", include_in_schema=False)
 @router.get("/health", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
 @router.get("/ping", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
 async def health(service: Service) -> Response:
@@ -78,14 +76,12 @@ async def metrics(request: Request, service: Service, _operator: Operator) -> Re
     return Response(encode(service.metrics.registry), headers={"content-type": content_type})
 
 
-@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", responses=refusals(), tags=["OpenAI"])
 async def list_models(service: Service, request: Request, _caller: Caller) -> ModelList:
     """The served models; none while no verifier is healthy."""
     return ModelList(data=[_model(info, request) for info in models(service)])
 
 
-@router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get("/v1/models/{model:path}", responses=refusals(404), tags=["OpenAI"])
 async def get_model(model: str, service: Service, request: Request, _caller: Caller) -> ModelBody:
     """One of them."""

@@ -112,12 +112,22 @@ async def test_unknown_routes_say_what_is_offered(router: RouterService, path: s
         assert message.startswith(f"POST {path} is not served here; these are: ")
         for offered in ("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"):
             assert offered in message
+        listed = message.split(": ", 1)[1].split(", ")
+        assert "GET /" in listed and "GET /openapi.json" in listed
+        for each in listed:
+            method, _, offered = each.partition(" ")
+            if method == "GET" and "{" not in offered:
+                assert (await client.get(offered)).status_code == 200, offered
         answer = await client.get("/v1/completions")
         assert answer.status_code == 405 and answer.headers["allow"] == "POST"
         assert answer.json()["error"]["message"].endswith("the path takes POST")
+        for offered in ("/v1/models", "/version", "/metrics", "/", "/openapi.json"):
+            answer = await client.post(offered)
+            assert answer.status_code == 405 and answer.headers["allow"] == "GET, HEAD", offered
+            assert answer.json()["error"]["message"].endswith("the path takes GET, HEAD")
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping", "/v1/models"])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/v1/models", "/version", "/metrics", "/"])
 async def test_heads_are_those_of_gets(router: RouterService, path: str) -> None:
     async with http_client(router) as client:
         head, get = await client.head(path), await client.get(path)

@@ -63,6 +63,20 @@ async def test_a_path_in_front_is_taken_off_and_published(router: RouterService)
         assert (await client.get("/llmx/health")).status_code == 404
 
 
+async def test_the_path_in_front_is_the_page_and_is_in_the_texts(router: RouterService) -> None:
+    set_http_options(router, root_path="/llm")
+    async with http_client(router) as client:
+        moved = await client.get("/llm")
+        assert moved.status_code == 307 and moved.headers["location"] == "/llm/"
+        assert (await client.get("/llm/")).text == (await client.get("/")).text
+        for asked in ("/llm/nothing", "/nothing"):
+            message = (await client.get(asked)).json()["error"]["message"]
+            assert message.startswith(f"GET {asked} is not served here; these are: POST /llm/v1/")
+            assert message.endswith("GET /llm/openapi.json, GET /llm/, GET /llm/status.json")
+        refused = (await client.get("/llm/v1/completions")).json()["error"]["message"]
+        assert refused == "GET /llm/v1/completions is not served here; the path takes POST"
+
+
 @pytest.mark.parametrize(
     "options",
     [
