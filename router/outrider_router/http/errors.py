@@ -142,10 +142,7 @@ async def on_mistakes(request: Request, error: Exception) -> Response:
             message=f"Content-Type must be application/json, got {said[:MAX_QUOTED_CHARS]!r}",
             code="unsupported_media_type",
         ).response()
-    message, param = describe_body(error.errors(), error.body)
-    return HttpError(
-        status=400, type=INVALID, message=message, param=param or None, code="invalid_request"
-    ).response()
+    return describe(describe_body(error.errors(), error.body)).response()
 
 
 def _is_json(content_type: str) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from outrider.errors import InvalidRequestError
 from outrider.transport.status import MAX_MESSAGE_CHARS
 from outrider_router.http.unsupported import MESSAGE, UnsupportedFieldError, refuse_unsupported
 
@@ -51,22 +52,24 @@ _UNIONS: Final = {
 _TYPES: Final = frozenset({"string_type", "list_type", "dict_type"})
 _UNTOLD: Final = frozenset({"missing", "too_short", "too_long", "string_too_short", "value_error"})
 """Mistakes that say enough without the value."""
+_ONE: Final = re.compile(r"\b1 (entries|characters)\b")
 _TOOL_ROLES: Final = frozenset({"tool", "function"})
 
 Mistake = Mapping[str, Any]
 
 
-def describe_body(mistakes: Sequence[Mistake], body: object) -> tuple[str, str]:
-    """The message and the `param` of an answer to a body with these mistakes."""
+def describe_body(mistakes: Sequence[Mistake], body: object) -> InvalidRequestError:
+    """The error of a body with these mistakes; its `param` is "" where no field is to blame."""
     unsupported = _unsupported_turn(mistakes, body)
     if unsupported is not None:
-        return unsupported.message, unsupported.param
+        return unsupported
     told = _without_followers(mistakes)
     messages = [_message(mistake) for mistake in told[:_MAX_TOLD]]
     if len(told) > _MAX_TOLD:
         messages.append(f"and {len(told) - _MAX_TOLD} more")
     param = _path(told[0]) if told else ""
-    return "; ".join(messages)[:MAX_MESSAGE_CHARS], param
+    text = "; ".join(messages)[:MAX_MESSAGE_CHARS]
+    return InvalidRequestError(text, reason="INVALID_REQUEST", param=param)
 
 
 def _unsupported_turn(mistakes: Sequence[Mistake], body: object) -> UnsupportedFieldError | None:
@@ -86,10 +89,6 @@ def _unsupported_turn(mistakes: Sequence[Mistake], body: object) -> UnsupportedF
 def _unsupported_in(message: object, where: str) -> UnsupportedFieldError | None:
     if not isinstance(message, dict):
         return None
-    try:
-        refuse_unsupported(message, MESSAGE, f"{where}.")
-    except UnsupportedFieldError as error:
-        return error
     role = message.get("role")
     if isinstance(role, str) and role in _TOOL_ROLES:
         return UnsupportedFieldError(
@@ -97,6 +96,10 @@ def _unsupported_in(message: object, where: str) -> UnsupportedFieldError | None
             "'system', 'developer', 'user' or 'assistant'",
             param=f"{where}.role",
         )
+    try:
+        refuse_unsupported(message, MESSAGE, f"{where}.")
+    except UnsupportedFieldError as error:
+        return error
     return None
 
 
@@ -136,10 +139,14 @@ def _message(mistake: Mistake) -> str:
     if kind in _TYPES and isinstance(last, str) and last.startswith(TAG) and field in _UNIONS:
         rule = f"must be {_UNIONS[field]}"
     elif kind in _RULES:
-        rule = _RULES[kind].format_map(mistake.get("ctx") or {})
+        rule = _ONE.sub(_singular, _RULES[kind].format_map(mistake.get("ctx") or {}))
     else:
         rule = mistake["msg"].replace("Input should", "must")
     return f"{path} {rule}" if kind in _UNTOLD else f"{path} {rule}, got {_quoted(mistake)}"
+
+
+def _singular(found: re.Match[str]) -> str:
+    return "1 entry" if found[1] == "entries" else "1 character"
 
 
 def _quoted(mistake: Mistake) -> str:

@@ -76,25 +76,25 @@ class StructureFields(Strict):
 
 def structure_of(body: StructureFields) -> StructuredOutput | None:
     """The form that is asked for. Raises InvalidRequestError for more than one, or half a one."""
+    said = _of(
+        "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
+    )
+    if (wanted := _of_format(body.response_format)) is not None:
+        said["response_format"] = wanted
     nested = body.structured_outputs
-    said = [
-        _of_format(body.response_format),
-        _of(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, "guided"),
-    ]
     if nested is not None:
         refuse_unsupported(nested.model_extra, STRUCTURE, "structured_outputs.")
-        anything = StructuredOutput(StructuredKind.JSON_OBJECT) if nested.json_object else None
-        parts = _of(nested.json_, nested.regex, nested.choice, nested.grammar, "structured_outputs")
-        said += [anything, parts]
-        if anything is None and parts is None:
+        where = "structured_outputs."
+        parts = _of(where, nested.json_, nested.regex, nested.choice, nested.grammar)
+        if nested.json_object:
+            parts[f"{where}json_object"] = StructuredOutput(StructuredKind.JSON_OBJECT)
+        if not parts:
             raise _invalid("structured_outputs must hold json, json_object, regex, choice, grammar")
-    found = [structure for structure in said if structure is not None]
-    if len(found) > 1:
-        raise _invalid(
-            "an answer has one form, but response_format, guided_* and structured_outputs"
-            " give several"
-        )
-    return found[0] if found else None
+        said |= parts
+    if len(said) > 1:
+        *others, last = sorted(said)
+        raise _invalid(f"{', '.join(others)} and {last} exclude each other: give one of them")
+    return next(iter(said.values()), None)
 
 
 def _of_format(wanted: ResponseFormat | None) -> StructuredOutput | None:
@@ -109,26 +109,26 @@ def _of_format(wanted: ResponseFormat | None) -> StructuredOutput | None:
 
 
 def _of(
+    where: str,
     schema: Schema | None,
     regex: str | None,
     choice: list[str] | None,
     grammar: str | None,
-    where: str,
-) -> StructuredOutput | None:
-    found = []
+) -> dict[str, StructuredOutput]:
+    """The forms that are given, by their fields; `where` stands before the fields' names."""
+    found = {}
     if schema is not None:
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        found.append(StructuredOutput(StructuredKind.JSON_SCHEMA, text))
+        found[f"{where}json"] = StructuredOutput(StructuredKind.JSON_SCHEMA, text)
     if regex is not None:
-        found.append(StructuredOutput(StructuredKind.REGEX, regex))
+        found[f"{where}regex"] = StructuredOutput(StructuredKind.REGEX, regex)
     if choice is not None:
         alternatives = " | ".join(map(_quoted, choice))
-        found.append(StructuredOutput(StructuredKind.GRAMMAR, f"start: {alternatives}"))
+        text = f"start: {alternatives}"
+        found[f"{where}choice"] = StructuredOutput(StructuredKind.GRAMMAR, text)
     if grammar is not None:
-        found.append(StructuredOutput(StructuredKind.GRAMMAR, grammar))
-    if len(found) > 1:
-        raise _invalid(f"an answer has one form, but {where} gives several")
-    return found[0] if found else None
+        found[f"{where}grammar"] = StructuredOutput(StructuredKind.GRAMMAR, grammar)
+    return found
 
 
 def _quoted(text: str) -> str:

@@ -133,8 +133,9 @@ def _chat_options(body: TokenizeRequest) -> ChatOptions:
     continued = bool(body.continue_final_message)
     wanted = body.add_generation_prompt
     if continued and wanted:
-        raise UnsupportedFieldError(
+        raise InvalidRequestError(
             "continue_final_message and add_generation_prompt cannot both be true",
+            reason="INVALID_REQUEST",
             param="continue_final_message",
         )
     return ChatOptions(

@@ -36,10 +36,11 @@ BODIES: list[tuple[str, object, str, str]] = [
     (CHAT, turns(ASKED, CALLS), "messages[1].tool_calls", "is not supported here"),
     (CHAT, turns(ASKED, CALLS | {"content": "a"}), "messages[1].tool_calls", "may be null or []"),
     (CHAT, turns(ASKED, {"role": "tool", "tool_call_id": "a", "content": "b"}),
-     "messages[1].tool_call_id", "is not supported here"),
+     "messages[1].role", "no tools"),
+    (CHAT, turns(ASKED | {"tool_call_id": "a"}), "messages[0].tool_call_id", "not supported here"),
     (CHAT, turns(ASKED, {"role": "tool", "content": "b"}), "messages[1].role", "no tools"),
     (CHAT, turns({"role": "wizard", "content": "b"}), "messages[0].role", "must be 'system'"),
-    (CHAT, turns(), "messages", "at least 1 entries"),
+    (CHAT, turns(), "messages", "must have at least 1 entry"),
     (CHAT, {}, "messages", "is required"),
     (CHAT, turns(ASKED) | {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     (CHAT, turns(ASKED) | {"max_completion_tokens": 10**5}, "max_completion_tokens", "context"),
@@ -76,6 +77,7 @@ BODIES: list[tuple[str, object, str, str]] = [
     (COMPLETIONS, prompt(structured_outputs={"choice": [5]}), "structured_outputs.choice[0]",
      "must be a string, got 5"),
     (COMPLETIONS, prompt(best_of=3), "best_of", "is not supported here"),
+    (COMPLETIONS, prompt(guided_regex=""), "guided_regex", "must have at least 1 character"),
     ("/tokenize", {}, "prompt", "one of prompt and messages"),
     ("/tokenize", turns(CALLS), "messages[0].tool_calls", "is not supported here"),
 ]  # fmt: skip
@@ -93,6 +95,30 @@ async def test_mistakes_are_told_in_plain_words_with_their_field(tmp_path: Path)
             assert error["param"] == param and said in error["message"], (body, error)
             assert not INTERNALS.search(error["message"]), error
             assert not INTERNALS.search(error["param"]), error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        (CHAT, turns(ASKED) | {"tools": [{}]}, "unsupported"),
+        (CHAT, turns(ASKED, CALLS), "unsupported"),
+        (CHAT, turns(ASKED, CALLS | {"content": "a"}), "unsupported"),
+        (CHAT, turns(ASKED | {"tool_call_id": "a"}), "unsupported"),
+        (CHAT, turns(ASKED, {"role": "tool", "tool_call_id": "a", "content": "b"}), "unsupported"),
+        (CHAT, turns(), "invalid_request"),
+        (
+            "/tokenize",
+            turns(ASKED) | {"continue_final_message": True, "add_generation_prompt": True},
+            "invalid_request",
+        ),
+    ],
+)
+async def test_the_same_refusal_has_the_same_code(
+    router: RouterService, path: str, body: object, code: str
+) -> None:
+    async with http_client(router) as client:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == code
 
 
 async def test_a_body_that_is_no_object_blames_no_field(router: RouterService) -> None:

@@ -99,6 +99,26 @@ def test_an_answer_has_one_form_and_a_whole_one(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice and guided_regex"),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "guided_regex and response_format",
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "regex": "a"}, "guided_json": SCHEMA},
+            "guided_json, structured_outputs.json_object and structured_outputs.regex",
+        ),
+    ],
+)
+def test_forms_that_exclude_each_other_are_named(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequestError) as raised:
+        asked(**fields)
+    assert raised.value.message == f"{said} exclude each other: give one of them"
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"response_format": {"type": "xml"}},
