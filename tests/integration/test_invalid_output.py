@@ -51,6 +51,9 @@ def test_requests_that_meet_nan_get_a_typed_error_and_others_their_text(stack: S
     assert metric(stack.router, "outrider_failovers_total") == 0.0
     log = Path(stack.verifier._log_path).read_text(encoding="utf-8")
     assert log.count("model output invalid") == 1
+    said = Path(stack.router._log_path).read_text(encoding="utf-8").splitlines()
+    failed = [line for line in said if "MODEL_OUTPUT_INVALID" in line]
+    assert len(failed) == 2 and all('"request_id"' in line for line in failed)
 
 
 def _meet_nan(client: Client, api: OpenAI) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +12,10 @@ import grpc
 import pytest
 from outrider_router.service import RouterService
 
-from outrider.errors import InvalidRequestError
+from outrider.errors import InternalError, InvalidRequestError
+from outrider.ids import RequestId
 from outrider.spans import TracingConfig, exporting
+from outrider.wire.inference import StreamEvent
 from outrider.wire.inference_codec import request_to_pb
 from outrider.wire.v1 import inference_pb2_grpc
 from tests.fakes.collector import Collector, collecting
@@ -111,6 +113,35 @@ async def test_the_end_of_a_request_is_logged_with_its_ids(
     assert vars(ended)["trace_id"] == request.trace_id
     assert vars(ended)["request_id"] == request.attributes["gen_ai.response.id"]
     assert vars(ended)["session_id"] == verifier.specs[0].session_id
+
+
+async def test_an_internal_error_is_logged_with_the_requests_id_and_why(
+    router: RouterService, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = InternalError("the model gave no finite logit", reason="MODEL_OUTPUT_INVALID")
+
+    async def fail(*_: object) -> AsyncGenerator[StreamEvent, None]:
+        raise error
+        yield
+
+    monkeypatch.setattr(router.serving, "events", fail)
+    with caplog.at_level(logging.INFO, "outrider_router"), pytest.raises(InternalError):
+        await router.generate(replace(text_request(), request_id=RequestId("mine")))
+    (ended,) = [r for r in caplog.records if r.getMessage() == "request ended"]
+    assert ended.levelno == logging.ERROR
+    facts = vars(ended)
+    assert facts["request_id"] == "mine" and facts["outcome"] == "INTERNAL"
+    assert (facts["reason"], facts["problem"]) == (error.reason, error.message)
+
+
+async def test_what_a_client_sent_is_not_in_the_log_of_its_refusal(
+    router: RouterService, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "outrider_router"), pytest.raises(InvalidRequestError):
+        await router.generate(text_request(""))
+    (ended,) = [r for r in caplog.records if r.getMessage() == "request ended"]
+    assert ended.levelno == logging.INFO
+    assert "problem" not in vars(ended) and vars(ended)["reason"]
 
 
 async def test_without_a_collector_a_request_has_no_trace_id(
