@@ -10,7 +10,8 @@ import contextlib
 import hashlib
 import json
 import logging
-import select
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -45,11 +46,14 @@ RETRY_AFTER_DEATH_S: Final = 30.0
 the machine may be less busy."""
 START_TIMEOUT_S: Final = 60.0
 """Longest start of a compile process, which reads the tokenizer first."""
+MAX_BEGIN_S: Final = 5.0
+"""Seconds within which a compile process that has started must begin a grammar; one that does not
+is stopped or hung, and is killed."""
 REPLY_GRACE_S: Final = 1.0
 """Seconds beyond the time limit after which a process that says nothing is given up."""
 _WORKER: Final = "outrider.grammar.compile_worker"
 _MAX_STARTS: Final = 2
-"""Compile processes that are tried for one grammar, if they die before they get to it."""
+"""Compile processes that are tried for one grammar, if they die or hang before they get to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,7 @@ class GrammarCompiler:
             with connection:
                 cancellation.watch(connection)
                 try:
-                    verdict = self._ask(connection, structured)
+                    verdict = self._ask(server, connection, structured)
                 finally:
                     cancellation.watch(None)
             if cancellation.is_cancelled:
@@ -189,23 +193,32 @@ class GrammarCompiler:
             reason="COMPILER_UNAVAILABLE",
         )
 
-    def _ask(self, connection: socket.socket, structured: StructuredOutput) -> Verdict | None:
-        """Have a grammar compiled over a socket to a process of its own; None: it did not begin."""
+    def _ask(
+        self, server: _CompileServer, connection: socket.socket, structured: StructuredOutput
+    ) -> Verdict | None:
+        """Have a grammar compiled over a socket to a process of its own; None: it did not begin, or
+        `server` was killed because it hangs."""
         request = {"kind": structured.kind.value, "text": structured.text}
+        # The process says that it has begun: reading the tokenizer is not the grammar's time.
+        begin_s = min(self.limits.timeout_s + REPLY_GRACE_S, MAX_BEGIN_S)
         try:
+            connection.settimeout(begin_s if server.has_answered else START_TIMEOUT_S)
             write_frame(connection, json.dumps(request).encode())
-            # The process says that it has begun: reading the tokenizer is not the grammar's time.
-            if not _wait(connection, START_TIMEOUT_S):
-                return None
             read_frame(connection)
+        except TimeoutError:
+            logger.warning("compile process hangs", extra={"started": server.has_answered})
+            server.has_hung = True
+            return None
         except (EOFError, OSError):
             return None
+        server.has_answered = True
         began = time.monotonic()
         try:
-            if not _wait(connection, self.limits.timeout_s + REPLY_GRACE_S):
-                return self._timed_out(structured)
+            connection.settimeout(self.limits.timeout_s + REPLY_GRACE_S)
             answer = json.loads(read_frame(connection))
         except (EOFError, OSError):
+            if server.has_hung:
+                return None
             if time.monotonic() - began >= self.limits.timeout_s:
                 return self._timed_out(structured)
             return self._died(structured)
@@ -247,28 +260,32 @@ class _CompileServer:
     """One compile process; it is not started again. It ends when this object is collected."""
 
     def __init__(self, settings: dict[str, float], tokenizer_json: str) -> None:
+        self.has_answered = False
+        """Whether it has begun a grammar: it has read the tokenizer."""
+        self.has_hung = False
+        """Whether it did not begin a grammar in time, and is or will be killed for that."""
         self._control, theirs = socket.socketpair()
         self._lock = threading.Lock()
         """Of `_control`."""
-        weakref.finalize(self, self._control.close)
-        self._ended = threading.Event()
+        self._process = _ServerProcess()
+        weakref.finalize(self, _end_server, self._control, self._process)
         frames = [json.dumps(settings).encode(), tokenizer_json.encode()]
         # The process dies with the thread that starts it, so that thread waits for its end.
         threading.Thread(
-            target=_run_server, args=(theirs, frames, self._ended), name="grammars", daemon=True
+            target=self._process.run, args=(theirs, frames), name="grammars", daemon=True
         ).start()
 
     @property
     def is_alive(self) -> bool:
         """Whether the process has not ended, as far as is known."""
-        return not self._ended.is_set()
+        return not self._process.ended.is_set()
 
     def connect(self) -> socket.socket:
         """A socket to a new process for one grammar. Raises OSError where there is no process."""
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
-                if self._ended.is_set():
+                if not self.is_alive:
                     raise ConnectionResetError("the compile process has ended")
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
         except BaseException:
@@ -277,41 +294,70 @@ class _CompileServer:
         return ours
 
     def close(self) -> None:
-        """End the process; idempotent."""
-        self._ended.set()
-        with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
+        """Kill the process and all that it compiles; idempotent."""
+        self._process.kill()
 
 
-def _run_server(control: socket.socket, frames: list[bytes], ended: threading.Event) -> None:
-    """Run one compile process to its end; it receives `frames` first, then serves `control`."""
-    ours, theirs = socket.socketpair()
-    try:
-        with control, theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", _WORKER, str(theirs.fileno()), str(control.fileno())],
-                pass_fds=(theirs.fileno(), control.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        with ours, contextlib.suppress(OSError):
-            for frame in frames:
-                write_frame(ours, frame)
-        frames.clear()
-        status = process.wait()
-        if not ended.is_set():
-            logger.warning("compile process ended", extra={"status": status})
-    except OSError as error:
-        logger.warning("compile process not started", extra={"reason": str(error)})
-    finally:
-        ended.set()
+def _end_server(control: socket.socket, process: _ServerProcess) -> None:
+    """Kill a compile process that nothing refers to any more."""
+    control.close()
+    process.kill()
 
 
-def _wait(connection: socket.socket, timeout_s: float) -> bool:
-    """Whether a socket has something to read, or has been closed, within so many seconds."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1e3))
+class _ServerProcess:
+    """The system's process of a compile server, and the group of all that it forks."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        """Set once it has ended, was not started, or is killed."""
+        self._lock = threading.RLock()
+        """Of `_pid`. The garbage collector may call `kill` on a thread that holds it."""
+        self._pid: int | None = None
+        """Its id, while it is not reaped."""
+
+    def run(self, control: socket.socket, frames: list[bytes]) -> None:
+        """Run the process to its end; it receives `frames` first, then serves `control`."""
+        ours, theirs = socket.socketpair()
+        try:
+            with control, theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", _WORKER, str(theirs.fileno()), str(control.fileno())],
+                    pass_fds=(theirs.fileno(), control.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    process_group=0,
+                )
+            with self._lock:
+                self._pid = process.pid
+                if self.ended.is_set():
+                    self._signal_group()
+            with ours, contextlib.suppress(OSError):
+                for frame in frames:
+                    write_frame(ours, frame)
+            frames.clear()
+            # It stays a zombie until `_pid` is forgotten, so its id is nobody else's meanwhile.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            with self._lock:
+                self._signal_group()
+                self._pid = None
+                status = process.wait()
+            if not self.ended.is_set():
+                logger.warning("compile process ended", extra={"status": status})
+        except OSError as error:
+            logger.warning("compile process not started", extra={"reason": str(error)})
+        finally:
+            self.ended.set()
+
+    def kill(self) -> None:
+        """Kill it and all that it forked, stopped or not; idempotent."""
+        self.ended.set()
+        with self._lock:
+            self._signal_group()
+
+    def _signal_group(self) -> None:
+        if self._pid is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._pid, signal.SIGKILL)
 
 
 def _cancelled() -> CancelledRequestError:

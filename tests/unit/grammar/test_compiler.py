@@ -8,13 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from outrider.errors import CancelledRequestError, FailedPreconditionError, InvalidRequestError
-from outrider.grammar.compiler import Cancellation, GrammarCompiler
+from outrider.grammar.compiler import MAX_BEGIN_S, Cancellation, GrammarCompiler
 from outrider.grammar.grammars import Grammars
 from outrider.grammar.limits import CompileLimits
 from outrider.spec.structured import StructuredKind, StructuredOutput
@@ -58,10 +58,12 @@ def compile_processes() -> list[int]:
     """Compile processes of this process, whichever thread started them."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"compile_worker" in command:
-                found.append(int(child))
+        # Threads and processes may end meanwhile.
+        with suppress(OSError):
+            for child in (task / "children").read_text().split():
+                command = Path(f"/proc/{child}/cmdline").read_bytes()
+                if b"compile_worker" in command:
+                    found.append(int(child))
     return found
 
 
@@ -152,6 +154,47 @@ def test_a_compile_process_that_was_killed_is_replaced(tokenizer_json: str) -> N
         os.kill(server, signal.SIGKILL)
         compiler.validate(regex("after"))
         assert server not in compile_processes()
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+# The long text does not fit into the buffer of a socket that nobody reads.
+@pytest.mark.parametrize("text", ["after", "a" * 250_000], ids=["short", "long"])
+def test_a_compile_process_that_is_stopped_is_killed_and_replaced(
+    tokenizer_json: str, text: str
+) -> None:
+    outcomes = list[Exception | None]()
+    with own_compiler(tokenizer_json) as (compiler, server):
+
+        def validate_slow() -> None:
+            try:
+                outcomes.append(compiler.validate(attacks.large_multiple()).error)
+            except InvalidRequestError as error:
+                outcomes.append(error)
+
+        slow = threading.Thread(target=validate_slow)
+        slow.start()
+        wait_until(lambda: bool(children_of(server)), timeout_s=10.0, what="a process for it")
+        (child,) = children_of(server)
+        os.kill(server, signal.SIGSTOP)
+        began = time.monotonic()
+        with suppress(InvalidRequestError):
+            compiler.validate(regex(text))
+        assert time.monotonic() - began < MAX_BEGIN_S + 6.0
+        wait_until(lambda: is_gone(server), timeout_s=5.0, what="the end of the stopped process")
+        wait_until(lambda: is_gone(child), timeout_s=5.0, what="the end of what it forked")
+        slow.join(timeout=20.0)
+        assert len(outcomes) == 1 and "longer than 5 s" in str(outcomes[0])
+
+
+def test_a_stopped_compile_process_ends_with_its_compiler(tokenizer_json: str) -> None:
+    threads = threading.active_count()
+    with own_compiler(tokenizer_json) as (_, server):
+        os.kill(server, signal.SIGSTOP)
+    wait_until(lambda: is_gone(server), timeout_s=10.0, what="its end")
+    wait_until(lambda: threading.active_count() <= threads, timeout_s=10.0, what="its thread's end")
 
 
 def test_the_compile_process_ends_with_its_compiler(tokenizer_json: str) -> None:
