@@ -5,6 +5,7 @@
     library          the library's calls that compile, the same in every process
     compiler         tries grammars out in processes of their own (compile_worker, frames)
     compile_queue    requests that wait for grammars share their compiling, and can leave
+    compile_lanes    whose turn it is: short first tries of all, full compiles of few
     grammars         schemas, expressions and grammars, compiled once each for one tokenizer
     limits           settings that bound compiling and masks
     mask_jobs        masks that may take long: on threads, with budgets

@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from functools import partial
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from outrider.errors import CancelledRequestError, OutriderError, ResourceExhaustedError
-from outrider.grammar.compiler import Cancellation
+from outrider.grammar.compile_lanes import CompileLanes, Turn
+from outrider.grammar.compiler import Cancellation, FirstTryEndedError
 from outrider.spec.structured import StructuredOutput
 
 ResultT = TypeVar("ResultT")
+CompileCall: TypeAlias = Callable[[StructuredOutput, Cancellation], ResultT]
+"""Compiles a grammar on the thread that calls it, until it is cancelled."""
 
 MAX_WAITING: Final = 64
 """Grammars that may wait or be compiled, however many requests wait for each."""
@@ -23,6 +27,7 @@ RETRY_S: Final = 1.0
 class _Compiling(Generic[ResultT]):
     """A grammar that is being compiled, or waits for its turn."""
 
+    structured: StructuredOutput
     done: asyncio.Future[ResultT]
     cancellation: Cancellation
     waiting: int = 0
@@ -32,19 +37,17 @@ class _Compiling(Generic[ResultT]):
 class CompileQueue(Generic[ResultT]):
     """Calls `compile_grammar` on threads, once for each grammar; asyncio thread only."""
 
-    def __init__(
-        self, compile_grammar: Callable[[StructuredOutput, Cancellation], ResultT], *, threads: int
-    ) -> None:
+    def __init__(self, compile_grammar: CompileCall[ResultT], *, threads: int) -> None:
         self._compile = compile_grammar
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammars")
         self._compiling: dict[StructuredOutput, _Compiling[ResultT]] = {}
 
-    async def compile(self, structured: StructuredOutput) -> ResultT:
+    async def compile(self, structured: StructuredOutput, *, tenant: str = "") -> ResultT:
         """The result for a grammar. Its compiling is cancelled once all its callers are.
 
         Raises what `compile_grammar` raises, and ResourceExhaustedError while too many wait.
         """
-        compiling = self._compiling.get(structured) or self._begin(structured)
+        compiling = self._compiling.get(structured) or self._begin(structured, tenant)
         compiling.waiting += 1
         try:
             # Whoever leaves does not take it from the others.
@@ -56,24 +59,93 @@ class CompileQueue(Generic[ResultT]):
             if not compiling.waiting:
                 if self._compiling.get(structured) is compiling:
                     del self._compiling[structured]
-                compiling.cancellation.cancel()
-                compiling.done.cancel()
+                self._abandon(compiling)
 
-    def _begin(self, structured: StructuredOutput) -> _Compiling[ResultT]:
+    def _begin(self, structured: StructuredOutput, tenant: str) -> _Compiling[ResultT]:
         if len(self._compiling) >= MAX_WAITING:
-            raise ResourceExhaustedError(
-                f"{MAX_WAITING} structured outputs are being compiled",
-                reason="COMPILING_EXHAUSTED",
-                retry_after_s=RETRY_S,
-            )
+            raise _exhausted(f"{MAX_WAITING} structured outputs are being compiled")
         loop = asyncio.get_running_loop()
         cancellation = Cancellation()
-        done = loop.run_in_executor(self._threads, self._call, structured, cancellation)
-        begun = self._compiling[structured] = _Compiling(done, cancellation)
+        done = loop.run_in_executor(self._threads, _call, self._compile, structured, cancellation)
+        begun = self._compiling[structured] = _Compiling(structured, done, cancellation)
         return begun
 
-    def _call(self, structured: StructuredOutput, cancellation: Cancellation) -> ResultT:
-        """On a thread."""
-        if cancellation.is_cancelled:
-            raise CancelledRequestError("nobody waits for this grammar any more")
-        return self._compile(structured, cancellation)
+    def _abandon(self, compiling: _Compiling[ResultT]) -> None:
+        """End what nobody waits for."""
+        compiling.cancellation.cancel()
+        compiling.done.cancel()
+
+
+class LaneQueue(CompileQueue[ResultT]):
+    """A queue for grammars of clients that do not know each other: each first gets a short try, and
+    what does not compile in it waits in a slow lane that leaves a worker to others' first tries."""
+
+    def __init__(
+        self,
+        first_try: CompileCall[ResultT],
+        compile_grammar: CompileCall[ResultT],
+        *,
+        threads: int,
+    ) -> None:
+        """`first_try`: raises FirstTryEndedError for what is to be compiled by
+        `compile_grammar`."""
+        super().__init__(compile_grammar, threads=threads)
+        self._first_try = first_try
+        self._lanes = CompileLanes[_Compiling[ResultT]](threads)
+
+    def _begin(self, structured: StructuredOutput, tenant: str) -> _Compiling[ResultT]:
+        done = asyncio.get_running_loop().create_future()
+        begun = self._compiling[structured] = _Compiling(structured, done, Cancellation())
+        displaced = self._lanes.enter(begun, tenant)
+        if displaced is not None:
+            displaced.done.set_exception(_exhausted("too many structured outputs wait"))
+        self._start()
+        return begun
+
+    def _abandon(self, compiling: _Compiling[ResultT]) -> None:
+        super()._abandon(compiling)
+        self._lanes.discard(compiling)
+
+    def _start(self) -> None:
+        """Give the free threads what is to be compiled next."""
+        loop = asyncio.get_running_loop()
+        while (turn := self._lanes.take()) is not None:
+            compiling = turn.item
+            call = self._compile if turn.is_slow else self._first_try
+            future = loop.run_in_executor(
+                self._threads, _call, call, compiling.structured, compiling.cancellation
+            )
+            future.add_done_callback(partial(self._finish, turn))
+
+    def _finish(self, turn: Turn[_Compiling[ResultT]], ended: asyncio.Future[ResultT]) -> None:
+        """Pass on how a call on a thread has ended, and begin the next."""
+        self._lanes.finish(turn)
+        compiling, done = turn.item, turn.item.done
+        if ended.cancelled():
+            done.cancel()
+            return
+        error = ended.exception()
+        if done.done():
+            pass  # Nobody waits for it any more.
+        elif error is None:
+            done.set_result(ended.result())
+        elif not isinstance(error, FirstTryEndedError):
+            done.set_exception(error)
+        elif not self._lanes.enter_slow(compiling):
+            done.set_exception(
+                _exhausted("too many structured outputs wait that take long to compile")
+            )
+        self._start()
+
+
+def _call(
+    compile_grammar: CompileCall[ResultT], structured: StructuredOutput, cancellation: Cancellation
+) -> ResultT:
+    """On a thread."""
+    if cancellation.is_cancelled:
+        raise CancelledRequestError("nobody waits for this grammar any more")
+    return compile_grammar(structured, cancellation)
+
+
+def _exhausted(why: str) -> ResourceExhaustedError:
+    return ResourceExhaustedError(why, reason="COMPILING_EXHAUSTED", retry_after_s=RETRY_S)

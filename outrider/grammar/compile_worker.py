@@ -3,9 +3,9 @@
 Started by `outrider.grammar.compiler` as `python -m outrider.grammar.compile_worker SETTINGS
 CONTROL`, the numbers of two stream sockets. SETTINGS carries one frame with the settings as JSON
 and one with the tokenizer. CONTROL carries one byte for each grammar, with a socket of its own. The
-forked process receives the grammar over that socket, answers with an empty frame when it begins and
-with its verdict as JSON when it ends. The process ends when the other end of CONTROL is closed, and
-each forked process when the other end of its socket is.
+forked process receives the grammar and its time limits over that socket, answers with an empty
+frame when it begins and with its verdict as JSON when it ends. The process ends when the other end
+of CONTROL is closed, and each forked process when the other end of its socket is.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def _run_child(
     structured = StructuredOutput(StructuredKind(request["kind"]), request["text"])
     # SIGALRM ends the process by itself: no Python code needs to run for that.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, settings["timeout_s"])
+    signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
+    if request["processor_s"] is not None:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, request["processor_s"])
     _limit_memory(settings["memory_bytes"])
     watch = threading.Thread(target=_exit_when_closed, args=(connection,), daemon=True)
     watch.start()

@@ -34,7 +34,7 @@ from outrider.errors import (
 from outrider.grammar.complexity import check_complexity
 from outrider.grammar.frames import read_frame, write_frame
 from outrider.grammar.library import is_installed, refusal
-from outrider.grammar.limits import CompileLimits
+from outrider.grammar.limits import MAX_FIRST_TRY_S, MAX_FIRST_TRY_WALL_S, CompileLimits
 from outrider.spec.structured import StructuredOutput
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ is stopped or hung, and is killed."""
 REPLY_GRACE_S: Final = 1.0
 """Seconds beyond the time limit after which a process that says nothing is given up."""
 _WORKER: Final = "outrider.grammar.compile_worker"
+_MIN_TIMED_OUT: Final = 0.9
+"""Part of the time limit from which on the end of a process counts as its running out of time."""
 _MAX_STARTS: Final = 2
 """Compile processes that are tried for one grammar, if they die or hang before they get to it."""
 
@@ -66,6 +68,10 @@ class Verdict:
     """Memory that the compiled grammar takes, as far as that was seen."""
     expires_at: float = float("inf")
     """When it is to be tried out again, on the clock of `time.monotonic`."""
+
+
+class FirstTryEndedError(Exception):
+    """The first try of a grammar took too long or died, which says nothing about the grammar."""
 
 
 class Cancellation:
@@ -146,9 +152,14 @@ class GrammarCompiler:
             return found
 
     def validate(
-        self, structured: StructuredOutput, cancellation: Cancellation | None = None
+        self,
+        structured: StructuredOutput,
+        cancellation: Cancellation | None = None,
+        *,
+        is_first_try: bool = False,
     ) -> Verdict:
-        """Compile a grammar in a process of its own; the verdict allows it.
+        """Compile a grammar in a process of its own; the verdict allows it. A first try is short:
+        it raises FirstTryEndedError, and leaves no verdict, for what does not compile in it.
 
         Raises InvalidRequestError for a grammar that cannot be used, CancelledRequestError,
         FailedPreconditionError for a tokenizer that the library cannot read, and UnavailableError
@@ -156,7 +167,9 @@ class GrammarCompiler:
         """
         verdict = self.find_verdict(structured)
         if verdict is None:
-            verdict = self._try_out(structured, cancellation or Cancellation())
+            verdict = self._try_out(
+                structured, cancellation or Cancellation(), is_first_try=is_first_try
+            )
             with self._lock:
                 self._verdicts[_key(structured)] = verdict
                 while len(self._verdicts) > MAX_VERDICTS:
@@ -165,7 +178,9 @@ class GrammarCompiler:
             raise verdict.error.copy()
         return verdict
 
-    def _try_out(self, structured: StructuredOutput, cancellation: Cancellation) -> Verdict:
+    def _try_out(
+        self, structured: StructuredOutput, cancellation: Cancellation, *, is_first_try: bool
+    ) -> Verdict:
         try:
             check_complexity(structured)
         except InvalidRequestError as error:
@@ -180,7 +195,11 @@ class GrammarCompiler:
             with connection:
                 cancellation.watch(connection)
                 try:
-                    verdict = self._ask(server, connection, structured)
+                    verdict = self._ask(server, connection, structured, is_first_try=is_first_try)
+                except FirstTryEndedError:
+                    if cancellation.is_cancelled:
+                        raise _cancelled() from None
+                    raise
                 finally:
                     cancellation.watch(None)
             if cancellation.is_cancelled:
@@ -194,11 +213,24 @@ class GrammarCompiler:
         )
 
     def _ask(
-        self, server: _CompileServer, connection: socket.socket, structured: StructuredOutput
+        self,
+        server: _CompileServer,
+        connection: socket.socket,
+        structured: StructuredOutput,
+        *,
+        is_first_try: bool,
     ) -> Verdict | None:
         """Have a grammar compiled over a socket to a process of its own; None: it did not begin, or
-        `server` was killed because it hangs."""
-        request = {"kind": structured.kind.value, "text": structured.text}
+        `server` was killed because it hangs. Raises FirstTryEndedError."""
+        timeout_s = self.limits.timeout_s
+        if is_first_try:
+            timeout_s = min(timeout_s, MAX_FIRST_TRY_WALL_S)
+        request = {
+            "kind": structured.kind.value,
+            "text": structured.text,
+            "timeout_s": timeout_s,
+            "processor_s": MAX_FIRST_TRY_S if is_first_try else None,
+        }
         # The process says that it has begun: reading the tokenizer is not the grammar's time.
         begin_s = min(self.limits.timeout_s + REPLY_GRACE_S, MAX_BEGIN_S)
         try:
@@ -214,12 +246,15 @@ class GrammarCompiler:
         server.has_answered = True
         began = time.monotonic()
         try:
-            connection.settimeout(self.limits.timeout_s + REPLY_GRACE_S)
+            connection.settimeout(timeout_s + REPLY_GRACE_S)
             answer = json.loads(read_frame(connection))
         except (EOFError, OSError):
             if server.has_hung:
                 return None
-            if time.monotonic() - began >= self.limits.timeout_s:
+            if is_first_try:
+                raise FirstTryEndedError from None
+            # The process's clock began to run a little earlier than this one.
+            if time.monotonic() - began >= _MIN_TIMED_OUT * timeout_s:
                 return self._timed_out(structured)
             return self._died(structured)
         if "unsupported" in answer:
@@ -249,7 +284,6 @@ class GrammarCompiler:
             if self._server is None or not self._server.is_alive:
                 settings = {
                     "vocab_size": self._vocab_size,
-                    "timeout_s": self.limits.timeout_s,
                     "memory_bytes": self.limits.memory_mb << 20,
                 }
                 self._server = _CompileServer(settings, self._json)
@@ -259,7 +293,7 @@ class GrammarCompiler:
 class _CompileServer:
     """One compile process; it is not started again. It ends when this object is collected."""
 
-    def __init__(self, settings: dict[str, float], tokenizer_json: str) -> None:
+    def __init__(self, settings: dict[str, int], tokenizer_json: str) -> None:
         self.has_answered = False
         """Whether it has begun a grammar: it has read the tokenizer."""
         self.has_hung = False

@@ -9,6 +9,11 @@ from typing import Final
 MAX_TIMEOUT_S: Final = 600.0
 MIN_MEMORY_MB: Final = 64
 MAX_PROCESSES: Final = 64
+MAX_FIRST_TRY_S: Final = 0.25
+"""Processor time of the first try of a grammar that a client sends to a router; one that needs more
+is compiled again, with the full limits, in a lane of its own."""
+MAX_FIRST_TRY_WALL_S: Final = 1.0
+"""Seconds of the first try; more than its processor time, because a busy machine is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,11 @@ compiled is the client's error at once."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from outrider.errors import FailedPreconditionError
-from outrider.grammar.compile_queue import CompileQueue
+from outrider.grammar.compile_queue import LaneQueue
 from outrider.grammar.compiler import Cancellation, GrammarCompiler
 from outrider.grammar.limits import CompileLimits
 from outrider.spec.structured import StructuredOutput
@@ -22,7 +23,11 @@ class Forms:
         of the tokenizer."""
         self._file, self._vocab_size, self._limits = tokenizer_file, vocab_size, limits
         self._compiler: GrammarCompiler | None = None
-        self._queue = CompileQueue(self._compile, threads=limits.processes)
+        self._queue = LaneQueue(
+            partial(self._compile, is_first_try=True),
+            partial(self._compile, is_first_try=False),
+            threads=limits.processes,
+        )
 
     def prepare(self) -> None:
         """Read the tokenizer's file. Idempotent."""
@@ -36,8 +41,8 @@ class Forms:
         if self._compiler is not None:
             self._compiler.close()
 
-    async def check(self, structured: StructuredOutput | None) -> None:
-        """Refuse a form that no verifier could serve.
+    async def check(self, structured: StructuredOutput | None, *, tenant: str) -> None:
+        """Refuse a form that no verifier could serve. Tenants take turns.
 
         Raises InvalidRequestError with the reason for a schema, expression or grammar that cannot
         be compiled; ResourceExhaustedError while too many are being compiled;
@@ -48,11 +53,13 @@ class Forms:
             return
         verdict = None if self._compiler is None else self._compiler.find_verdict(structured)
         if verdict is None:
-            await self._queue.compile(structured)
+            await self._queue.compile(structured, tenant=tenant)
         elif verdict.error is not None:
             raise verdict.error.copy()
 
-    def _compile(self, structured: StructuredOutput, cancellation: Cancellation) -> None:
+    def _compile(
+        self, structured: StructuredOutput, cancellation: Cancellation, *, is_first_try: bool
+    ) -> None:
         """On a thread."""
         self.prepare()
         if self._compiler is None:
@@ -60,4 +67,4 @@ class Forms:
                 "this router has no structured output: it needs a tokenizer.json and llguidance",
                 reason="NO_STRUCTURED_OUTPUT",
             )
-        self._compiler.validate(structured, cancellation)
+        self._compiler.validate(structured, cancellation, is_first_try=is_first_try)

@@ -85,7 +85,7 @@ class Intake:
         info = self._registry.any_info()
         if info is None:
             raise no_verifier()
-        await self._forms.check(request.structured_output)
+        await self._forms.check(request.structured_output, tenant=caller.tenant)
         job = make_job(
             request,
             await tokenize(
