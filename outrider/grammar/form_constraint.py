@@ -75,7 +75,7 @@ class FormConstraint:
         self._here = None
         taken = self._matcher.try_consume_tokens(new)
         if taken < len(new):
-            self._fail(f"token {new[taken]} does not fit the grammar")
+            self._fail_at(f"token {new[taken]}")
             return
         self._advance(new)
 
@@ -87,7 +87,7 @@ class FormConstraint:
         for token in output_ids.tolist():
             began = time.monotonic()
             if not consume_without_lock(self._matcher, [token]):
-                self._fail(f"token {token} does not fit the grammar")
+                self._fail_at(f"token {token}")
             elif why := self._meter.record_consumption(time.monotonic() - began):
                 self.give_up(why)
             if self.failed:
@@ -156,7 +156,7 @@ class FormConstraint:
         if why := self._meter.record(job):
             self.give_up(why)
         elif job.consumed < job.num_output:
-            self._fail("a token does not fit the grammar")
+            self._fail_at("a token")
         else:
             self.finish(job.masks, ())
 
@@ -240,6 +240,11 @@ class FormConstraint:
         """See `Constraint`."""
         self._finish_job()
         return () if self.failed else self._matcher.compute_ff_tokens()
+
+    def _fail_at(self, token: str) -> None:
+        """Fail because the matcher did not take a token: by an error of its own, if it has one."""
+        error = self._matcher.get_error() if self._matcher.is_error() else ""
+        self._fail(error or f"{token} does not fit the grammar")
 
     def _fail(self, why: str) -> None:
         self.failed = plain_reason(why).splitlines()[0] if why else "unknown"

@@ -14,6 +14,8 @@ _REASONS: Final = {
     "InternalError": "the grammar library failed",
 }
 """By the names of the library's stop reasons."""
+_ROW: Final = re.compile(r"Current row has \d+ items; max is (\d+)")
+"""The library's message about its bound on the states that a parser is in at once."""
 _MARK: Final = "<non-verbose/>"
 """Stands at the end of the library's messages where they were cut."""
 
@@ -39,6 +41,11 @@ _REWORDED: Final = (
 def plain_reason(why: str) -> str:
     """What the library says is wrong, without names of its own."""
     why = why.replace(_MARK, "").rstrip()
+    if row := _ROW.search(why):
+        return (
+            f"the grammar has more than {int(row[1]):,} open items at one place of the output: "
+            "write rules that repeat themselves as left-recursive ones, or as lists (x*)"
+        )
     why = _RANGE.sub(_plain_range, why)
     for pattern, plain in _REWORDED:
         why = pattern.sub(plain, why)

@@ -301,3 +301,24 @@ def test_what_must_follow_is_what_masks_leave_alone(grammars: Grammars) -> None:
         assert only_id(mask) == forced[depth]
     (behind,) = path_masks(constraint, [forced])
     assert only_id(behind) is None
+
+
+@pytest.mark.parametrize("way", ["follow", "resume", "prepare"])
+def test_the_error_of_a_matcher_is_told_and_no_token_is_blamed(
+    grammars: Grammars, tiny_target: Path, way: str
+) -> None:
+    right_recursive = StructuredOutput(StructuredKind.GRAMMAR, 'start: "a" start | "a"')
+    constraint = grammars.compile(right_recursive).begin([STOP])
+    (token,) = Tokenizer.load(tiny_target).encode("a")
+    ids = np.full(2_500, token, np.int32)
+    if way == "prepare":
+        constraint.follow(ids[:1_990])
+        constraint.prepare(ids[:2_010])
+        assert constraint.matcher is None
+    else:
+        getattr(constraint, way)(ids)
+    assert "more than 2,000 open items" in constraint.failed
+
+    constraint = grammars.compile(StructuredOutput(StructuredKind.REGEX, "b+")).begin([STOP])
+    constraint.follow(ids)
+    assert constraint.failed == f"token {token} does not fit the grammar"

@@ -12,6 +12,12 @@ from outrider.grammar.reasons import plain_reason
     [
         ("NoExtensionBias\n<non-verbose/>", "no text fits it"),
         ("ParserTooComplex", "it is too complex or too ambiguous"),
+        (
+            "Parser Error: Current row has 2001 items; max is 2000; consider making your grammar "
+            "left-recursive if it's right-recursive\n<non-verbose/>",
+            "the grammar has more than 2,000 open items at one place of the output: write rules "
+            "that repeat themselves as left-recursive ones, or as lists (x*)",
+        ),
         ("Invalid type: nothing", "Invalid type: nothing"),
         (
             "Failed to generate regex for float range: min=Some(1e30), max=Some(2e30)",
