@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO
 
@@ -82,18 +82,17 @@ class ChildProcess:
             log: IO[str] | None = None
             if self._log_file is not None:
                 log = stack.enter_context(self._log_file.open("a", encoding="utf-8"))
-            _STARTER.submit(self._spawn, log).result()
-        process = self._process
-        assert process is not None, "just started"
-        try:
-            threading.Thread(target=self._read, args=(process, self._said), daemon=True).start()
-        except RuntimeError:
-            self.kill()
-            raise
+            starting = _STARTER.submit(self._spawn, log)
+            try:
+                starting.result()
+            except BaseException:
+                # A signal may end this wait: whoever closes must see the process.
+                wait([starting])
+                raise
 
     def _spawn(self, log: IO[str] | None) -> None:
-        """Make the process; on the starter's thread."""
-        self._process = subprocess.Popen(
+        """Make the process and its reader; on the starter's thread, which no signal interrupts."""
+        process = self._process = subprocess.Popen(
             [*self._command, "--listen", self._listen],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -102,6 +101,11 @@ class ChildProcess:
             # Ctrl-C in a terminal is ours to handle: children are stopped in order.
             start_new_session=True,
         )
+        try:
+            threading.Thread(target=self._read, args=(process, self._said), daemon=True).start()
+        except RuntimeError:
+            self.kill()
+            raise
 
     def wait_ready(self, timeout_s: float) -> str:
         """Wait until it serves; its address. UnavailableError, with its last words, if not."""
