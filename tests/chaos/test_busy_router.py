@@ -8,16 +8,12 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 
 from tests.integration.gap_meter import GapMeter, measure_calm
 from tests.integration.stack import Stack, StackOptions, metric
 from tests.waiting import wait_until
-
-MAX_HEALTH_GAP_S = 6.0
-"""Pause of `/health` that a burst may add. It was measured at 1.4 to 2.9 s on two idle cores."""
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +59,5 @@ def test_a_burst_waits_or_is_told_to_come_later_and_holds_nobody_up(stack: Stack
     statuses = json.loads(burst.stdout)
     assert set(statuses) <= {"200", "429"} and statuses["200"] >= 64, statuses
     assert sum(statuses.values()) == count
-    # A connection of /health is accepted behind those of the burst, and each of these takes a
-    # millisecond or so. One second is what is wanted; running streams keep to it.
-    assert meter.gaps.health_s <= calm.health_s + MAX_HEALTH_GAP_S, (meter.gaps, calm)
-    replace(meter.gaps, health_s=0.0).assert_close_to(calm)
+    meter.gaps.assert_close_to(calm)
     assert metric(stack.router, "outrider_verifier_losses_total") == 0

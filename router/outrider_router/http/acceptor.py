@@ -1,4 +1,5 @@
-"""Accepts the connections of an HTTP port: counted before the TLS handshake, which has a limit."""
+"""Accepts the connections of an HTTP port: counted before the TLS handshake, which has a limit, and
+set up one at a time, so that a burst of them does not hold the event loop."""
 
 from __future__ import annotations
 
@@ -10,12 +11,16 @@ import ssl
 from collections.abc import Callable
 from typing import Final
 
+from outrider_router.arrivals import ArrivalQueue
 from outrider_router.http.places import Holder, Places
 
 REFUSAL_S: Final = 1.0
 """Time that a connection without a place has for its handshake, and then for its request."""
 _RETRY_S: Final = 0.05
 """Time until the next try where the system had no descriptor for a connection."""
+_MAX_ACCEPTS: Final = 256
+"""Connections that are accepted in one turn of the event loop: about 20 ms."""
+_PEEKED_BYTES: Final = 256
 
 
 class Accepted:
@@ -69,8 +74,7 @@ class Accepted:
 
 
 class Acceptor:
-    """A listening socket and the task that accepts its connections; has what uvicorn asks of a
-    server."""
+    """Accepts the connections of a listening socket; has what uvicorn asks of a server."""
 
     def __init__(
         self,
@@ -81,47 +85,64 @@ class Acceptor:
         tls: ssl.SSLContext | None,
         handshake_s: float,
         silence_s: float,
+        is_urgent: Callable[[bytes], bool],
     ) -> None:
         """`connect` makes what serves a connection; `silence_s` is the longest time until its
-        first byte. Begins to accept; needs a running loop."""
+        first byte; `is_urgent` says by the first bytes of a connection, up to 256, whether it is
+        set up before those that wait. Begins to accept; needs a running loop."""
         listener.setblocking(False)
         # uvicorn closes its own before the loop has forgotten it.
         self._listener = listener.dup()
         self._connect = connect
         self._places = places
         self._tls, self._handshake_s, self._silence_s = tls, handshake_s, silence_s
+        self._is_urgent = is_urgent
+        self._turns = ArrivalQueue()
         self._beginning: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept(), name="accept http")
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        self._listen()
 
     def close(self) -> None:
-        """Accept nothing more, and end handshakes; connections stay."""
-        self._accepting.cancel()
+        """Accept nothing more, and end handshakes; connections stay. Idempotent."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
         for task in self._beginning:
             task.cancel()
 
     async def wait_closed(self) -> None:
         """Wait until nothing of `close` is left to do."""
-        await asyncio.gather(self._accepting, *self._beginning, return_exceptions=True)
+        await asyncio.gather(*self._beginning, return_exceptions=True)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        with self._listener:
-            while True:
-                try:
-                    sock, _ = await loop.sock_accept(self._listener)
-                except OSError:
-                    # No descriptor is left, or the peer is gone already.
-                    self._places.make_room()
-                    await asyncio.sleep(_RETRY_S)
-                else:
-                    self._enter(sock)
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Accept all that wait, so that an urgent one behind many others is found at once."""
+        for _ in range(_MAX_ACCEPTS):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                # None is left, or the peer is gone already.
+                return
+            except OSError:
+                # No descriptor is left for it.
+                self._places.make_room()
+                self._loop.remove_reader(self._listener)
+                self._retry = self._loop.call_later(_RETRY_S, self._listen)
+                return
+            sock.setblocking(False)
+            self._enter(sock)
 
     def _enter(self, sock: socket.socket) -> None:
         accepted = Accepted(sock, self._places)
         if not accepted.enter():
             sock.close()
             return
-        task = asyncio.create_task(self._begin(sock, accepted))
+        task = self._loop.create_task(self._begin(sock, accepted))
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
 
@@ -131,12 +152,17 @@ class Acceptor:
             limit_s = REFUSAL_S if accepted.is_refused else self._silence_s
             with contextlib.ExitStack() as unless_spoken:
                 unless_spoken.callback(sock.close)
-                if not await _has_spoken(sock, limit_s) or accepted.is_cut:
+                first = await _first_bytes(sock, limit_s)
+                if first is None or accepted.is_cut:
                     return
+                if not self._is_urgent(first):
+                    # It waits for an answer, so it keeps its place meanwhile.
+                    accepted.busy()
+                    await self._turns.enter()
                 unless_spoken.pop_all()
             accepted.idle()
             limit_s = min(self._handshake_s, REFUSAL_S if accepted.is_refused else math.inf)
-            await asyncio.get_running_loop().connect_accepted_socket(
+            await self._loop.connect_accepted_socket(
                 lambda: self._connect(accepted),
                 sock,
                 ssl=self._tls,
@@ -150,21 +176,21 @@ class Acceptor:
                 accepted.leave()
 
 
-async def _has_spoken(sock: socket.socket, limit_s: float) -> bool:
-    """Wait for the first byte of a connection, or its end; whether either came in time.
+async def _first_bytes(sock: socket.socket, limit_s: float) -> bytes | None:
+    """Wait for the first bytes of a connection, which stay to be read; none at its end, None if
+    neither came in time.
 
     Until then the connection is a descriptor and nothing else, without buffers for TLS.
     """
     with contextlib.suppress(BlockingIOError):
-        sock.recv(1, socket.MSG_PEEK)
-        return True
+        return sock.recv(_PEEKED_BYTES, socket.MSG_PEEK)
     loop = asyncio.get_running_loop()
     spoken = asyncio.Event()
     loop.add_reader(sock.fileno(), spoken.set)
     try:
         await asyncio.wait_for(spoken.wait(), limit_s)
     except TimeoutError:
-        return False
+        return None
     finally:
         loop.remove_reader(sock.fileno())
-    return True
+    return sock.recv(_PEEKED_BYTES, socket.MSG_PEEK)

@@ -31,6 +31,14 @@ _MOST = MAX_NAME_BYTES - len(f"-{MAX_CHOICES}")
 _VALID = re.compile(rf"[!-~]{{1,{_MOST}}}")
 
 
+def asks_for_open_path(first: bytes, root_path: str) -> bool:
+    """Whether a connection begins with a request for what answers everybody. `first`: its first
+    bytes; what is said under TLS cannot be told by them."""
+    method, _, rest = first.partition(b" ")
+    path = re.split(rb"[ ?]", rest, maxsplit=1)[0].decode("latin-1")
+    return method in (b"GET", b"HEAD") and path.removeprefix(root_path) in OPEN_PATHS
+
+
 class Guard:
     """ASGI middleware: turns away callers without an API key, where keys are asked for, before
     anything of a body is read; refuses large and encoded bodies, names every request and tells its

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Generator
+from functools import partial
 
 import uvicorn
 
@@ -15,6 +16,7 @@ from outrider.transport.tls import TlsConfig, TlsFiles, uvicorn_tls
 from outrider_router.http.acceptor import Accepted, Acceptor
 from outrider_router.http.app import make_app
 from outrider_router.http.connections import Connection, connections_of
+from outrider_router.http.guard import asks_for_open_path
 from outrider_router.http.places import CONNECTIONS_EXHAUSTED, Places, max_connections
 from outrider_router.service import RouterService
 
@@ -46,6 +48,7 @@ class _Server(uvicorn.Server):
             tls=self.config.ssl,
             handshake_s=self._kind.options.handshake_s,
             silence_s=self._kind.options.head_s,
+            is_urgent=partial(asks_for_open_path, root_path=self._kind.options.root_path),
         )
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
