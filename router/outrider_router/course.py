@@ -9,10 +9,11 @@ from outrider.ids import SessionId
 from outrider.transport.sessions import Opened
 from outrider.wire.inference import PromptInfo
 from outrider.wire.messages import FinishReason
-from outrider_router.failover import Cause, end_of
+from outrider_router.failover import end_of
 from outrider_router.journal import Entry
 from outrider_router.ledger import Lease
 from outrider_router.peers import VerifierPeer
+from outrider_router.reasons import FailoverCause
 from outrider_router.request import Job
 from outrider_router.stop_checker import StopChecker
 from outrider_router.streaming import Feed, Reply
@@ -32,7 +33,7 @@ class Course:
     """The search for its stop strings, over all of its sessions; None: it has none."""
     informed: bool = False
     """Whether the client has heard of its prompt."""
-    cause: Cause | None = None
+    cause: FailoverCause | None = None
     """What became of the session before; None: there was none."""
     losses: int = 0
     refusals: int = 0

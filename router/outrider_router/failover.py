@@ -8,7 +8,6 @@ that were in it share the blame, so blame is a bound on attempts and nothing mor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from outrider.errors import (
     MODEL_OUTPUT_INVALID,
@@ -18,6 +17,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.wire.messages import FinishReason
+from outrider_router.reasons import FailoverCause
 
 MAX_REFUSALS = 20
 """Refusals of one request by verifiers on which nothing else of ours runs."""
@@ -27,19 +27,6 @@ ENDING = ("DEVICE_LOST", "ENGINE_STALLED", "STOPPING")
 """Reasons of errors: the verifier serves nobody any more."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
-
-
-class Cause(StrEnum):
-    """Why a session is opened again."""
-
-    VERIFIER_LOST = "verifier_lost"
-    DRAINING = "draining"
-    FAILED = "failed"
-    """The verifier failed the session and lives on."""
-    REFUSED = "refused"
-    """The verifier had no room."""
-    ROUTER_LOST = "router_lost"
-    """The request is one of a router that ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,28 +45,28 @@ class Past:
     """Whether the time that a failover may take is not over."""
 
 
-def cause_of(error: OutriderError) -> Cause | None:
+def cause_of(error: OutriderError) -> FailoverCause | None:
     """Why a session with this error is opened again; None: it would meet the same error."""
     if isinstance(error, ResourceExhaustedError):
-        return Cause.REFUSED
+        return FailoverCause.REFUSED
     if isinstance(error, UnavailableError):
-        return Cause.DRAINING if error.reason == DRAINING else Cause.VERIFIER_LOST
+        return FailoverCause.DRAINING if error.reason == DRAINING else FailoverCause.VERIFIER_LOST
     if isinstance(error, InternalError):
         # Another session would run the same prefix through the same model.
-        return None if error.reason == MODEL_OUTPUT_INVALID else Cause.FAILED
+        return None if error.reason == MODEL_OUTPUT_INVALID else FailoverCause.FAILED
     return None
 
 
-def goes_on(cause: Cause | None, past: Past, *, max_failovers: int) -> bool:
+def goes_on(cause: FailoverCause | None, past: Past, *, max_failovers: int) -> bool:
     """Whether a request goes on in another session; `past` counts the one that just ended."""
     match cause:
         case None:
             return False
-        case Cause.REFUSED:
+        case FailoverCause.REFUSED:
             return not past.alone or past.refusals < MAX_REFUSALS
-        case Cause.DRAINING | Cause.ROUTER_LOST:
+        case FailoverCause.DRAINING | FailoverCause.ROUTER_LOST:
             return past.in_time
-        case Cause.VERIFIER_LOST | Cause.FAILED:
+        case FailoverCause.VERIFIER_LOST | FailoverCause.FAILED:
             return past.in_time and past.losses <= max_failovers
 
 
@@ -102,12 +89,12 @@ def end_of(
     return FinishReason.LENGTH if len(emitted) >= max_new_tokens else None
 
 
-def incomplete(cause: Cause, past: Past) -> UnavailableError:
+def incomplete(cause: FailoverCause, past: Past) -> UnavailableError:
     """The error of a request that nobody serves any more."""
     why = {
-        Cause.VERIFIER_LOST: "its verifier was lost",
-        Cause.DRAINING: "its verifier stopped",
-        Cause.ROUTER_LOST: "its router was restarted",
+        FailoverCause.VERIFIER_LOST: "its verifier was lost",
+        FailoverCause.DRAINING: "its verifier stopped",
+        FailoverCause.ROUTER_LOST: "its router was restarted",
     }.get(cause, "its session failed")
     if past.losses > 1:
         why += f" ({past.losses} times so far)"

@@ -28,10 +28,8 @@ from outrider.wire.messages import (
     FinishReason,
     SessionEvents,
 )
-from outrider_router.failover import Cause
 from outrider_router.histogram import BatchHistogram
-from outrider_router.pool import Why
-from outrider_router.quarantine import Reason
+from outrider_router.reasons import FailoverCause, MoveReason, QuarantineReason
 from outrider_router.slow_readers import SLOW_READER
 
 _ERRORS: tuple[type[OutriderError], ...] = (
@@ -254,9 +252,9 @@ class RouterMetrics:
             self.accepted_per_position: ("0",),
             self.look_ahead_drafted_rounds: ("hit", "fresh"),
             self.look_ahead_accepted: ("hit", "fresh"),
-            self.resumed_sessions: Cause,
-            self.session_moves: Why,
-            self.drafter_quarantines: Reason,
+            self.resumed_sessions: FailoverCause,
+            self.session_moves: MoveReason,
+            self.drafter_quarantines: QuarantineReason,
         }
         for metric, values in known.items():
             for value in values:

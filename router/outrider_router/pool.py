@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import AttachedDrafter, DrafterInfo, VerifierInfo
 from outrider_router.fleet import is_attached
+from outrider_router.reasons import MoveReason
 
 LEAST_GAP = 2.0
 """An imbalance of fewer sessions is let be."""
@@ -23,20 +23,6 @@ GAP_SHARE = 0.25
 """The same as a share of the busier drafter's sessions."""
 WEIGHT_STEP = 0.25
 """Differences in speed below this are noise."""
-
-
-class Why(StrEnum):
-    """Why a session moves."""
-
-    LOST = "lost"
-    """Its drafter is gone, or it never had one."""
-    DRAINED = "drained"
-    """Its drafter is being removed, or is about to stop."""
-    QUARANTINED = "quarantined"
-    """Its drafter is slow, silent or wrong."""
-    PROBE = "probe"
-    """Such a drafter is given one to see whether it is well again."""
-    BALANCE = "balance"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +72,7 @@ class Move:
     request_id: RequestId
     drafter_id: DrafterId | None
     """None: to nobody, it decodes plainly."""
-    why: Why
+    why: MoveReason
 
 
 Candidates = Mapping[VerifierId, Sequence[Candidate]]
@@ -204,24 +190,28 @@ def rebalance(
 def _house(
     seats: Sequence[Seat], candidates: Candidates, loads: Loads, most: int
 ) -> Iterator[Move]:
-    homeless: dict[Why, list[Seat]] = {Why.LOST: [], Why.QUARANTINED: [], Why.DRAINED: []}
+    homeless: dict[MoveReason, list[Seat]] = {
+        MoveReason.LOST: [],
+        MoveReason.QUARANTINED: [],
+        MoveReason.DRAINED: [],
+    }
     for seat in seats:
         home = _home(seat, candidates)
         if seat.fixed:
             continue
         if home is None:
-            homeless[Why.LOST].append(seat)
+            homeless[MoveReason.LOST].append(seat)
         elif home.most_here == 0:
-            homeless[Why.QUARANTINED].append(seat)
+            homeless[MoveReason.QUARANTINED].append(seat)
         elif not home.takes_more:
-            homeless[Why.DRAINED].append(seat)
+            homeless[MoveReason.DRAINED].append(seat)
     moved = 0
     for why, them in homeless.items():
         for seat in them:
             here = candidates.get(seat.verifier_id, ())
             target = loads.choose(here, seat.verifier_id, seat.method)
             # Who is in quarantine drafts for nobody; who leaves goes on for whom nobody takes.
-            if moved == most or (target is None and why is not Why.QUARANTINED):
+            if moved == most or (target is None and why is not MoveReason.QUARANTINED):
                 continue
             moved += 1
             loads.put(seat, seat.drafter_id, -1)
@@ -243,7 +233,7 @@ def _probe(seats: Sequence[Seat], candidates: Candidates, loads: Loads) -> Itera
                     settled.remove(seat)
                     loads.put(seat, seat.drafter_id, -1)
                     loads.put(seat, candidate.drafter_id, 1)
-                    yield Move(seat.request_id, candidate.drafter_id, Why.PROBE)
+                    yield Move(seat.request_id, candidate.drafter_id, MoveReason.PROBE)
                     break
 
 
@@ -267,7 +257,7 @@ def _balance(
         seat = movable[kind].pop()
         loads.put(seat, seat.drafter_id, -1)
         loads.put(seat, target, 1)
-        yield Move(seat.request_id, target, Why.BALANCE)
+        yield Move(seat.request_id, target, MoveReason.BALANCE)
 
 
 def _widest_gap(

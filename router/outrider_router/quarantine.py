@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from outrider.ids import DrafterId, VerifierId
 from outrider.wire.messages import AttachedDrafter, VerifierInfo
+from outrider_router.reasons import QuarantineReason
 
 FIRST_S: Final = 1.0
 """The first back-off."""
@@ -39,14 +40,6 @@ SLOW_FACTOR, SLOW_FLOOR_MS = 8.0, 50.0
 so much later."""
 SLOW_LOOKS: Final = 3
 """Looks in a row that must find a drafter slow: a busy machine is slow for a moment."""
-
-
-class Reason(StrEnum):
-    """What is wrong with a drafter."""
-
-    SLOW = "slow"
-    SILENT = "silent"
-    WRONG = "wrong"
 
 
 class State(StrEnum):
@@ -80,7 +73,7 @@ class Breaker:
 
     def __init__(self) -> None:
         self.state = State.CLOSED
-        self.reason: Reason | None = None
+        self.reason: QuarantineReason | None = None
         """Why it is not closed."""
         self.until = 0.0
         """When an open one begins to probe."""
@@ -97,7 +90,7 @@ class Breaker:
         """Sessions of the verifier that the drafter may have; None: as many as there are."""
         return {State.CLOSED: None, State.OPEN: 0, State.PROBING: 1}[self.state]
 
-    def look(self, seen: Evidence, now: float, chance: float) -> Reason | None:
+    def look(self, seen: Evidence, now: float, chance: float) -> QuarantineReason | None:
         """Take in what a verifier says; `chance` in [0, 1). Why the breaker opened, if it did."""
         new = self._since_last(seen)
         if self.state is State.OPEN:
@@ -136,23 +129,23 @@ class Breaker:
             seen.answers - last.answers, seen.missed - last.missed, seen.invalid - last.invalid
         )
 
-    def _illness(self, seen: Evidence, new: _New) -> Reason | None:
+    def _illness(self, seen: Evidence, new: _New) -> QuarantineReason | None:
         if new.invalid >= MOST_WRONG or (2 * new.invalid >= MOST_WRONG and not new.answers):
-            return Reason.WRONG
+            return QuarantineReason.WRONG
         if seen.sessions and seen.silent_s >= SILENT_S:
-            return Reason.SILENT
+            return QuarantineReason.SILENT
         late = new.missed >= LEAST_WAITS and new.missed > new.answers
         far = seen.soonest_ms > 0.0 and seen.answer_ms >= max(
             SLOW_FACTOR * seen.soonest_ms, seen.soonest_ms + SLOW_FLOOR_MS
         )
         if self.state is State.PROBING:
             # A mean is slow to forget what was before.
-            return Reason.SLOW if seen.sessions and late else None
+            return QuarantineReason.SLOW if seen.sessions and late else None
         slow = bool(seen.sessions) and (late or (far and new.answers + new.missed > 0))
         self._slow_looks = self._slow_looks + 1 if slow else 0
-        return Reason.SLOW if self._slow_looks >= SLOW_LOOKS else None
+        return QuarantineReason.SLOW if self._slow_looks >= SLOW_LOOKS else None
 
-    def _open(self, reason: Reason, now: float, chance: float) -> None:
+    def _open(self, reason: QuarantineReason, now: float, chance: float) -> None:
         self.reason = reason
         self.until = now + self._backoff_s * (1.0 + JITTER * (2.0 * chance - 1.0))
         self._backoff_s = min(2.0 * self._backoff_s, LONGEST_S)
@@ -179,14 +172,14 @@ class Quarantine:
 
     def look(
         self, info: VerifierInfo, known: Collection[DrafterId], now: float
-    ) -> list[tuple[DrafterId, Reason | None]]:
+    ) -> list[tuple[DrafterId, QuarantineReason | None]]:
         """Take in what a verifier says of its drafters; whose breakers opened and why, and (None)
         who may have more sessions than before. Only of those that are `known`: names of others
         cost nothing here.
 
         That of a drafter which is not attached any more is kept: a new connection does not heal.
         """
-        changed: list[tuple[DrafterId, Reason | None]] = []
+        changed: list[tuple[DrafterId, QuarantineReason | None]] = []
         for link in info.drafters:
             if link.drafter_id not in known:
                 continue

@@ -30,7 +30,6 @@ from outrider_router.course import Course
 from outrider_router.failover import (
     DRAINING,
     ENDING,
-    Cause,
     Past,
     cause_of,
     goes_on,
@@ -44,6 +43,7 @@ from outrider_router.metrics import RouterMetrics
 from outrider_router.moving import Mover
 from outrider_router.peers import VerifierPeer
 from outrider_router.planner import drafts_itself, plan_on
+from outrider_router.reasons import FailoverCause
 from outrider_router.registry import Registry
 from outrider_router.request import Job
 from outrider_router.request_spans import queue_span, traced
@@ -143,7 +143,7 @@ class Serving:
             ),
             session_id=SessionId(f"{self._incarnation}-{number}"),
             stop_checker=self._stop_checker(entry, job),
-            cause=Cause.ROUTER_LOST if entry.emitted or entry.epoch else None,
+            cause=FailoverCause.ROUTER_LOST if entry.emitted or entry.epoch else None,
         )
 
     def _stop_checker(self, entry: Entry, job: Job) -> StopChecker | None:
@@ -260,17 +260,17 @@ class Serving:
         if entry.ended is not None:
             raise error
         cause = cause_of(error)
-        course.refusals += cause is Cause.REFUSED
-        course.losses += cause in (Cause.VERIFIER_LOST, Cause.FAILED)
+        course.refusals += cause is FailoverCause.REFUSED
+        course.losses += cause in (FailoverCause.VERIFIER_LOST, FailoverCause.FAILED)
         if course.stuck_since is None or len(entry.emitted) > course.began_with:
             # A verifier that hung had kept the client waiting before it was given up.
             course.stuck_since = now - (0.0 if course.peer is None else course.peer.stalled_s)
         past = self._past(course)
         if cause is None or not goes_on(cause, past, max_failovers=self._max_failovers):
-            if cause is Cause.VERIFIER_LOST or cause is Cause.DRAINING:
+            if cause is FailoverCause.VERIFIER_LOST or cause is FailoverCause.DRAINING:
                 raise incomplete(cause, past) from error
             raise error
-        if cause is not Cause.REFUSED:
+        if cause is not FailoverCause.REFUSED:
             self._metrics.failovers.inc()
             entry.span.event("session_lost", {"outrider.cause": cause.value})
             logger.warning(
@@ -284,7 +284,7 @@ class Serving:
             )
         course.cause = cause
         if course.lease is not None:
-            self._admission.release(course.lease, refused=cause is Cause.REFUSED)
+            self._admission.release(course.lease, refused=cause is FailoverCause.REFUSED)
             course.lease = None
 
     def _past(self, course: Course) -> Past:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from outrider_verifier.preemption import Way
+from outrider_verifier.preemption_mode import PreemptionMode
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
@@ -37,7 +37,9 @@ async def test_texts_follow_the_targets_law() -> None:
     cells = list(itertools.product(range(VOCAB), repeat=LENGTH))
     law = np.array([_probability(target, text) for text in cells])
     observed = np.zeros(len(cells), dtype=np.int64)
-    async with verifier(target=target, preemption=Way.RECOMPUTE.value, max_sessions=16) as rig:
+    async with verifier(
+        target=target, preemption=PreemptionMode.RECOMPUTE.value, max_sessions=16
+    ) as rig:
         preempt_often(rig.service, every=2)
         await rig.attach(blind_chain(7))
         for first in range(0, SESSIONS, 60):

@@ -16,7 +16,8 @@ from outrider_verifier.features import CHUNK, FeatureStore
 from outrider_verifier.handover import Handover
 from outrider_verifier.inbox import Inbox
 from outrider_verifier.policy import Policy
-from outrider_verifier.preemption import Bounds, Way
+from outrider_verifier.preemption import Bounds
+from outrider_verifier.preemption_mode import PreemptionMode
 from outrider_verifier.prefixes import Prefixes
 from outrider_verifier.room import GUARD_TOKENS, Room
 from outrider_verifier.round_plan import Limits
@@ -151,5 +152,5 @@ def _room(
 
 def _swap_space(config: VerifierConfig, runner: RoundRunner, pool: KVPool) -> SwapSpace | None:
     budget = int(config.swap_space_gb * (1 << 30))
-    recompute = config.way_back is Way.RECOMPUTE or not config.max_preemptions
+    recompute = config.way_back is PreemptionMode.RECOMPUTE or not config.max_preemptions
     return runner.swap_space(budget, pool) if budget and not recompute else None

@@ -13,7 +13,7 @@ from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider.transport.tls import TlsConfig
 from outrider.wire.messages import TensorDtype
-from outrider_verifier.preemption import Way
+from outrider_verifier.preemption_mode import PreemptionMode
 from outrider_verifier.simulation import parse_rates
 
 DTYPES = ("float32", "bfloat16")
@@ -24,7 +24,7 @@ DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
 AUTOMATIC_PREEMPTION = "auto"
-PREEMPTIONS = (AUTOMATIC_PREEMPTION, *(way.value for way in Way))
+PREEMPTIONS = (AUTOMATIC_PREEMPTION, *(way.value for way in PreemptionMode))
 
 AUTOMATIC = -1.0
 CPU_CEILING_S, CUDA_CEILING_S = 0.2, 0.04
@@ -257,9 +257,9 @@ class VerifierConfig:
         return TensorDtype(self.dtype)
 
     @property
-    def way_back(self) -> Way | None:
+    def way_back(self) -> PreemptionMode | None:
         """How preempted sessions get their K/V back; None: as `preemption` says of auto."""
-        return None if self.preemption == AUTOMATIC_PREEMPTION else Way(self.preemption)
+        return None if self.preemption == AUTOMATIC_PREEMPTION else PreemptionMode(self.preemption)
 
     @property
     def drafts_itself(self) -> bool:

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from outrider.wire.messages import SpecStats
 from outrider_verifier.effects import RoundReport
-from outrider_verifier.preemption import Way
+from outrider_verifier.preemption_mode import PreemptionMode
 
 WINDOW = 512
 """Rounds over which the medians run."""
@@ -152,7 +152,7 @@ def _preempted(counts: Mapping[str, int]) -> Iterator[Metric]:
     preemptions = CounterMetricFamily(
         "outrider_preemptions", "Sessions preempted, by how they get their K/V back", None, ["kind"]
     )
-    for way in Way:
+    for way in PreemptionMode:
         preemptions.add_metric([way.value], float(counts.get(f"preemptions_{way.value}", 0)))
     yield preemptions
     resumed = CounterMetricFamily(

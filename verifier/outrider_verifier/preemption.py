@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from operator import attrgetter
 from typing import Final, NamedTuple
 
 from outrider.ids import SessionId
+from outrider_verifier.preemption_mode import PreemptionMode
 
 OVERCOMMIT: Final = 1.25
 """How much of the pool running sessions may be expected to hold at their ends, all together: they
@@ -28,15 +28,6 @@ LEAST_GAIN: Final = 1 / 64
 """Weight of one answer's length in what is expected of the next ones, at least."""
 GROWTH: Final = 1.25
 """A session that is longer than expected is expected to become so many times as long as it is."""
-
-
-class Way(StrEnum):
-    """How a preempted session gets its K/V back."""
-
-    SWAP = "swap"
-    """Copied from the host's memory."""
-    RECOMPUTE = "recompute"
-    """Computed again from its tokens."""
 
 
 class Claim(NamedTuple):
@@ -153,15 +144,17 @@ def let_all_in(waiting: Iterable[Claim], bounds: Bounds) -> list[Action]:
     ]
 
 
-def choose_way(*, swap_s: float | None, recompute_s: float, wanted: Way | None = None) -> Way:
+def choose_way(
+    *, swap_s: float | None, recompute_s: float, wanted: PreemptionMode | None = None
+) -> PreemptionMode:
     """How a session is to get its K/V back. `swap_s`: seconds of a swap out and in again, None
     where there is no room for it or nothing to be swapped; `recompute_s`: seconds of prefilling, 0
     where that was not measured. `wanted`: not to be weighed."""
-    if swap_s is None or wanted is Way.RECOMPUTE:
-        return Way.RECOMPUTE
-    if wanted is Way.SWAP or not recompute_s:
-        return Way.SWAP
-    return Way.SWAP if swap_s <= recompute_s else Way.RECOMPUTE
+    if swap_s is None or wanted is PreemptionMode.RECOMPUTE:
+        return PreemptionMode.RECOMPUTE
+    if wanted is PreemptionMode.SWAP or not recompute_s:
+        return PreemptionMode.SWAP
+    return PreemptionMode.SWAP if swap_s <= recompute_s else PreemptionMode.RECOMPUTE
 
 
 class Lengths:

@@ -25,12 +25,12 @@ from outrider_verifier.preemption import (
     Lengths,
     Preempt,
     State,
-    Way,
     all_fit,
     choose_way,
     let_all_in,
     plan,
 )
+from outrider_verifier.preemption_mode import PreemptionMode
 from outrider_verifier.prefixes import Prefixes
 from outrider_verifier.runner import RoundRunner
 from outrider_verifier.sessions import Session
@@ -62,7 +62,7 @@ class Room:
         runner: RoundRunner,
         swap: SwapSpace | None,
         bounds: Bounds,
-        way: Way | None,
+        way: PreemptionMode | None,
         prefixes: Prefixes | None,
         counters: Counter[str],
     ) -> None:
@@ -264,16 +264,18 @@ class Room:
         session.covered = session.kv.capacity - self._runner.slack.beyond(session) + 1
 
     def _preempt(self, session: Session, now: float) -> None:
-        swap = self._swap if self._way_of(session) is Way.SWAP else None
+        swap = self._swap if self._way_of(session) is PreemptionMode.SWAP else None
         self.keep_prefix(session)
-        way = Way.SWAP if self._runner.suspend(session, swap) else Way.RECOMPUTE
-        session.preempted(now, swapped=way is Way.SWAP)
+        way = (
+            PreemptionMode.SWAP if self._runner.suspend(session, swap) else PreemptionMode.RECOMPUTE
+        )
+        session.preempted(now, swapped=way is PreemptionMode.SWAP)
         del self.running[session.session_id]
         self.waiting[session.session_id] = session
         self._counters[f"preemptions_{way.value}"] += 1
         trace.instant(f"preempted, to {way.value}")
 
-    def _way_of(self, session: Session) -> Way:
+    def _way_of(self, session: Session) -> PreemptionMode:
         count, swap = session.kv.len, self._swap
         fits = swap is not None and count and swap.fits(count)
         return choose_way(

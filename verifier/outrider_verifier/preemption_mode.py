@@ -1,0 +1,14 @@
+"""How preempted sessions get their K/V back."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class PreemptionMode(StrEnum):
+    """How a preempted session gets its K/V back."""
+
+    SWAP = "swap"
+    """Copied from the host's memory."""
+    RECOMPUTE = "recompute"
+    """Computed again from its tokens."""
