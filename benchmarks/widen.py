@@ -1,8 +1,8 @@
 """`python benchmarks/widen.py --model DIR --head DIR --out DIR`: a small model, a large one's cost.
 
 Writes OUT/target and OUT/head, which load like any checkpoint and compute the same function as the
-originals (see `outrider_bench.gpu.widening`). The default shape is 14.4 GB in bfloat16; benchmarks
-build it in memory instead.
+originals (see `outrider_bench.gpu.support.widening`). The default shape is 14.4 GB in bfloat16;
+benchmarks build it in memory instead.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import torch
-from outrider_bench.gpu.widened_files import write_head, write_target
-from outrider_bench.gpu.widening import WideSpec, widen_head, widen_target
+from outrider_bench.gpu.support.widened_files import write_head, write_target
+from outrider_bench.gpu.support.widening import WideSpec, widen_head, widen_target
 
 from outrider.errors import OutriderError
 

@@ -1,6 +1,6 @@
 """OpenTelemetry spans of requests, over all three processes: what one request went through.
 
-Not the timelines of `outrider.trace`, which show everything that one process did. The router
+Not the timelines of `outrider.timeline`, which show everything that one process did. The router
 begins a span for each request that is sampled, and says so to verifier and drafter by a W3C
 `traceparent`; theirs belong to it. Where nothing is sampled every span is `NO_SPAN`, which does
 nothing, and no thread of an engine ever makes one.

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from outrider.compiled import COMPILED, is_extension
+from outrider.build_info import COMPILED, is_extension
 
 _WHY = "it replaces a part of compiled code"
 _REPLACES = re.compile(

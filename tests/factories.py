@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider_chaos.tiny import (
+from outrider_chaos.tiny_models import (
     CHAT_TEMPLATE,
     SPECIALS,
     make_eagle3_head,

@@ -20,62 +20,167 @@ from typing import Any, Final
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGES: Final[Mapping[str, Sequence[str]]] = {
-    "verifier/outrider_verifier": (
-        # Read once, at the start.
-        *("build", "config", "assembly"),
+    "drafter/outrider_drafter/gpu": (
+        # What `outrider bench host` puts a canned device in place of.
+        "kv_writer",
+    ),
+    "drafter/outrider_drafter/look_ahead": (
+        # Final tuples of floats, which mypyc takes for unset.
+        "calibration",
+    ),
+    "drafter/outrider_drafter/proposers": (
+        # Sources without a device.
+        "eagle_batch",
+        "eagle_forest",
+        "eagle_kv",
+        "forest",
+        "growth_driver",
+        "ngram",
+        "outcome_drafting",
+        "small_model",
+        "tree_growth",
+        # Abstract classes of sources of both kinds.
+        "interface",
+    ),
+    "drafter/outrider_drafter/server": (
+        "build",
+        "handshake",
+        "service",
+        "session_spans",
+    ),
+    "drafter/outrider_drafter/state": (
+        # It and the table that its sessions are rows of name each other.
+        "session",
+    ),
+    "outrider": (
+        "build_info",
+        "errors",
+        "extras",
+        "failure_event",
+        "ids",
+        "logs",
+        "metrics_port",
+        "process_tuning",
+        "signals",
+        "spans",
+        "watchdog",
+    ),
+    "outrider/engine": (
+        "acceptance",
+        "attention",
+        "checkpoint",
+        "draft_sampling",
+        "gguf",
+        "layers",
+        "linear",
+        "logits_processor",
+        "logprobs",
+        "matmul_tuning",
+        "model_loader",
+        "noise",
+        "residual",
+        "swap",
+        "swap_paths",
+        "target",
+        "truncation",
+    ),
+    "outrider/engine/device": (
+        # Before the first round.
+        "brake",
+        "current_device",
+        "health",
+        "warm_up",
+        # What torch captures once.
+        "target_program",
+    ),
+    "outrider/engine/device/drafting": (
+        # What torch captures once.
+        "chain_levels",
+        "draft_forward",
+        "draft_program",
+        "draft_row_state",
+        "eagle_forward",
+        "in_process_drafter",
+        "small_model_forward",
+        # Before the first round.
+        "eagle_weights",
+    ),
+    "outrider/engine/device/graphs": (
+        # A class of ctypes'; and what `outrider bench host` puts canned things in place of.
+        "graph_cache",
+        # Before the first round.
+        "shape_family",
+    ),
+    "outrider/engine/device/inputs": (),
+    "outrider/engine/device/slots": (),
+    "outrider/engine/device/transfer": (
+        # A class of ctypes'; and what `outrider bench host` puts canned things in place of.
+        "buffers",
+        "cuda_driver",
+        # Before the first round.
+        "pinned_memory",
+    ),
+    "outrider/spec": (
+        "decoding_mode",
+        "plan",
+        "sampling",
+        "structured_output",
+        "token_limits",
+    ),
+    "outrider/speculation": (),
+    "outrider/transport": (
+        "error_codec",
+        "in_process",
+        "interface",
+        "session_stream",
+        "tls",
+    ),
+    "outrider/transport/shm": ("handshake",),
+    "outrider/wire": (
+        # Other messages than those of rounds and sessions.
+        "answer_codec",
+        "control_codec",
+        "inference",
+        "inference_codec",
+        "logprobs",
+        "messages",
+        "pool_codec",
+        "server_info",
+        "stats",
+    ),
+    "verifier/outrider_verifier/engine": (
         # Of the event loop, a few times a session; or of CPUs and tests.
-        *("checks", "conduct", "drafters", "failing", "forms", "engine", "simulation"),
+        "failure_handler",
+    ),
+    "verifier/outrider_verifier/exchange": (
+        # Of the event loop, a few times a session; or of CPUs and tests.
+        "drafter_health",
+        "message_checks",
+    ),
+    "verifier/outrider_verifier/kv": (),
+    "verifier/outrider_verifier/model_runner": (
+        # Of the event loop, a few times a session; or of CPUs and tests.
+        "cpu_runner",
+        "grammar_preparation",
+    ),
+    "verifier/outrider_verifier/model_runner/gpu_runner": (),
+    "verifier/outrider_verifier/planner": (),
+    "verifier/outrider_verifier/server": (
+        # Of the event loop, a few times a session; or of CPUs and tests.
+        "drafter_connections",
+        # Read once, at the start.
+        "engine_builder",
+        "service_builder",
         # A class of prometheus_client's, which mypyc cannot extend.
         "metrics",
     ),
-    "drafter/outrider_drafter": (
-        *("build", "config", "service", "handshake", "session_spans"),
-        *("relay", "slow_link", "slow_source"),
-        # Sources without a device.
-        *("ahead", "forest", "grow", "growth", "head_batch", "head_forest", "headkv"),
-        *("ngram", "small_model"),
-        "metrics",
-        # Abstract classes of sources of both kinds.
-        "source",
-        # It and the table that its sessions are rows of name each other.
-        "sessions",
-        # Final tuples of floats, which mypyc takes for unset.
-        "calibration",
-        # What `outrider bench host` puts a canned device in place of.
-        "device_writes",
-    ),
-    # What is said of a request, here and below: frozen data that processes pickle, which mypyc's
-    # classes cannot be.
-    "outrider/spec": ("modes", "plan", "sampling", "structured", "token_limits"),
-    "outrider/wire": (
-        *("logprobs", "messages", "server_info", "stats"),
-        # Other messages than those of rounds and sessions.
-        *("answer_codec", "control_codec", "inference", "inference_codec", "pool_codec"),
-    ),
-    "outrider/transport/lane": ("join",),
-    "outrider/engine/device": (
-        # A class of ctypes'; and what `outrider bench host` puts canned things in place of.
-        *("driver", "graphs", "buffers"),
-        # Before the first round.
-        *("brake", "current", "family", "head_weights", "health", "pinned", "warm_up"),
-        # What torch captures once.
-        *("chain_levels", "draft", "draft_forward", "drawing", "head_forward", "model_forward"),
-        *("own_head", "target"),
+    "verifier/outrider_verifier/state": (
+        # Of the event loop, a few times a session; or of CPUs and tests.
+        "simulated_acceptance",
     ),
 }
 """Folders of packages, and which of their modules stay as they are."""
-MODULES: Final = (
-    "outrider/engine/block_ledger.py",
-    "outrider/engine/blocks.py",
-    "outrider/engine/kvcache.py",
-    "outrider/trace.py",
-    "outrider/transport/framed.py",
-    "outrider/transport/grpc/laned.py",
-    "outrider/transport/heartbeat.py",
-    "outrider/transport/letterbox.py",
-    "outrider/transport/mailbox.py",
-    "outrider/transport/outgoing.py",
-)
+MODULES: Final = ("outrider/transport/grpc/shm_frames.py",)
 """Modules beside those."""
 SOURCES: Final = ("outrider", "verifier/outrider_verifier", "drafter/outrider_drafter")
 
@@ -112,7 +217,7 @@ def modules(root: Path) -> list[str]:
         if unknown := set(left) - names:
             raise ValueError(f"no such modules in {folder}: {sorted(unknown)}")
         package = Path(folder)
-        package = package if package.parts[0] == "outrider" else Path(package.name)
+        package = package if package.parts[0] == "outrider" else Path(*package.parts[1:])
         compiled = sorted(name for name in names - set(left) if not name.startswith("__"))
         found += [str(package / f"{name}.py") for name in compiled]
     return found

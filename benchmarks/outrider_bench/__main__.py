@@ -14,25 +14,37 @@ from outrider.extras import needs_packages
 # Modules by name: the client processes of `serve` import this one again, and shall not import
 # torch and all engines with it.
 BENCHMARKS: Final = {
-    "local": ("speed", "speculative, plain and transformers decoding, interleaved"),
-    "acceptance": ("acceptance", "tokens emitted per round by task, rule and temperature"),
-    "look-ahead": ("look_ahead", "acceptance and hit rates of drafts made one round ahead"),
-    "lossless": ("lossless", "token ids with and without a drafter, differences explained"),
-    "load": ("load", "many concurrent streams, and a full queue"),
+    "local": ("decoding_methods", "speculative, plain and transformers decoding, interleaved"),
+    "acceptance": ("quality.acceptance", "tokens emitted per round by task, rule and temperature"),
+    "look-ahead": ("quality.look_ahead", "acceptance and hit rates of drafts made one round ahead"),
+    "lossless": ("quality.lossless", "token ids with and without a drafter, differences explained"),
+    "load": ("faults.overload", "many concurrent streams, and a full queue"),
     "preemption": (
-        "preemption",
+        "faults.preemption",
         "fewer K/V blocks than sessions need: waiting, preempting, growing",
     ),
-    "stress": ("stress", "requests that are cancelled, late or never read: what is held after"),
-    "soak": ("soak", "many concurrent streams for minutes: errors, and the slope of memory"),
-    "events": ("events", "events a second through one router, and its processor time for each"),
-    "exchange": ("exchange", "round trips between verifier and drafter, without models"),
-    "host": ("host", "the host's share of a round in both processes, step by step"),
-    "recovery": ("recovery", "pauses of streams whose verifier or drafter is killed or stopped"),
-    "rolling": ("rolling", "restarts of every process, one by one, under sessions that ask on"),
+    "stress": (
+        "faults.stress",
+        "requests that are cancelled, late or never read: what is held after",
+    ),
+    "soak": ("faults.soak", "many concurrent streams for minutes: errors, and the slope of memory"),
+    "events": ("events.cli", "events a second through one router, and its processor time for each"),
+    "exchange": ("exchange.cli", "round trips between verifier and drafter, without models"),
+    "host": ("host.cli", "the host's share of a round in both processes, step by step"),
+    "recovery": (
+        "faults.recovery",
+        "pauses of streams whose verifier or drafter is killed or stopped",
+    ),
+    "rolling": (
+        "faults.rolling",
+        "restarts of every process, one by one, under sessions that ask on",
+    ),
     "serve": ("serve.cli", "tokens/s, latencies and efficiency through the router, by placement"),
     "pipeline": ("serve.pipeline", "what look-ahead gives, from the cells of serve"),
-    "timeline": ("timeline", "what several processes did when, for Perfetto and as a picture"),
+    "timeline": (
+        "timelines.merge",
+        "what several processes did when, for Perfetto and as a picture",
+    ),
     "gpu": ("gpu.cli", "the device engine: kernels, rounds, placements"),
 }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outrider.client.local import LocalConfig
-from outrider.client.modelfiles import DEFAULT_MODEL, find_model
-from outrider.client.placing import add_placing_arguments, placing_of
+from outrider.client.commands.placement_flags import add_placing_arguments, placing_of
+from outrider.client.local.config import LocalConfig
+from outrider.client.local.model_files import DEFAULT_MODEL, find_model
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider_bench.prompts import DEFAULT_PROMPTS

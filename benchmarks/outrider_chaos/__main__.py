@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         if args.fuzz is not None:
-            from outrider_chaos.fuzzing import parse_ports, run_fuzz
+            from outrider_chaos.fuzz_runner import parse_ports, run_fuzz
 
             ports = parse_ports(args.ports)
             return run_fuzz(args.fuzz, seed=args.seed, jobs=args.jobs, ports=ports)
@@ -80,7 +80,7 @@ def _range(text: str) -> range:
 
 def _run_siege(args: argparse.Namespace) -> int:
     from outrider.chaos.signals import parse_kinds, parse_target
-    from outrider_chaos.running import Siege, run_against
+    from outrider_chaos.live_run import Siege, run_against
 
     return run_against(
         Siege(
@@ -97,8 +97,8 @@ def _run_siege(args: argparse.Namespace) -> int:
 
 
 def _run_seeds(args: argparse.Namespace) -> int:
-    from outrider_chaos.run import Outcome
-    from outrider_chaos.seeds import Tally, replay, run_seeds, say
+    from outrider_chaos.schedule_run import Outcome
+    from outrider_chaos.seed_runs import Tally, replay, run_seeds, say
 
     with _models(args) as (target, head):
         if args.replay is not None:
@@ -129,9 +129,9 @@ def _run_seeds(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _models(args: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
     """Target and head."""
-    from outrider.client.modelfiles import find_model
+    from outrider.client.local.model_files import find_model
     from outrider.errors import InvalidRequestError
-    from outrider_chaos.seeds import tiny_models
+    from outrider_chaos.seed_runs import tiny_models
 
     if args.model == _TINY:
         with tiny_models() as found:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from outrider.chaos.asks import PROMPTS, Ask
 from outrider.chaos.history import History
 from outrider.chaos.proxy import TcpProxy
+from outrider.chaos.requests import PROMPTS, Ask
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.errors import DeadlineExceededError, UnavailableError
 

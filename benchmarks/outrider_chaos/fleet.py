@@ -11,8 +11,8 @@ from outrider.chaos.network import CONTROL_S, ChaosNetwork
 from outrider.chaos.proxy import TcpProxy
 from outrider.chaos.schedule import FleetShape
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider_chaos.parts import DrafterPart, Models, VerifierPart, until
-from outrider_chaos.router_part import RouterPart
+from outrider_chaos.killable_parts import DrafterPart, Models, VerifierPart, until
+from outrider_chaos.killable_router import RouterPart
 
 READY_S = 30.0
 BEAT_S, SILENCE_S = 0.1, 0.5

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outrider.config.processes import PROCESSES
+from outrider.config.process_registry import PROCESSES
 from outrider.config.schema import json_schema
 
 TEMPLATE = Path(__file__).resolve().parents[1] / "helm" / "values.schema.in.json"

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from outrider.awake import AwakeCores
+from outrider.busy_polling import AwakeCores
 from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.extras import needs_packages
-from outrider.failure import report_failure
+from outrider.failure_event import report_failure
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
-from outrider.process import (
+from outrider.process_tuning import (
     add_tls_arguments,
     in_brief_thread,
     run,
@@ -30,7 +30,7 @@ from outrider.process import (
 )
 from outrider.signals import stop_signals
 from outrider.spans import add_tracing_flags, exporting
-from outrider.trace import recording
+from outrider.timeline import recording
 from outrider.watchdog import EXIT_GRACE_S, EXIT_NOTICE_S, EXIT_STALLED, exit_now, exit_within
 from outrider_drafter.config import DTYPES, DrafterConfig
 
@@ -106,8 +106,8 @@ async def serve(config: DrafterConfig) -> int:
 
 async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
     from outrider.transport.grpc import Access, GrpcDialer, GrpcServer, drafter_services
-    from outrider.transport.lane import join_lane
-    from outrider_drafter.build import build_service
+    from outrider.transport.shm import join_lane
+    from outrider_drafter.server.build import build_service
     from outrider_drafter.slow_link import SlowDialer
 
     dialer: GrpcDialer | SlowDialer = GrpcDialer(tls=config.tls)

@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from outrider.awake import check_request
+from outrider.busy_polling import check_request
 from outrider.config import OneOf
 from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.logs import LEVELS, check_level

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from outrider.errors import ConnectionLostError, OutriderError, UnavailableError
-from outrider.transport.lane import Lane, LaneListener, join_lane
+from outrider.transport.shm import Lane, LaneListener, join_lane
 from outrider.wire.messages import LaneOffer
 
 SPIN_S: Final = 0.0002

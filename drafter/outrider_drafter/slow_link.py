@@ -9,13 +9,13 @@ import sys
 import threading
 
 from outrider.errors import InvalidMessageError, UnavailableError
-from outrider.transport.base import (
+from outrider.transport.interface import (
     Dialer,
     DrafterConnection,
     DrafterControl,
     VerifierControl,
 )
-from outrider.transport.lane import Lane, join_lane
+from outrider.transport.shm import Lane, join_lane
 from outrider.wire.messages import LaneOffer
 
 _STOP_S = 2.0

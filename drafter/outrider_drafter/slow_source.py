@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.wire.messages import WireTensor
-from outrider_drafter.sessions import Session
-from outrider_drafter.source import (
+from outrider_drafter.proposers.interface import (
     AheadSource,
     Branches,
     Drafted,
@@ -20,6 +19,7 @@ from outrider_drafter.source import (
     Outcome,
     Scored,
 )
+from outrider_drafter.state.session import Session
 
 StepT = TypeVar("StepT")
 Waits = Callable[[float], None]

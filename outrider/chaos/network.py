@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from outrider.chaos.mangling import Mangling
+from outrider.chaos.frame_faults import Mangling
 from outrider.errors import (
     AlreadyExistsError,
     ConnectionLostError,
@@ -19,12 +19,12 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.transport.base import DrafterConnection, RouterConnection
-from outrider.transport.framed import drafter_end, router_end, serving_end, verifier_end
+from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.error_codec import typed
+from outrider.transport.framed_connection import drafter_end, router_end, serving_end, verifier_end
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider.transport.mailbox import Mailbox
-from outrider.transport.sessions import SessionIterators
-from outrider.transport.status import typed
+from outrider.transport.interface import DrafterConnection, RouterConnection
+from outrider.transport.session_stream import SessionIterators
 
 CONTROL_S = 0.5
 """How long a call to another process may take."""

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.chaos.mangling import flipped
+from outrider.chaos.frame_faults import flipped
 
 CHUNK_BYTES = 16384
 

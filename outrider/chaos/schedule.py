@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Self
 
-from outrider.chaos.asks import Ask, draw, intruder
 from outrider.chaos.faults import CELLS, KINDS, MANGLING, Fault, Kind, Phase, Role
+from outrider.chaos.requests import Ask, draw, intruder
 
 MAX_FAULTS = 3
 _STRIDE = 61

@@ -11,10 +11,10 @@ A prompt is a text (used as it stands), a sequence of token ids, or a conversati
 docs/sdk.md has an example for everything else.
 """
 
-from outrider.client.aio import AsyncClient, AsyncStream
+from outrider.client.async_client import AsyncClient, AsyncStream
 from outrider.client.options import GenerateOptions, PromptLike, assistant, system, user
 from outrider.client.retry import RetryPolicy
-from outrider.client.sync import Client, Stream
+from outrider.client.sync_client import Client, Stream
 from outrider.errors import (
     AbortedError,
     AlreadyExistsError,

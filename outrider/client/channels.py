@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from outrider.client.resuming import MOST_LOOKS, is_elsewhere
+from outrider.client.attempts import MOST_LOOKS, is_elsewhere
 from outrider.errors import CancelledRequestError, ConnectionLostError, OutriderError
 
 ChannelT = TypeVar("ChannelT")

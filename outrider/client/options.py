@@ -13,7 +13,7 @@ from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import MIN_SEED, UINT64_MAX, Rule
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.wire.inference import (
     ChatMessage,
     ChatPrompt,

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 
 import grpc
 
-from outrider.client.calls import ABORT, ABORT_TIMEOUT_S, Metadata
+from outrider.client.attempts import Again
 from outrider.client.channels import Channels
-from outrider.client.resuming import Again
 from outrider.client.retry import RetryPolicy, remaining
+from outrider.client.rpcs import ABORT, ABORT_TIMEOUT_S, Metadata
 from outrider.errors import CancelledRequestError, OutriderError
 from outrider.ids import RequestId
 

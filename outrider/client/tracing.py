@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-from outrider.client.calls import Metadata
+from outrider.client.rpcs import Metadata
 
 _MODULE: Final = "opentelemetry.trace"
 TRACEPARENT: Final = "traceparent"

@@ -6,10 +6,10 @@ of flags, and the strings under its fields are what the reference page and the J
 An unknown key or variable is an error that names the one that may be meant.
 """
 
-from outrider.config.building import from_plain
+from outrider.config.annotations import KeysOf, OneOf
+from outrider.config.builder import from_plain
 from outrider.config.environment import Environment
-from outrider.config.loading import Loaded, comma_list, load, load_config, parse_config
-from outrider.config.marks import KeysOf, OneOf
+from outrider.config.loader import Loaded, comma_list, load, load_config, parse_config
 
 __all__ = [
     "Environment",

@@ -7,11 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from outrider.config.loading import load_config, parse_config
-from outrider.config.processes import PROCESSES
+from outrider.config.display import as_json, as_toml
+from outrider.config.loader import load_config, parse_config
+from outrider.config.process_registry import PROCESSES
 from outrider.config.reference import flags_of, page, section
 from outrider.config.schema import json_schema
-from outrider.config.showing import as_json, as_toml
 from outrider.errors import OutriderError
 
 _EXIT_MISUSE = 2

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
-from outrider.config.building import invalid, nearest
-from outrider.config.marks import KeysOf
+from outrider.config.annotations import KeysOf
+from outrider.config.builder import invalid, nearest
 
 FILE = "CONFIG"
 """OUTRIDER_<ROLE>_CONFIG names the TOML file."""

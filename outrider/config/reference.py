@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping
 
-from outrider.config.describing import CHOSEN, NEEDED, Field, Kind, Table, keys_of
+from outrider.config.description import CHOSEN, NEEDED, Field, Kind, Table, keys_of
 from outrider.config.toml import toml_value
 
 INTRODUCTION = """\

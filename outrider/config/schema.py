@@ -7,7 +7,7 @@ file leaves out may come from the environment or from flags.
 
 from __future__ import annotations
 
-from outrider.config.describing import CHOSEN, NEEDED, Kind, Table
+from outrider.config.description import CHOSEN, NEEDED, Kind, Table
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest one that Helm's checker, editors and Python's jsonschema all know."""

@@ -36,9 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.noise import noise_keys, perturbed_argmax
-from outrider.engine.residual import ResidualWalk
-from outrider.engine.warper import (
+from outrider.engine.logits_processor import (
     TokenHistory,
     edit_logits,
     has_finite,
@@ -46,7 +44,9 @@ from outrider.engine.warper import (
     plain_argmax,
     warp,
 )
-from outrider.spec.law import DraftLaw
+from outrider.engine.noise import noise_keys, perturbed_argmax
+from outrider.engine.residual import ResidualWalk
+from outrider.spec.draft_distribution import DraftLaw
 from outrider.spec.noise import SHARED_COIN_ID, Stream, bits_from_keys, uniform_from_bits
 from outrider.spec.noise import noise_keys as position_keys
 from outrider.spec.sampling import Rule, SamplingParams
@@ -80,7 +80,7 @@ class AcceptRow:
     banned_until: int = sys.maxsize
     legal: NDArray[np.uint32] | None = None
     """uint32 [1 + N, W]: what a grammar allows after the root, and after each node; None: there is
-    none (`outrider.engine.warper.TokenHistory`)."""
+    none (`outrider.engine.logits_processor.TokenHistory`)."""
 
 
 class Acceptance(NamedTuple):

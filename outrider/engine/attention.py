@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kvcache import KVPool, KVSequence
+from outrider.engine.kv_cache import KVPool, KVSequence
 
 
 @dataclass(slots=True, kw_only=True)

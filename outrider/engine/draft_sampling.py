@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.noise import noise_keys, perturbed_topk
-from outrider.engine.warper import (
+from outrider.engine.logits_processor import (
     EMPTY_HISTORY,
     TokenHistory,
     edit_logits,
@@ -31,7 +30,8 @@ from outrider.engine.warper import (
     plain_argmax,
     warp,
 )
-from outrider.spec.law import LawEntries
+from outrider.engine.noise import noise_keys, perturbed_topk
+from outrider.spec.draft_distribution import LawEntries
 from outrider.spec.noise import Stream, bits_from_keys, gumbel_from_bits
 from outrider.spec.noise import noise_keys as numpy_noise_keys
 from outrider.spec.sampling import Rule, SamplingParams

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.products import Single, choose_single, record_choice, this_processor
+from outrider.engine.matmul_tuning import Single, choose_single, record_choice, this_processor
 from outrider.errors import FailedPreconditionError
 
 MIN_ROWS: Final = 4

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.warper import MAX_LOGIT
+from outrider.engine.logits_processor import MAX_LOGIT
 from outrider.spec.sampling import LOWEST_LOGPROB
 
 MOST_ROWS = 64

@@ -1,6 +1,6 @@
 """K/V of suspended sequences in host memory.
 
-A pool's storage is [2, L, G, S, d] (see `outrider.engine.kvcache`); several storages may share the
+A pool's storage is [2, L, G, S, d] (see `outrider.engine.kv_cache`); several storages may share the
 numbers of blocks (a target's and its draft head's) and travel together. Host memory is cut into
 blocks of as many bytes as one block of all storages has; neighbouring ones are copied at once, as a
 run.
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.blocks import BlockAllocator
-from outrider.engine.kvcache import KVSequence
-from outrider.engine.swap_lanes import BlockLayout, DirectLane, Lane, StagedLane
+from outrider.engine.block_allocator import BlockAllocator
+from outrider.engine.kv_cache import KVSequence
+from outrider.engine.swap_paths import BlockLayout, DirectLane, Lane, StagedLane
 
 SLAB_BYTES = 256 << 20
 """Host memory that is taken at a time."""

@@ -17,7 +17,7 @@ from outrider.checkpoints.head_config import FINAL_NORM
 from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.attention import SegmentPlan, plan_segment
 from outrider.engine.heads.layers import rms_norm, scaled_inverse_frequencies
-from outrider.engine.kvcache import KVPool, KVSequence
+from outrider.engine.kv_cache import KVPool, KVSequence
 from outrider.engine.layers import LayerContext, LayerWeights, rotations, run_layer
 from outrider.engine.linear import Linear, PlainLinear, min_rows
 from outrider.watchdog import record_step

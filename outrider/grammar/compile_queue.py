@@ -10,9 +10,9 @@ from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from outrider.errors import CancelledRequestError, OutriderError, ResourceExhaustedError
-from outrider.grammar.compile_lanes import CompileLanes, Turn
+from outrider.grammar.compile_scheduler import CompileLanes, Turn
 from outrider.grammar.compiler import Cancellation, FirstTryEndedError
-from outrider.spec.structured import StructuredOutput
+from outrider.spec.structured_output import StructuredOutput
 
 ResultT = TypeVar("ResultT")
 CompileCall: TypeAlias = Callable[[StructuredOutput, Cancellation], ResultT]

@@ -24,15 +24,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.errors import OutriderError
-from outrider.grammar.frames import read_frame, write_frame
-from outrider.grammar.library import (
+from outrider.grammar.matcher_compiler import (
     NICE,
     STACK_BYTES,
     call_with_stack,
     compile_matcher,
     load_tokenizer,
 )
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.grammar.socket_frames import read_frame, write_frame
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -32,10 +32,10 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.grammar.complexity import check_complexity
-from outrider.grammar.frames import read_frame, write_frame
-from outrider.grammar.library import is_installed, refusal
 from outrider.grammar.limits import MAX_FIRST_TRY_S, MAX_FIRST_TRY_WALL_S, CompileLimits
-from outrider.spec.structured import StructuredOutput
+from outrider.grammar.matcher_compiler import is_installed, refusal
+from outrider.grammar.socket_frames import read_frame, write_frame
+from outrider.spec.structured_output import StructuredOutput
 
 logger = logging.getLogger(__name__)
 

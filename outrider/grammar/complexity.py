@@ -1,7 +1,8 @@
 """Bounds on the text of a grammar, checked before the grammar library reads it (pure).
 
 The library compiles recursively, so nested brackets and chains of rules or references cost stack.
-These bounds keep what an accepted text needs far below `outrider.grammar.library.STACK_BYTES`.
+These bounds keep what an accepted text needs far below
+`outrider.grammar.matcher_compiler.STACK_BYTES`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.json_numbers import check_numbers
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 
 MAX_NESTING: Final = 128
 """Brackets that may be open at once in a regular expression or a Lark grammar, and arrays and

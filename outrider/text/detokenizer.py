@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from outrider.text.pieces import PieceTable
+from outrider.text.token_bytes import PieceTable
 
 
 class Detokenizer:

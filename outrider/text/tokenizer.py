@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.text.chat import NEXT_ANSWER, ChatOptions, ChatTemplate
-from outrider.text.pieces import PieceTable
-from outrider.text.plain_chat import PlainChat
+from outrider.text.plain_text_chat import PlainChat
 from outrider.text.special_tokens import SpecialTokens
+from outrider.text.token_bytes import PieceTable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from outrider.errors import ConnectionLostError, OutriderError
-from outrider.transport.base import Connection
+from outrider.transport.interface import Connection
 from outrider.wire.messages import Heartbeat
 
 SendT = TypeVar("SendT")

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, Rule, SamplingParams
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_TOKENS,

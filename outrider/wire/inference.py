@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
-from outrider.spec.structured import StructuredOutput
+from outrider.spec.structured_output import StructuredOutput
 from outrider.wire.limits import MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS
 from outrider.wire.logprobs import TokenLogprobs as TokenLogprobs
 from outrider.wire.messages import FinishReason, SpecStats

@@ -17,7 +17,7 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
-from outrider.spec.structured import StructuredOutput
+from outrider.spec.structured_output import StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.wire.arrays import FeatureRows as FeatureRows
 from outrider.wire.arrays import TensorDtype as TensorDtype
@@ -58,7 +58,7 @@ class Hello:
     feature_fingerprint: str
     """Fingerprint of the head's feature projection; must equal the verifier's unless NONE."""
     lanes: bool = False
-    """Whether the drafter can have a lane (`outrider.transport.lane`)."""
+    """Whether the drafter can have a lane (`outrider.transport.shm`)."""
     feature_offsets: bool = False
     """Whether it knows `Verdicts.feature_offsets`."""
 

@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.spec.draft_distribution import DraftLaw
 from outrider.spec.flat_trees import sound_laws, sound_trees
-from outrider.spec.law import DraftLaw
 from outrider.spec.tree import DraftTree
 from outrider.wire.arrays import FeatureRows, WireTensor
 from outrider.wire.limits import MAX_HANDLES

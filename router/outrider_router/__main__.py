@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING
 from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.extras import needs_packages
-from outrider.failure import report_failure
+from outrider.failure_event import report_failure
 from outrider.logs import setup_logging
-from outrider.process import add_tls_arguments, raise_file_limit, run, tune_collector
+from outrider.process_tuning import add_tls_arguments, raise_file_limit, run, tune_collector
 from outrider.spans import add_tracing_flags, exporting
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
     from outrider.text.tokenizer import Tokenizer
-    from outrider_router.http import HttpServer
-    from outrider_router.service import RouterService
+    from outrider_router.api.http import HttpServer
+    from outrider_router.requests.service import RouterService
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
 def check_files(config: RouterConfig) -> None:
     """Check the files that a router reads at its start, beside its certificates. Raises
     NotFoundError and InvalidRequestError."""
-    from outrider_router.keys import read_keys
+    from outrider_router.base.api_keys import read_keys
 
     if config.api_keys is not None:
         read_keys(config.api_keys)
@@ -145,10 +145,10 @@ def check_files(config: RouterConfig) -> None:
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     from outrider.transport.grpc import GrpcConfig, GrpcDialer
-    from outrider_router.exporting import export_state
-    from outrider_router.metrics import RouterMetrics
-    from outrider_router.ports import client_server, pool_server, serve_router_metrics
-    from outrider_router.service import RouterService
+    from outrider_router.api.listeners import client_server, pool_server, serve_router_metrics
+    from outrider_router.api.metrics_export import export_state
+    from outrider_router.base.metrics import RouterMetrics
+    from outrider_router.requests.service import RouterService
 
     tokenizer = await asyncio.to_thread(_tokenizer_of, config.model)
     dialer = GrpcDialer(GrpcConfig(lanes=config.lanes), tls=config.tls)
@@ -224,7 +224,7 @@ def _told_to_stop() -> tuple[asyncio.Event, asyncio.Event]:
 def _http_server(config: RouterConfig, service: RouterService) -> HttpServer | None:
     if not config.http:
         return None
-    from outrider_router.http import HttpServer
+    from outrider_router.api.http import HttpServer
 
     return HttpServer(config.http, service)
 

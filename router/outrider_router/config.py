@@ -16,8 +16,8 @@ from outrider.logs import LEVELS, check_level
 from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
 from outrider.transport.tls import TlsConfig
-from outrider_router.names import split
-from outrider_router.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
+from outrider_router.base.dns_names import split
+from outrider_router.base.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
 
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import grpc
 
-from outrider.client import keys_command
-from outrider.client.certs_command import make_certificates, tls_from
+from outrider.client.commands import keys as keys_command
+from outrider.client.local.certificates import make_certificates, tls_from
 from outrider.transport.tls import Role, TlsConfig
 from tests.integration.stack import Process, Stack
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.integration.stack import Stack
 from tests.waiting import wait_until
 
-COMMAND = [sys.executable, "-m", "outrider.client.cli", "chaos"]
+COMMAND = [sys.executable, "-m", "outrider.client.commands.main", "chaos"]
 
 
 def chaos(*flags: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client.certs_command import make_certificates
+from outrider.client.local.certificates import make_certificates
 from tests.chaos import silent_connections
 from tests.integration.few_files_router import MAX_FILES
 from tests.integration.gap_meter import GapMeter, Gaps, measure_calm

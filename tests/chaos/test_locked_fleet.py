@@ -30,7 +30,7 @@ from outrider.client import (
     UnauthenticatedError,
     user,
 )
-from outrider.client.calls import RESUME_STREAM
+from outrider.client.rpcs import RESUME_STREAM
 from outrider.transport.tls import Role, TlsConfig
 from outrider.wire.inference import StreamPosition
 from tests.chaos.locked_fleet import (

@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator
 import pytest
 import pytest_asyncio
 from outrider_chaos.clients import Reader
-from outrider_chaos.processes import ProcessFleet
-from outrider_chaos.seeds import make_tiny
+from outrider_chaos.process_fleet import ProcessFleet
+from outrider_chaos.seed_runs import make_tiny
 
-from outrider.chaos.asks import DRAFTING, PROMPTS, TEXTS, Ask
 from outrider.chaos.checker import Expected, check, never
 from outrider.chaos.faults import Fault, Kind, Role
+from outrider.chaos.requests import DRAFTING, PROMPTS, TEXTS, Ask
 from outrider.client import AsyncClient
 from outrider.client.options import GenerateOptions
 from outrider.spec.plan import DraftMethod

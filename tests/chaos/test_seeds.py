@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from outrider_chaos import run as runs
-from outrider_chaos import seeds
-from outrider_chaos.run import Outcome
-from outrider_chaos.seeds import Tally, make_tiny, replay, run_seeds
+from outrider_chaos import schedule_run as runs
+from outrider_chaos import seed_runs
+from outrider_chaos.schedule_run import Outcome
+from outrider_chaos.seed_runs import Tally, make_tiny, replay, run_seeds
 
 from outrider.chaos import checker
 from outrider.chaos.checker import Allowed, Expected, Violation
@@ -68,4 +68,4 @@ def test_a_changed_text_is_found_shown_and_shrunk(
     # No fault is needed for what is wrong here, and one request shows it.
     assert outcome.schedule.faults == ()
     assert len(outcome.schedule.asks) == 1
-    assert Schedule.of(ODD).asks[0].text in {text for text in seeds._Process.oracle}
+    assert Schedule.of(ODD).asks[0].text in {text for text in seed_runs._Process.oracle}

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from outrider.failure import report_failure
+from outrider.failure_event import report_failure
 
 
 def drain(seconds: float, file: str) -> None:

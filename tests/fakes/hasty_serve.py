@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from outrider.client import cli, processes
+from outrider.client.commands import main
+from outrider.client.local import child_process
 
 if __name__ == "__main__":
-    processes.STOP_S = 0.3  # type: ignore[misc]
-    sys.exit(cli.main(["serve", *sys.argv[1:]]))
+    child_process.STOP_S = 0.3  # type: ignore[misc]
+    sys.exit(main.main(["serve", *sys.argv[1:]]))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from outrider_verifier import __main__ as verifier
-from outrider_verifier.routers import RouterHub
+from outrider_verifier.server.router_streams import RouterHub
 
 from outrider.wire.messages import SessionEvents
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from outrider_drafter import __main__ as drafter
-from outrider_drafter.engine import Answers, DraftEngine
+from outrider_drafter.server.draft_engine import Answers, DraftEngine
 
 HANGS = threading.Event()
 _draft = DraftEngine.draft

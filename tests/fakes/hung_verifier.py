@@ -9,9 +9,9 @@ import threading
 from typing import Any
 
 from outrider_verifier import __main__ as verifier
-from outrider_verifier.commands import Command, Open
-from outrider_verifier.engine import RoundEngine
-from outrider_verifier.loop import EngineLoop
+from outrider_verifier.engine.loop import EngineLoop
+from outrider_verifier.model_runner.cpu_runner import RoundEngine
+from outrider_verifier.state.commands import Command, Open
 
 HANGS, SILENT = threading.Event(), threading.Event()
 _submit, _post = RoundEngine.submit, EngineLoop.post

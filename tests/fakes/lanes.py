@@ -7,15 +7,15 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from outrider.transport import lane
-from outrider.transport.lane import Lane
-from outrider.transport.lane.ring import Ring
+from outrider.transport import shm
+from outrider.transport.shm import Lane
+from outrider.transport.shm.ring_buffer import Ring
 
 
 @contextmanager
 def lane_pair() -> Iterator[tuple[Lane, Lane]]:
     """Both ends of a lane."""
-    left, right = lane.lane_pair()
+    left, right = shm.lane_pair()
     try:
         yield left, right
     finally:

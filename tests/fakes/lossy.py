@@ -18,12 +18,12 @@ def main() -> int:
     own, flags = parser.parse_known_args()
     if own.lose == "verifier":
         from outrider_verifier.__main__ import main as run
-        from outrider_verifier.engine import RoundEngine
+        from outrider_verifier.model_runner.cpu_runner import RoundEngine
 
         break_after(own.after, RoundEngine, "collect")
     else:
         from outrider_drafter.__main__ import main as run
-        from outrider_drafter.head_source import HeadSource
+        from outrider_drafter.proposers.eagle import HeadSource
 
         break_after(own.after, HeadSource, "drafts")
     return run(flags)

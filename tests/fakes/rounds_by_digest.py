@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.ahead import Ahead, branch, score
-from outrider_drafter.engine import DraftEngine
-from outrider_drafter.forest import Forest, Span
-from outrider_drafter.grow import grow, make_job
-from outrider_drafter.growth import Frontier
 from outrider_drafter.metrics import Metrics
-from outrider_drafter.sessions import Limits, Session
-from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.proposers.forest import Forest, Span
+from outrider_drafter.proposers.growth_driver import grow, make_job
+from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.proposers.outcome_drafting import Ahead, branch, score
+from outrider_drafter.proposers.tree_growth import Frontier
+from outrider_drafter.server.draft_engine import DraftEngine
+from outrider_drafter.state.session import Limits, Session
 from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow, accept
 from outrider.ids import SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.law import validate_law
+from outrider.spec.draft_distribution import validate_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import validate_tree

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from outrider_router.api.inference_grpc import inference_service
+from outrider_router.api.metrics_export import export_state
+from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import RouterConfig
-from outrider_router.exporting import export_state
-from outrider_router.grpc_api import inference_service
-from outrider_router.metrics import RouterMetrics
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from outrider.text.tokenizer import Tokenizer
-from outrider.transport.base import DrafterConnection, DrafterControl, VerifierControl
 from outrider.transport.grpc import GrpcConfig, GrpcServer
+from outrider.transport.interface import DrafterConnection, DrafterControl, VerifierControl
 from tests.fakes.drafter import FakeDrafter
 from tests.fakes.tokenizer import make_tokenizer_dir
 from tests.fakes.verifier import FakeVerifier

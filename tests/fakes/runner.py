@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_verifier.packing import PrefillRow, VerifyRow
-from outrider_verifier.placed import Reserve
-from outrider_verifier.runner import Decoded, Flight, RoundOutcome, RowOutcome
-from outrider_verifier.sessions import Session
-from outrider_verifier.slack import Slack
-from outrider_verifier.suspended import Suspended
+from outrider_verifier.exchange.shm_features import Reserve
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
+from outrider_verifier.model_runner.interface import Decoded, Flight, RoundOutcome, RowOutcome
+from outrider_verifier.model_runner.kv_headroom import Slack
+from outrider_verifier.model_runner.swapped_sessions import Suspended
+from outrider_verifier.state.session import Session
 
 from outrider.engine.acceptance import AcceptRow, accept
-from outrider.engine.kvcache import KVPool
+from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
 from outrider.errors import ResourceExhaustedError
 from tests.fakes.target import FakeTarget

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from outrider.errors import OutriderError
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.law import DraftLaw
+from outrider.spec.draft_distribution import DraftLaw
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.tree import DraftTree
-from outrider.transport.base import Dialer, DrafterConnection
+from outrider.transport.interface import Dialer, DrafterConnection
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     FeatureLayout,

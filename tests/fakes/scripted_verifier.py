@@ -13,7 +13,7 @@ from outrider.errors import (
 )
 from outrider.ids import SessionId, VerifierId
 from outrider.spec.plan import Plan
-from outrider.transport.base import RouterConnection, ServingConnection, VerifierConnection
+from outrider.transport.interface import RouterConnection, ServingConnection, VerifierConnection
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     Hello,

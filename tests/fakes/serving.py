@@ -10,9 +10,9 @@ import numpy as np
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId
-from outrider.transport.base import RouterConnection, ServingConnection
-from outrider.transport.inproc import local_sessions
-from outrider.transport.sessions import SessionIterators, failure_of
+from outrider.transport.in_process import local_sessions
+from outrider.transport.interface import RouterConnection, ServingConnection
+from outrider.transport.session_stream import SessionIterators, failure_of
 from outrider.wire.logprobs import EventLogprobs, TokenLogprobs, pack_logprobs
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from outrider_drafter.engine import Answers, DraftEngine
-from outrider_drafter.growth import Draft
 from outrider_drafter.metrics import Metrics
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.outcomes import BRANCH_SIZES
-from outrider_drafter.sessions import Limits, Session
-from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.proposers.tree_growth import Draft
+from outrider_drafter.server.draft_engine import Answers, DraftEngine
+from outrider_drafter.state.outcomes import BRANCH_SIZES
+from outrider_drafter.state.session import Limits, Session
 
 from outrider.ids import SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from outrider_verifier.inbox import Held
-from outrider_verifier.packing import VerifyRow
-from outrider_verifier.policy import Policy
-from outrider_verifier.round_plan import Limits, RoundPlan, RowState, Times
-from outrider_verifier.runner import RowOutcome
-from outrider_verifier.schedule import plan_round
-from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled
+from outrider_verifier.engine.schedule_policy import plan_round
+from outrider_verifier.exchange.proposal_inbox import Held
+from outrider_verifier.model_runner.batch import VerifyRow
+from outrider_verifier.model_runner.interface import RowOutcome
+from outrider_verifier.model_runner.results import Settled
+from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.state.round_plan import Limits, RoundPlan, RowState, Times
+from outrider_verifier.state.session import Session
 
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, Plan

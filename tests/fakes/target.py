@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow, accept
-from outrider.engine.kvcache import KVPool
+from outrider.engine.kv_cache import KVPool
 from outrider.engine.target import ForwardBatch, ForwardOutput
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.sampling import SamplingParams

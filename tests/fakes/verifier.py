@@ -15,7 +15,7 @@ from outrider.errors import (
 )
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import Plan
-from outrider.transport.base import ServingConnection, VerifierConnection
+from outrider.transport.interface import ServingConnection, VerifierConnection
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     AttachedDrafter,

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from outrider.engine.acceptance import accept
 from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.acceptance.coins import ChainLaw, DeviceLaw, accept_sampled
 from outrider.engine.kernels.acceptance.matching import (
     DeviceAcceptance,
     accept_matching,
     advance_state_torch,
     advance_state_triton,
 )
+from outrider.engine.kernels.acceptance.randomized import ChainLaw, DeviceLaw, accept_sampled
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.sampling import (
     Side,
@@ -26,7 +26,7 @@ from outrider.engine.kernels.sampling import (
     choose_tokens_torch,
     choose_tokens_triton,
 )
-from outrider.engine.kernels.state import SequenceState
+from outrider.engine.kernels.session_tensors import SequenceState
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import (
     DeviceRound,

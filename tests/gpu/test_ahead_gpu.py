@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.device_head_source import DeviceHeadSource
-from outrider_drafter.device_scores import SWEEPS
-from outrider_drafter.head_source import HeadSource
-from outrider_drafter.source import AheadSource, Outcome, Scored
+from outrider_drafter.gpu.eagle import DeviceHeadSource
+from outrider_drafter.gpu.outcome_scoring import SWEEPS
+from outrider_drafter.proposers.eagle import HeadSource
+from outrider_drafter.proposers.interface import AheadSource, Outcome, Scored
 
-from outrider.engine.kernels.drafts.given import given_layout
+from outrider.engine.kernels.drafts.proposal_layout import given_layout
 from outrider.spec.sampling import Rule
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.looking_ahead import (

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.device_head_source import DeviceHeadSource
-from outrider_drafter.head_source import HeadSource
+from outrider_drafter.gpu.eagle import DeviceHeadSource
+from outrider_drafter.proposers.eagle import HeadSource
 from torch import Tensor
 
-from outrider.engine.device.current import enter_launching_thread
-from outrider.engine.device.draft_forward import NewRows
-from outrider.engine.device.graphs import GraphCache
-from outrider.engine.device.pinned import pin
+from outrider.engine.device.current_device import enter_launching_thread
+from outrider.engine.device.drafting.draft_forward import NewRows
+from outrider.engine.device.graphs.graph_cache import GraphCache
+from outrider.engine.device.transfer.pinned_memory import pin
 from outrider.engine.kernels.drafts import growth, tree_rank
 from outrider.engine.kernels.drafts import inputs as draft_inputs
 from outrider.engine.kernels.drafts.growth import (
@@ -26,7 +26,7 @@ from outrider.engine.kernels.drafts.growth import (
 )
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.spec.sampling import SamplingParams
-from outrider.transport.lane import is_lent
+from outrider.transport.shm import is_lent
 from outrider.wire.codec import decode_verifier_messages, encode_verifier_messages
 from outrider.wire.messages import Proposal, Verdict, Verdicts
 from tests.factories import make_eagle3_head

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from outrider.engine.device.current import enter_launching_thread
-from outrider.engine.device.driver import DriverCalls, calls_of
+from outrider.engine.device.current_device import enter_launching_thread
+from outrider.engine.device.transfer.cuda_driver import DriverCalls, calls_of
 
 pytestmark = pytest.mark.gpu
 BUSY_CYCLES = 200_000_000

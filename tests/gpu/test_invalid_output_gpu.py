@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from outrider.engine.acceptance import accept
-from outrider.engine.kernels.acceptance.coins import accept_sampled
 from outrider.engine.kernels.acceptance.matching import accept_matching
+from outrider.engine.kernels.acceptance.randomized import accept_sampled
 from outrider.engine.kernels.finite import find_finite_rows, find_finite_rows_torch
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.spec.sampling import Rule

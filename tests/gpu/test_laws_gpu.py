@@ -8,14 +8,14 @@ import torch
 
 from outrider.engine.acceptance import accept
 from outrider.engine.draft_sampling import LawLimits, law_limits_for
-from outrider.engine.kernels.acceptance.coins import DeviceLaw, accept_sampled
-from outrider.engine.kernels.drafts.law_draw import (
+from outrider.engine.kernels.acceptance.randomized import DeviceLaw, accept_sampled
+from outrider.engine.kernels.drafts.distribution_sampling import (
     DrawnLaws,
     draw_from_laws,
     draw_from_laws_torch,
 )
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.state import SamplingState
+from outrider.engine.kernels.session_tensors import SamplingState
 from outrider.spec.noise import Stream, gumbel
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import device_law, mixed_batch, outcomes, sampling_state

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.spec.plan import Plan
 from tests.unit.verifier.device_serving import OWN, attached, serving
 from tests.unit.verifier.harness import CHAIN, DRAFTER, TREE

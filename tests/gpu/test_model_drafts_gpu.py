@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.device_model_source import DeviceModelSource
-from outrider_drafter.small_model import SmallModelSource
-from outrider_drafter.source import AheadSource, Outcome, Scored
+from outrider_drafter.gpu.small_model import DeviceModelSource
+from outrider_drafter.proposers.interface import AheadSource, Outcome, Scored
+from outrider_drafter.proposers.small_model import SmallModelSource
 
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
 from outrider.spec.plan import DraftMethod
 from tests.factories import make_target

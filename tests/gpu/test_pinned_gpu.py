@@ -10,10 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.device.buffers import Downloader
-from outrider.engine.device.current import enter_launching_thread
-from outrider.engine.device.pinned import pin
-from outrider.transport.lane import lane_pair
+from outrider.engine.device.current_device import enter_launching_thread
+from outrider.engine.device.transfer.buffers import Downloader
+from outrider.engine.device.transfer.pinned_memory import pin
+from outrider.transport.shm import lane_pair
 from outrider.wire.messages import Encoded
 
 pytestmark = pytest.mark.gpu

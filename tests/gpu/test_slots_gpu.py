@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.slots import SessionSlots
-from outrider.engine.kernels.state import stream_key_row
-from outrider.engine.kvcache import KVPool
+from outrider.engine.device.slots.session_slots import SessionSlots
+from outrider.engine.kernels.session_tensors import stream_key_row
+from outrider.engine.kv_cache import KVPool
 from outrider.spec.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from outrider_verifier.device_engine import DeviceRoundEngine
+from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
 
-from outrider.engine.kvcache import KVPool
+from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
 from tests.unit.verifier.device_serving import OWN, SAMPLINGS
 from tests.unit.verifier.round_driver import Driver, device_runner, texts

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.engine.device.warp_slots import WarpSlots
+from outrider.engine.device.slots.logits_slots import WarpSlots
 from outrider.engine.kernels.drafts.coupled_topk import (
     put_coupled_topk_torch,
     put_coupled_topk_triton,
 )
-from outrider.engine.kernels.state import LegalBits
-from outrider.engine.kernels.warp.logits import (
+from outrider.engine.kernels.logits_processor.process import (
     TokenPath,
     count_tokens,
     count_tokens_torch,
     warp_logits,
 )
+from outrider.engine.kernels.session_tensors import LegalBits
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import sampling_state
 from tests.reference.warp_cases import NODES, odd_rows, warp_case

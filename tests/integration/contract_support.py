@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-from outrider.transport.base import DrafterConnection
+from outrider.transport.interface import DrafterConnection
 from outrider.wire.messages import SessionEvent, Verdict, Verdicts, VerifierInfo, VerifierMessage
 from tests.integration.fake_endpoints import spec
 from tests.integration.transport_harness import Harness

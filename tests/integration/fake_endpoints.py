@@ -23,7 +23,7 @@ from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import DraftTree
-from outrider.transport.base import VerifierConnection
+from outrider.transport.interface import VerifierConnection
 from outrider.wire.bundles import join
 from outrider.wire.codec import encode_verifier_message
 from outrider.wire.messages import (

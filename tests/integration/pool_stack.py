@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from outrider.client import Client, DrafterSummary, GenerateResult, ServerInfo, user
-from outrider.client.drafters_command import add_drafter
+from outrider.client.commands.drafters import add_drafter
 from tests.integration.stack import Process, metric
 from tests.waiting import wait_until
 

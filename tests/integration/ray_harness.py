@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ray
 
-from outrider.transport.base import Dialer
+from outrider.transport.interface import Dialer
 from outrider.transport.ray import (
     REFS,
     RayConfig,

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from outrider_ray.config import LaunchConfig
-from outrider_ray.places import Places, with_gpu_share
+from outrider_ray.placement import Places, with_gpu_share
 from ray.util import list_named_actors, placement_group_table
 
 from outrider.spec.plan import DraftMethod

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import IO, Any, TypedDict
 
 from outrider.client import Client, RetryPolicy
-from outrider.client.certs_command import tls_from
+from outrider.client.local.certificates import tls_from
 from outrider.transport.tls import Role, TlsConfig
 from tests.waiting import wait_until
 

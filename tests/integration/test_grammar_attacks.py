@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.client import Client, InvalidRequestError, RetryPolicy
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.transport.grpc.dialer import GrpcDialer
 from outrider.wire.messages import SessionSpec
 from tests.integration.fake_endpoints import spec

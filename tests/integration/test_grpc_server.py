@@ -34,7 +34,7 @@ from outrider.transport.grpc import (
     drafter_services,
     verifier_services,
 )
-from outrider.transport.grpc.status import typed_error
+from outrider.transport.grpc.error_status import typed_error
 from outrider.wire.codec import decode_sessions_message, encode_sessions_request
 from outrider.wire.messages import SessionEvents, SessionFailure, SessionOpen
 from outrider.wire.v1 import control_pb2, inference_pb2, inference_pb2_grpc

@@ -232,7 +232,7 @@ def test_bad_requests_are_refused_with_what_is_allowed(api: OpenAI) -> None:
 
 
 def test_the_router_still_needs_no_torch() -> None:
-    program = "import sys, outrider_router.http; sys.exit('torch' in sys.modules)"
+    program = "import sys, outrider_router.api.http; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

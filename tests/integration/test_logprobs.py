@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Client, user
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
 from outrider.text.tokenizer import Tokenizer
 from tests.reference.logprobs import assert_the_targets_own

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.ahead import Ahead, branch, score
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.forest import Forest, Saplings, Span
-from outrider_drafter.grow import grow, make_job
-from outrider_drafter.service import DrafterService, Identity
-from outrider_drafter.sessions import Session
-from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.proposers.forest import Forest, Saplings, Span
+from outrider_drafter.proposers.growth_driver import grow, make_job
+from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.proposers.outcome_drafting import Ahead, branch, score
+from outrider_drafter.server.service import DrafterService, Identity
+from outrider_drafter.state.session import Session
 from torch import Tensor
 
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest

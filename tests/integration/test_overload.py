@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from outrider.client import AsyncClient, OutriderError, RetryPolicy
-from outrider.client.calls import GENERATE_STREAM
 from outrider.client.options import make_request
-from outrider.transport.base import VerifierControl
+from outrider.client.rpcs import GENERATE_STREAM
 from outrider.transport.grpc import GrpcDialer
+from outrider.transport.interface import VerifierControl
 from outrider.wire.messages import VerifierInfo
 from tests.integration.stack import Stack, StackOptions
 from tests.waiting import PATIENCE_S

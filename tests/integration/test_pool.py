@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client import GenerateResult
-from outrider.client.drafters_command import add_drafter, remove_drafter
+from outrider.client.commands.drafters import add_drafter, remove_drafter
 from tests.integration.pool_stack import PoolStack, Requests
 from tests.waiting import wait_until
 

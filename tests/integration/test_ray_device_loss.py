@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from outrider_ray.actor_keeper import Keeper
 from outrider_ray.actors import end_when
-from outrider_ray.keeper import Keeper
 
 from outrider.errors import OutriderError
 from outrider.transport.ray import RayDialer, serve_verifier

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from outrider_ray.actor_keeper import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S, next_pause
 from outrider_ray.cluster import LocalProcess, descendants
 from outrider_ray.config import LaunchConfig, drafter_config, verifier_config
-from outrider_ray.keeper import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S, next_pause
 
 from outrider.client import (
     CancelledRequestError,

@@ -21,7 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.client import Client, UnavailableError, cli, user
+from outrider.client import Client, UnavailableError, user
+from outrider.client.commands import main
 from tests.fakes.hub import FakeHub
 from tests.integration.gap_meter import GapMeter, measure_calm
 from tests.waiting import wait_until
@@ -31,7 +32,7 @@ TOKENS = 1500
 """Of a stream that takes seconds."""
 
 
-SERVE = ("outrider.client.cli", "serve")
+SERVE = ("outrider.client.commands.main", "serve")
 HASTY = ("tests.fakes.hasty_serve",)
 
 
@@ -98,7 +99,7 @@ def test_so_many_verifiers_and_drafters_serve_behind_one_router(
         with service.client as client:
             answer = client.generate([user("Name a colour.")], max_tokens=8, ignore_eos=True)
         assert len(answer.token_ids) == 8
-        assert cli.main(["status", "--router", service.address]) == 0
+        assert main.main(["status", "--router", service.address]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = sorted(line.split()[1] for line in lines[1:])
     assert names == ["drafter-0", "drafter-1", "verifier-0", "verifier-1"]
@@ -187,7 +188,7 @@ def processes_of(model: Path, *words: str) -> list[int]:
             command = file.read_bytes().decode().split("\0")
         except OSError:  # it has ended meanwhile
             continue
-        if {*words, str(model)} <= set(command) and "outrider.client.child" in command:
+        if {*words, str(model)} <= set(command) and "outrider.client.local.parent_watch" in command:
             found.append(int(file.parent.name))
     return found
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.growth import Draft
-from outrider_drafter.service import DrafterService, Identity
-from outrider_drafter.sessions import Session
-from outrider_drafter.source import Drafted
+from outrider_drafter.proposers.interface import Drafted
+from outrider_drafter.proposers.tree_growth import Draft
+from outrider_drafter.server.service import DrafterService, Identity
+from outrider_drafter.state.session import Session
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.tree import DraftTree

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Client, user
-from outrider.client.status_command import describe
+from outrider.client.commands.status import describe
 from tests.integration.stack import Stack
 from tests.integration.test_lanes import lanes_in
 

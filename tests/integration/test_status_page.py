@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from outrider_router.service import RouterService
-from outrider_router.status_page import status_router
+from outrider_router.api.status_page import status_router
+from outrider_router.requests.service import RouterService
 
 from outrider.wire.messages import SpecStats
 from tests.fakes.drafter import FakeDrafter

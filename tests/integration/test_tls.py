@@ -28,7 +28,7 @@ from outrider.transport.grpc import (
     verifier_services,
 )
 from outrider.transport.grpc.access import Metadata
-from outrider.transport.grpc.status import typed_error
+from outrider.transport.grpc.error_status import typed_error
 from outrider.transport.tls import Role, TlsConfig
 from tests.fakes.certificates import Authority
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier

@@ -9,7 +9,6 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from typing import Protocol
 
-from outrider.transport.base import Dialer, VerifierConnection
 from outrider.transport.grpc import (
     GrpcConfig,
     GrpcDialer,
@@ -18,7 +17,8 @@ from outrider.transport.grpc import (
     verifier_services,
 )
 from outrider.transport.heartbeat import HeartbeatConfig, HeartbeatConnection
-from outrider.transport.inproc import InprocNetwork
+from outrider.transport.in_process import InprocNetwork
+from outrider.transport.interface import Dialer, VerifierConnection
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier
 
 HEARTBEAT = HeartbeatConfig(interval_s=0.2, timeout_s=1.5)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.law import DraftLaw
+from outrider.spec.draft_distribution import DraftLaw
 from outrider.spec.noise import SHARED_COIN_ID, Stream, gumbel, uniform
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree

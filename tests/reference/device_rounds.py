@@ -12,14 +12,14 @@ from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow
 from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.acceptance.coins import ChainLaw, DeviceLaw
 from outrider.engine.kernels.acceptance.matching import (
     FALLBACK,
     INVALID_OUTPUT,
     RESAMPLED,
     DeviceAcceptance,
 )
-from outrider.engine.kernels.state import (
+from outrider.engine.kernels.acceptance.randomized import ChainLaw, DeviceLaw
+from outrider.engine.kernels.session_tensors import (
     NUM_STREAMS,
     RULE_COUPLED,
     RULE_GREEDY,
@@ -28,7 +28,7 @@ from outrider.engine.kernels.state import (
     SamplingState,
     stream_key_row,
 )
-from outrider.spec.law import DraftLaw
+from outrider.spec.draft_distribution import DraftLaw
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import depths
 from tests.reference.rounds import Drafts, Logits, accept_rows, draft, verify_logits

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider_verifier.inbox import Offer
+from outrider_verifier.exchange.proposal_inbox import Offer
 
 from outrider.wire.messages import Proposal
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow
 from outrider.engine.draft_sampling import DEFAULT_LAW_LIMITS, LawLimits, propose_children
-from outrider.spec.law import DraftLaw, LawEntries, make_law
+from outrider.spec.draft_distribution import DraftLaw, LawEntries, make_law
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree, validate_tree
 

@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.warp_slots import WarpSlots
+from outrider.engine.device.slots.logits_slots import WarpSlots
+from outrider.engine.kernels.logits_processor.draft_path import TokenPath
 from outrider.engine.kernels.sampling import scaled_scores
-from outrider.engine.kernels.state import LegalBits, SamplingState, WarpState
-from outrider.engine.kernels.warp.path import TokenPath
-from outrider.engine.warper import TokenHistory, edit_logits, warp
+from outrider.engine.kernels.session_tensors import LegalBits, SamplingState, WarpState
+from outrider.engine.logits_processor import TokenHistory, edit_logits, warp
 from outrider.spec.sampling import SamplingParams
 from tests.reference.device_rounds import sampling_state
 

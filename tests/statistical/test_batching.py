@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.engine.acceptance import Acceptance, AcceptRow, accept
 from outrider.engine.draft_sampling import propose_children
-from outrider.engine.warper import TokenHistory
-from outrider.spec.law import LawEntries, make_law
+from outrider.engine.logits_processor import TokenHistory
+from outrider.spec.draft_distribution import LawEntries, make_law
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from tests.reference.rounds import tree_shape

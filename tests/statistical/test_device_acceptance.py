@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.acceptance.coins import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.kernels.acceptance.randomized import ChainLaw, DeviceLaw, accept_sampled
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.spec.noise import Stream
 from outrider.spec.sampling import Rule, SamplingParams
@@ -196,7 +196,7 @@ def test_noise_shared_with_the_draft_would_be_noticed(monkeypatch: pytest.Monkey
     """The power of the test above, on the twin: recovery that reuses the draft's noise."""
     streams = {name: Stream[name] for name in Stream.__members__} | {"RECOVER": Stream.DRAFT}
     monkeypatch.setattr(
-        "outrider.engine.kernels.acceptance.coins.Stream", type("Streams", (), streams)
+        "outrider.engine.kernels.acceptance.randomized.Stream", type("Streams", (), streams)
     )
     base = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
     ids, cpu = torch.arange(16, dtype=torch.int32), torch.device("cpu")

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.kernels.acceptance.coins import ChainLaw, accept_sampled
-from outrider.engine.kernels.drafts.own_laws import own_law
+from outrider.engine.kernels.acceptance.randomized import ChainLaw, accept_sampled
+from outrider.engine.kernels.drafts.in_process_distributions import own_law
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.state import NUM_STREAMS, RULE_NUMBERS, SamplingState
-from outrider.engine.warper import MAX_LOGIT
+from outrider.engine.kernels.session_tensors import NUM_STREAMS, RULE_NUMBERS, SamplingState
+from outrider.engine.logits_processor import MAX_LOGIT
 from outrider.spec.sampling import Rule
 from tests.reference.goodness import LEAST_P, p_value
 

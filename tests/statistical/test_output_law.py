@@ -33,7 +33,7 @@ OPPOSITE = 10_000
 """Trials against a draft that is the target's opposite, where shared noise is seen at once."""
 
 Legal = Sequence[NDArray[np.uint32]]
-"""Masks [W] by depth (`outrider.engine.warper.TokenHistory.legal`)."""
+"""Masks [W] by depth (`outrider.engine.logits_processor.TokenHistory.legal`)."""
 
 
 def _by_depth(levels_LV: Tensor) -> Logits:

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import accept
-from outrider.engine.device.warp_slots import WarpSlots
-from outrider.engine.kernels.acceptance.coins import accept_sampled
+from outrider.engine.device.slots.logits_slots import WarpSlots
+from outrider.engine.kernels.acceptance.randomized import accept_sampled
+from outrider.engine.kernels.logits_processor.draft_path import TokenPath
+from outrider.engine.kernels.logits_processor.process import warp_logits
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.warp.logits import warp_logits
-from outrider.engine.kernels.warp.path import TokenPath
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import warped_probs
 from tests.reference.device_rounds import device_law, device_round

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from outrider_verifier.preemption_mode import PreemptionMode
+from outrider_verifier.state.preemption_mode import PreemptionMode
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams

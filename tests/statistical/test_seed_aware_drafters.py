@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import AcceptRow, accept
-from outrider.spec.law import make_law
+from outrider.spec.draft_distribution import make_law
 from outrider.spec.noise import SHARED_COIN_ID, Stream, stream_key, uniform
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree

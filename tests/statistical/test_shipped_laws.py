@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.device_laws import chains_with_laws
+from outrider_drafter.gpu.device_laws import chains_with_laws
 
-from outrider.engine.device.buffers import Downloader
-from outrider.engine.device.law_inputs import LawInputs
+from outrider.engine.device.inputs.distribution_inputs import LawInputs
+from outrider.engine.device.transfer.buffers import Downloader
 from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.acceptance.coins import accept_sampled
-from outrider.engine.kernels.drafts.law_draw import draw_from_laws, stack_laws
+from outrider.engine.kernels.acceptance.randomized import accept_sampled
+from outrider.engine.kernels.drafts.distribution_sampling import draw_from_laws, stack_laws
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.state import NUM_STREAMS, RULE_REJECTION, SamplingState
-from outrider.spec.law import validate_law
+from outrider.engine.kernels.session_tensors import NUM_STREAMS, RULE_REJECTION, SamplingState
+from outrider.spec.draft_distribution import validate_law
 from tests.reference.goodness import LEAST_P, least_bias, p_value
 
 TRIALS, V, K, BATCH = 4_000, 6, 2, 64

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import accept
-from outrider.grammar.id_constraint import IdConstraint
-from outrider.grammar.walks import DraftTree, masks_of
+from outrider.grammar.draft_masks import DraftTree, masks_of
+from outrider.grammar.token_constraint import IdConstraint
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.token_limits import TokenLimits
 from tests.reference.goodness import LEAST_P, least_bias, p_value

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.acceptance import Acceptance, AcceptRow, accept
 from outrider.engine.draft_sampling import propose_children
-from outrider.spec.law import make_law
+from outrider.spec.draft_distribution import make_law
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.compiled import COMPILED, has_extensions, require_one_build
+from outrider.build_info import COMPILED, has_extensions, require_one_build
 from tools.compiled_wheel import PACKAGES, SOURCES, compile_modules, modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +100,7 @@ def test_two_builds_are_not_mixed(tmp_path: Path) -> None:
 
 def test_both_processes_look_at_it_before_anything_else() -> None:
     code = (
-        "import outrider.compiled as c; c.COMPILED = not c.COMPILED\n"
+        "import outrider.build_info as c; c.COMPILED = not c.COMPILED\n"
         "for name in ('outrider_verifier', 'outrider_drafter'):\n"
         "    try: __import__(name)\n"
         "    except ImportError as error: assert 'different builds' in str(error)\n"

@@ -36,16 +36,16 @@ MAKERS = {
     "add_secure_port": {"outrider/transport/grpc/server.py"},
     "insecure_channel": {
         "outrider/transport/grpc/dialer.py",
-        "outrider/client/connecting.py",
+        "outrider/client/connection.py",
         # The health port of a child on this machine.
-        "outrider/client/health_probe.py",
+        "outrider/client/local/health_probe.py",
     },
-    "secure_channel": {"outrider/transport/grpc/dialer.py", "outrider/client/connecting.py"},
+    "secure_channel": {"outrider/transport/grpc/dialer.py", "outrider/client/connection.py"},
     "start_http_server": set[str](),
     "make_wsgi_app": {"outrider/metrics_port.py"},
     # Of benchmarks and of tests of faults, on loopback: bytes that they do not look at. And one
     # that asks whether a port is free: closed again, before anybody is accepted.
-    "create_server": {"drafter/outrider_drafter/relay.py", "outrider/client/healthy.py"},
+    "create_server": {"drafter/outrider_drafter/relay.py", "outrider/client/local/readiness.py"},
     "start_server": {"outrider/chaos/proxy.py"},
 }
 """Functions that open ports or reach them, and the only files that may call them: there, whoever
@@ -101,7 +101,9 @@ def unsafe(tree: ast.AST) -> list[str]:
 
 def test_there_is_something_to_look_at() -> None:
     assert len(SOURCES) > 300
-    assert {"outrider/transport/grpc/server.py", "router/outrider_router/ports.py"} <= set(SOURCES)
+    assert {"outrider/transport/grpc/server.py", "router/outrider_router/api/listeners.py"} <= set(
+        SOURCES
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def said(code: str, *args: str, **settings: str) -> list[str]:
 
 _FAULTS = """
 import resource
-from outrider.process import keep_freed_memory
+from outrider.process_tuning import keep_freed_memory
 keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -62,7 +62,7 @@ def test_what_an_operator_says_of_freed_memory_stands() -> None:
 
 _COLLECTIONS = """
 import gc
-from outrider.process import tune_collector
+from outrider.process_tuning import tune_collector
 tune_collector()
 full = gc.get_stats()[2]["collections"]
 kept = []
@@ -85,7 +85,7 @@ def test_what_stays_is_not_walked_over_and_the_rest_seldom() -> None:
 _TEAMS = """
 import asyncio, os, time
 import torch
-from outrider.process import in_brief_thread
+from outrider.process_tuning import in_brief_thread
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -117,7 +117,7 @@ def test_a_thread_that_loads_a_model_leaves_no_team_behind() -> None:
 
 _SPINS = """
 import os, sys
-from outrider.process import wait_awake_briefly
+from outrider.process_tuning import wait_awake_briefly
 wait_awake_briefly()
 print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
 """

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from outrider import trace
-from outrider.trace import INSTANT, Recorder
+from outrider import timeline
+from outrider.timeline import INSTANT, Recorder
 
 
 def events_of(recorder: Recorder) -> list[dict[str, Any]]:
@@ -19,19 +19,19 @@ def events_of(recorder: Recorder) -> list[dict[str, Any]]:
 
 
 def test_nothing_is_kept_or_written_unless_it_is_wanted(tmp_path: Path) -> None:
-    with trace.recording("", "drafter"):
-        trace.span("draft", trace.now())
-        trace.instant("hit")
+    with timeline.recording("", "drafter"):
+        timeline.span("draft", timeline.now())
+        timeline.instant("hit")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_marked_while_recording_is_in_the_file_and_nothing_after(tmp_path: Path) -> None:
     file = tmp_path / "traces" / "drafter.json"
-    with trace.recording(file, "drafter"):
-        began = trace.now()
-        trace.instant("hit", 2)
-        trace.span("draft", began, 3)
-    trace.span("later", began)
+    with timeline.recording(file, "drafter"):
+        began = timeline.now()
+        timeline.instant("hit", 2)
+        timeline.span("draft", began, 3)
+    timeline.span("later", began)
     content = json.loads(file.read_text())
     spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
     instants = [event for event in content["traceEvents"] if event["ph"] == "i"]
@@ -42,8 +42,8 @@ def test_what_is_marked_while_recording_is_in_the_file_and_nothing_after(tmp_pat
 
 
 def test_a_file_is_written_even_if_the_process_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), trace.recording(tmp_path / "t.json", "verifier"):
-        trace.instant("last")
+    with pytest.raises(RuntimeError), timeline.recording(tmp_path / "t.json", "verifier"):
+        timeline.instant("last")
         raise RuntimeError
     assert "last" in (tmp_path / "t.json").read_text()
 

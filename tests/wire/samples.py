@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
-from outrider.spec.law import DraftLaw
+from outrider.spec.draft_distribution import DraftLaw
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import DraftTree
 from outrider.wire import inference as api

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from outrider.ids import DrafterId, SessionId, VerifierId
-from outrider.spec.law import DraftLaw, make_law
+from outrider.spec.draft_distribution import DraftLaw, make_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import DraftTree, children
 from outrider.wire import messages

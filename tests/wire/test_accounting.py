@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from outrider.wire.accounting import add_round
 from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, SpecStats
+from outrider.wire.spec_stats_accumulator import add_round
 from tests.fakes.serving import flags_of_round
 
 

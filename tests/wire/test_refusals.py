@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.errors import InvalidMessageError, InvalidRequestError
-from outrider.spec.structured import MAX_STRUCTURE_BYTES
+from outrider.spec.structured_output import MAX_STRUCTURE_BYTES
 from outrider.wire import codec
 from outrider.wire.answer_codec import event_from_pb
 from outrider.wire.inference import GenerateRequest, SamplingOptions, TextPrompt

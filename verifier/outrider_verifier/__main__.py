@@ -14,14 +14,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.awake import AwakeCores
+from outrider.busy_polling import AwakeCores
 from outrider.config import parse_config
 from outrider.errors import OutriderError
 from outrider.extras import needs_packages
-from outrider.failure import report_failure
+from outrider.failure_event import report_failure
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
-from outrider.process import (
+from outrider.process_tuning import (
     add_tls_arguments,
     in_brief_thread,
     run,
@@ -30,12 +30,12 @@ from outrider.process import (
 )
 from outrider.signals import stop_signals
 from outrider.spans import add_tracing_flags, exporting
-from outrider.trace import recording
+from outrider.timeline import recording
 from outrider.watchdog import EXIT_GRACE_S, EXIT_NOTICE_S, EXIT_STALLED, exit_now, exit_within
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
 if TYPE_CHECKING:
-    from outrider_verifier.service import VerifierService
+    from outrider_verifier.server.service import VerifierService
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ async def serve(config: VerifierConfig) -> int:
 async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
     from outrider.transport.grpc import Access, GrpcConfig, GrpcServer, verifier_services
     from outrider.transport.heartbeat import HeartbeatConfig
-    from outrider_verifier.build import build_service
+    from outrider_verifier.server.service_builder import build_service
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

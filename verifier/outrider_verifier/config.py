@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from outrider.awake import check_request
+from outrider.busy_polling import check_request
 from outrider.config import OneOf
 from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.logs import LEVELS, check_level
@@ -13,8 +13,8 @@ from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider.transport.tls import TlsConfig
 from outrider.wire.messages import TensorDtype
-from outrider_verifier.preemption_mode import PreemptionMode
-from outrider_verifier.simulation import parse_rates
+from outrider_verifier.state.preemption_mode import PreemptionMode
+from outrider_verifier.state.simulated_acceptance import parse_rates
 
 DTYPES = ("float32", "bfloat16")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")

@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from outrider.process import run as run_loop
+from outrider.process_tuning import run as run_loop
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
-from outrider_bench.gpu.drive import Wave, drive
-from outrider_bench.gpu.engine import FUSED, Setup, serving
 from outrider_bench.gpu.plain import sized
+from outrider_bench.gpu.support.bench import SPARE_SESSIONS, Bench, show
+from outrider_bench.gpu.support.load_driver import Wave, drive
+from outrider_bench.gpu.support.services import FUSED, Setup, serving
 from outrider_bench.prompts import is_loop
 
 CHAIN = 4

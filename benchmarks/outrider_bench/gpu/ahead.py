@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 import torch
-from outrider_drafter.device_head_source import DeviceHeadSource
-from outrider_drafter.engine import DraftEngine
+from outrider_drafter.gpu.eagle import DeviceHeadSource
 from outrider_drafter.metrics import Metrics
-from outrider_drafter.sessions import Limits
+from outrider_drafter.server.draft_engine import DraftEngine
+from outrider_drafter.state.session import Limits
 
 from outrider.engine.heads import DraftHead
 from outrider.ids import SessionId
@@ -25,7 +25,7 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import Proposals, SessionStart, TensorDtype, Verdict, WireTensor
 from outrider.wire.rounds import Verdicts
-from outrider_bench.gpu.bench import Bench, show
+from outrider_bench.gpu.support.bench import Bench, show
 
 SHAPES: Final = {"chain 4": (4, 1), "chain 5": (5, 1), "tree 16": (16, 4), "tree 32": (32, 8)}
 FAN_OUTS: Final = (16, 32, 64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from outrider_bench.gpu.bench import Bench, show
-from outrider_bench.gpu.steps import DraftBench
+from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.steps import DraftBench
 
 CHAIN = 5
 

@@ -14,20 +14,28 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from outrider.process import run as run_loop
-from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
-from outrider_bench.gpu.drive import drive
-from outrider_bench.gpu.engine import COLOCATED, PLAIN, SEPARATE, Models, Running, Setup, serving
+from outrider.process_tuning import run as run_loop
 from outrider_bench.gpu.plain import WARM_TOKENS, sized
-from outrider_bench.gpu.rounds import save, wrap_engine
-from outrider_bench.gpu.timeline import (
+from outrider_bench.gpu.simulated_rounds import save, wrap_engine
+from outrider_bench.gpu.support.bench import SPARE_SESSIONS, Bench, show
+from outrider_bench.gpu.support.load_driver import drive
+from outrider_bench.gpu.support.services import (
+    COLOCATED,
+    PLAIN,
+    SEPARATE,
+    Models,
+    Running,
+    Setup,
+    serving,
+)
+from outrider_bench.gpu.support.timeline import (
     DRAFT,
     VERIFY,
     HostTimeline,
     device_spans,
     idle_gaps_us,
 )
-from outrider_bench.gpu.trace import TrackSpan
+from outrider_bench.gpu.support.trace import TrackSpan
 
 BATCHES = (1, 8)
 DRAFT_LENGTH = 3

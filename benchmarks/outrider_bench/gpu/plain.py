@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.process import run as run_loop
-from outrider_bench.gpu.bench import SPARE_SESSIONS, Bench, show
-from outrider_bench.gpu.drive import Wave, drive, random_prompts
-from outrider_bench.gpu.engine import PLAIN, Models, Setup, serving
+from outrider.process_tuning import run as run_loop
+from outrider_bench.gpu.support.bench import SPARE_SESSIONS, Bench, show
+from outrider_bench.gpu.support.load_driver import Wave, drive, random_prompts
+from outrider_bench.gpu.support.services import PLAIN, Models, Setup, serving
 from outrider_bench.report import percentiles
 
 VLLM_MS = {1: 4.73, 8: 4.90, 32: 5.63, 64: 6.53}

@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 
-from outrider.process import run as run_loop
+from outrider.process_tuning import run as run_loop
 from outrider.spec.sampling import SamplingParams
-from outrider_bench.gpu.bench import Bench, show
-from outrider_bench.gpu.drive import Wave, drive
-from outrider_bench.gpu.engine import COLOCATED, FUSED, PLAIN, SEPARATE, Models, Setup, serving
 from outrider_bench.gpu.plain import WARM_TOKENS, sized
+from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.load_driver import Wave, drive
+from outrider_bench.gpu.support.services import (
+    COLOCATED,
+    FUSED,
+    PLAIN,
+    SEPARATE,
+    Models,
+    Setup,
+    serving,
+)
 from outrider_bench.prompts import is_loop
 
 DRAFT_LENGTH = 3

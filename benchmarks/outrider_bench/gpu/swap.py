@@ -8,17 +8,17 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from outrider_verifier.packing import PrefillRow, VerifyRow
-from outrider_verifier.sessions import Session
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
+from outrider_verifier.state.session import Session
 
 from outrider.engine.swap import SwapSpace
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import SessionSpec
-from outrider_bench.gpu.bench import Bench, show, simulated
-from outrider_bench.gpu.drive import random_prompts
-from outrider_bench.gpu.engine import (
+from outrider_bench.gpu.support.bench import Bench, show, simulated
+from outrider_bench.gpu.support.load_driver import random_prompts
+from outrider_bench.gpu.support.services import (
     FUSED,
     PLAIN,
     Models,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from outrider_bench.gpu.bench import Bench, show
-from outrider_bench.gpu.steps import VerifyBench
+from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.steps import VerifyBench
 
 SHAPES = (
     *((1, nodes) for nodes in (1, 2, 4, 8, 16, 32, 64)),

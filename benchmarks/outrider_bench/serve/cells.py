@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from outrider.client import GenerateOptions
-from outrider.client.local import COLOCATED, FUSED, SEPARATE
+from outrider.client.local.config import COLOCATED, FUSED, SEPARATE
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule

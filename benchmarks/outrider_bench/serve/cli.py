@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.client.flags import at_least, fan_out, number_from
-from outrider.client.local import CPU, CUDA, DEVICES, SEPARATE
-from outrider.client.modelfiles import DEFAULT_MODEL
+from outrider.client.local.config import CPU, CUDA, DEVICES, SEPARATE
+from outrider.client.local.model_files import DEFAULT_MODEL
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.spec.sampling import Rule
-from outrider_bench.gpu.machine import AWAKE_CORES
+from outrider_bench.gpu.support.machine import AWAKE_CORES
 from outrider_bench.prompts import DEFAULT_PROMPTS
 from outrider_bench.report import table
 from outrider_bench.serve import results
 from outrider_bench.serve.cells import PLACEMENTS, SETS, handicap_of
-from outrider_bench.serve.picture import write_picture
+from outrider_bench.serve.chart import write_picture
 from outrider_bench.serve.run import Run
 
 PLANNERS: Final = ("automatic", "fixed")

@@ -16,10 +16,10 @@ from typing import Any, Final, Self
 
 from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
 from outrider.errors import InternalError
-from outrider.process import run, tune_process
+from outrider.process_tuning import run, tune_process
 from outrider_bench.prompts import is_loop
-from outrider_bench.serve.loads import Ask, shares
 from outrider_bench.serve.waves import Answer, Wave
+from outrider_bench.serve.workload import Ask, shares
 
 MOST: Final = 8
 SERVING_CORES: Final = 4

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.client import Client, OutriderError, RetryPolicy, ServerInfo
-from outrider.client.local import CPU, HEAD_METHODS, SEPARATE, LocalConfig
-from outrider.client.local_cluster import LocalCluster
-from outrider.client.modelfiles import ModelFiles
+from outrider.client.local.cluster import LocalCluster
+from outrider.client.local.config import CPU, HEAD_METHODS, SEPARATE, LocalConfig
+from outrider.client.local.model_files import ModelFiles
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer
 from outrider.wire.messages import VerifierInfo
-from outrider_bench.repair import wait_serving
+from outrider_bench.faults.repair import wait_serving
 from outrider_bench.report import say
 from outrider_bench.serve.cells import NO_HANDICAP, OWN_HEAD, PLAIN, Drafts, Handicap
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.client.local import COLOCATED, FUSED, SEPARATE
+from outrider.client.local.config import COLOCATED, FUSED, SEPARATE
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule

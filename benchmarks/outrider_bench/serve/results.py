@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.compiled import COMPILED
+from outrider.build_info import COMPILED
 from outrider.errors import InvalidRequestError
 from outrider_bench.environment import describe
 from outrider_bench.report import say

@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.client.local import CUDA, SEPARATE, default_dtype
-from outrider.client.modelfiles import ModelFiles, find_model
+from outrider.client.local.config import CUDA, SEPARATE, default_dtype
+from outrider.client.local.model_files import ModelFiles, find_model
 from outrider.engine.checkpoint import load_model_config
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.models import model_dir
 from outrider.spec.plan import DraftMethod
 from outrider_bench.environment import describe
-from outrider_bench.gpu.machine import DEVICE_COPY_BYTES_S
-from outrider_bench.gpu.widening import weight_bytes
+from outrider_bench.gpu.support.machine import DEVICE_COPY_BYTES_S
+from outrider_bench.gpu.support.widening import weight_bytes
 from outrider_bench.prompts import load_prompts
 from outrider_bench.report import say
 from outrider_bench.serve import results
@@ -48,10 +48,10 @@ from outrider_bench.serve.fleet import (
     plan_services,
     started,
 )
-from outrider_bench.serve.lab import read_lab
-from outrider_bench.serve.loads import LEAST, REQUESTS, Size
-from outrider_bench.serve.measure import START_S, Budget, Meter
-from outrider_bench.serve.widened import bench_model
+from outrider_bench.serve.measurement import START_S, Budget, Meter
+from outrider_bench.serve.round_baseline import read_lab
+from outrider_bench.serve.widened_model import bench_model
+from outrider_bench.serve.workload import LEAST, REQUESTS, Size
 
 OPEN_SESSIONS: Final = 64
 """Sessions that services are started for where only the rate of arrivals is known."""

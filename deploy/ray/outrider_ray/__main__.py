@@ -20,13 +20,13 @@ from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
 from outrider.extras import needs_packages
 from outrider.logs import setup_logging
-from outrider.process import run, tune_collector
+from outrider.process_tuning import run, tune_collector
 from outrider_ray.commands import NAMES, run_command
 from outrider_ray.config import LaunchConfig
 
 if TYPE_CHECKING:
+    from outrider_ray.embedded_router import Front
     from outrider_ray.fleet import Fleet
-    from outrider_ray.front import Front
 
 _EXIT_MISUSE = 2
 
@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def serve(config: LaunchConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Ray must be up."""
-    from outrider_ray.supervision import supervise
+    from outrider_ray.fleet_supervision import supervise
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outrider_drafter.config import DrafterConfig
 from outrider_verifier.config import VerifierConfig
 
-from outrider.awake import AwakeCores
+from outrider.busy_polling import AwakeCores
 from outrider.logs import setup_logging
-from outrider.process import in_brief_thread, tune_process, wait_awake_briefly
+from outrider.process_tuning import in_brief_thread, tune_process, wait_awake_briefly
 from outrider.transport.ray import RayConfig, RayDialer
 from outrider.watchdog import EXIT_GRACE_S, EXIT_STALLED, exit_within
 
 if TYPE_CHECKING:
-    from outrider_drafter.service import DrafterService
-    from outrider_verifier.service import VerifierService
+    from outrider_drafter.server.service import DrafterService
+    from outrider_verifier.server.service import VerifierService
 
 ServiceT = TypeVar("ServiceT", "VerifierService", "DrafterService")
 
@@ -34,7 +34,7 @@ LOST_GRACE_S = 1.0
 async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierService]:
     """A verifier in this actor, its model loaded."""
     prepare(config.threads, config.log_level)
-    from outrider_verifier.build import build_service
+    from outrider_verifier.server.service_builder import build_service
 
     async def end(service: VerifierService) -> None:
         await service.stop()
@@ -50,7 +50,7 @@ async def drafter_endpoint(
 ) -> AsyncGenerator[DrafterService]:
     """A drafter in this actor, which reaches verifiers by their actors' names."""
     prepare(config.threads, config.log_level)
-    from outrider_drafter.build import build_service
+    from outrider_drafter.server.build import build_service
 
     dialer = RayDialer(ray_config)
 

@@ -24,7 +24,7 @@ def run_command(arguments: Sequence[str]) -> int:
     """Run a command by its arguments, its name first; the exit status. Raises OutriderError."""
     name, *rest = arguments
     if name == NODE:
-        from outrider_ray.nodes import keep_node
+        from outrider_ray.node_keeper import keep_node
 
         setup_logging("INFO")
         return keep_node(rest)

@@ -11,13 +11,13 @@ from outrider_drafter.config import DrafterConfig
 from outrider_router.config import RouterConfig
 from outrider_verifier.config import SEPARATE, VerifierConfig
 
-from outrider.client.local import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
-from outrider.client.on_ray import PACK, STRATEGIES
+from outrider.client.commands.ray_flags import PACK, STRATEGIES
+from outrider.client.local.config import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.config import KeysOf, OneOf, load_config
 from outrider.logs import LEVELS, check_level
 from outrider.spec.plan import DraftMethod
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
-from outrider_ray import decided
+from outrider_ray import fixed_keys
 from outrider_ray.autoscale import AutoscaleConfig
 from outrider_ray.members import Cell, Member, Role, cells_of, members_of
 
@@ -118,15 +118,15 @@ class LaunchConfig:
     """Least severe level that is logged."""
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     """When there are more verifiers and drafters than those, and how many at most."""
-    router: Annotated[Mapping[str, object], KeysOf(RouterConfig, decided.ROUTER)] = field(
+    router: Annotated[Mapping[str, object], KeysOf(RouterConfig, fixed_keys.ROUTER)] = field(
         default_factory=dict
     )
     """Further keys of the router, as in its own file."""
-    verifier: Annotated[Mapping[str, object], KeysOf(VerifierConfig, decided.VERIFIER)] = field(
+    verifier: Annotated[Mapping[str, object], KeysOf(VerifierConfig, fixed_keys.VERIFIER)] = field(
         default_factory=dict
     )
     """Further keys of every verifier, as in its own file."""
-    drafter: Annotated[Mapping[str, object], KeysOf(DrafterConfig, decided.DRAFTER)] = field(
+    drafter: Annotated[Mapping[str, object], KeysOf(DrafterConfig, fixed_keys.DRAFTER)] = field(
         default_factory=dict
     )
     """Further keys of every drafter, as in its own file."""

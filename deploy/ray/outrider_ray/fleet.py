@@ -16,11 +16,11 @@ from outrider.transport.ray import (
     serve_drafter,
     serve_verifier,
 )
+from outrider_ray.actor_keeper import Keeper
 from outrider_ray.actors import drafter_endpoint, verifier_endpoint
 from outrider_ray.config import LaunchConfig, drafter_config, verifier_config
-from outrider_ray.keeper import Keeper
 from outrider_ray.members import Member, Role, member_of
-from outrider_ray.places import Places, with_gpu_share
+from outrider_ray.placement import Places, with_gpu_share
 
 Serve = Callable[..., Awaitable[RayEndpoint]]
 """Starts an actor: `serve_verifier` or `serve_drafter`."""

@@ -16,18 +16,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_type_hints
 
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 from ray import serve
 from ray.serve import Application
 
 from outrider.config import from_plain
 from outrider.errors import AlreadyExistsError, InvalidRequestError, UnavailableError
-from outrider.process import tune_collector
+from outrider.process_tuning import tune_collector
 from outrider_ray.actors import prepare
 from outrider_ray.config import LaunchConfig
+from outrider_ray.embedded_router import Front
 from outrider_ray.fleet import Fleet
-from outrider_ray.front import Front
-from outrider_ray.supervision import supervise
+from outrider_ray.fleet_supervision import supervise
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Any:
         """The HTTP API; Serve asks for it behind the constructor."""
-        from outrider_router.http.app import make_app
+        from outrider_router.api.http.app import make_app
 
         service: RouterService = self._front.result().service
         return make_app(service)

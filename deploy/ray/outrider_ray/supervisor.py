@@ -21,12 +21,12 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.process import run, tune_collector
+from outrider.process_tuning import run, tune_collector
+from outrider.transport.error_codec import ErrorStatus, from_status, to_status
 from outrider.transport.ray.calls import actor_named
-from outrider.transport.status import ErrorStatus, from_status, to_status
+from outrider_ray.actor_keeper import FIRST_PAUSE_S, next_pause
 from outrider_ray.config import LaunchConfig
 from outrider_ray.fleet import members_there
-from outrider_ray.keeper import FIRST_PAUSE_S, next_pause
 from outrider_ray.members import group_name
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class SupervisorHost:
                 self._become(FAILED, problem=to_status(error))
 
     async def _serve(self) -> None:
-        from outrider_ray.supervision import supervise
+        from outrider_ray.fleet_supervision import supervise
 
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         await supervise(self._config, self._stop, self._serving, resume=self._restarted)

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from outrider.engine.device.shapes import RoundShape
+from outrider.engine.device.graphs.shapes import RoundShape
 
 _TRIAL_CYCLES: Final = 20_000_000
 

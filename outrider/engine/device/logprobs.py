@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.device.buffers import Downloader, Readback, Uploader
-from outrider.engine.device.inputs import zeros
-from outrider.engine.device.pieces import PieceInputs
+from outrider.engine.device.graphs.shapes import PIECE_BUCKETS, RoundShape, bucket
+from outrider.engine.device.inputs.prefill_chunks import PieceInputs
+from outrider.engine.device.inputs.round_inputs import zeros
 from outrider.engine.device.round_program import RoundProgram, Verified
-from outrider.engine.device.shapes import PIECE_BUCKETS, RoundShape, bucket
+from outrider.engine.device.transfer.buffers import Downloader, Readback, Uploader
 from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.engine.logprobs import MOST_ROWS, PathLogprobs, cut_paths, token_logprobs
 

@@ -12,27 +12,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.device.draft_forward import NewRows
-from outrider.engine.device.inputs import RoundInputs
-from outrider.engine.device.own_head import OwnHead
-from outrider.engine.device.pieces import PieceInputs
-from outrider.engine.device.shapes import PIECE_TOKENS, Drafts, Judge, RoundShape
-from outrider.engine.device.slots import SessionSlots
-from outrider.engine.device.target import RowGroup, TargetOutput, TargetProgram
+from outrider.engine.device.drafting.draft_forward import NewRows
+from outrider.engine.device.drafting.in_process_drafter import OwnHead
+from outrider.engine.device.graphs.shapes import PIECE_TOKENS, Drafts, Judge, RoundShape
+from outrider.engine.device.inputs.prefill_chunks import PieceInputs
+from outrider.engine.device.inputs.round_inputs import RoundInputs
+from outrider.engine.device.slots.session_slots import SessionSlots
+from outrider.engine.device.target_program import RowGroup, TargetOutput, TargetProgram
 from outrider.engine.heads import FeatureProjection
-from outrider.engine.kernels.acceptance.coins import ChainLaw, DeviceLaw, accept_sampled
 from outrider.engine.kernels.acceptance.matching import (
     DeviceAcceptance,
     accept_matching,
     advance_state,
 )
-from outrider.engine.kernels.assemble import assemble
+from outrider.engine.kernels.acceptance.randomized import ChainLaw, DeviceLaw, accept_sampled
 from outrider.engine.kernels.attention.compaction import compact_kv, gather_rows
 from outrider.engine.kernels.attention.layout import tree_layout
 from outrider.engine.kernels.finite import find_finite_rows
+from outrider.engine.kernels.logits_processor.draft_path import TokenPath
+from outrider.engine.kernels.logits_processor.process import count_tokens, warp_logits
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.warp.logits import count_tokens, warp_logits
-from outrider.engine.kernels.warp.path import TokenPath
+from outrider.engine.kernels.token_rows import assemble
 from outrider.engine.target import TargetModel
 
 

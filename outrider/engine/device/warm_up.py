@@ -11,8 +11,8 @@ from itertools import groupby, pairwise
 import numpy as np
 import torch
 
-from outrider.engine.device.rounds import DeviceRounds
-from outrider.engine.device.shapes import RoundShape
+from outrider.engine.device.graphs.shapes import RoundShape
+from outrider.engine.device.round_launcher import DeviceRounds
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.kernels.state import NUM_STREAMS
+from outrider.engine.kernels.session_tensors import NUM_STREAMS
 from outrider.engine.noise import mix64_
 from outrider.spec.mixing import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B
 

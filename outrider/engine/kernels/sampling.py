@@ -3,8 +3,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
 """Tokens from logits on the device: argmax or perturbed argmax, by each session's own rule.
 
-The choices are those of `outrider.engine.noise` and `outrider.engine.warper.plain_argmax` bit for
-bit: score = logit / T rounded to float32, plus the float64 Gumbel noise of the session's stream.
+The choices are those of `outrider.engine.noise` and `outrider.engine.logits_processor.plain_argmax`
+bit for bit: score = logit / T rounded to float32, plus the float64 Gumbel noise of the session's
+stream.
 
 Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, P tiles of a row.
 """
@@ -21,15 +22,15 @@ from torch import Tensor
 
 from outrider.engine.kernels.noise import best_of, best_perturbed, noise_key, row_keys
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
-from outrider.engine.kernels.state import (
+from outrider.engine.kernels.session_tensors import (
     RULE_COUPLED,
     RULE_GREEDY,
     RULE_REJECTION,
     RULE_TARGET_ONLY,
     SamplingState,
 )
+from outrider.engine.logits_processor import MAX_LOGIT, MIN_TEMPERATURE
 from outrider.engine.noise import perturbed_argmax
-from outrider.engine.warper import MAX_LOGIT, MIN_TEMPERATURE
 from outrider.errors import InvalidRequestError
 from outrider.spec.noise import Stream
 

@@ -20,7 +20,7 @@ from outrider.engine.heads import (
     load_feature_projection,
     load_head,
 )
-from outrider.engine.training.check import check_head, load_trainable
+from outrider.engine.training.answer_generation import GenerateConfig, Request, generate
 from outrider.engine.training.data import (
     ChatTokenizer,
     Sample,
@@ -32,9 +32,12 @@ from outrider.engine.training.data import (
 )
 from outrider.engine.training.drafting import CHAIN, TREE
 from outrider.engine.training.export import head_config_for, save_head
-from outrider.engine.training.generate import GenerateConfig, Request, generate
 from outrider.engine.training.head import TrainableHead
-from outrider.engine.training.loop import (
+from outrider.engine.training.held_out_report import held_out_report
+from outrider.engine.training.parity_check import check_head, load_trainable
+from outrider.engine.training.serving_report import serving_report
+from outrider.engine.training.target import Target, load_target
+from outrider.engine.training.trainer import (
     DEEP_SHARE,
     STEP_DECAY,
     UNROLL,
@@ -42,9 +45,6 @@ from outrider.engine.training.loop import (
     TrainConfig,
     Trainer,
 )
-from outrider.engine.training.report import held_out_report
-from outrider.engine.training.serving import serving_report
-from outrider.engine.training.target import Target, load_target
 from outrider.engine.training.vocab import DraftVocabulary, build_vocabulary, given_vocabulary
 from outrider.errors import OutriderError
 

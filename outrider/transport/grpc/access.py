@@ -10,8 +10,8 @@ import grpc
 
 from outrider.errors import OutriderError
 from outrider.transport.grpc.credentials import names_of
+from outrider.transport.grpc.error_status import Context
 from outrider.transport.grpc.health import SERVICE_NAME as HEALTH_SERVICE
-from outrider.transport.grpc.status import Context
 from outrider.transport.tls import Role, TlsConfig
 
 Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"

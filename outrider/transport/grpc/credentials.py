@@ -9,7 +9,7 @@ from typing import cast
 import grpc
 
 from outrider.errors import FailedPreconditionError
-from outrider.transport.grpc.status import Context
+from outrider.transport.grpc.error_status import Context
 from outrider.transport.tls import Material, TlsConfig, TlsFiles
 
 _NAMES = "x509_subject_alternative_name"

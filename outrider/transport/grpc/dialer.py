@@ -11,12 +11,10 @@ import grpc
 from outrider.errors import ConnectionLostError, UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
-from outrider.transport.base import DrafterConnection, RouterConnection
-from outrider.transport.framed import Frames, drafter_end, router_end
+from outrider.transport.framed_connection import Frames, drafter_end, router_end
 from outrider.transport.grpc.credentials import channel_credentials
-from outrider.transport.grpc.lane_offers import offering, was_joined
-from outrider.transport.grpc.laned import LanedFrames
-from outrider.transport.grpc.lines import Line, Metadata
+from outrider.transport.grpc.draining_channel import Line, Metadata
+from outrider.transport.grpc.error_status import lost_call_error
 from outrider.transport.grpc.options import GrpcConfig, channel_options
 from outrider.transport.grpc.servicers import (
     DRAFTER_SERVICE,
@@ -24,10 +22,12 @@ from outrider.transport.grpc.servicers import (
     EXCHANGE_SERVICE,
     VERIFIER_SERVICE,
 )
-from outrider.transport.grpc.status import lost_call_error
+from outrider.transport.grpc.shm_frames import LanedFrames
+from outrider.transport.grpc.shm_negotiation import offering, was_joined
 from outrider.transport.grpc.streams import StreamFrames
-from outrider.transport.lane import LaneListener
-from outrider.transport.sessions import SessionIterators
+from outrider.transport.interface import DrafterConnection, RouterConnection
+from outrider.transport.session_stream import SessionIterators
+from outrider.transport.shm import LaneListener
 from outrider.transport.tls import Material, Role, TlsConfig, TlsFiles
 from outrider.wire.codec import (
     decode_drafter_info,

@@ -8,7 +8,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import NotFoundError, ResourceExhaustedError
-from outrider.transport.grpc.status import Context
+from outrider.transport.grpc.error_status import Context
 
 SERVICE_NAME = "grpc.health.v1.Health"
 """Also a service whose status may be asked for: serving as long as the process answers."""

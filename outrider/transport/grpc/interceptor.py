@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.errors import InvalidMessageError, OutriderError
 from outrider.transport.grpc.access import Guard
-from outrider.transport.grpc.status import Context, abort
+from outrider.transport.grpc.error_status import Context, abort
 
 Handler = Callable[..., Any]
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

@@ -14,14 +14,14 @@ from typing import Any
 import grpc
 
 from outrider.errors import ConnectionLostError
-from outrider.transport.base import Connection, DrafterEndpoint, VerifierEndpoint
-from outrider.transport.framed import serving_end, verifier_end
-from outrider.transport.grpc.lane_offers import answering, join_offered
-from outrider.transport.grpc.laned import LanedFrames
+from outrider.transport.framed_connection import serving_end, verifier_end
+from outrider.transport.grpc.error_status import Context
 from outrider.transport.grpc.options import GrpcConfig
 from outrider.transport.grpc.server import Service
-from outrider.transport.grpc.status import Context
+from outrider.transport.grpc.shm_frames import LanedFrames
+from outrider.transport.grpc.shm_negotiation import answering, join_offered
 from outrider.transport.grpc.streams import StreamFrames
+from outrider.transport.interface import Connection, DrafterEndpoint, VerifierEndpoint
 from outrider.transport.tls import Role
 from outrider.wire.codec import (
     decode_attach,

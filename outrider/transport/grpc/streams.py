@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from outrider.errors import ConnectionLostError, OutriderError
-from outrider.transport.grpc.begun import Begun
-from outrider.transport.mailbox import Mailbox
+from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.grpc.eager_coroutine import Begun
 
 FLUSH_TIMEOUT_S = 0.5
 """How long `close` waits for queued frames to be taken by the peer."""

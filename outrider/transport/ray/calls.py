@@ -11,9 +11,9 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
+from outrider.transport.error_codec import from_status
 from outrider.transport.heartbeat import unless_silent
 from outrider.transport.ray.options import RayConfig
-from outrider.transport.status import from_status
 
 
 class HostCalls:

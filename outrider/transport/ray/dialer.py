@@ -7,13 +7,13 @@ from typing import Any
 from outrider.errors import UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import Plan
-from outrider.transport.base import DrafterConnection, RouterConnection
-from outrider.transport.framed import drafter_end, router_end
+from outrider.transport.framed_connection import drafter_end, router_end
+from outrider.transport.interface import DrafterConnection, RouterConnection
+from outrider.transport.ray.actor_streams import DialedFrames
 from outrider.transport.ray.calls import HostCalls, find_host
-from outrider.transport.ray.direct import DirectStreams
+from outrider.transport.ray.grpc_streams import DirectStreams
 from outrider.transport.ray.options import GRPC, RayConfig
-from outrider.transport.ray.pulled import DialedFrames
-from outrider.transport.sessions import SessionIterators
+from outrider.transport.session_stream import SessionIterators
 from outrider.wire.codec import (
     decode_drafter_info,
     decode_verifier_info,

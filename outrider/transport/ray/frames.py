@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
-from outrider.transport.mailbox import Mailbox
-from outrider.transport.status import ErrorStatus
+from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.error_codec import ErrorStatus
 
 ItemT = TypeVar("ItemT")
 

@@ -15,11 +15,11 @@ from outrider.errors import (
     FailedPreconditionError,
     OutriderError,
 )
-from outrider.transport.base import Connection
-from outrider.transport.framed import serving_end, verifier_end
+from outrider.transport.error_codec import ErrorStatus, to_status, typed
+from outrider.transport.framed_connection import serving_end, verifier_end
 from outrider.transport.grpc import GrpcServer, verifier_services
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider.transport.ray.direct import grpc_config
+from outrider.transport.interface import Connection
 from outrider.transport.ray.frames import (
     MAX_BATCH,
     MAX_BATCH_BYTES,
@@ -30,8 +30,8 @@ from outrider.transport.ray.frames import (
     frame_mailbox,
     pack_frames,
 )
+from outrider.transport.ray.grpc_streams import grpc_config
 from outrider.transport.ray.options import GRPC, RayConfig
-from outrider.transport.status import ErrorStatus, to_status, typed
 from outrider.wire.codec import (
     decode_attach,
     decode_close_session,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.awake.choice import order_of, parse_core_list
+from outrider.busy_polling.core_selection import order_of, parse_core_list
 
 
 def test_the_highest_cores_come_first() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.awake import AwakeCores
+from outrider.busy_polling import AwakeCores
 from outrider.errors import FailedPreconditionError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
@@ -127,7 +127,7 @@ def test_a_killed_spinner_harms_nobody() -> None:
 def test_a_killed_process_takes_its_spinners_along_and_gives_its_cores_back(kept: bool) -> None:
     code = (
         "import sys, time\n"
-        "from outrider.awake import AwakeCores\n"
+        "from outrider.busy_polling import AwakeCores\n"
         "awake = AwakeCores.claim(1)\n"
         f"awake.keep({kept})\n"
         "print(awake._spinners[0].pid, flush=True)\n"

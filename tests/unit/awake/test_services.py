@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from outrider_drafter.engine import ConnectionClosed, DraftEngine
 from outrider_drafter.metrics import Metrics
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.sessions import Limits
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine
+from outrider_drafter.state.session import Limits
 
-from outrider.awake import AwakeCores
+from outrider.busy_polling import AwakeCores
 from outrider.errors import OutriderError
 from outrider.wire.messages import SessionEnd
 from tests.unit.drafter.helpers import VOCAB, Script

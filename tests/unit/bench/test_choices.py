@@ -8,15 +8,15 @@ from contextlib import closing
 
 import pytest
 import torch
-from outrider_bench.gpu.bench import Bench, add_arguments
-from outrider_bench.gpu.choices import (
+from outrider_bench.gpu.support.bench import Bench, add_arguments
+from outrider_bench.gpu.support.draft_ablation import (
     TREE_SESSIONS,
     _choosing,
     _scored,
     chains_by_choice,
     trees_by_score,
 )
-from outrider_bench.gpu.steps import DraftBench
+from outrider_bench.gpu.support.steps import DraftBench
 
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from outrider_bench.exchange import WAYS, run_way
+from outrider_bench.exchange.cli import WAYS, run_way
 
 
 @pytest.mark.parametrize("way", WAYS)

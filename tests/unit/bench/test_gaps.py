@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from outrider_bench import gaps, timeline
+from outrider_bench.timelines import lock_step_gaps, merge
 
 from outrider.errors import InvalidRequestError
-from outrider.trace import Recorder
+from outrider.timeline import Recorder
 
 DURATIONS_US = (10, 20, 30, 40, 50, 600, 70, 80, 90, 100, 110, 120)
 """Of each step, all different, so that none can be taken for another."""
@@ -69,8 +69,8 @@ def in_lock_step(rounds: int, rows: int = 1) -> Timelines:
     return made
 
 
-def found(made: Timelines, tmp_path: Path) -> list[gaps.Gap]:
-    return gaps.find([timeline.read(path) for path in made.content(tmp_path)])
+def found(made: Timelines, tmp_path: Path) -> list[lock_step_gaps.Gap]:
+    return lock_step_gaps.find([merge.read(path) for path in made.content(tmp_path)])
 
 
 def test_each_step_of_a_gap_has_its_own_time(tmp_path: Path) -> None:
@@ -103,24 +103,24 @@ def test_where_no_device_is_marked_all_of_a_draft_is_taken_for_its(tmp_path: Pat
         made.gap(device=False)
     made.forward(3)
     (gap, *_) = found(made, tmp_path)
-    steps = dict(zip(gaps.STEPS, gap.steps, strict=True))
+    steps = dict(zip(lock_step_gaps.STEPS, gap.steps, strict=True))
     assert (steps["staged"], steps["answered"]) == (0, 0)
-    assert steps[gaps.DEVICE] == pytest.approx(sum(DURATIONS_US[4:7]), abs=0.01)
+    assert steps[lock_step_gaps.DEVICE] == pytest.approx(sum(DURATIONS_US[4:7]), abs=0.01)
 
 
 def test_rows_of_few_rounds_are_left_out(tmp_path: Path) -> None:
-    made = in_lock_step(gaps.FEWEST, rows=64)
+    made = in_lock_step(lock_step_gaps.FEWEST, rows=64)
     made.gap()
     made.forward(63)
     seen = found(made, tmp_path)
     assert {gap.rows for gap in seen} == {63, 64}
-    assert set(gaps.exchange_us(seen)) == {"64"}
+    assert set(lock_step_gaps.exchange_us(seen)) == {"64"}
 
 
 def run(files: Sequence[Path], *flags: str) -> None:
     parser = argparse.ArgumentParser()
-    timeline.add_arguments(parser)
-    timeline.run(parser.parse_args([*map(str, files), *flags]))
+    merge.add_arguments(parser)
+    merge.run(parser.parse_args([*map(str, files), *flags]))
 
 
 def test_the_command_prints_a_table_and_writes_a_part_of_service_json(
@@ -129,7 +129,7 @@ def test_the_command_prints_a_table_and_writes_a_part_of_service_json(
     files, out = in_lock_step(9).content(tmp_path), tmp_path / "new" / "part.json"
     run(files, "--gaps", "--gaps-out", str(out))
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0].strip("| ") for line in lines[2:14]] == list(gaps.STEPS)
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:14]] == list(lock_step_gaps.STEPS)
     assert json.loads(out.read_text()) == {"exchange_us": {"1": sum(DURATIONS_US) - 600}}
     run(files, "--gaps-out", str(out), "--idle-cores")
     assert json.loads(out.read_text()) == {"exchange_us": {"1-idle-cores": sum(DURATIONS_US) - 600}}

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from outrider_bench import host_ahead, host_churn, host_plain, host_served
-from outrider_bench.host import DrafterSide, measure
-from outrider_bench.host_canned import BESIDE, Steps
-from outrider_bench.host_own import OwnSide
-from outrider_bench.host_verifier import VerifierSide
+from outrider_bench.host import look_ahead, plain, router_rounds, session_churn
+from outrider_bench.host.cli import DrafterSide, measure
+from outrider_bench.host.fake_device import BESIDE, Steps
+from outrider_bench.host.in_process import OwnSide
+from outrider_bench.host.scripted_verifier import VerifierSide
 
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.lane import lane_pair
+from outrider.transport.shm import lane_pair
 
 
 def test_every_step_is_timed_in_every_round() -> None:
@@ -116,7 +116,7 @@ def _note(owner: Any, method: str, order: list[str]) -> None:
 
 
 def test_with_look_ahead_every_round_is_a_hit_and_drafts_are_taken_in_beside() -> None:
-    steps = host_ahead.measure(2, 4, offered=8, pause_s=0.0)
+    steps = look_ahead.measure(2, 4, offered=8, pause_s=0.0)
     assert {len(taken) for taken in steps.taken.values()} == {4}
     critical = {name for name in steps.taken if BESIDE not in name}
     assert critical == {
@@ -132,15 +132,15 @@ def test_with_look_ahead_every_round_is_a_hit_and_drafts_are_taken_in_beside() -
 
 
 def test_plain_rounds_are_timed_whatever_their_sessions_did_without() -> None:
-    found = host_plain.measure(2, 3)
-    assert set(found) == set(host_plain.WAYS)
+    found = plain.measure(2, 3)
+    assert set(found) == set(plain.WAYS)
     for steps in found.values():
         assert {len(taken) for taken in steps.taken.values()} == {3}
         assert "verifier: planner" in steps.taken
 
 
 def test_drafters_hear_of_no_session_that_comes_and_goes_while_its_kind_is_paused() -> None:
-    side = host_churn.ChurningSide(4, 20, "head, paused")
+    side = session_churn.ChurningSide(4, 20, "head, paused")
     with torch.inference_mode():
         for _ in range(40):
             side.replacing_round()
@@ -167,7 +167,7 @@ def test_rounds_with_own_drafts_run_ahead_and_every_step_of_them_is_timed() -> N
 def test_a_whole_verifier_serves_rounds_to_routers(
     answers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asyncio.run(host_served.serve(4, 2, 3, 0.5, answers=answers, lanes=True, warm_s=0.1))
+    asyncio.run(router_rounds.serve(4, 2, 3, 0.5, answers=answers, lanes=True, warm_s=0.1))
     header, _, row = capsys.readouterr().out.strip().splitlines()
     found = dict(zip(header.split(" | "), row.split(" | "), strict=True))
     assert (found["routers"], found["lanes"]) == ("2", "True")

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_bench import look_ahead
-from outrider_bench.look_ahead import FAN_OUTS, SHAPES, Hits, emitted
-from outrider_drafter.outcomes import Layout, Places, seen
+from outrider_bench.quality import look_ahead
+from outrider_bench.quality.look_ahead import FAN_OUTS, SHAPES, Hits, emitted
+from outrider_drafter.state.outcomes import Layout, Places, seen
 
 from outrider.engine.training.data import Sample
 from outrider.engine.training.drafting import CHAIN, TREE, OwnRows, score, stable_rows
-from outrider.engine.training.serving import Round, walk
+from outrider.engine.training.serving_report import Round, walk
 from outrider.errors import InvalidRequestError
 from tests.factories import make_eagle3_head, make_target
 

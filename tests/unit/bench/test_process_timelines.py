@@ -9,10 +9,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from outrider_bench import timeline
+from outrider_bench.timelines import merge
 
 from outrider.errors import InvalidRequestError
-from outrider.trace import INSTANT, Recorder
+from outrider.timeline import INSTANT, Recorder
 
 
 def written(path: Path, process: str, *marks: tuple[float, float, str]) -> Path:
@@ -47,8 +47,8 @@ def files(tmp_path: Path) -> list[Path]:
 def run(files: list[Path], out: Path, *flags: str) -> dict[str, Any]:
     """The command; what it wrote."""
     parser = argparse.ArgumentParser()
-    timeline.add_arguments(parser)
-    timeline.run(parser.parse_args([*map(str, files), "-o", str(out), *flags]))
+    merge.add_arguments(parser)
+    merge.run(parser.parse_args([*map(str, files), "-o", str(out), *flags]))
     content: dict[str, Any] = json.loads(out.read_text())
     return content
 
@@ -88,11 +88,11 @@ def test_the_picture_shows_a_part_with_its_moments(files: list[Path], tmp_path: 
 
 
 def test_the_picture_is_of_the_middle_of_the_work_unless_told(files: list[Path]) -> None:
-    merged = timeline.merge([timeline.read(path) for path in files])
-    spans, tracks = timeline.spans_of(merged["traceEvents"])
+    merged = merge.merge([merge.read(path) for path in files])
+    spans, tracks = merge.spans_of(merged["traceEvents"])
     assert tracks == ["verifier: verifier's", "drafter: drafter's"]
-    assert timeline.middle_ms(spans) == pytest.approx(14.5)
-    assert timeline.window(spans, 100.0, 200.0) == []
+    assert merge.middle_ms(spans) == pytest.approx(14.5)
+    assert merge.window(spans, 100.0, 200.0) == []
 
 
 def test_an_empty_part_and_foreign_files_are_refused(files: list[Path], tmp_path: Path) -> None:

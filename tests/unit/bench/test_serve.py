@@ -26,11 +26,10 @@ from outrider_bench.serve.cells import (
     parse_drafts,
     plain_key,
 )
+from outrider_bench.serve.chart import draw, lines, title
 from outrider_bench.serve.fleet import Service, plan_services
-from outrider_bench.serve.lab import FORWARD, Lab, LabRound, efficiency, read_lab
-from outrider_bench.serve.loads import Size, arrivals, make_load, shares
-from outrider_bench.serve.measure import Budget, compare_in_turn, describe_cell, ratio
-from outrider_bench.serve.picture import draw, lines, title
+from outrider_bench.serve.measurement import Budget, compare_in_turn, describe_cell, ratio
+from outrider_bench.serve.round_baseline import FORWARD, Lab, LabRound, efficiency, read_lab
 from outrider_bench.serve.run import (
     drafts_of,
     handicaps_of,
@@ -39,6 +38,7 @@ from outrider_bench.serve.run import (
     samplings_of,
 )
 from outrider_bench.serve.waves import Answer, Wave
+from outrider_bench.serve.workload import Size, arrivals, make_load, shares
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod

@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from outrider_bench.gpu.drive import Stream, Wave, drive, random_prompts
-from outrider_bench.gpu.engine import (
+from outrider_bench.gpu.lossless import compare
+from outrider_bench.gpu.placement import split_round
+from outrider_bench.gpu.support.load_driver import Stream, Wave, drive, random_prompts
+from outrider_bench.gpu.support.random_model import (
+    LLAMA_8B,
+    TINY,
+    RandomSource,
+    head_shape,
+    load_own_head,
+    random_head,
+    random_target,
+)
+from outrider_bench.gpu.support.services import (
     COLOCATED,
     FUSED,
     INPROC,
@@ -19,24 +30,13 @@ from outrider_bench.gpu.engine import (
     serving,
     uses_device_engine,
 )
-from outrider_bench.gpu.equality import compare
-from outrider_bench.gpu.placement import split_round
-from outrider_bench.gpu.random_model import (
-    LLAMA_8B,
-    TINY,
-    RandomSource,
-    head_shape,
-    load_own_head,
-    random_head,
-    random_target,
-)
-from outrider_bench.gpu.timeline import VERIFY
-from outrider_bench.gpu.trace import TrackSpan
-from outrider_bench.gpu.widening import weight_bytes
+from outrider_bench.gpu.support.timeline import VERIFY
+from outrider_bench.gpu.support.trace import TrackSpan
+from outrider_bench.gpu.support.widening import weight_bytes
 from outrider_bench.report import percentiles
-from outrider_verifier.effects import RoundReport
+from outrider_verifier.state.effects import RoundReport
 
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.errors import InvalidRequestError
 from outrider.wire.messages import SpecStats
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from outrider_bench.environment import describe
 from outrider_bench.gpu import cli
-from outrider_bench.gpu.equality import common_prefix
+from outrider_bench.gpu.lossless import common_prefix
 from outrider_bench.gpu.summary import FIGURES, merge, read_results, write_summary
-from outrider_bench.gpu.tree_scores import ProductGrowth, torn_tree
-from outrider_drafter.growth import BeamGrowth, Children
+from outrider_bench.gpu.support.tree_scores import ProductGrowth, torn_tree
+from outrider_drafter.proposers.tree_growth import BeamGrowth, Children
 
 from outrider.errors import InternalError, InvalidRequestError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from outrider_bench.gpu.svg import draw, write_svg
-from outrider_bench.gpu.timeline import (
+from outrider_bench.gpu.support.svg import draw, write_svg
+from outrider_bench.gpu.support.timeline import (
     DRAFT,
     HOST,
     TRACKS,
@@ -20,9 +20,9 @@ from outrider_bench.gpu.timeline import (
     split_ms,
     window,
 )
-from outrider_bench.gpu.trace import TrackSpan, trace_events, write_trace
+from outrider_bench.gpu.support.trace import TrackSpan, trace_events, write_trace
 
-from outrider.engine.device.recorder import Span
+from outrider.engine.device.device_timeline import Span
 
 SPANS = [
     TrackSpan(HOST, "submit", 0.0, 0.2),

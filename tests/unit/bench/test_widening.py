@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from outrider_bench.gpu.widened_files import write_head, write_target
-from outrider_bench.gpu.widening import (
+from outrider_bench.gpu.support.widened_files import write_head, write_target
+from outrider_bench.gpu.support.widening import (
     LAYER_MATRICES,
     WidenedTarget,
     WideSpec,
@@ -20,7 +20,7 @@ from outrider.checkpoints.model_config import config_from_hf
 from outrider.engine.checkpoint import load_model_config, open_checkpoint
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.heads.eagle3 import Eagle3Head
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.errors import InvalidRequestError
 

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 import pytest
-from outrider_chaos import fuzzing
-from outrider_chaos.fuzzing import LANE, MAX_GROWTH_MB, honest_frames
+from outrider_chaos import fuzz_runner
+from outrider_chaos.fuzz_runner import LANE, MAX_GROWTH_MB, honest_frames
 
 from outrider.chaos import fuzz
 from outrider.chaos.fuzz import (
@@ -19,7 +19,7 @@ from outrider.chaos.fuzz import (
     mutated,
     random_frame,
 )
-from outrider.chaos.fuzz_lane import fuzz_lane
+from outrider.chaos.fuzz_shm import fuzz_lane
 from outrider.wire.v1 import inference_pb2
 
 FRAMES = 1500
@@ -84,9 +84,9 @@ def test_growth_is_what_is_kept_not_a_large_frame_that_came_by(
             kept.append(frame)
         return FuzzReport()
 
-    monkeypatch.setattr(fuzzing, "fuzz_lane", read)
+    monkeypatch.setattr(fuzz_runner, "fuzz_lane", read)
     _leave_room_in_the_heap()
-    grown = fuzzing.fuzz(LANE, frames=100, seed=0).growth_mb
+    grown = fuzz_runner.fuzz(LANE, frames=100, seed=0).growth_mb
     assert (grown > MAX_GROWTH_MB) == keeps
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.chaos.faults import Kind
-from outrider.chaos.mangling import Mangling
+from outrider.chaos.frame_faults import Mangling
 from outrider.chaos.network import ChaosNetwork
 from outrider.errors import (
     ConnectionLostError,

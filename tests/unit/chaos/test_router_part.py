@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from outrider_chaos.router_part import MortalRouter
-from outrider_router.answers import Write
+from outrider_chaos.killable_router import MortalRouter
+from outrider_router.requests.resumable_answers import Write
 
 from outrider.errors import UnavailableError
 from outrider.wire.inference import Delta

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from outrider.checkpoints.directory import read_model_directory
 from outrider.checkpoints.model_config import config_from_hf
 from outrider.engine.checkpoint import load_model_config, open_checkpoint
-from outrider.engine.loading import load_embedding, load_lm_head, load_target
+from outrider.engine.model_loader import load_embedding, load_lm_head, load_target
 from outrider.engine.training.target import load_target as load_for_training
 from outrider.errors import InvalidRequestError, NotFoundError
 from tests.unit.checkpoints.files import (

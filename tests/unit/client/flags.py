@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from outrider.client.local import LocalConfig
-from outrider.client.local_flags import drafter_args, places, verifier_args
+from outrider.client.local.config import LocalConfig
+from outrider.client.local.process_flags import drafter_args, places, verifier_args
 
 
 def flags_of(arguments: list[str]) -> dict[str, str]:

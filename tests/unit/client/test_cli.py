@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from outrider_ray.__main__ import parse_args
 
-from outrider.client import cli, generate, local, on_ray, serve
-from outrider.client.modelfiles import ModelFiles
-from outrider.client.prompts import read_prompts
+from outrider.client.commands import generate, main, ray_flags, serve
+from outrider.client.commands.prompt_files import read_prompts
+from outrider.client.local import config as local
+from outrider.client.local.model_files import ModelFiles
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.spec.plan import DraftMethod
 from outrider.text.tokenizer import Tokenizer
@@ -73,14 +74,14 @@ def prompts_file(directory: Path, *entries: object) -> Path:
 
 def test_logprobs_are_in_the_json(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "--prompt", "x", "--max-tokens", "5", "--router", served.address]
-    assert cli.main([*arguments, "--logprobs", "2", "--json"]) == 0
+    assert main.main([*arguments, "--logprobs", "2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert len(answer["logprobs"]) == 5
     assert all(len(entry["top"]) == 2 and entry["logprob"] < 0 for entry in answer["logprobs"])
-    assert cli.main([*arguments, "--logprobs", "2"]) == 2
+    assert main.main([*arguments, "--logprobs", "2"]) == 2
     assert "--logprobs needs --json" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        cli.main([*arguments, "--logprobs", "21", "--json"])
+        main.main([*arguments, "--logprobs", "21", "--json"])
 
 
 def test_json_is_one_object_a_prompt_in_input_order(
@@ -88,7 +89,7 @@ def test_json_is_one_object_a_prompt_in_input_order(
 ) -> None:
     file = prompts_file(tmp_path, *({"prompt": f"number {i}", "task": "x"} for i in range(6)))
     arguments = ["generate", "--prompts", str(file), "--max-tokens", "60", "--json"]
-    assert cli.main([*arguments, "--concurrency", "3", "--router", served.address]) == 0
+    assert main.main([*arguments, "--concurrency", "3", "--router", served.address]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 6
     for index, line in enumerate(lines):
@@ -119,7 +120,7 @@ def test_turns_are_asked_in_one_conversation(
     served.verifier.specs.clear()
     file = prompts_file(tmp_path, {"turns": ["first", "second"]})
     arguments = ["generate", "--prompts", str(file), "--max-tokens", "5", "--json"]
-    assert cli.main([*arguments, "--router", served.address]) == 0
+    assert main.main([*arguments, "--router", served.address]) == 0
     (answer,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [turn["text"] for turn in answer["turns"]][-1] == answer["text"]
     tokenizer = Tokenizer.load(served.directory)
@@ -133,7 +134,7 @@ def test_plain_output_shows_prompt_and_answer(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["generate", "--prompt", "hello", "--max-tokens", "30", "--router", served.address]
-    assert cli.main(arguments) == 0
+    assert main.main(arguments) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("> hello\n")
     assert "hello" in captured.out.split("\n", 1)[1]
@@ -147,7 +148,7 @@ def test_flags_reach_the_session(served: Served, capsys: pytest.CaptureFixture[s
     flags += " --look-ahead 0 --fan-out 12"
     flags += " --priority -3 --min-tokens 1 --logit-bias 3=-2.5 --logit-bias 5=1"
     arguments = ["generate", "--prompt", "x", *flags.split(), "--router", served.address]
-    assert cli.main(arguments) == 0
+    assert main.main(arguments) == 0
     spec = served.verifier.specs[-1]
     assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.seed) == (0.8, 0.9, 0)
     assert (spec.sampling.rule, spec.priority) == ("rejection", -3)
@@ -181,7 +182,7 @@ def test_bad_flags_exit_with_status_2_and_say_why(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(flags)
+        main.main(flags)
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
 
@@ -203,13 +204,13 @@ def test_a_bad_prompts_file_exits_with_status_2_and_names_the_line(
 ) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(content)
-    assert cli.main(["generate", "--prompts", str(file), "--router", "127.0.0.1:1"]) == 2
+    assert main.main(["generate", "--prompts", str(file), "--router", "127.0.0.1:1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("outrider: ") and says in error and "Traceback" not in error
 
 
 def test_a_missing_prompts_file_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--prompts", "/nowhere.jsonl", "--router", "127.0.0.1:1"]) == 2
+    assert main.main(["generate", "--prompts", "/nowhere.jsonl", "--router", "127.0.0.1:1"]) == 2
     assert "/nowhere.jsonl" in capsys.readouterr().err
 
 
@@ -223,7 +224,7 @@ def test_a_request_that_the_server_refuses_exits_with_status_2(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["generate", "--prompt", "a", "--temperature", "-1", "--router", served.address]
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     assert "temperature" in capsys.readouterr().err
 
 
@@ -231,21 +232,21 @@ def test_an_unreachable_router_exits_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("outrider.client.retry.RetryPolicy.delay_s", lambda *_: None)
-    assert cli.main(["generate", "--prompt", "a", "--router", "127.0.0.1:1"]) == 1
+    assert main.main(["generate", "--prompt", "a", "--router", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err.startswith("outrider: ")
 
 
 def test_unknown_models_and_heads_exit_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["generate", "--prompt", "a", "--model", "no-such-model"]) == 2
+    assert main.main(["generate", "--prompt", "a", "--model", "no-such-model"]) == 2
     assert "no-such-model" in capsys.readouterr().err
-    assert cli.main(["generate", "--prompt", "a", "--head", str(tmp_path)]) == 2
+    assert main.main(["generate", "--prompt", "a", "--head", str(tmp_path)]) == 2
     assert "no draft head" in capsys.readouterr().err
 
 
 def parsed(*flags: str) -> generate.LocalConfig:
-    args = cli.make_parser().parse_args(["generate", "--prompt", "a", *flags])
+    args = main.make_parser().parse_args(["generate", "--prompt", "a", *flags])
     files = ModelFiles(name="tiny", path=Path("/models/tiny"), head=Path("/heads/tiny"))
     return generate.local_config(args, files, 1)
 
@@ -262,7 +263,7 @@ def test_the_processes_get_only_what_their_method_needs() -> None:
 
 
 def test_a_method_without_its_files_is_refused() -> None:
-    args = cli.make_parser().parse_args(["generate", "--prompt", "a", "--drafter", "eagle3"])
+    args = main.make_parser().parse_args(["generate", "--prompt", "a", "--drafter", "eagle3"])
     with pytest.raises(InvalidRequestError, match="--head"):
         generate.local_config(args, ModelFiles(name="m", path=Path("m"), head=None), 1)
 
@@ -280,17 +281,17 @@ def test_serve_offers_what_the_files_allow_unless_told() -> None:
 
 
 def test_models_list_tells_what_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["models", "list", "--json"]) == 0
+    assert main.main(["models", "list", "--json"]) == 0
     entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "smollm2-135m" in [entry["name"] for entry in entries]
-    assert cli.main(["models", "list"]) == 0
+    assert main.main(["models", "list"]) == 0
     assert "Apache-2.0" in capsys.readouterr().out
 
 
 def test_models_pull_of_an_unknown_name_exits_with_status_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["models", "pull", "no-such-model"]) == 2
+    assert main.main(["models", "pull", "no-such-model"]) == 2
     assert "no-such-model" in capsys.readouterr().err
 
 
@@ -301,9 +302,9 @@ def test_commands_of_their_own_get_every_flag(monkeypatch: pytest.MonkeyPatch) -
         runs.append((module, args))
         return 7
 
-    monkeypatch.setattr(cli, "run_module", record)
-    assert cli.main(["bench", "local", "--json"]) == 7
-    assert cli.main(["train-head", "--help"]) == 7
+    monkeypatch.setattr(main, "run_module", record)
+    assert main.main(["bench", "local", "--json"]) == 7
+    assert main.main(["train-head", "--help"]) == 7
     assert runs == [
         ("outrider_bench", ["local", "--json"]),
         ("outrider.engine.training", ["--help"]),
@@ -311,7 +312,7 @@ def test_commands_of_their_own_get_every_flag(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_command_that_is_not_installed_says_so() -> None:
-    from outrider.client.modules import run_module
+    from outrider.client.commands.module_runner import run_module
 
     with pytest.raises(NotFoundError, match="no_such_package"):
         run_module("no_such_package.x", [])
@@ -322,7 +323,7 @@ def test_interrupting_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "run", interrupt)
-    assert cli.main(["generate", "--prompt", "a"]) == cli.EXIT_INTERRUPTED
+    assert main.main(["generate", "--prompt", "a"]) == main.EXIT_INTERRUPTED
 
 
 def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,7 +339,7 @@ def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[st
     try:
         deadline = time.monotonic() + 5
         while True:
-            assert cli.main(["status", "--router", served.address]) == 0
+            assert main.main(["status", "--router", served.address]) == 0
             shown = capsys.readouterr().out
             if "SIMULATED ACCEPTANCE 2.6" in shown:
                 break
@@ -346,12 +347,12 @@ def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[st
         assert "drafts itself (eagle)" in shown
         assert "look-ahead: 70% hits, of whose drafts 2.00 tokens a round stand (2.50 of" in shown
         assert "93 us between rounds of hits" in shown
-        assert cli.main(["status", "--router", served.address, "--json"]) == 0
+        assert main.main(["status", "--router", served.address, "--json"]) == 0
         info = json.loads(capsys.readouterr().out)
         assert info["verifiers"][0]["simulated_acceptance"] == "2.6"
         assert info["verifiers"][0]["stats"]["hit_rounds"] == 7
         arguments = ["generate", "--prompt", "a", "--max-tokens", "2", "--router", served.address]
-        assert cli.main(arguments) == 0
+        assert main.main(arguments) == 0
         assert "SIMULATED ACCEPTANCE 2.6" in capsys.readouterr().err
     finally:
         served.verifier.change_info(
@@ -370,7 +371,7 @@ def test_a_head_in_the_verifier_needs_no_drafter() -> None:
 
 
 def test_serve_passes_placing_on_to_ray() -> None:
-    args = cli.make_parser().parse_args(["serve", "--device", "cuda", "--placement", "fused"])
+    args = main.make_parser().parse_args(["serve", "--device", "cuda", "--placement", "fused"])
     config = local.LocalConfig(
         model=Path("/m"), head=Path("/h"), methods=(DraftMethod.EAGLE3,), **serve.placing_of(args)
     )
@@ -383,8 +384,8 @@ def test_serve_passes_placing_on_to_ray() -> None:
 def test_serve_passes_rays_own_flags_on() -> None:
     given = ["--ray-address", "auto", "--ray-strategy", "strict-pack", "--ray-exchange", "refs"]
     given += ["--ray-gpus-per-actor", "0.5", "--ray-cpus-per-actor", "4"]
-    args = cli.make_parser().parse_args(["serve", "--runtime", "ray", *given])
-    config = parse_args(["--model", "m", *on_ray.ray_flags(args)])
+    args = main.make_parser().parse_args(["serve", "--runtime", "ray", *given])
+    config = parse_args(["--model", "m", *ray_flags.ray_flags(args)])
     assert (config.ray_address, config.strategy, config.exchange) == ("auto", "strict-pack", "refs")
     assert (config.gpus_per_actor, config.cpus_per_actor) == (0.5, 4.0)
 
@@ -394,6 +395,6 @@ def test_serve_passes_rays_own_flags_on() -> None:
     [["--ray-exchange", "refs"], ["--runtime", "ray", "--drafter-device", "cuda:1"]],
 )
 def test_flags_that_mean_nothing_to_the_runtime_are_refused(flags: list[str]) -> None:
-    args = cli.make_parser().parse_args(["serve", *flags])
+    args = main.make_parser().parse_args(["serve", *flags])
     with pytest.raises(InvalidRequestError, match=flags[-2]):
-        on_ray.ray_flags(args)
+        ray_flags.ray_flags(args)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from outrider.client import (
     AsyncClient,
@@ -27,10 +27,10 @@ from outrider.client import (
     RetryPolicy,
     Rule,
     UnavailableError,
-    calls,
+    rpcs,
     user,
 )
-from outrider.client.calls import GENERATE_STREAM, Rpc
+from outrider.client.rpcs import GENERATE_STREAM, Rpc
 from outrider.errors import InvalidMessageError
 from tests.fakes.router import grpc_router, running_router
 from tests.fakes.verifier import FakeVerifier
@@ -480,7 +480,7 @@ async def test_an_answer_that_makes_no_sense_ends_its_stream_with_one_error(
 ) -> None:
     verifier.round_s = 0.01
     malformed = Rpc(GENERATE_STREAM.name, GENERATE_STREAM.encode, _nonsense)
-    monkeypatch.setattr(calls, "GENERATE_STREAM", malformed)
+    monkeypatch.setattr(rpcs, "GENERATE_STREAM", malformed)
     stream = client.stream("abc", max_tokens=1000)
     for _ in range(2):
         with pytest.raises(InternalError, match="malformed"):

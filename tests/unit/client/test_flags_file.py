@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client import cli
+from outrider.client.commands import main
 from outrider.errors import InvalidRequestError, NotFoundError
 
 YAML = """\
@@ -37,7 +37,7 @@ def test_flags_of_a_file_count_like_those_of_the_command_line(
 ) -> None:
     path = tmp_path / name
     path.write_text(text)
-    args = cli.parse_arguments(["serve", "--config", str(path)])
+    args = main.parse_arguments(["serve", "--config", str(path)])
     assert (args.model, args.served_model_name, args.max_model_len) == ("owner/name", "mine", 4096)
     assert (args.drafter_methods, args.drain_s, args.log_level) == ("ngram,model", 2.5, "WARNING")
     assert args.no_prefix_cache and not args.no_cuda_graphs
@@ -47,14 +47,14 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(YAML)
     flags = ["serve", "--max-model-len", "128", "--config", str(path), "--model=other"]
-    args = cli.parse_arguments(flags)
+    args = main.parse_arguments(flags)
     assert (args.model, args.max_model_len, args.served_model_name) == ("other", 128, "mine")
 
 
 def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("# nothing yet\n")
-    assert cli.parse_arguments(["serve", "--config", str(path)]).port == 50050
+    assert main.parse_arguments(["serve", "--config", str(path)]).port == 50050
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_good_is_refused_by_name(
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(InvalidRequestError) as caught:
-        cli.parse_arguments(["serve", "--config", str(path)])
+        main.parse_arguments(["serve", "--config", str(path)])
     assert caught.value.message.startswith(f"{path}: ")
     assert says in caught.value.message
     assert caught.value.reason == "INVALID_CONFIG"
@@ -106,7 +106,7 @@ def test_malformed_yaml_is_refused_in_one_line_with_its_number(
     path = tmp_path / "a.yaml"
     path.write_text(text)
     with pytest.raises(InvalidRequestError) as caught:
-        cli.parse_arguments(["serve", "--config", str(path)])
+        main.parse_arguments(["serve", "--config", str(path)])
     assert caught.value.message.startswith(f"{path} {says}")
     assert "\n" not in caught.value.message
     assert caught.value.reason == "INVALID_CONFIG"
@@ -114,4 +114,4 @@ def test_malformed_yaml_is_refused_in_one_line_with_its_number(
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no configuration file at"):
-        cli.parse_arguments(["serve", "--config", str(tmp_path / "none.yaml")])
+        main.parse_arguments(["serve", "--config", str(tmp_path / "none.yaml")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.client.health_probe import MAX_NOT_SERVING_S, Health, HealthRecord
+from outrider.client.local.health_probe import MAX_NOT_SERVING_S, Health, HealthRecord
 
 
 def test_silence_counts_from_the_last_answer() -> None:

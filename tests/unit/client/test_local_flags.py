@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from outrider.client import local_cluster, local_flags
-from outrider.client.local import LocalConfig
-from outrider.client.local_cluster import LocalCluster
-from outrider.client.local_flags import Place, count_gpus, places, router_args
+from outrider.client.local import cluster as local_cluster
+from outrider.client.local import process_flags
+from outrider.client.local.cluster import LocalCluster
+from outrider.client.local.config import LocalConfig
+from outrider.client.local.process_flags import Place, count_gpus, places, router_args
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from tests.unit.client.flags import drafter_arguments, flags_of, verifier_arguments
@@ -94,7 +95,7 @@ def test_what_several_routers_cannot_have_is_refused(flags: dict[str, Any]) -> N
 
 
 def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(local_flags, "DRIVER_FILES", ())
+    monkeypatch.setattr(process_flags, "DRIVER_FILES", ())
     listing = tmp_path / "nvidia-smi"
     listing.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
     listing.chmod(0o755)
@@ -115,7 +116,7 @@ def test_a_driver_without_its_tools_counts_as_one_gpu(
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     driver = tmp_path / "nvidiactl"
-    monkeypatch.setattr(local_flags, "DRIVER_FILES", (driver,))
+    monkeypatch.setattr(process_flags, "DRIVER_FILES", (driver,))
     assert count_gpus() == 0
     driver.touch()
     assert count_gpus() == 1

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from outrider_drafter.__main__ import parse_args as drafter_config
 from outrider_router.__main__ import parse_args as router_config
-from outrider_router.keys import KeysFile, find_key
+from outrider_router.base.api_keys import KeysFile, find_key
 from outrider_verifier.__main__ import parse_args as verifier_config
 
-from outrider.client import cli
-from outrider.client.certs_command import make_certificates, tls_from
-from outrider.client.connecting import call_metadata
-from outrider.client.healthy import check_hosts
-from outrider.client.keys_command import append
-from outrider.client.local import LocalConfig
-from outrider.client.local_cluster import LocalCluster
-from outrider.client.local_flags import router_args
+from outrider.client.commands import main
+from outrider.client.commands.keys import append
+from outrider.client.connection import call_metadata
+from outrider.client.local.certificates import make_certificates, tls_from
+from outrider.client.local.cluster import LocalCluster
+from outrider.client.local.config import LocalConfig
+from outrider.client.local.process_flags import router_args
+from outrider.client.local.readiness import check_hosts
 from outrider.config import load_config
 from outrider.errors import AlreadyExistsError, FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
@@ -28,7 +28,7 @@ from tests.unit.client.flags import drafter_arguments, verifier_arguments
 
 def test_every_role_gets_a_certificate_whose_key_is_its_owners_alone(tmp_path: Path) -> None:
     directory = tmp_path / "tls"
-    assert cli.main(["certs", str(directory), "--host", "router.example"]) == 0
+    assert main.main(["certs", str(directory), "--host", "router.example"]) == 0
     for role in Role:
         TlsFiles(tls_from(directory, role).for_fleet())
     for path in directory.glob("*-key.pem"):
@@ -53,7 +53,7 @@ def test_a_new_key_is_printed_once_and_its_hash_is_filed(
         ("alice", ["--tenant", "team", "--requests-per-s", "5", "--max-tokens", "100"]),
         ("boss", ["--operator", "--max-concurrent", "2"]),
     ):
-        assert cli.main(["keys", "new", name, "--file", str(path), *flags]) == 0
+        assert main.main(["keys", "new", name, "--file", str(path), *flags]) == 0
         secrets[name] = capsys.readouterr().out.strip()
     keys = load_config(KeysFile, path).keys
     for name, secret in secrets.items():
@@ -62,8 +62,8 @@ def test_a_new_key_is_printed_once_and_its_hash_is_filed(
     assert (keys["alice"].tenant, keys["alice"].requests_per_s) == ("team", 5.0)
     assert keys["boss"].operator and not keys["alice"].operator
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert cli.main(["keys", "new", "alice", "--file", str(path)]) == 1
-    assert cli.main(["keys", "new", "no good"]) == 2
+    assert main.main(["keys", "new", "alice", "--file", str(path)]) == 1
+    assert main.main(["keys", "new", "no good"]) == 2
 
 
 def test_the_local_runtime_gives_each_process_the_certificate_of_its_role(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_key_comes_from_the_caller_or_the_environment(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("tenant", ["größe 😀", 'a"b\\c', "\x7f\t\n"])
 def test_any_text_of_a_key_is_read_back_by_the_router(tmp_path: Path, tenant: str) -> None:
     path = tmp_path / "keys.toml"
-    assert cli.main(["keys", "new", "alice", "--file", str(path), "--tenant", tenant]) == 0
+    assert main.main(["keys", "new", "alice", "--file", str(path), "--tenant", tenant]) == 0
     assert load_config(KeysFile, path).keys["alice"].tenant == tenant
 
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_written_leaves_the_file_as_it_was(
     path = tmp_path / "keys.toml"
     path.write_bytes(before)
     tenant = "team" if before else "\udcff"
-    assert cli.main(["keys", "new", "alice", "--file", str(path), "--tenant", tenant]) == 2
+    assert main.main(["keys", "new", "alice", "--file", str(path), "--tenant", tenant]) == 2
     assert said in capsys.readouterr().err
     assert path.read_bytes() == before
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.client import cli, local_cluster, serve
-from outrider.client.local import LocalConfig
-from outrider.client.local_cluster import LocalCluster
-from outrider.client.preflight import check_files
+from outrider.client.commands import main, serve
+from outrider.client.local import cluster as local_cluster
+from outrider.client.local.cluster import LocalCluster
+from outrider.client.local.config import LocalConfig
+from outrider.client.local.preflight import check_files
 from outrider.errors import FailedPreconditionError, InvalidRequestError, OutriderError
 from outrider.spec.plan import DraftMethod
 from tests.factories import make_tokenizer
@@ -160,7 +161,7 @@ def test_rays_launcher_is_not_run_with_files_that_cannot_be_served(
 ) -> None:
     edit_config(files.model, {"model_type": "gpt2"})
     monkeypatch.setattr(serve, "run_module", lambda *_: pytest.fail("it was run"))
-    assert cli.main(["serve", "--runtime", "ray", "--model", str(files.model)]) == 2
+    assert main.main(["serve", "--runtime", "ray", "--model", str(files.model)]) == 2
     assert "model_type must be one of" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -182,7 +183,7 @@ def test_a_model_without_a_chat_template_is_warned_of_before_anything_starts(
         LocalCluster(files, progress=lines.append).start()
     assert lines.count(line) == 1
     monkeypatch.setattr(serve, "run_module", lambda *_: 0)
-    assert cli.main(["serve", "--runtime", "ray", "--model", str(files.model)]) == 0
+    assert main.main(["serve", "--runtime", "ray", "--model", str(files.model)]) == 0
     assert capsys.readouterr().err.count(line) == 1
 
 
@@ -203,8 +204,8 @@ def test_the_check_needs_no_torch(files: LocalConfig) -> None:
     code = (
         "import json, sys; from pathlib import Path\n"
         "sys.modules['torch'] = sys.modules['safetensors'] = None\n"
-        "from outrider.client.local import LocalConfig\n"
-        "from outrider.client.preflight import check_files\n"
+        "from outrider.client.local.config import LocalConfig\n"
+        "from outrider.client.local.preflight import check_files\n"
         "paths = json.loads(sys.argv[1])\n"
         "check_files(LocalConfig(**{name: Path(path) for name, path in paths.items()}))\n"
     )

@@ -14,9 +14,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from outrider.client import processes
-from outrider.client.processes import ChildProcess, check_running
-from outrider.client.supervisor import MAX_START_S, Keeper
+from outrider.client.local import child_process
+from outrider.client.local.child_process import ChildProcess, check_running
+from outrider.client.local.supervisor import MAX_START_S, Keeper
 from outrider.errors import UnavailableError
 from tests.waiting import wait_until
 
@@ -111,7 +111,7 @@ def test_a_child_that_says_nothing_is_given_up(start: Callable[..., ChildProcess
 def test_a_child_that_ignores_being_asked_is_killed(
     start: Callable[..., ChildProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_S", 0.2)
     child = start("--deaf")
     child.wait_ready(30)
     pid = child.pid
@@ -147,7 +147,7 @@ def test_a_keeper_restarts_what_died_after_its_pause(start: Callable[..., ChildP
 
 PARENT = """
 import sys, time
-from outrider.client.processes import ChildProcess
+from outrider.client.local.child_process import ChildProcess
 child = ChildProcess("child", "tests.fakes.child", {flags})
 child.start()
 child.wait_ready(30)

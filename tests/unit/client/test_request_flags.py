@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from outrider.client.commands.request_flags import (
+    FLAGS,
+    FORMS,
+    add_request_arguments,
+    request_options,
+)
 from outrider.client.options import GenerateOptions, make_request
-from outrider.client.request_flags import FLAGS, FORMS, add_request_arguments, request_options
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 

@@ -12,11 +12,11 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from outrider.client import AsyncClient, Client, InvalidRequestError
 from outrider.client.options import make_request
-from outrider.spec.structured import StructuredKind
+from outrider.spec.structured_output import StructuredKind
 from tests.fakes.router import grpc_router, running_router
 from tests.fakes.verifier import FakeVerifier
 

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from outrider.client import (
     AlreadyExistsError,
@@ -21,7 +21,7 @@ from outrider.client import (
     RetryPolicy,
     UnavailableError,
 )
-from outrider.client.resuming import MOST_LOOKS, Again, Attempts
+from outrider.client.attempts import MOST_LOOKS, Again, Attempts
 from tests.fakes.proxy import Proxy, proxied
 from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier

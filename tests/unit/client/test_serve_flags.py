@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client import cli, local, serve
-from outrider.client.healthy import check_free
-from outrider.client.local_cluster import LocalCluster
-from outrider.client.local_flags import router_args
-from outrider.client.modelfiles import ModelFiles
+from outrider.client.commands import main, serve
+from outrider.client.local import config as local
+from outrider.client.local.cluster import LocalCluster
+from outrider.client.local.model_files import ModelFiles
+from outrider.client.local.process_flags import router_args
+from outrider.client.local.readiness import check_free
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from tests.unit.client.flags import drafter_arguments, flags_of, verifier_arguments
 
@@ -27,7 +28,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Parsed:
     monkeypatch.setattr(serve, "find_model", lambda *_, **__: files)
 
     def parse(*flags: str) -> local.LocalConfig:
-        return serve.make_config(cli.make_parser().parse_args(["serve", *flags]))
+        return serve.make_config(main.make_parser().parse_args(["serve", *flags]))
 
     return parse
 
@@ -78,7 +79,7 @@ def test_impossible_handicaps_are_refused(
     flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["serve", *flags])
+        main.main(["serve", *flags])
     assert says in capsys.readouterr().err
 
 

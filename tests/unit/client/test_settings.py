@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from outrider.client.healthy import check_free
-from outrider.client.local import LocalConfig
-from outrider.client.local_cluster import LocalCluster
-from outrider.client.local_flags import places
-from outrider.client.settings import Settings, check_settings, ray_warnings
+from outrider.client.local.cluster import LocalCluster
+from outrider.client.local.config import LocalConfig
+from outrider.client.local.process_flags import places
+from outrider.client.local.readiness import check_free
+from outrider.client.local.settings_check import Settings, check_settings, ray_warnings
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
 

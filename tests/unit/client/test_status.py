@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.client.status_command import describe
+from outrider.client.commands.status import describe
 from outrider.ids import DrafterId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client import cli, local_cluster, processes, serve, supervisor
-from outrider.client.modelfiles import ModelFiles
-from outrider.client.processes import ChildProcess
-from outrider.client.supervisor import Supervisor
+from outrider.client.commands import main, serve
+from outrider.client.local import child_process, cluster, supervisor
+from outrider.client.local.child_process import ChildProcess
+from outrider.client.local.model_files import ModelFiles
+from outrider.client.local.supervisor import Supervisor
 from tests.waiting import wait_until
 
 STARTED_S = 30.0
@@ -33,8 +34,8 @@ class FakeChildren:
 
     def serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are what `outrider serve` starts, and SIGTERM comes as soon as it serves."""
-        monkeypatch.setattr(local_cluster, "ChildProcess", self.make)
-        monkeypatch.setattr(local_cluster, "wait_healthy", lambda *_, **__: None)
+        monkeypatch.setattr(cluster, "ChildProcess", self.make)
+        monkeypatch.setattr(cluster, "wait_healthy", lambda *_, **__: None)
         monkeypatch.setattr(Supervisor, "__enter__", _enter_and_signal)
 
     def make(self, name: str, *_: object, **__: object) -> ChildProcess:
@@ -58,9 +59,9 @@ def handlers() -> Generator[None]:
 def model(monkeypatch: pytest.MonkeyPatch) -> None:
     files = ModelFiles(path=Path("/models/tiny"), name="tiny", head=None)
     monkeypatch.setattr(serve, "find_model", lambda *_, **__: files)
-    monkeypatch.setattr(local_cluster, "check_files", lambda _: ())
+    monkeypatch.setattr(cluster, "check_files", lambda _: ())
     # A start that no signal ends must end all the same.
-    monkeypatch.setattr(local_cluster, "START_S", STARTED_S)
+    monkeypatch.setattr(cluster, "START_S", STARTED_S)
 
 
 def send_when(number: int, children: FakeChildren, count: int) -> threading.Thread:
@@ -82,10 +83,10 @@ def test_a_signal_during_the_start_stops_what_was_started(
     monkeypatch: pytest.MonkeyPatch, number: int, status: int
 ) -> None:
     children = FakeChildren("--silent")
-    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
+    monkeypatch.setattr(cluster, "ChildProcess", children.make)
     sender = send_when(number, children, 2)
     with pytest.raises(SystemExit) as ended:
-        cli.main(SERVE)
+        main.main(SERVE)
     sender.join()
     assert ended.value.code == status
     # Closed: there is no process any more that it could know of.
@@ -99,9 +100,9 @@ def test_a_signal_once_a_router_runs_drains_it_and_is_a_clean_end(
 ) -> None:
     # Nobody answers at its address, so that all is never ready.
     children = FakeChildren(drain_s=1.0, at=tmp_path)
-    monkeypatch.setattr(local_cluster, "ChildProcess", children.make)
+    monkeypatch.setattr(cluster, "ChildProcess", children.make)
     # What is merely closed is killed before it has drained.
-    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_S", 0.2)
 
     def is_ready() -> bool:
         return any(child.name == "router" and child.ready for child in children.started)
@@ -112,7 +113,7 @@ def test_a_signal_once_a_router_runs_drains_it_and_is_a_clean_end(
 
     sender = threading.Thread(target=send_when_ready)
     sender.start()
-    assert cli.main([*SERVE, "--drain-s", "20"]) == 0
+    assert main.main([*SERVE, "--drain-s", "20"]) == 0
     sender.join()
     assert drained(tmp_path) == {"router"}
     assert all(child.pid is None for child in children.started)
@@ -129,9 +130,9 @@ def test_a_signal_before_a_router_is_ready_is_a_clean_end(
             children.flags.append("--silent")
         return make(name, *rest, **where)
 
-    monkeypatch.setattr(local_cluster, "ChildProcess", make_silent_router)
+    monkeypatch.setattr(cluster, "ChildProcess", make_silent_router)
     sender = send_when(signal.SIGTERM, children, 3)
-    assert cli.main(SERVE) == 0
+    assert main.main(SERVE) == 0
     sender.join()
     assert all(child.pid is None for child in children.started)
 
@@ -139,7 +140,7 @@ def test_a_signal_before_a_router_is_ready_is_a_clean_end(
 def test_a_signal_while_all_serve_is_a_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
     children = FakeChildren()
     children.serve(monkeypatch)
-    assert cli.main(SERVE) == 0
+    assert main.main(SERVE) == 0
     assert all(child.pid is None for child in children.started)
 
 
@@ -148,9 +149,9 @@ def test_running_requests_get_their_time_while_those_they_need_go_on(
 ) -> None:
     # Longer than the time in which what is merely closed must end.
     children = FakeChildren(drain_s=1.0, at=tmp_path)
-    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_S", 0.2)
     children.serve(monkeypatch)
-    assert cli.main(["serve", "--routers", "2", "--drain-s", "20", "--port", "50999"]) == 0
+    assert main.main(["serve", "--routers", "2", "--drain-s", "20", "--port", "50999"]) == 0
     assert drained(tmp_path) == {"router-0", "router-1"}
     assert all(child.pid is None for child in children.started)
 
@@ -175,10 +176,10 @@ def test_a_second_signal_ends_what_runs(
 
     monkeypatch.setattr(ChildProcess, "close", close_and_note)
     # A verifier is closed, and so killed after a moment: it is a router that hears the signal.
-    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_S", 0.2)
     sender = threading.Thread(target=send_when_told)
     sender.start()
-    assert cli.main(SERVE) == 0
+    assert main.main(SERVE) == 0
     sender.join()
     # It ended by itself: it was told a second time, and not killed.
     assert closed == [0]
@@ -189,7 +190,7 @@ def test_a_verifier_that_dies_while_requests_end_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     children = FakeChildren(drain_s=3.0, at=tmp_path)
-    monkeypatch.setattr(processes, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_S", 0.2)
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
     children.serve(monkeypatch)
     pids: list[int] = []
@@ -205,7 +206,7 @@ def test_a_verifier_that_dies_while_requests_end_is_started_again(
 
     killer = threading.Thread(target=kill_when_told)
     killer.start()
-    assert cli.main([*SERVE, "--drain-s", "20"]) == 0
+    assert main.main([*SERVE, "--drain-s", "20"]) == 0
     killer.join()
     assert len(pids) == 2 and drained(tmp_path) == {"router"}
 
@@ -215,10 +216,10 @@ def test_a_router_that_never_ends_is_not_waited_for_forever(
 ) -> None:
     children = FakeChildren("--deaf")
     children.serve(monkeypatch)
-    monkeypatch.setattr(processes, "STOP_S", 0.2)
-    monkeypatch.setattr(local_cluster, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_S", 0.2)
+    monkeypatch.setattr(cluster, "STOP_S", 0.2)
     began = time.monotonic()
-    assert cli.main([*SERVE, "--drain-s", "0.5"]) == 0
+    assert main.main([*SERVE, "--drain-s", "0.5"]) == 0
     assert time.monotonic() - began < STARTED_S
     assert all(child.pid is None for child in children.started)
 

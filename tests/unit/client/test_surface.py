@@ -66,11 +66,11 @@ def test_the_public_surface_changes_on_purpose_only() -> None:
             {"torch", "transformers", "ray", "opentelemetry"},
             [
                 "outrider_router.__main__",
-                "outrider_router.grpc_api",
+                "outrider_router.api.inference_grpc",
                 "outrider.text.tokenizer",
-                "outrider.client.cli",
-                "outrider.client.generate",
-                "outrider.client.serve",
+                "outrider.client.commands.main",
+                "outrider.client.commands.generate",
+                "outrider.client.commands.serve",
             ],
         ),
         (
@@ -86,7 +86,11 @@ def test_the_public_surface_changes_on_purpose_only() -> None:
                 "tokenizers",
                 "torch",
             },
-            ["outrider.client", "outrider.client.cli", "outrider.client.generate"],
+            [
+                "outrider.client",
+                "outrider.client.commands.main",
+                "outrider.client.commands.generate",
+            ],
         ),
     ],
 )

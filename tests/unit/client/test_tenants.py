@@ -6,8 +6,8 @@ import asyncio
 import time
 from pathlib import Path
 
+from outrider_router.base.tenants import TenantLimits, TenantSource
 from outrider_router.config import OverloadConfig
-from outrider_router.tenants import TenantLimits, TenantSource
 
 from outrider.client import AsyncClient, Client, RetryPolicy
 from tests.fakes.router import grpc_router, running_router, sample

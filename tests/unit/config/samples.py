@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from outrider.config import KeysOf, OneOf
-from outrider.config.describing import Field, Kind
+from outrider.config.description import Field, Kind
 from outrider.ids import VerifierId
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.config import Environment, Loaded, load
 from outrider.config.__main__ import main
-from outrider.config.showing import REDACTED, as_json, as_toml
+from outrider.config.display import REDACTED, as_json, as_toml
 from tests.unit.config.samples import Outer
 
 Captured = pytest.CaptureFixture[str]
@@ -91,7 +91,7 @@ def test_the_outrider_command_has_it() -> None:
 
 def outrider(*args: str, status: int) -> str:
     """What `outrider config` prints."""
-    command = [sys.executable, "-m", "outrider.client.cli", "config", *args]
+    command = [sys.executable, "-m", "outrider.client.commands.main", "config", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
     assert done.returncode == status, done.stderr
     return done.stdout

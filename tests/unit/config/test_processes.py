@@ -13,9 +13,9 @@ import pytest
 
 from outrider.config import Environment, load
 from outrider.config.__main__ import main
-from outrider.config.describing import Field, describe, keys_of, plain
+from outrider.config.description import Field, describe, keys_of, plain
 from outrider.config.environment import variable_of
-from outrider.config.processes import PROCESSES
+from outrider.config.process_registry import PROCESSES
 from outrider.config.schema import json_schema
 from outrider.config.toml import toml_value
 from outrider.errors import InvalidRequestError

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.config.loading import parse_config
-from outrider.config.processes import PROCESSES
+from outrider.config.loader import parse_config
+from outrider.config.process_registry import PROCESSES
 from tests.unit.deploy.manifests import Document, config_of, pods
 
 ROOT = Path(__file__).resolve().parents[3]

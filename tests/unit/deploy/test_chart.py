@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 
 import outrider
-from outrider.client.certs_command import make_certificates
+from outrider.client.local.certificates import make_certificates
 from tests.unit.deploy.manifests import (
     TEARDOWN_S,
     Document,

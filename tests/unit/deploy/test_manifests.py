@@ -14,8 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 from outrider_drafter.metrics import Metrics as DrafterMetrics
-from outrider_router.metrics import RouterMetrics
-from outrider_router.names import split
+from outrider_router.base.dns_names import split
+from outrider_router.base.metrics import RouterMetrics
 
 import outrider
 from tests.unit.deploy.manifests import (

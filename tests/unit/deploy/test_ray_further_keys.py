@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from outrider_ray import config as launcher
-from outrider_ray import decided
+from outrider_ray import fixed_keys
 from outrider_ray.config import LaunchConfig, drafter_config, router_config, verifier_config
 
 from outrider.config import load_config
@@ -83,7 +83,7 @@ def test_what_the_launcher_decides_may_not_be_given_twice(
     verifier_config(config)
     drafter_config(config)
     given = ({"overload", "tenants"}, {"gather_ms"}, {"ngram"})
-    tables = (decided.ROUTER, decided.VERIFIER, decided.DRAFTER)
+    tables = (fixed_keys.ROUTER, fixed_keys.VERIFIER, fixed_keys.DRAFTER)
     for overrides, but, own in zip(made, tables, given, strict=True):
         names = {name for name in overrides if "." not in name}
         assert names - own <= but and not own & but

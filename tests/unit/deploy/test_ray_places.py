@@ -16,7 +16,7 @@ from outrider_ray.config import (
     verifier_config,
 )
 from outrider_ray.members import Role
-from outrider_ray.places import bundle, gpu_share, with_gpu_share
+from outrider_ray.placement import bundle, gpu_share, with_gpu_share
 
 from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod

@@ -12,9 +12,9 @@ import pytest
 from outrider_ray.autoscale import AutoscaleConfig, Create, Drain
 from outrider_ray.config import LaunchConfig
 from outrider_ray.members import Member, Role
-from outrider_ray.scaling import Scaler, drafter_load, verifier_load
-from outrider_router.fleet import PeerState
-from outrider_router.peers import DrafterPeer, VerifierPeer
+from outrider_ray.scaler import Scaler, drafter_load, verifier_load
+from outrider_router.fleet.compatibility import PeerState
+from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
 
 from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod
@@ -118,7 +118,7 @@ class Rig:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made = Rig()
-    monkeypatch.setattr("outrider_ray.scaling.time.monotonic", lambda: made.now)
+    monkeypatch.setattr("outrider_ray.scaler.time.monotonic", lambda: made.now)
     yield made
 
 

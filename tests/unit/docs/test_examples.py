@@ -11,10 +11,10 @@ import pytest
 from outrider_bench.__main__ import BENCHMARKS
 from outrider_ray.commands import _parser as ray_parser
 
-from outrider.client.cli import make_parser
+from outrider.client.commands.main import make_parser
 from outrider.config import load_config
 from outrider.config.__main__ import make_parser as config_parser
-from outrider.config.processes import PROCESSES
+from outrider.config.process_registry import PROCESSES
 from tests.unit.docs.pages import ROOT, Excerpt, blocks, commands, links, pages, words_of
 
 COMMANDS = commands()

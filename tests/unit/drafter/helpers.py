@@ -10,11 +10,11 @@ from zlib import crc32
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.engine import DraftEngine
-from outrider_drafter.head_source import HeadSource
 from outrider_drafter.metrics import Metrics
-from outrider_drafter.sessions import Limits
-from outrider_drafter.source import DraftSource
+from outrider_drafter.proposers.eagle import HeadSource
+from outrider_drafter.proposers.interface import DraftSource
+from outrider_drafter.server.draft_engine import DraftEngine
+from outrider_drafter.state.session import Limits
 
 from outrider.engine.heads import DraftHead, load_head
 from outrider.ids import SessionId

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter.device_shapes import (
+from outrider_drafter.gpu.shapes import (
     Buckets,
     batch_sizes,
     branch_sizes,
@@ -16,12 +16,12 @@ from outrider_drafter.device_shapes import (
     path_rows,
     score_family,
 )
-from outrider_drafter.engine import DraftEngine
-from outrider_drafter.sessions import Session
-from outrider_drafter.source import AheadSource, Branches, Live, Outcome
+from outrider_drafter.proposers.interface import AheadSource, Branches, Live, Outcome
+from outrider_drafter.server.draft_engine import DraftEngine
+from outrider_drafter.state.session import Session
 
-from outrider.engine.device.graphs import GraphCache
-from outrider.spec.law import DraftLaw
+from outrider.engine.device.graphs.graph_cache import GraphCache
+from outrider.spec.draft_distribution import DraftLaw
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from outrider_drafter.device_head_source import DeviceHeadSource
+from outrider_drafter.gpu.eagle import DeviceHeadSource
 
 from outrider.engine.heads import DraftHead
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from outrider_drafter.config import DrafterConfig, ReconnectConfig
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.service import DrafterService, Identity
-from outrider_drafter.source import DraftSource
+from outrider_drafter.proposers.interface import DraftSource
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.server.service import DrafterService, Identity
 
 from outrider.spec.plan import DraftMethod
-from outrider.transport.inproc import InprocNetwork
+from outrider.transport.in_process import InprocNetwork
 from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import VOCAB
 

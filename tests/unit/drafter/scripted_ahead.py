@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from outrider_drafter.engine import DraftEngine
-from outrider_drafter.growth import Draft
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.sessions import Session
-from outrider_drafter.source import Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.proposers.tree_growth import Draft
+from outrider_drafter.server.draft_engine import DraftEngine
+from outrider_drafter.state.session import Session
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.tree import DraftTree

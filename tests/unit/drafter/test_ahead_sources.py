@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.engine import DraftEngine
-from outrider_drafter.head_source import HeadSource
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.small_model import SmallModelSource
-from outrider_drafter.source import AheadSource, Live, Outcome, Scored
+from outrider_drafter.proposers.eagle import HeadSource
+from outrider_drafter.proposers.interface import AheadSource, Live, Outcome, Scored
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.proposers.small_model import SmallModelSource
+from outrider_drafter.server.draft_engine import DraftEngine
 
 from outrider.engine.draft_sampling import propose_children
-from outrider.engine.loading import load_target
+from outrider.engine.logits_processor import TokenHistory
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
-from outrider.engine.warper import TokenHistory
 from outrider.spec.digest import extend_digest
-from outrider.spec.law import validate_law
+from outrider.spec.draft_distribution import validate_law
 from outrider.spec.noise import Stream, prefix_keys
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams

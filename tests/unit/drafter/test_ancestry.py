@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outrider_drafter.ancestry import Ancestry
-from outrider_drafter.growth import Frontier
+from outrider_drafter.proposers.tree_growth import Frontier
+from outrider_drafter.proposers.tree_visibility import Ancestry
 
 
 def seen(visible: object) -> list[list[int]]:

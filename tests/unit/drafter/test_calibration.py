@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter.calibration import Calibration, FixedSpread, Predictor
-from outrider_drafter.outcomes import Layout, Places, best, seen
+from outrider_drafter.look_ahead.calibration import Calibration, FixedSpread, Predictor
+from outrider_drafter.state.outcomes import Layout, Places, best, seen
 
 from outrider.spec.tree import ROOT, DraftTree, children
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from outrider_drafter import device_ahead, device_scores
-from outrider_drafter.device_head_source import DeviceHeadSource
-from outrider_drafter.device_rows import BLOCK_TOKENS
-from outrider_drafter.device_shapes import Buckets
-from outrider_drafter.head_source import HeadSource
-from outrider_drafter.source import AheadSource, Outcome
+from outrider_drafter.gpu import look_ahead as device_ahead
+from outrider_drafter.gpu import outcome_scoring
+from outrider_drafter.gpu.eagle import DeviceHeadSource
+from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS
+from outrider_drafter.gpu.shapes import Buckets
+from outrider_drafter.proposers.eagle import HeadSource
+from outrider_drafter.proposers.interface import AheadSource, Outcome
 
 from outrider.engine.heads import DraftHead
 from outrider.spec.digest import extend_digest
@@ -84,7 +85,7 @@ def test_candidates_at_every_place_are_the_hosts(head: DraftHead) -> None:
     ours = device.source.score(device.lives(trees))
     theirs = host.source.score(host.lives(trees))
     for i, tree in enumerate(trees):
-        count = device_scores.CANDIDATES
+        count = outcome_scoring.CANDIDATES
         assert ours.tokens[i].shape == (1 + len(tree), count)
         np.testing.assert_allclose(
             ours.logprobs[i], theirs.logprobs[i][:, :count], atol=2e-3, err_msg=str(AHEAD[i])

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.sessions import Session
-from outrider_drafter.source import Drafted
+from outrider_drafter.proposers.interface import Drafted
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.state.session import Session
 
 from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod, Plan

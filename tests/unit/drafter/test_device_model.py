@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from outrider_drafter.device_model_source import DeviceModelSource
-from outrider_drafter.device_shapes import MODEL_BUCKETS
-from outrider_drafter.small_model import SmallModelSource
-from outrider_drafter.source import AheadSource
+from outrider_drafter.gpu.shapes import MODEL_BUCKETS
+from outrider_drafter.gpu.small_model import DeviceModelSource
+from outrider_drafter.proposers.interface import AheadSource
+from outrider_drafter.proposers.small_model import SmallModelSource
 
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams

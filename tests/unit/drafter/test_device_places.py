@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.device_places import NOWHERE, HeldPlaces, Placed
-from outrider_drafter.outcomes import Places
+from outrider_drafter.gpu.scoring_layout import NOWHERE, HeldPlaces, Placed
+from outrider_drafter.state.outcomes import Places
 
 from outrider.spec.tree import ROOT, DraftTree, path
 

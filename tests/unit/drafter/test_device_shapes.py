@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.device_branches import OWN_BLOCKS
-from outrider_drafter.device_rows import BLOCK_TOKENS
-from outrider_drafter.device_shapes import (
+from outrider_drafter.gpu.outcome_drafting import OWN_BLOCKS
+from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS
+from outrider_drafter.gpu.shapes import (
     BATCH_SIZES,
     CHAIN_LENGTHS,
     MODEL_CHAIN_LENGTHS,
@@ -21,9 +21,9 @@ from outrider_drafter.device_shapes import (
     path_rows,
     score_family,
 )
-from outrider_drafter.outcomes import BRANCH_SIZES
+from outrider_drafter.state.outcomes import BRANCH_SIZES
 
-from outrider.engine.device.shapes import TREE_BUCKETS
+from outrider.engine.device.graphs.shapes import TREE_BUCKETS
 
 LENGTHS = st.sampled_from([CHAIN_LENGTHS, MODEL_CHAIN_LENGTHS])
 

@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter import device_source, row_following
 from outrider_drafter.__main__ import parse_args
-from outrider_drafter.build import _head_source
-from outrider_drafter.device_batch import Ready
-from outrider_drafter.device_rows import BLOCK_TOKENS
-from outrider_drafter.device_shapes import CHAIN_LENGTHS, TREES, Shape, family, score_family
-from outrider_drafter.head_source import HeadSource
-from outrider_drafter.source import Drafted
+from outrider_drafter.gpu import proposer
+from outrider_drafter.gpu.batch import Ready
+from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS
+from outrider_drafter.gpu.shapes import CHAIN_LENGTHS, TREES, Shape, family, score_family
+from outrider_drafter.proposers import kv_proposer
+from outrider_drafter.proposers.eagle import HeadSource
+from outrider_drafter.proposers.interface import Drafted
+from outrider_drafter.server.build import _head_source
 
 from outrider.engine.heads import DraftHead
-from outrider.spec.law import validate_law
+from outrider.spec.draft_distribution import validate_law
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.token_limits import TokenLimits
@@ -133,7 +134,7 @@ def test_stable_rows_are_the_hosts(head: DraftHead) -> None:
 def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(
     head: DraftHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_following, "MAX_ROWS_PER_WRITE", 5)
+    monkeypatch.setattr(kv_proposer, "MAX_ROWS_PER_WRITE", 5)
     proposals = []
     for source in (on_device(head), HeadSource(head, max_rows=8192)):
         engine, script = make_engine([source]), Script("s0", seed=9)
@@ -320,10 +321,10 @@ def test_warming_up_leaves_no_trace(head: DraftHead, monkeypatch: pytest.MonkeyP
         if shape.num_nodes == least.get(shape.top_k)
     ]
     assert len(kinds) == 6
-    monkeypatch.setattr(device_source, "family", lambda *_, **__: iter(kinds))
+    monkeypatch.setattr(proposer, "family", lambda *_, **__: iter(kinds))
     forms = [(nodes, warps) for nodes, warps in score_family() if nodes.depth <= 4]
     assert {nodes.chain for nodes, _ in forms} == {True, False}
-    monkeypatch.setattr(device_source, "score_family", lambda: iter(forms))
+    monkeypatch.setattr(proposer, "score_family", lambda: iter(forms))
     source = on_device(head)
     source.warm_up()
     assert source.used_rows == 0

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_drafter.engine import ConnectionClosed, DraftEngine
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.sessions import Session
-from outrider_drafter.source import Drafted, DraftSource
+from outrider_drafter.proposers.interface import Drafted, DraftSource
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine
+from outrider_drafter.state.session import Session
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.tree import validate_tree

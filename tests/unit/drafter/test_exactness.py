@@ -12,13 +12,13 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.grow import Job, grow
-from outrider_drafter.growth import Draft, Frontier, make_growth
+from outrider_drafter.proposers.growth_driver import Job, grow
+from outrider_drafter.proposers.tree_growth import Draft, Frontier, make_growth
 from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow, accept
-from outrider.engine.warper import TokenHistory
-from outrider.spec.law import validate_law
+from outrider.engine.logits_processor import TokenHistory
+from outrider.spec.draft_distribution import validate_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import validate_tree

@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.engine import Answers, DraftEngine, SessionMessage
-from outrider_drafter.fair import MOST_LOOKS, MOST_MESSAGES, MOST_TOGETHER, Turns, first_served
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.worker import DraftWorker
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.server.draft_engine import Answers, DraftEngine, SessionMessage
+from outrider_drafter.server.draft_loop import DraftWorker
+from outrider_drafter.state.fair_share import (
+    MOST_LOOKS,
+    MOST_MESSAGES,
+    MOST_TOGETHER,
+    Turns,
+    first_served,
+)
 
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.base import VerifierConnection
+from outrider.transport.interface import VerifierConnection
 from outrider.wire.messages import Verdicts
 from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import make_engine, name_of, repeating

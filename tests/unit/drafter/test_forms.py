@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter import form_launches, forms
-from outrider_drafter.engine import DraftEngine
+from outrider_drafter.gpu import grammar_masks
 from outrider_drafter.metrics import Metrics
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.sessions import Limits
-from outrider_drafter.small_model import SmallModelSource
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.proposers.small_model import SmallModelSource
+from outrider_drafter.server.draft_engine import DraftEngine
+from outrider_drafter.state import session_grammars
+from outrider_drafter.state.session import Limits
 
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.grammar.constraint import few_ids, legal_prefix
-from outrider.grammar.grammars import Grammars
+from outrider.grammar.grammar_cache import Grammars
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.tree import path
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.messages import SessionEnd
@@ -157,7 +158,7 @@ def test_without_a_grammar_drafts_are_what_they_were(
 def test_forms_that_were_compiled_make_room_for_others(
     small: SmallModelSource, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "MOST_WAITING", 2)
+    monkeypatch.setattr(session_grammars, "MOST_WAITING", 2)
     engine = engine_of(small, grammars)
     for number in range(5):
         form = StructuredOutput(StructuredKind.REGEX, f"y{{{number + 1}}}")
@@ -170,7 +171,7 @@ def test_forms_that_were_compiled_make_room_for_others(
 def test_few_forms_wait_to_be_compiled(
     small: SmallModelSource, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "MOST_WAITING", 2)
+    monkeypatch.setattr(session_grammars, "MOST_WAITING", 2)
     engine = engine_of(small, grammars)
     for number in range(5):
         script = Script(f"waiting{number}")
@@ -197,8 +198,8 @@ def test_a_chain_that_was_drafted_without_masks_is_mended(
     bound, free = session_in(Scripted()), session_in(None)
     words = np.array([drafted, drafted], dtype=np.int32)
     counts = np.array([len(drafted)] * 2, dtype=np.int64)
-    starts = form_launches.starts_of([bound, free])
-    found, lengths = form_launches.fit_chains(starts, words, counts)
+    starts = grammar_masks.starts_of([bound, free])
+    found, lengths = grammar_masks.fit_chains(starts, words, counts)
     assert found[0, : lengths[0]].tolist() == kept
     assert found[1, : lengths[1]].tolist() == words[0].tolist() == drafted
     assert bound.constraint.path == []
@@ -208,16 +209,16 @@ def test_what_might_have_been_drafted_stands_in_for_what_does_not_fit() -> None:
     bound = session_in(Scripted())
     words = np.array([[2, 9, 5]], dtype=np.int32)
     others = np.array([[[2, 1], [9, 6], [5, 6]]], dtype=np.int32)
-    starts = form_launches.starts_of([bound])
-    found, lengths = form_launches.fit_chains(starts, words, np.array([3]), others)
+    starts = grammar_masks.starts_of([bound])
+    found, lengths = grammar_masks.fit_chains(starts, words, np.array([3]), others)
     assert found[0, : lengths[0]].tolist() == [2, 6, END]
 
 
 def test_drafts_behind_paths_are_masked_and_fit_there_and_nothing_is_behind_wrong_ones() -> None:
     """Several of one session in one launch."""
     bound, paths = session_in(Scripted()), [[1], [2], [7], [2, 5], [2, 6, END]]
-    starts = form_launches.starts_of([bound] * 5, paths)
-    masks = form_launches.first_masks(starts, 3)
+    starts = grammar_masks.starts_of([bound] * 5, paths)
+    masks = grammar_masks.first_masks(starts, 3)
     assert [None if m is None else [few_ids(one, 9) for one in m] for m in masks] == [
         [[3], [4], [5, 6]],
         [[5, 6]],
@@ -226,7 +227,7 @@ def test_drafts_behind_paths_are_masked_and_fit_there_and_nothing_is_behind_wron
         None,
     ]
     words = np.array([[9, 9], [5, 5], [5, 5], [9, 5], [5, 5]], dtype=np.int32)
-    found, lengths = form_launches.fit_chains(starts, words, np.array([2] * 5))
+    found, lengths = grammar_masks.fit_chains(starts, words, np.array([2] * 5))
     assert [row[:n].tolist() for row, n in zip(found, lengths, strict=True)] == [
         [3, 4],
         [5, 5],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_drafter.growth import (
+from outrider_drafter.proposers.tree_growth import (
     BeamGrowth,
     ChainGrowth,
     Children,
@@ -21,7 +21,7 @@ from outrider_drafter.growth import (
     static_shape,
 )
 
-from outrider.spec.law import LawEntries
+from outrider.spec.draft_distribution import LawEntries
 from outrider.spec.plan import DraftMethod, Plan, default_depth
 from outrider.spec.tree import validate_tree
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter import head_source as head_source_module
-from outrider_drafter import row_following
-from outrider_drafter.head_source import HeadSource
+from outrider_drafter.proposers import eagle as head_source_module
+from outrider_drafter.proposers import kv_proposer
+from outrider_drafter.proposers.eagle import HeadSource
 
-from outrider.spec.law import validate_law
+from outrider.spec.draft_distribution import validate_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import ancestor_mask, depths, validate_tree
@@ -192,7 +192,7 @@ def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(tmp_path: Pa
 def test_a_long_prompt_is_written_in_bounded_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (head_source_module, row_following):
+    for module in (head_source_module, kv_proposer):
         monkeypatch.setattr(module, "MAX_ROWS_PER_WRITE", 7)
     script = Script(seed=10)
     proposal = propose(head_source(tmp_path), script, [40, 41], CHAIN)

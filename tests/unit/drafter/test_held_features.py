@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from outrider_drafter.held_features import HeldFeatures
+from outrider_drafter.state.feature_buffer import HeldFeatures
 
-from outrider.transport.lane import is_lent
+from outrider.transport.shm import is_lent
 from outrider.wire.messages import TensorDtype, WireTensor
 from tests.fakes.lanes import lane_pair
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_drafter.engine import ConnectionClosed
-from outrider_drafter.ngram import NgramSource
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.server.draft_engine import ConnectionClosed
 
 from outrider.ids import SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest

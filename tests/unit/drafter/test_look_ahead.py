@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_drafter import look_ahead, pace
-from outrider_drafter.engine import ConnectionClosed, DraftEngine
-from outrider_drafter.source import AheadSource
+from outrider_drafter.look_ahead import scheduler, time_budget
+from outrider_drafter.proposers.interface import AheadSource
+from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine
 
 from outrider.spec.digest import extend_digest
 from outrider.spec.plan import Plan
@@ -26,7 +26,7 @@ def looked(engine: DraftEngine) -> list[Proposal]:
     return [p for together in engine.look_ahead() for p in entries(together)]
 
 
-def entries(together: look_ahead.Answers) -> list[Proposal]:
+def entries(together: scheduler.Answers) -> list[Proposal]:
     return [p for _, m in together if isinstance(m, Proposals) for p in m.entries()]
 
 
@@ -228,7 +228,7 @@ def test_outcomes_that_a_verdict_contradicts_are_dropped() -> None:
 def test_the_best_outcomes_of_all_sessions_are_drafted_for_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pace, "BRANCH_SIZES", (4,))
+    monkeypatch.setattr(time_budget, "BRANCH_SIZES", (4,))
     scripts, source = [counting(name) for name in "abc"], Scripted()
     engine = started(source, *scripts)
     answers(engine)

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from outrider_drafter.engine import DraftEngine
+from outrider_drafter.server.draft_engine import DraftEngine
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams

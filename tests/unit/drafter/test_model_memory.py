@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_drafter.build import device_tokens, pool_tokens
 from outrider_drafter.config import DrafterConfig
+from outrider_drafter.server.build import device_tokens, pool_tokens
 
 from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.checkpoint import load_model_config

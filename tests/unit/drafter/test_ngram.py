@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.ngram import lookup
+from outrider_drafter.proposers.ngram import lookup
 
 
 def found(tokens: list[int], count: int = 4, *, longest: int = 3, shortest: int = 1) -> list[int]:

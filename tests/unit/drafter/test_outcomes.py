@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter.calibration import Calibration, FixedSpread
-from outrider_drafter.outcomes import BRANCH_SIZES, Layout, Places, best, seen, worth_drafting
+from outrider_drafter.look_ahead.calibration import Calibration, FixedSpread
+from outrider_drafter.state.outcomes import BRANCH_SIZES, Layout, Places, best, seen, worth_drafting
 
 from outrider.spec.digest import extend_digest
 from outrider.spec.tree import DraftTree, depths, path

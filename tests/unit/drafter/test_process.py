@@ -15,8 +15,8 @@ from urllib.request import urlopen
 
 import pytest
 from outrider_drafter.__main__ import main, parse_args
-from outrider_drafter.build import build_service
 from outrider_drafter.config import DrafterConfig, ReconnectConfig
+from outrider_drafter.server.build import build_service
 
 from outrider.errors import (
     FailedPreconditionError,
@@ -25,7 +25,7 @@ from outrider.errors import (
 )
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer, GrpcServer, verifier_services
-from outrider.transport.inproc import InprocNetwork
+from outrider.transport.in_process import InprocNetwork
 from outrider.wire.messages import SessionEnd
 from tests.factories import make_eagle3_head, make_target, make_tokenizer
 from tests.fakes.scripted_verifier import ScriptedVerifier

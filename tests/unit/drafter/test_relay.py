@@ -13,7 +13,7 @@ import pytest
 from outrider_drafter.relay import Direction, Relay, Stream, obey
 
 from outrider.errors import ConnectionLostError
-from outrider.transport.lane import Lane
+from outrider.transport.shm import Lane
 from tests.fakes.lanes import lane_pair
 
 DELAY_S = 0.004

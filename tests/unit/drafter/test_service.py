@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.service import HEARD_S
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.server.service import HEARD_S
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.tree import validate_tree
-from outrider.transport.framed import FramedConnection
+from outrider.transport.framed_connection import FramedConnection
 from outrider.wire.bundles import join
 from outrider.wire.codec import decode_drafter_message, encode_verifier_message
 from outrider.wire.messages import Encoded, FeatureLayout, PlanChange, Proposals, SessionEnd

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from outrider_drafter.slices import NO_PASS, Opening, Stakes, next_slice, opening
-from outrider_drafter.timing import Arrivals, Step, StepTimes, Wait
+from outrider_drafter.look_ahead.launch_value import NO_PASS, Opening, Stakes, next_slice, opening
+from outrider_drafter.look_ahead.timing import Arrivals, Step, StepTimes, Wait
 
 from outrider.spec.plan import DraftMethod
 

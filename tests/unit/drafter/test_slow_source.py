@@ -8,10 +8,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter.growth import Draft
-from outrider_drafter.sessions import Session
+from outrider_drafter.proposers.interface import (
+    AheadSource,
+    Branches,
+    Drafted,
+    Live,
+    Outcome,
+    Scored,
+    no_scores,
+)
+from outrider_drafter.proposers.tree_growth import Draft
 from outrider_drafter.slow_source import slowed, wait
-from outrider_drafter.source import AheadSource, Branches, Drafted, Live, Outcome, Scored, no_scores
+from outrider_drafter.state.session import Session
 
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree

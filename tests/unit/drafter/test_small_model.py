@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter import small_model
-from outrider_drafter.engine import ConnectionClosed, DraftEngine
-from outrider_drafter.small_model import SmallModelSource
+from outrider_drafter.proposers import small_model
+from outrider_drafter.proposers.small_model import SmallModelSource
+from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine
 
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
-from outrider.spec.law import validate_law
+from outrider.spec.draft_distribution import validate_law
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import validate_tree

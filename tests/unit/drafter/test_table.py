@@ -8,8 +8,8 @@ from unittest.mock import patch
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_drafter.sessions import Limits, SessionKey
-from outrider_drafter.table import SessionTable, Taken
+from outrider_drafter.state.session import Limits, SessionKey
+from outrider_drafter.state.session_table import SessionTable, Taken
 
 from outrider.wire.messages import FeatureRows, TensorDtype, Verdict, Verdicts, WireTensor
 from tests.unit.drafter.helpers import CHAIN, HIDDEN, VOCAB, Script

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.small_model import SmallModelSource
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.proposers.small_model import SmallModelSource
 
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.token_limits import TokenLimits

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from outrider_drafter.engine import Answers, SessionMessage
-from outrider_drafter.ngram import NgramSource
-from outrider_drafter.sessions import Session
-from outrider_drafter.source import Drafted, Live, Scored
-from outrider_drafter.worker import DraftWorker
+from outrider_drafter.proposers.interface import Drafted, Live, Scored
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.server.draft_engine import Answers, SessionMessage
+from outrider_drafter.server.draft_loop import DraftWorker
+from outrider_drafter.state.session import Session
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.wire.messages import Proposals, SessionStart

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outrider.engine.acceptance import Acceptance, AcceptRow, accept
 from outrider.engine.draft_sampling import propose_children
-from outrider.engine.warper import plain_argmax
-from outrider.spec.law import DraftLaw, make_law, validate_law
+from outrider.engine.logits_processor import plain_argmax
+from outrider.spec.draft_distribution import DraftLaw, make_law, validate_law
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree, children, path, validate_tree
 from tests.reference.acceptance_oracle import judge, penalised, softmax, warped_probs

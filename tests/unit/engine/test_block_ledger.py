@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from outrider.engine.block_ledger import CROWDED, BlockLedger
-from outrider.engine.blocks import BlockAllocator, BlockStack
+from outrider.engine.block_allocator import BlockAllocator, BlockStack
+from outrider.engine.block_refcounts import CROWDED, BlockLedger
 from outrider.errors import ResourceExhaustedError
 
 TOTAL = 12

@@ -14,7 +14,7 @@ from outrider.engine.draft_sampling import (
     propose_children,
     quantise,
 )
-from outrider.engine.warper import TokenHistory
+from outrider.engine.logits_processor import TokenHistory
 from outrider.spec.noise import Stream, gumbel
 from outrider.spec.sampling import Rule, SamplingParams
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from outrider.engine.gguf import TENSOR_TYPES, open_gguf, separate_pairs
 from outrider.engine.layers import interleave_pairs
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.errors import InvalidRequestError
 from tests.unit.engine.checkpoints import BASE, chain, random_ids, run, write_checkpoint
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from outrider.engine.blocks import BlockAllocator
-from outrider.engine.kvcache import KVPool, KVSequence
+from outrider.engine.block_allocator import BlockAllocator
+from outrider.engine.kv_cache import KVPool, KVSequence
 from tests.unit.engine.test_kvcache import make_pool, stored, write
 
 BLOCKS = 24

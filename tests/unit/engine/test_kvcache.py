@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from outrider.engine.blocks import BlockAllocator
-from outrider.engine.kvcache import KVPool, KVSequence
+from outrider.engine.block_allocator import BlockAllocator
+from outrider.engine.kv_cache import KVPool, KVSequence
 from outrider.errors import ResourceExhaustedError
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.checkpoints.model_config import config_from_hf
 from outrider.engine.checkpoint import load_model_config
-from outrider.engine.loading import (
+from outrider.engine.model_loader import (
     kv_bytes_per_token,
     load_embedding,
     load_lm_head,

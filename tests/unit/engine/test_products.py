@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from outrider.engine import products
+from outrider.engine import matmul_tuning
 from outrider.engine.linear import PackedLinear, PlainLinear, can_pack, make_linear, min_rows
-from outrider.engine.products import (
+from outrider.engine.matmul_tuning import (
     Processor,
     Single,
     choose_single,
@@ -79,7 +79,7 @@ def test_the_choice_does_not_depend_on_how_long_products_take(
     monkeypatch.setattr(layer, "__call__", delayed(layer.__call__))
     make_linear(torch.ones(656, 512))
     expected = choose_single((656, 512), torch.float32, this_processor(), keep_plain=True)
-    assert products.choices()["656x512 float32"] == str(expected)
+    assert matmul_tuning.choices()["656x512 float32"] == str(expected)
 
 
 @needs_packing
@@ -113,25 +113,25 @@ def test_a_batch_is_padded_only_if_every_layer_wants_it() -> None:
 def test_the_choice_can_be_read_by_shape() -> None:
     make_linear(torch.ones(LARGE))
     expected = choose_single(LARGE, torch.float32, this_processor(), keep_plain=True)
-    assert products.choices()["640x512 float32"] == str(expected)
+    assert matmul_tuning.choices()["640x512 float32"] == str(expected)
 
 
 def test_the_memory_of_the_machine_bounds_the_plain_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_total_bytes", lambda: 1000)
-    assert products.room_for_copies(125)
-    assert not products.room_for_copies(126)
-    monkeypatch.setattr(products, "_total_bytes", lambda: None)
-    assert not products.room_for_copies(1)
+    monkeypatch.setattr(matmul_tuning, "_total_bytes", lambda: 1000)
+    assert matmul_tuning.room_for_copies(125)
+    assert not matmul_tuning.room_for_copies(126)
+    monkeypatch.setattr(matmul_tuning, "_total_bytes", lambda: None)
+    assert not matmul_tuning.room_for_copies(1)
 
 
 def test_threads_are_those_asked_for_or_some_up_to_all() -> None:
     before = torch.get_num_threads()
     try:
-        products.set_threads(1, "cpu")
+        matmul_tuning.set_threads(1, "cpu")
         assert torch.get_num_threads() == 1
-        products.set_threads(0, "cpu")
+        matmul_tuning.set_threads(0, "cpu")
         assert torch.get_num_threads() == 1
-        assert products.fastest_threads(2) in (1, 2)
+        assert matmul_tuning.fastest_threads(2) in (1, 2)
         assert torch.get_num_threads() == 1, "measuring leaves the setting as it was"
     finally:
         torch.set_num_threads(before)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import FINAL_NORM, Segment
 from outrider.models import pull
 from tests.unit.engine.checkpoints import chain, feed, run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kvcache import KVPool, KVSequence
+from outrider.engine.kv_cache import KVPool, KVSequence
 from outrider.engine.swap import Saved, SwapSpace
 
 BLOCK = 4

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kvcache import KVSequence
-from outrider.engine.loading import load_target
+from outrider.engine.kv_cache import KVSequence
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import FINAL_NORM, ForwardBatch, Segment, TargetModel
 from outrider.errors import ResourceExhaustedError
 from tests.unit.engine.checkpoints import (

@@ -16,8 +16,8 @@ from outrider.engine.heads import (
     load_feature_projection,
     load_head,
 )
-from outrider.engine.training import check
-from outrider.engine.training.check import Difference, compare, load_trainable
+from outrider.engine.training import parity_check
+from outrider.engine.training.answer_generation import GenerateConfig, Request, generate
 from outrider.engine.training.data import Ids, PackShape, Sample, make_batch, repeated_share
 from outrider.engine.training.drafting import (
     CHAIN,
@@ -29,18 +29,22 @@ from outrider.engine.training.drafting import (
     stable_rows,
 )
 from outrider.engine.training.export import save_head
-from outrider.engine.training.generate import GenerateConfig, Request, generate
 from outrider.engine.training.head import TrainableHead
-from outrider.engine.training.loop import TrainConfig, Trainer
-from outrider.engine.training.model import (
+from outrider.engine.training.held_out_report import (
+    hits_by_sample,
+    step_accuracies,
+    tokens_per_round,
+)
+from outrider.engine.training.parity_check import Difference, compare, load_trainable
+from outrider.engine.training.serving_report import Round, serving_report, walk
+from outrider.engine.training.target import Target, load_target, load_target_config
+from outrider.engine.training.trainer import TrainConfig, Trainer
+from outrider.engine.training.unrolled_forward import (
     DeepSteps,
     Unrolled,
     UnrolledForward,
     make_labels,
 )
-from outrider.engine.training.report import hits_by_sample, step_accuracies, tokens_per_round
-from outrider.engine.training.serving import Round, serving_report, walk
-from outrider.engine.training.target import Target, load_target, load_target_config
 from outrider.spec.tree import DraftTree, validate_tree
 from tests.factories import make_eagle3_head, make_target
 
@@ -56,7 +60,9 @@ def target(directories: tuple[Path, Path]) -> Target:
     return load_target(directories[0], dtype=torch.float32)
 
 
-def load_pair(directories: tuple[Path, Path], target: Target) -> tuple[TrainableHead, check.Pair]:
+def load_pair(
+    directories: tuple[Path, Path], target: Target
+) -> tuple[TrainableHead, parity_check.Pair]:
     head = load_head(directories[1], embedding=target.embedding)
     return load_trainable(directories[1], head), (head, load_feature_projection(directories[1]))
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.warper import EMPTY_HISTORY, TokenHistory, plain_argmax, warp
+from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory, plain_argmax, warp
 from outrider.spec.sampling import SamplingParams
 from tests.reference.acceptance_oracle import penalised, warped_probs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 
 
 def lark(text: str) -> StructuredOutput:

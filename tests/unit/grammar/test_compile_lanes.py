@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.grammar.compile_lanes import MAX_WAITING_FIRST, MAX_WAITING_SLOW, CompileLanes, Turn
+from outrider.grammar.compile_scheduler import (
+    MAX_WAITING_FIRST,
+    MAX_WAITING_SLOW,
+    CompileLanes,
+    Turn,
+)
 
 
 def taken(lanes: CompileLanes[str]) -> Turn[str]:

@@ -11,7 +11,7 @@ from outrider.errors import InvalidRequestError, ResourceExhaustedError
 from outrider.grammar import compile_queue as module
 from outrider.grammar.compile_queue import CompileQueue
 from outrider.grammar.compiler import Cancellation
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.waiting import until
 
 

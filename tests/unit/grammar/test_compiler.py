@@ -16,9 +16,9 @@ import pytest
 from outrider.errors import CancelledRequestError, FailedPreconditionError, InvalidRequestError
 from outrider.grammar import compiler as module
 from outrider.grammar.compiler import Cancellation, GrammarCompiler
-from outrider.grammar.grammars import Grammars
+from outrider.grammar.grammar_cache import Grammars
 from outrider.grammar.limits import CompileLimits
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.unit.grammar import attacks
 from tests.waiting import wait_until
 

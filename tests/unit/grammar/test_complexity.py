@@ -14,7 +14,7 @@ from outrider.grammar.complexity import (
     check_complexity,
     regex_nesting,
 )
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.unit.grammar import attacks
 
 

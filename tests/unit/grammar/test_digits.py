@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.grammar import digits
+from outrider.grammar import digit_bound
 from outrider.grammar.constraint import allows, legal, masks_along
-from outrider.grammar.digits import MAX_NUMBER_DIGITS, JsonPosition
-from outrider.grammar.form_constraint import FormConstraint
-from outrider.grammar.grammars import Grammars
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.grammar.digit_bound import MAX_NUMBER_DIGITS, JsonPosition
+from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.grammar_constraint import FormConstraint
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
 
 DIGITS = "0123456789"
@@ -126,7 +126,7 @@ class Tokenizer:
     ],
 )
 def test_tokens_of_several_digits_keep_the_bound(text: str, allowed: tuple[bytes, ...]) -> None:
-    bound = digits.DigitBound(cast(Any, Tokenizer()), 1)
+    bound = digit_bound.DigitBound(cast(Any, Tokenizer()), 1)
     mask = np.array([(1 << Tokenizer.vocab_size) - 1], dtype=np.uint32)
     bound.restrict(mask, JsonPosition().advance(text.encode()))
     kept = [text for token, text in enumerate(Tokenizer.texts) if allows(mask, token)]
@@ -161,7 +161,7 @@ def test_a_number_beyond_an_exclusive_bound_ends_after_a_digit_that_is_not_zero(
 def test_digits_that_the_schema_asks_for_are_not_bounded(
     grammars: Grammars, byte: Byte, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digits, "MAX_NUMBER_DIGITS", 3)
+    monkeypatch.setattr(digit_bound, "MAX_NUMBER_DIGITS", 3)
     number = 77_777_777
     constraint = begun(grammars, {"const": number})
     constraint.follow(np.array(byte.of(str(number)), dtype=np.int32))

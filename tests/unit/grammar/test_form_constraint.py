@@ -23,11 +23,11 @@ from outrider.grammar.constraint import (
     only_id,
     path_masks,
 )
-from outrider.grammar.form_constraint import FormConstraint
-from outrider.grammar.grammars import Grammars
-from outrider.grammar.id_constraint import within
-from outrider.grammar.walks import DraftTree, masks_of
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.grammar.draft_masks import DraftTree, masks_of
+from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.grammar_constraint import FormConstraint
+from outrider.grammar.token_constraint import within
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import ROOT
 from outrider.text.tokenizer import Tokenizer

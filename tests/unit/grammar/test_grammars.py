@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
-from outrider.grammar import grammars as module
-from outrider.grammar import library
-from outrider.grammar.grammars import Grammars
-from outrider.spec.structured import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+from outrider.grammar import grammar_cache as module
+from outrider.grammar import matcher_compiler
+from outrider.grammar.grammar_cache import Grammars
+from outrider.spec.structured_output import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_what_would_take_too_much_work_is_refused(
     large = {"enum": [{f"key{n}": n} for n in range(300)]}
     schema = StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(large))
     grammars.compile(schema)
-    monkeypatch.setattr(library, "MAX_GRAMMAR_SYMBOLS", 100)
+    monkeypatch.setattr(matcher_compiler, "MAX_GRAMMAR_SYMBOLS", 100)
     with pytest.raises(InvalidRequestError, match="grammar size|too large|limit"):
         _fresh(grammars).compile(schema)
     deep = "[" * 100_000

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.constraint import legal, legal_prefix, mask_words, path_masks
-from outrider.grammar.grammars import Grammars
-from outrider.grammar.id_constraint import IdConstraint
-from outrider.grammar.walks import DraftTree, masks_of
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.grammar.draft_masks import DraftTree, masks_of
+from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.token_constraint import IdConstraint
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import MAX_ALLOWED_IDS, MAX_BAD_WORD_TOKENS, TokenLimits
 from outrider.spec.tree import ROOT, path
 from outrider.text.tokenizer import Tokenizer

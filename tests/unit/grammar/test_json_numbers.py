@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.errors import InvalidRequestError
 from outrider.grammar.complexity import check_complexity
 from outrider.grammar.json_numbers import MAX_INTEGER, NumberLiteral, check_numbers
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 
 llguidance = pytest.importorskip("llguidance")
 

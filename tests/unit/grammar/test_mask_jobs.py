@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.grammar.constraint import is_slow, legal, masks_along
-from outrider.grammar.grammars import Grammars
+from outrider.grammar.grammar_cache import Grammars
 from outrider.grammar.limits import MaskLimits
 from outrider.grammar.mask_jobs import MaskJob, MaskMeter, MaskWorkers
 from tests.unit.grammar import attacks

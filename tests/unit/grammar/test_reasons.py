@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.grammar.reasons import plain_reason
+from outrider.grammar.error_messages import plain_reason
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.constraint import allows, legal
-from outrider.grammar.grammars import Grammars
+from outrider.grammar.grammar_cache import Grammars
 from outrider.grammar.special_tokens import hide_special_tokens
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
 
 STOP = EOS_ID

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outrider.grammar.constraint import ALL, few_ids
-from outrider.grammar.walks import ChainFit, DraftTree, masks_of, side_by_side
+from outrider.grammar.draft_masks import ChainFit, DraftTree, masks_of, side_by_side
 from outrider.spec.tree import ROOT, path
 from tests.fakes.scripted_grammar import END, Scripted
 

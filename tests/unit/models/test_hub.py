@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.client.modelfiles import find_model
+from outrider.client.local.model_files import find_model
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.models import is_from_hub, resolve
 from tests.fakes.hub import FakeHub

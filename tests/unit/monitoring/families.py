@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider_drafter.metrics import Metrics as DrafterMetrics
-from outrider_router.fleet_metrics import FleetMetrics
-from outrider_router.metrics import RouterMetrics
-from outrider_router.vllm_metrics import VllmMetrics
-from outrider_verifier.metrics import Metrics as VerifierMetrics
+from outrider_router.api.fleet_metrics import FleetMetrics
+from outrider_router.api.vllm_metrics import VllmMetrics
+from outrider_router.base.metrics import RouterMetrics
+from outrider_verifier.server.metrics import Metrics as VerifierMetrics
 from prometheus_client import CollectorRegistry
 
 from outrider.wire.inference import ServerInfo

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier

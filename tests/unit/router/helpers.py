@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider_router.service import RouterService
-from outrider_router.waiting import Ticket
+from outrider_router.admission.wait_order import Ticket
+from outrider_router.requests.service import RouterService
 
 from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest, StoppingOptions, StreamEvent, TextPrompt

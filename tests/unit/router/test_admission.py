@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.admission import (
+from outrider_router.admission.policy import (
     MOST_BEYOND,
     Admit,
     Expire,
@@ -15,7 +15,7 @@ from outrider_router.admission import (
     next_wake,
     plan,
 )
-from outrider_router.waiting import Ticket
+from outrider_router.admission.wait_order import Ticket
 
 from outrider.ids import RequestId, TenantId, VerifierId
 from tests.unit.router.helpers import ticket

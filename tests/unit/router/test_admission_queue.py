@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from outrider_router.admission_queue import AdmissionQueue
+from outrider_router.admission.capacity_ledger import Lease
+from outrider_router.admission.queue import AdmissionQueue
+from outrider_router.admission.wait_order import Ticket
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.base.tenants import TenantLimits
 from outrider_router.config import OverloadConfig, RouterConfig
-from outrider_router.ledger import Lease
-from outrider_router.metrics import RouterMetrics
-from outrider_router.tenants import TenantLimits
-from outrider_router.waiting import Ticket
 
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import TenantId, VerifierId

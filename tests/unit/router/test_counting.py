@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.histogram import BatchHistogram
-from outrider_router.metrics import RouterMetrics
-from outrider_router.tally import Tally
+from outrider_router.base.histogram import BatchHistogram
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.requests.spec_counters import Tally
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from outrider.spec.modes import Reason
-from outrider.wire.accounting import REASON_FLAGS, add_round, decision_of
+from outrider.spec.decoding_mode import Reason
 from outrider.wire.messages import (
     FALLBACK,
     HIT,
@@ -21,6 +20,7 @@ from outrider.wire.messages import (
     SessionEvents,
     SpecStats,
 )
+from outrider.wire.spec_stats_accumulator import REASON_FLAGS, add_round, decision_of
 
 PLANNED = (0, PAUSED | REASON_FLAGS[Reason.PROBE], REASON_FLAGS[Reason.FASTER])
 AHEAD = ((False, False), (True, False), (True, True))

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from outrider_router.base.dns_names import Named, split
 from outrider_router.config import RouterConfig
-from outrider_router.discovery import Discovery, resolve
-from outrider_router.fleet import PeerState
-from outrider_router.names import Named, split
-from outrider_router.service import RouterService
+from outrider_router.fleet.compatibility import PeerState
+from outrider_router.fleet.discovery import Discovery, resolve
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import InvalidRequestError
 from outrider.ids import VerifierId

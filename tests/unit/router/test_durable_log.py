@@ -10,10 +10,10 @@ import zlib
 from pathlib import Path
 
 import pytest
-from outrider_router import durable_log
 from outrider_router.config import Fsync
-from outrider_router.durable_log import DurableLog
-from outrider_router.log_records import (
+from outrider_router.requests import durable_log
+from outrider_router.requests.durable_log import DurableLog
+from outrider_router.requests.log_records import (
     EMITTED,
     HEADER,
     MARK,
@@ -22,7 +22,7 @@ from outrider_router.log_records import (
     opened_record,
     whole_file,
 )
-from outrider_router.log_records import OPENED as OPENED_KIND
+from outrider_router.requests.log_records import OPENED as OPENED_KIND
 
 from outrider.errors import FailedPreconditionError
 from tests.unit.router.test_log_records import FINISH, OPENED

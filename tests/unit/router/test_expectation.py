@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.expectation import WINDOW, Lengths
+from outrider_router.admission.length_estimate import WINDOW, Lengths
 
 
 def lengths(*answers: tuple[int, int]) -> Lengths:

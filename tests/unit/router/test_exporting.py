@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from outrider_router.config import MetricsCompat
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 from prometheus_client import generate_latest
 
 from outrider.wire.messages import HIT, SessionEvents, SpecStats

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from outrider_router.admission import Admit, Expire, Refuse, State, VerifierLoad, next_wake, plan
-from outrider_router.failover import (
+from outrider_router.admission.policy import (
+    Admit,
+    Expire,
+    Refuse,
+    State,
+    VerifierLoad,
+    next_wake,
+    plan,
+)
+from outrider_router.admission.wait_order import Ticket
+from outrider_router.requests.failover import (
     LONGEST_PAUSE_S,
     MAX_REFUSALS,
     Cause,
@@ -15,7 +24,6 @@ from outrider_router.failover import (
     incomplete,
     pause_s,
 )
-from outrider_router.waiting import Ticket
 
 from outrider.errors import (
     CancelledRequestError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from outrider_router.fleet import (
+from outrider_router.fleet.compatibility import (
     PeerState,
     TokenizerIdentity,
     check_drafter,

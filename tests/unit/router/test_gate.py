@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+from outrider_router.admission.access_control import LOOK_S, Gate, Pass
+from outrider_router.base.api_keys import ANYBODY, Caller
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.base.tenants import TenantSource
 from outrider_router.config import OverloadConfig, RouterConfig
-from outrider_router.gate import LOOK_S, Gate, Pass
-from outrider_router.keys import ANYBODY, Caller
-from outrider_router.metrics import RouterMetrics
-from outrider_router.tenants import TenantSource
 
 from outrider.errors import (
     InvalidRequestError,
@@ -249,7 +249,7 @@ def test_a_file_that_could_not_be_read_is_tried_again_unchanged(
 
     bed.now += LOOK_S
     with monkeypatch.context() as patched:
-        patched.setattr("outrider_router.gate.read_keys", locked)
+        patched.setattr("outrider_router.admission.access_control.read_keys", locked)
         assert bed.gate.authorize(bearer("a")).key == "a"
     bed.now += LOOK_S
     assert bed.gate.authorize(bearer("b")).key == "b"

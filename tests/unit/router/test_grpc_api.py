@@ -10,15 +10,15 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from outrider_router.api.inference_grpc import INFERENCE_SERVICE, inference_service
+from outrider_router.base.tenants import TenantLimits, TenantSource
 from outrider_router.config import OverloadConfig
-from outrider_router.grpc_api import INFERENCE_SERVICE, inference_service
-from outrider_router.service import RouterService
-from outrider_router.tenants import TenantLimits, TenantSource
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
 from outrider.transport.grpc import GrpcServer
-from outrider.transport.grpc.status import typed_error
+from outrider.transport.grpc.error_status import typed_error
 from outrider.wire.inference import (
     GenerateRequest,
     SamplingOptions,

@@ -8,8 +8,8 @@ import ssl
 from pathlib import Path
 
 import pytest
+from outrider_router.api.http import HttpServer, server
 from outrider_router.config import HttpConfig
-from outrider_router.http import HttpServer, server
 
 from outrider.transport.tls import Role, TlsConfig
 from tests.fakes.certificates import Authority

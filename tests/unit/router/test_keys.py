@@ -8,7 +8,7 @@ import hashlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.keys import ApiKey, KeysFile, find_key
+from outrider_router.base.api_keys import ApiKey, KeysFile, find_key
 
 from outrider.config import from_plain
 from outrider.errors import InvalidRequestError, UnauthenticatedError

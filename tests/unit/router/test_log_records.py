@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_router.log_records import (
+from outrider_router.requests.log_records import (
     HEADER,
     MARK,
     Contents,
@@ -18,14 +18,14 @@ from outrider_router.log_records import (
     tick_record,
     whole_file,
 )
-from outrider_router.request import Job
+from outrider_router.requests.request import Job
 
 from outrider.config import from_plain
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId, TenantId
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.wire.inference import FinishInfo, Usage
 from outrider.wire.messages import FinishReason, SpecStats
@@ -136,7 +136,7 @@ def test_a_record_of_another_version_of_a_request_is_skipped_and_told() -> None:
     strange = opened_record(3, OPENED).replace(b'"model":"m"', b'"modem":"m"')
     body = strange[13:]
     # The checksum is right, the content is not.
-    from outrider_router.log_records import _record
+    from outrider_router.requests.log_records import _record
 
     contents = read(whole_file([*RECORDS, _record(1, body)]))
     assert set(contents.requests) == {1, 2} and contents.damaged == 1

@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.log_records import Row, emitted_record, opened_record, read, whole_file
+from outrider_router.requests.log_records import (
+    Row,
+    emitted_record,
+    opened_record,
+    read,
+    whole_file,
+)
 
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.ids import RequestId

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from outrider_router.pacing import LONGEST_S, Pacer
+from outrider_router.requests.wakeup_pacer import LONGEST_S, Pacer
 
 
 class Client:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from outrider_router.ledger import Lease
-from outrider_router.party import Party
-from outrider_router.tenants import TenantLimits
-from outrider_router.waiting import Ticket
+from outrider_router.admission.capacity_ledger import Lease
+from outrider_router.admission.request_group import Party
+from outrider_router.admission.wait_order import Ticket
+from outrider_router.base.tenants import TenantLimits
 
 from outrider.errors import CancelledRequestError, InvalidRequestError, OutriderError
 from outrider.ids import RequestId

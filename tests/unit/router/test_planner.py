@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from outrider_router.config import SpeculationDefaults
-from outrider_router.planner import (
+from outrider_router.requests.request_options import (
     drafts_itself,
     make_plan,
     make_sampling,

@@ -6,8 +6,8 @@ import asyncio
 import time
 
 import pytest
-from outrider_router.fleet import PeerState
-from outrider_router.polling import Peer, in_time, rest
+from outrider_router.fleet.compatibility import PeerState
+from outrider_router.fleet.peers import Peer, in_time, rest
 
 from tests.waiting import soon
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.pool import (
+from outrider_router.fleet.drafter_assignment import (
     Candidate,
     Loads,
     Move,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_router.quarantine import (
+from outrider_router.fleet.quarantine import (
     FIRST_S,
     FORGIVEN_S,
     JITTER,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.ids import RequestId

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.log_records import opened_record, tick_record, whole_file
-from outrider_router.service import RouterService
+from outrider_router.requests.log_records import opened_record, tick_record, whole_file
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError, UnavailableError
 from outrider.ids import RequestId

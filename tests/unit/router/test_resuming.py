@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from outrider_router.answers import Answers
-from outrider_router.journal import Entry
-from outrider_router.service import RouterService
+from outrider_router.requests.resumable_answers import Answers
+from outrider_router.requests.running_requests import Entry
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import (
     AbortedError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 
 import pytest
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from outrider.ids import RequestId
 from outrider.wire.inference import (

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from outrider_router.status import server_info
+from outrider_router.api.server_status import server_info
 
 from outrider.errors import UnavailableError
 from tests.fakes.router import running_router, sample

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import (
     CancelledRequestError,
@@ -97,7 +97,7 @@ async def test_a_request_that_ends_while_its_prompt_is_tokenized_hears_of_it_at_
         await asyncio.sleep(30.0)
         return (1,)
 
-    monkeypatch.setattr("outrider_router.intake.tokenize", slow)
+    monkeypatch.setattr("outrider_router.requests.intake.tokenize", slow)
     aborted = asyncio.create_task(router.generate(text_request(request_id=RequestId("long"))))
     cancelled = asyncio.create_task(router.generate(text_request()))
     await until(lambda: len(router.journal) == 2)

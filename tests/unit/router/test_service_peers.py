@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from outrider_router.service import RouterService
-from outrider_router.status import server_info
+from outrider_router.api.server_status import server_info
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod

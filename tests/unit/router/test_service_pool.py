@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from outrider_router import moving
-from outrider_router.pool_api import pool_service
-from outrider_router.service import RouterService
-from outrider_router.status import server_info
+from outrider_router.api.pool_grpc import pool_service
+from outrider_router.api.server_status import server_info
+from outrider_router.requests import drafter_rebalancer
+from outrider_router.requests.service import RouterService
 
-from outrider.client import cli
-from outrider.client.drafters_command import add_drafter, remove_drafter
-from outrider.client.status_command import describe
+from outrider.client.commands import main
+from outrider.client.commands.drafters import add_drafter, remove_drafter
+from outrider.client.commands.status import describe
 from outrider.errors import (
     FailedPreconditionError,
     InvalidRequestError,
@@ -87,7 +87,7 @@ async def pool(directory: Path, drafters: int, *, known: int = 3) -> AsyncGenera
 
 @pytest.fixture(autouse=True)
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "REST_S", 0.0)
+    monkeypatch.setattr(drafter_rebalancer, "REST_S", 0.0)
 
 
 async def test_a_lost_drafters_sessions_go_on_with_the_others(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ async def test_a_verifier_that_refuses_is_not_asked_for_ever(tmp_path: Path) -> 
         await until(
             lambda: (
                 sample(it.router, "outrider_session_moves_total", why="lost")
-                == moving.MOST_REFUSALS
+                == drafter_rebalancer.MOST_REFUSALS
             )
         )
         await asyncio.sleep(0.2)
@@ -218,10 +218,10 @@ async def test_operators_add_and_remove_drafters_by_command(
         try:
             await it.run(6)
             command = ["drafters", "add", "d1", "--pool", address]
-            assert await asyncio.to_thread(cli.main, command) == 0
+            assert await asyncio.to_thread(main.main, command) == 0
             await it.settle(d0=3, d1=3)
             command = ["drafters", "remove", "d0", "--pool", address]
-            assert await asyncio.to_thread(cli.main, command) == 0
+            assert await asyncio.to_thread(main.main, command) == 0
             assert "3 sessions went to other drafters, 0 decode" in capsys.readouterr().out
             await it.settle(d1=6)
             with pytest.raises(NotFoundError):
@@ -235,7 +235,7 @@ async def test_operators_add_and_remove_drafters_by_command(
 async def test_the_number_of_drafters_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider_router.registry.MAX_PEERS", 2)
+    monkeypatch.setattr("outrider_router.fleet.registry.MAX_PEERS", 2)
     async with pool(tmp_path, 1) as it:
         it.router.registry.add_drafter("d1")
         with pytest.raises(ResourceExhaustedError):

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router import quarantine
-from outrider_router.status import server_info
+from outrider_router.api.server_status import server_info
+from outrider_router.fleet import quarantine
 
-from outrider.client.status_command import describe
+from outrider.client.commands.status import describe
 from outrider.ids import DrafterId
 from outrider.wire.messages import AttachedDrafter
 from tests.fakes.router import sample

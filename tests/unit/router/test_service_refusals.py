@@ -7,7 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import (
     AlreadyExistsError,

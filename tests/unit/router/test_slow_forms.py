@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from outrider_router.forms import Forms
+from outrider_router.requests.grammar_check import Forms
 
 from outrider.errors import InvalidRequestError, ResourceExhaustedError
 from outrider.grammar.limits import MAX_FIRST_TRY_WALL_S, CompileLimits
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.unit.grammar import attacks
 
 

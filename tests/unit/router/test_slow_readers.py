@@ -10,14 +10,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from outrider_router.api.inference_grpc import INFERENCE_SERVICE
+from outrider_router.base.slow_readers import timely
 from outrider_router.config import OverloadConfig, RouterConfig
-from outrider_router.grpc_api import INFERENCE_SERVICE
-from outrider_router.service import RouterService
-from outrider_router.slow_readers import timely
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
-from outrider.transport.grpc.status import typed_error
+from outrider.transport.grpc.error_status import typed_error
 from outrider.wire.inference_codec import stream_request_to_pb
 from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import FastAPI
-from outrider_router.http.app import make_app
-from outrider_router.service import RouterService
-from outrider_router.status_page import snapshot, status_router
+from outrider_router.api.http.app import make_app
+from outrider_router.api.status_page import snapshot, status_router
+from outrider_router.requests.service import RouterService
 
 from outrider.wire.messages import SpecStats
 from tests.fakes.drafter import FakeDrafter

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.keys import Caller
-from outrider_router.log_records import (
+from outrider_router.base.api_keys import Caller
+from outrider_router.base.tenants import TenantLimits
+from outrider_router.requests.log_records import (
     Opened,
     Row,
     emitted_record,
@@ -22,10 +23,9 @@ from outrider_router.log_records import (
     tick_record,
     whole_file,
 )
-from outrider_router.output import OutputAssembler
-from outrider_router.service import RouterService
-from outrider_router.stop_checker import StopChecker
-from outrider_router.tenants import TenantLimits
+from outrider_router.requests.output_assembler import OutputAssembler
+from outrider_router.requests.service import RouterService
+from outrider_router.requests.stop_checker import StopChecker
 
 from outrider.ids import RequestId, TenantId
 from outrider.spec.plan import DraftMethod

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from outrider_router import forms
-from outrider_router.service import RouterService
+from outrider_router.requests import grammar_check
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.wire.inference import GenerateRequest, StoppingOptions
 from tests.fakes.tokenizer import EOS_ID
 from tests.fakes.verifier import FakeVerifier
@@ -46,7 +46,7 @@ async def test_a_form_that_cannot_be_compiled_reaches_no_verifier(
 async def test_without_the_library_a_form_is_refused(
     router: RouterService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms.GrammarCompiler, "load", lambda *_, **__: None)
+    monkeypatch.setattr(grammar_check.GrammarCompiler, "load", lambda *_, **__: None)
     router._intake._forms._compiler = None
     with pytest.raises(FailedPreconditionError, match="llguidance"):
         await router.generate(asked())

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.request import Job, make_job, tokenize
-from outrider_router.service import RouterService
+from outrider_router.requests.request import Job, make_job, tokenize
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import UnavailableError
 from outrider.ids import RequestId

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.tenants import (
+from outrider_router.base.tenants import (
     SHARED,
     TenantLimits,
     Tenants,

@@ -7,8 +7,8 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_router.tenants import TenantLimits, Tenants
-from outrider_router.waiting import Ticket, in_order, who_makes_way
+from outrider_router.admission.wait_order import Ticket, in_order, who_makes_way
+from outrider_router.base.tenants import TenantLimits, Tenants
 
 from outrider.ids import TenantId
 from tests.unit.router.helpers import ticket

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.contest import Contest
-from outrider.spec.evidence import Seen
-from outrider.spec.modes import Mode, Reason
+from outrider.spec.decoding_mode import Mode, Reason
+from outrider.speculation.measurements import Seen
+from outrider.speculation.speculation_controller import Contest
 from tests.grids import thorough
 
 PLAIN_S = 0.001

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.spec.costs import CostTable
-from outrider.spec.draft_length import choose_length
-from outrider.spec.estimates import AcceptanceEstimate, ArrivalEstimate, patience_s
+from outrider.speculation.cost_table import CostTable
+from outrider.speculation.draft_length import choose_length
+from outrider.speculation.estimates import AcceptanceEstimate, ArrivalEstimate, patience_s
 
 
 def test_acceptance_follows_rounds_and_later_ones_count_more() -> None:

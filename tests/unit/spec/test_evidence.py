@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.evidence import OUTLIER, STALLED, WINDOW, Emitted, RoundTimes
+from outrider.speculation.measurements import OUTLIER, STALLED, WINDOW, Emitted, RoundTimes
 
 
 def test_times_are_those_of_the_last_rounds_and_stalls_count_a_few_rounds() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidMessageError
-from outrider.spec.law import DraftLaw, validate_law
+from outrider.spec.draft_distribution import DraftLaw, validate_law
 from outrider.spec.tree import DraftTree, validate_tree
 from outrider.wire.rounds import Proposal, Proposals, sound_proposals
 

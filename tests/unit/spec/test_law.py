@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
-from outrider.spec.law import DraftLaw, make_law, validate_law
+from outrider.spec.draft_distribution import DraftLaw, make_law, validate_law
 from outrider.spec.tree import DraftTree
 
 VOCAB = 100

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.contest import Contest
-from outrider.spec.evidence import Seen
-from outrider.spec.look_ahead import LookAhead
-from outrider.spec.modes import Mode
+from outrider.spec.decoding_mode import Mode
+from outrider.speculation.look_ahead_controller import LookAhead
+from outrider.speculation.measurements import Seen
+from outrider.speculation.speculation_controller import Contest
 
 LOCKSTEP_S = 0.007
 ROUNDS = 1500

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.modes import Mode
-from outrider.spec.own_drafts import OwnDrafts
+from outrider.spec.decoding_mode import Mode
+from outrider.speculation.in_process_controller import OwnDrafts
 
 PLAIN_S = 0.004
 LOAD = 3

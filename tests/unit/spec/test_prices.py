@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.spec.modes import Mode
-from outrider.spec.prices import COMING_BACK, FIRST_PRICE, Prices
+from outrider.spec.decoding_mode import Mode
+from outrider.speculation.probe_costs import COMING_BACK, FIRST_PRICE, Prices
 
 USUAL_S = 0.005
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.spec.evidence import Seen
-from outrider.spec.modes import Mode
-from outrider.spec.probe import LONG_PROBE_ROUNDS, LOSS_LIMIT, PROBE_ROUNDS, Probe
+from outrider.spec.decoding_mode import Mode
+from outrider.speculation.measurements import Seen
+from outrider.speculation.probe import LONG_PROBE_ROUNDS, LOSS_LIMIT, PROBE_ROUNDS, Probe
 
 USUAL_S = 0.005
 

@@ -7,8 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.evidence import Seen
-from outrider.spec.stale import LEAST_DEVIATION, STALE, STALE_DEVIATION, StaleShare
+from outrider.speculation.look_ahead_acceptance import (
+    LEAST_DEVIATION,
+    STALE,
+    STALE_DEVIATION,
+    StaleShare,
+)
+from outrider.speculation.measurements import Seen
 
 TRIAL, BETWEEN = 8, 40
 

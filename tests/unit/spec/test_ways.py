@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from outrider.spec.stale import STALE, Share
-from outrider.spec.ways import Lap, Ways
+from outrider.speculation.look_ahead_acceptance import STALE, Share
+from outrider.speculation.look_ahead_probe import Lap, Ways
 
 LOCKSTEP_S = 0.007
 KNOWN = Share(math.log(STALE), 0.03**2)

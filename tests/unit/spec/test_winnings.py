@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from outrider.spec.evidence import Emitted
-from outrider.spec.winnings import ANOTHER_TRY, MOST, MOST_LOST, Winnings
+from outrider.speculation.loss_allowance import ANOTHER_TRY, MOST, MOST_LOST, Winnings
+from outrider.speculation.measurements import Emitted
 
 
 def tries(winnings: Winnings, emitted: Emitted, needed: float, rounds: int) -> int:

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from outrider.errors import FailedPreconditionError
 from outrider.text.detokenizer import Detokenizer
-from outrider.text.pieces import PieceTable
+from outrider.text.token_bytes import PieceTable
 
 SPECIALS = ["<s>", "</s>"]
 TEXTS = st.text(max_size=40) | st.text(alphabet="a \u00e9\u20ac\U0001f680\u0301", max_size=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.text.stops import StopStrings
+from outrider.text.stop_strings import StopStrings
 
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 TEXT = st.text(alphabet="abc\n", max_size=24)

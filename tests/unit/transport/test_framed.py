@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConnectionLostError, InvalidMessageError
-from outrider.transport.framed import FramedConnection
-from outrider.transport.mailbox import Mailbox
+from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.framed_connection import FramedConnection
 from outrider.wire.bundles import join, split
 from outrider.wire.codec import (
     decode_verifier_messages,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from grpc._cython import cygrpc
 
-from outrider.client.calls import client_options
+from outrider.client.rpcs import client_options
 from outrider.transport.grpc.options import GrpcConfig, channel_options, server_options
 
 CONFIGS = [GrpcConfig(), GrpcConfig(keepalive_time_s=1.0)]

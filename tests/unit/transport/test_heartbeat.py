@@ -6,13 +6,13 @@ import time
 import pytest
 
 from outrider.errors import ConnectionLostError, InvalidMessageError
+from outrider.transport.bounded_queue import Mailbox
 from outrider.transport.heartbeat import (
     HeartbeatConfig,
     HeartbeatConnection,
     unless_silent,
     with_heartbeat,
 )
-from outrider.transport.mailbox import Mailbox
 from outrider.wire.messages import Heartbeat
 from tests.waiting import soon, until
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import AlreadyExistsError, UnavailableError
-from outrider.transport.base import VerifierConnection
-from outrider.transport.inproc import InprocNetwork
+from outrider.transport.in_process import InprocNetwork
+from outrider.transport.interface import VerifierConnection
 from outrider.wire.messages import DrafterMessage, Proposals, Verdicts
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier, proposal
 from tests.waiting import soon, until

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, UnavailableError
-from outrider.transport.lane import LaneListener, LaneSet, is_lent, join_lane
-from outrider.transport.lane.lane import PART_BYTES
-from outrider.transport.lane.ring import RING_BYTES, Ring
+from outrider.transport.shm import LaneListener, LaneSet, is_lent, join_lane
+from outrider.transport.shm.channel import PART_BYTES
+from outrider.transport.shm.ring_buffer import RING_BYTES, Ring
 from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import Encoded, LaneOffer
 from tests.fakes.lanes import hostile_peer, lane_pair

@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from outrider.errors import ConnectionLostError, OutriderError
+from outrider.transport.bounded_queue import MAX_BYTES
 from outrider.transport.grpc import GrpcConfig, GrpcDialer, GrpcServer, verifier_services
-from outrider.transport.grpc.lane_offers import join_offered, offering
-from outrider.transport.grpc.laned import LanedFrames
+from outrider.transport.grpc.shm_frames import LanedFrames
+from outrider.transport.grpc.shm_negotiation import join_offered, offering
 from outrider.transport.grpc.streams import FLUSH_TIMEOUT_S, StreamFrames
 from outrider.transport.heartbeat import HeartbeatConnection
-from outrider.transport.lane import Lane, LaneListener, lane_pair
-from outrider.transport.mailbox import MAX_BYTES
+from outrider.transport.shm import Lane, LaneListener, lane_pair
 from outrider.wire.limits import MAX_BUNDLE_BYTES
 from outrider.wire.messages import LaneOffer
 from tests.integration.fake_endpoints import FakeVerifier
@@ -224,7 +224,7 @@ async def test_closing_that_is_cancelled_lets_go_all_the_same() -> None:
 async def test_a_frame_that_no_lane_carries_ends_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider.transport.lane.lane.MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr("outrider.transport.shm.channel.MAX_MESSAGE_BYTES", 1000)
     async with rig() as made:
         with pytest.raises(ConnectionLostError):
             made.frames.offer(bytes(1001))

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from outrider.transport import letterbox as module
-from outrider.transport.letterbox import Letterbox
+from outrider.transport import pollable_queue as module
+from outrider.transport.pollable_queue import Letterbox
 
 
 def test_items_come_in_order_and_only_once() -> None:

@@ -11,8 +11,8 @@ from grpc.aio import AioRpcError, Metadata
 
 from outrider.errors import ConnectionLostError
 from outrider.transport.grpc.dialer import GrpcVerifier
+from outrider.transport.grpc.error_status import lost_call_error
 from outrider.transport.grpc.options import GrpcConfig
-from outrider.transport.grpc.status import lost_call_error
 
 
 def made_by_grpc(code: grpc.StatusCode, details: str) -> AioRpcError:

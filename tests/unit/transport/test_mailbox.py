@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from outrider.errors import ConnectionLostError
-from outrider.transport.mailbox import Mailbox
+from outrider.transport.bounded_queue import Mailbox
 from tests.waiting import soon
 
 LOST = ConnectionLostError("gone", reason="PEER_LOST")

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from outrider.errors import ConnectionLostError
-from outrider.transport.mailbox import Mailbox
-from outrider.transport.outgoing import Outgoing
+from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.send_queue import Outgoing
 from outrider.wire.limits import MAX_BUNDLE_BYTES
 from tests.waiting import soon
 

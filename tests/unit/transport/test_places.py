@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.transport.lane import INLINE_BYTES, Lane
-from outrider.transport.lane.ring import HEAD_BYTES, MOST_RESERVED, RING_BYTES
+from outrider.transport.shm import INLINE_BYTES, Lane
+from outrider.transport.shm.ring_buffer import HEAD_BYTES, MOST_RESERVED, RING_BYTES
 from outrider.wire.messages import Encoded
 from tests.fakes.lanes import lane_pair
 

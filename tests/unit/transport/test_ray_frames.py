@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import ConnectionLostError, InvalidMessageError
+from outrider.transport.error_codec import ErrorStatus, from_status
 from outrider.transport.ray.frames import Batch, Inlet, Resequencer, frame_mailbox
-from outrider.transport.status import ErrorStatus, from_status
 from tests.waiting import soon
 
 

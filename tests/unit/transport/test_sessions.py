@@ -11,10 +11,10 @@ import numpy as np
 
 from outrider.errors import ConnectionLostError, InternalError, OutriderError, UnavailableError
 from outrider.ids import DrafterId
-from outrider.transport.framed import router_end
+from outrider.transport.framed_connection import router_end
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider.transport.inproc import _byte_pipe
-from outrider.transport.sessions import SessionStream
+from outrider.transport.in_process import _byte_pipe
+from outrider.transport.session_stream import SessionStream
 from outrider.wire.codec import decode_sessions_request, encode_sessions_message
 from outrider.wire.messages import (
     Heartbeat,

@@ -6,7 +6,7 @@ import pytest
 
 from outrider import errors
 from outrider.errors import InternalError, OutriderError
-from outrider.transport.status import ErrorStatus, from_status, to_status
+from outrider.transport.error_codec import ErrorStatus, from_status, to_status
 
 KINDS = [
     kind

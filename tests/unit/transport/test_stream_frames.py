@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from outrider.errors import ConnectionLostError
-from outrider.transport.grpc.begun import Begun
+from outrider.transport.grpc.eager_coroutine import Begun
 from outrider.transport.grpc.streams import StreamFrames
 from tests.waiting import soon
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.device_engine import DeviceRoundEngine
-from outrider_verifier.service import VerifierService
+from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.server.service import VerifierService
 
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.linear import PlainLinear
-from outrider.engine.loading import load_target
-from outrider.grammar.grammars import Grammars
+from outrider.engine.model_loader import load_target
+from outrider.grammar.grammar_cache import Grammars
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
-from outrider.transport.inproc import InprocNetwork
+from outrider.transport.in_process import InprocNetwork
 from outrider.wire.messages import SpecStats
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, ScriptedDrafter, make_tree
 from tests.unit.verifier.harness import ADDRESS, DRAFTER, beside_wrong_siblings, make_spec

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.service import VerifierService
+from outrider_verifier.server.service import VerifierService
 
-from outrider.awake import AwakeCores
+from outrider.busy_polling import AwakeCores
 from outrider.errors import OutriderError
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.noise import Stream
@@ -21,7 +21,7 @@ from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider.transport.inproc import InprocNetwork
+from outrider.transport.in_process import InprocNetwork
 from outrider.wire.messages import SessionEvent, SessionSpec
 from tests.fakes.runner import FakeRunner
 from tests.fakes.scripted_drafter import Followed, ProposeFn, ScriptedDrafter, make_tree

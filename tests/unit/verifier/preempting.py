@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 from itertools import count
 from typing import Any
 
-from outrider_verifier.service import VerifierService
+from outrider_verifier.server.service import VerifierService
 
 from outrider.ids import SessionId
 

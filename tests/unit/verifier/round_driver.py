@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.device_engine import DeviceRoundEngine
-from outrider_verifier.engine import RoundEngine
-from outrider_verifier.packing import PrefillRow, VerifyRow
-from outrider_verifier.rows import Draft
-from outrider_verifier.runner import Flight, RoundRunner
-from outrider_verifier.sessions import Session
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
+from outrider_verifier.model_runner.cpu_runner import RoundEngine
+from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.model_runner.interface import Flight, RoundRunner
+from outrider_verifier.model_runner.rows import Draft
+from outrider_verifier.state.session import Session
 
 from outrider.engine.heads import load_feature_projection, load_head
-from outrider.engine.kvcache import KVPool
+from outrider.engine.kv_cache import KVPool
 from outrider.engine.linear import PlainLinear
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.engine.swap import SwapSpace
 from outrider.wire.messages import SessionSpec
 

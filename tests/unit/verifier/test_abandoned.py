@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from outrider_verifier.commands import Open
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.core import Core
-from outrider_verifier.features import FEW
-from outrider_verifier.service import VerifierService
-from outrider_verifier.sessions import Session
+from outrider_verifier.engine.core import Core
+from outrider_verifier.exchange.feature_store import FEW
+from outrider_verifier.server.service import VerifierService
+from outrider_verifier.state.commands import Open
+from outrider_verifier.state.session import Session
 
 from tests.fakes.target import FakeProjection, FakeTarget
 from tests.unit.verifier.harness import make_spec

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_verifier.effects import Emits, Event
-from outrider_verifier.packing import VerifyRow
-from outrider_verifier.policy import Policy
-from outrider_verifier.rows import Draft
-from outrider_verifier.runner import Decoded, RowOutcome
-from outrider_verifier.sessions import Session
-from outrider_verifier.settled import commit_rows
+from outrider_verifier.model_runner.batch import VerifyRow
+from outrider_verifier.model_runner.interface import Decoded, RowOutcome
+from outrider_verifier.model_runner.results import commit_rows
+from outrider_verifier.model_runner.rows import Draft
+from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.state.effects import Emits, Event
+from outrider_verifier.state.session import Session
 
 from outrider.engine.logprobs import PathLogprobs
 from outrider.spec.plan import Plan

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_verifier.build import build_service, uses_device_engine
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
-from outrider_verifier.engine import RoundEngine
+from outrider_verifier.model_runner.cpu_runner import RoundEngine
+from outrider_verifier.server.service_builder import build_service, uses_device_engine
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
@@ -106,8 +106,9 @@ def test_a_head_that_cannot_draft_here_is_refused(
 def test_a_cpu_is_served_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import outrider_verifier.build, outrider_verifier.service, outrider_verifier.engine\n"
-        "import outrider_drafter.build\n"
+        "import outrider_verifier.server.service_builder, outrider_verifier.server.service\n"
+        "import outrider_verifier.model_runner.cpu_runner\n"
+        "import outrider_drafter.server.build\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_verifier.conduct import (
+from outrider_verifier.exchange.drafter_health import (
     BURST,
     MAX_KNOWN,
     NODES,

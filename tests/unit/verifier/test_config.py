@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from outrider_verifier.__main__ import parse_args
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.families import family_of
+from outrider_verifier.model_runner.gpu_runner.shape_family import family_of
 
 from outrider.config import load_config
-from outrider.engine.device.shapes import Drafts
+from outrider.engine.device.graphs.shapes import Drafts
 from outrider.errors import InvalidRequestError
 
 

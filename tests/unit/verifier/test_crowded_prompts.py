@@ -9,12 +9,12 @@ from __future__ import annotations
 from itertools import cycle
 
 import pytest
-from outrider_verifier.round_plan import Limits, RowState
-from outrider_verifier.round_times import RoundTimes
-from outrider_verifier.schedule import plan_round
+from outrider_verifier.engine.schedule_policy import plan_round
+from outrider_verifier.model_runner.gpu_runner.round_times import RoundTimes
+from outrider_verifier.state.round_plan import Limits, RowState
 
-from outrider.engine.device.family import ShapeFamily
-from outrider.engine.device.shapes import PIECE_BUCKETS, PIECE_TOKENS
+from outrider.engine.device.graphs.shape_family import ShapeFamily
+from outrider.engine.device.graphs.shapes import PIECE_BUCKETS, PIECE_TOKENS
 from outrider.ids import SessionId
 
 NODES = 5

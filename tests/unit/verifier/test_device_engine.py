@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outrider_verifier.device_engine import DeviceRoundEngine
-from outrider_verifier.handover import Followed
-from outrider_verifier.service import VerifierService
+from outrider_verifier.exchange.verdict_builder import Followed
+from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.server.service import VerifierService
 from torch import Tensor
 
-from outrider.engine.device.family import ShapeFamily
-from outrider.engine.device.own_head import OwnHead
-from outrider.engine.device.shapes import PIECE_TOKENS
-from outrider.engine.kernels.warp.logits import warp_drafts
+from outrider.engine.device.drafting.in_process_drafter import OwnHead
+from outrider.engine.device.graphs.shape_family import ShapeFamily
+from outrider.engine.device.graphs.shapes import PIECE_TOKENS
+from outrider.engine.kernels.logits_processor.process import warp_drafts
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import TensorDtype, Verdicts, WireTensor
@@ -179,7 +179,7 @@ async def test_the_heads_drafts_are_warped_too(
         assert torch.equal(self.warp.state.counts, self._slots.warp.state.counts[:, ids])
         draft(self, *args, **options)
 
-    monkeypatch.setattr("outrider.engine.device.draft.warp_drafts", spy)
+    monkeypatch.setattr("outrider.engine.device.drafting.draft_program.warp_drafts", spy)
     monkeypatch.setattr(OwnHead, "draft", compare)
     async with serving(tiny_target, tiny_head, placement="fused") as service:
         await run_all(service, OWN, SAMPLINGS[name])
@@ -212,7 +212,7 @@ async def test_a_round_of_many_launches_keeps_them_apart(
 ) -> None:
     """More launches than a ring has places, of one shape: each session its own outcome."""
     monkeypatch.setattr(ShapeFamily, "most_rows", lambda family, nodes: 1)
-    monkeypatch.setattr("outrider.engine.device.buffers.RING", 1)
+    monkeypatch.setattr("outrider.engine.device.transfer.buffers.RING", 1)
     prompts = (*PROMPTS, *PROMPTS)
     most: list[int] = []
     submit = DeviceRoundEngine.submit

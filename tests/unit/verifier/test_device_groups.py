@@ -6,16 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from outrider_verifier.device_groups import Group, add_prompts, group_rows, round_rows
-from outrider_verifier.device_seats import Seat
-from outrider_verifier.inbox import Held
-from outrider_verifier.packing import PrefillRow, VerifyRow
-from outrider_verifier.rows import Draft
-from outrider_verifier.sessions import Session
+from outrider_verifier.exchange.proposal_inbox import Held
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
+from outrider_verifier.model_runner.gpu_runner.device_slots import Seat
+from outrider_verifier.model_runner.gpu_runner.launch_groups import (
+    Group,
+    add_prompts,
+    group_rows,
+    round_rows,
+)
+from outrider_verifier.model_runner.rows import Draft
+from outrider_verifier.state.session import Session
 
-from outrider.engine.device.family import ShapeFamily
-from outrider.engine.device.shapes import Drafts, Judge
-from outrider.spec.law import make_law
+from outrider.engine.device.graphs.shape_family import ShapeFamily
+from outrider.engine.device.graphs.shapes import Drafts, Judge
+from outrider.spec.draft_distribution import make_law
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import Proposal, Proposals
 from tests.fakes.scripted_drafter import make_tree

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_verifier.effects import Answer, Tell
+from outrider_verifier.state.effects import Answer, Tell
 
 from outrider.errors import FailedPreconditionError
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.framed import FramedConnection
+from outrider.transport.framed_connection import FramedConnection
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.wire.codec import decode_verifier_message
 from outrider.wire.messages import Encoded, FeatureLayout, SessionEnd, SessionsLost, Verdicts

@@ -63,10 +63,10 @@ async def test_proposals_for_other_prefixes_of_the_same_digest_change_no_text(
 ) -> None:
     """All digests collide, and what is proposed was drafted for a prefix one token shorter."""
     known = dict(zip(PROMPTS, texts[name], strict=True))
-    for module in ("outrider_verifier.handover", "tests.fakes.scripted_drafter"):
+    for module in ("outrider_verifier.exchange.verdict_builder", "tests.fakes.scripted_drafter"):
         monkeypatch.setattr(f"{module}.extend_digest", lambda digest, ids: 7)
     monkeypatch.setattr(
-        "outrider_verifier.handover.extend_ragged",
+        "outrider_verifier.exchange.verdict_builder.extend_ragged",
         lambda digests, counts, ids: np.full(len(digests), 7, np.uint64),
     )
 

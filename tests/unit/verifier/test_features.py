@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from outrider_verifier.features import CHUNK, FeatureStore
+from outrider_verifier.exchange.feature_store import CHUNK, FeatureStore
 
 A, B = 3, 0
 

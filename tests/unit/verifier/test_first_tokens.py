@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from outrider.engine.device.buffers import Downloader
+from outrider.engine.device.inputs.round_rows import RoundRows
+from outrider.engine.device.round_launcher import DeviceRounds, Launched
 from outrider.engine.device.round_program import RoundProgram
-from outrider.engine.device.round_rows import RoundRows
-from outrider.engine.device.rounds import DeviceRounds, Launched
+from outrider.engine.device.transfer.buffers import Downloader
 from outrider.spec.sampling import SamplingParams
 from tests.unit.verifier.device_serving import OWN, serving
 from tests.unit.verifier.test_structured_sessions import run_one

@@ -9,14 +9,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_verifier import form_drafts
-from outrider_verifier.device_groups import Group
-from outrider_verifier.form_chains import FormChain, ask
-from outrider_verifier.form_drafts import Emitted
+from outrider_verifier.model_runner.gpu_runner import grammar_drafts
+from outrider_verifier.model_runner.gpu_runner.form_chains import FormChain, ask
+from outrider_verifier.model_runner.gpu_runner.grammar_drafts import Emitted
+from outrider_verifier.model_runner.gpu_runner.launch_groups import Group
 
-from outrider.engine.device.draft_masks import Masks
-from outrider.engine.device.form_drafts import FormDrafts
-from outrider.engine.device.shapes import Drafts
+from outrider.engine.device.drafting.draft_masks import Masks
+from outrider.engine.device.drafting.grammar_drafts import FormDrafts
+from outrider.engine.device.graphs.shapes import Drafts
 from outrider.grammar.constraint import allows
 from outrider.spec.sampling import Rule
 from tests.fakes.scripted_grammar import END, WORDS, Scripted
@@ -106,7 +106,7 @@ def followed(head: Head, *rules: Rule, blank: frozenset[int] = frozenset()) -> G
         blank=blank,
     )
     group.drafts = Drafts.OWN
-    form_drafts.follow_forms(group, cast(FormDrafts, head))
+    grammar_drafts.follow_forms(group, cast(FormDrafts, head))
     assert all(not session.constraint.path for session in sessions)
     return group
 
@@ -114,7 +114,7 @@ def followed(head: Head, *rules: Rule, blank: frozenset[int] = frozenset()) -> G
 def told(*emitted: list[int], undrafted: bool = False) -> dict[int, list[int] | None]:
     """What the head is told once sessions have emitted so."""
     head, sessions = Head(), [session_of(Rule.GREEDY) for _ in emitted]
-    form_drafts.begin_under_masks(
+    grammar_drafts.begin_under_masks(
         [Emitted(*each) for each in zip(sessions, range(len(emitted)), emitted, strict=True)],
         cast(FormDrafts, head),
         undrafted=undrafted,
@@ -152,7 +152,7 @@ def test_a_session_that_has_failed_is_not_drafted_for() -> None:
     session = session_of(Rule.GREEDY)
     session.constraint.failed = "it left its grammar"
     head = Head()
-    form_drafts.begin_under_masks([Emitted(session, 0, [2])], cast(FormDrafts, head))
+    grammar_drafts.begin_under_masks([Emitted(session, 0, [2])], cast(FormDrafts, head))
     assert head.told == {}
 
 

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_verifier import form_drafts
-from outrider_verifier.device_engine import DeviceRoundEngine
-from outrider_verifier.effects import Emits
-from outrider_verifier.engine import RoundEngine
-from outrider_verifier.loop import EngineLoop
+from outrider_verifier.engine.loop import EngineLoop
+from outrider_verifier.model_runner.cpu_runner import RoundEngine
+from outrider_verifier.model_runner.gpu_runner import grammar_drafts
+from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.state.effects import Emits
 
-from outrider.engine.device.draft_masks import Masks
-from outrider.engine.device.form_drafts import FormDrafts
-from outrider.engine.device.rounds import DeviceRounds, Launched
-from outrider.engine.device.shapes import Drafts
+from outrider.engine.device.drafting.draft_masks import Masks
+from outrider.engine.device.drafting.grammar_drafts import FormDrafts
+from outrider.engine.device.graphs.shapes import Drafts
+from outrider.engine.device.round_launcher import DeviceRounds, Launched
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.grammar.constraint import allows
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.messages import SpecStats
 from tests.unit.verifier.device_serving import OWN, SAMPLINGS, run_all, serving
@@ -161,7 +161,9 @@ async def test_drafts_that_a_round_leaves_out_are_those_that_it_would_have_made(
     monkeypatch.setattr(DeviceRounds, "launch", noted)
     late = await run()
     assert launched and all(launched)
-    monkeypatch.setattr("outrider_verifier.device_engine.leaves_drafts_out", lambda group: False)
+    monkeypatch.setattr(
+        "outrider_verifier.model_runner.gpu_runner.runner.leaves_drafts_out", lambda group: False
+    )
     at_once = await run()
     assert launched and not any(launched)
     assert texts_of(late) == texts_of(at_once)
@@ -200,7 +202,8 @@ class Levels:
 
         monkeypatch.setattr(FormDrafts, "begin", again)
         monkeypatch.setattr(
-            "outrider_verifier.device_engine.leaves_drafts_out", lambda group: False
+            "outrider_verifier.model_runner.gpu_runner.runner.leaves_drafts_out",
+            lambda group: False,
         )
 
 
@@ -287,7 +290,7 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.first, self.nodes = list[bool](), list[bool]()
-        follow = form_drafts.follow_forms
+        follow = grammar_drafts.follow_forms
 
         def spy(group: Any, drafts: FormDrafts | None) -> None:
             follow(group, drafts)
@@ -301,7 +304,7 @@ class Seen:
                         parents = chain if head.parents is None else head.parents.numpy()[slot]
                         self._note(tokens[slot], parents, masks)
 
-        monkeypatch.setattr("outrider_verifier.device_engine.follow_forms", spy)
+        monkeypatch.setattr("outrider_verifier.model_runner.gpu_runner.runner.follow_forms", spy)
 
     def _note(
         self, tokens: NDArray[np.int32], parents: NDArray[np.int32], masks: NDArray[np.uint32]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from outrider_verifier.round_plan import Limits, RowState, Times
-from outrider_verifier.schedule import plan_round
+from outrider_verifier.engine.schedule_policy import plan_round
+from outrider_verifier.state.round_plan import Limits, RowState, Times
 
 from outrider.ids import SessionId
 

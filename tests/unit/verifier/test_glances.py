@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider_verifier.glances import EVERY, Glances
+from outrider_verifier.planner.glances import EVERY, Glances
 
 
 def test_every_round_is_looked_at_while_anything_is_tried() -> None:

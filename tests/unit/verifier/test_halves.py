@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from outrider_verifier.halves import Halves
-from outrider_verifier.round_plan import DecodeRow, Limits, PrefillChunk, RoundPlan, RowState
-from outrider_verifier.schedule import plan_beside, plan_round
-from outrider_verifier.sessions import NO_LIMIT
+from outrider_verifier.engine.schedule_policy import plan_beside, plan_round
+from outrider_verifier.planner.two_batch_overlap import Halves
+from outrider_verifier.state.round_plan import DecodeRow, Limits, PrefillChunk, RoundPlan, RowState
+from outrider_verifier.state.session import NO_LIMIT
 
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, Plan

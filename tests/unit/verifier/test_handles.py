@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from outrider_verifier.handles import Handles
-from outrider_verifier.sessions import Session
+from outrider_verifier.state.handles import Handles
+from outrider_verifier.state.session import Session
 
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import make_spec

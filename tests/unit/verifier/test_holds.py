@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider_verifier.holds import LEAST_LEFT
-from outrider_verifier.loads import LASTING, Ran
-from outrider_verifier.policy import Policy
-from outrider_verifier.sessions import Session
+from outrider_verifier.planner.load_burst_hold import LEAST_LEFT
+from outrider_verifier.planner.load_stats import LASTING, Ran
+from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.state.session import Session
 
-from outrider.spec.contest import Contest
-from outrider.spec.modes import Mode
+from outrider.spec.decoding_mode import Mode
+from outrider.speculation.speculation_controller import Contest
 from tests.fakes.target import NO_BLOCKS
 from tests.unit.verifier.harness import LONG, make_spec
 

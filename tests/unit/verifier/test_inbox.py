@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_verifier.inbox import Held, Inbox, Offer
-from outrider_verifier.kept import promises
+from outrider_verifier.exchange.message_pool import promises
+from outrider_verifier.exchange.proposal_inbox import Held, Inbox, Offer
 
-from outrider.spec.law import DraftLaw, make_law
+from outrider.spec.draft_distribution import DraftLaw, make_law
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import Proposal, Proposals
 from tests.reference.inbox import SlowInbox

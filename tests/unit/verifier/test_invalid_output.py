@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_verifier.service import VerifierService
+from outrider_verifier.server.service import VerifierService
 
 from outrider.errors import InternalError, OutriderError
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.reference.damaged_target import damage_embedding
 from tests.unit.verifier.device_serving import (
     OWN,

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from outrider_verifier.checks import DrafterChecks, Identity
-from outrider_verifier.commands import Garbled, Lost, Offered
-from outrider_verifier.lanes import Lanes
+from outrider_verifier.exchange.message_checks import DrafterChecks, Identity
+from outrider_verifier.exchange.shm_channels import Lanes
+from outrider_verifier.state.commands import Garbled, Lost, Offered
 
 from outrider.ids import VerifierId
-from outrider.transport.lane import RING_LOOK_S, Lane
-from outrider.transport.lane.lane import PART_BYTES
+from outrider.transport.shm import RING_LOOK_S, Lane
+from outrider.transport.shm.channel import PART_BYTES
 from outrider.wire.codec import (
     decode_verifier_messages,
     encode_drafter_message,

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from outrider_verifier import lean
-from outrider_verifier.commands import SetDrafter
-from outrider_verifier.known import Kind, Known
-from outrider_verifier.loads import Loads, Ran
-from outrider_verifier.policy import Policy
-from outrider_verifier.sessions import Session
+from outrider_verifier.planner import feature_retention
+from outrider_verifier.planner.load_stats import Loads, Ran
+from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.planner.workload_stats import Kind, Known
+from outrider_verifier.state.commands import SetDrafter
+from outrider_verifier.state.session import Session
 
 from outrider.ids import DrafterId
-from outrider.spec.contest import Contest
-from outrider.spec.costs import CostTable
-from outrider.spec.evidence import Seen
-from outrider.spec.modes import Mode
+from outrider.spec.decoding_mode import Mode
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
+from outrider.speculation.cost_table import CostTable
+from outrider.speculation.measurements import Seen
+from outrider.speculation.speculation_controller import Contest
 from tests.fakes.scripted_drafter import ScriptedDrafter
 from tests.unit.verifier.harness import (
     DRAFTER,
@@ -45,7 +45,7 @@ class Told(Policy):
     """Does as it is told; sessions that were let go never draft, as ever."""
 
     plain = False
-    lean = False
+    feature_retention = False
 
     def pauses(self, session: Session) -> bool:
         """As told."""
@@ -221,48 +221,48 @@ def test_features_are_kept_where_they_cost_little() -> None:
     # The host takes 58 us more for eight sessions.
     assert loads(10.0).features_s == pytest.approx(68e-6)
     assert loads(10.0).features_share == pytest.approx(68e-6 / 1.5e-3)
-    assert lean.lets_go(known(), plain, loads(10.0))
-    assert lean.lets_go(known(), plain, loads(200.0))
-    assert not lean.lets_go(known(DraftMethod.NGRAM), plain, loads(200.0))
-    assert not lean.lets_go(known(), Contest(), loads(200.0))
+    assert feature_retention.lets_go(known(), plain, loads(10.0))
+    assert feature_retention.lets_go(known(), plain, loads(200.0))
+    assert not feature_retention.lets_go(known(DraftMethod.NGRAM), plain, loads(200.0))
+    assert not feature_retention.lets_go(known(), Contest(), loads(200.0))
     # A round of a large model takes as long again for nothing.
     large = loads(10.0)
     for _ in range(64):
         large.observe(Ran(8, 0, 0, 0.004))
-    assert not lean.lets_go(known(), plain, large)
+    assert not feature_retention.lets_go(known(), plain, large)
     # Processors are not measured at the start.
-    assert not lean.lets_go(known(), plain, loads(None))
+    assert not feature_retention.lets_go(known(), plain, loads(None))
     assert loads(None).features_share == 0.0
 
 
 def test_sessions_keep_them_for_a_while_once_speculation_is_due() -> None:
     plain, mine, busy = left(), known(), loads(200.0)
-    lean.gather(mine, busy)
+    feature_retention.gather(mine, busy)
     kept = 0
-    while not lean.lets_go(mine, plain, busy):
+    while not feature_retention.lets_go(mine, plain, busy):
         busy.observe(Ran(8, 0, 0, 0.0015))
         kept += 1
-    assert kept == lean.GATHER_ROUNDS
+    assert kept == feature_retention.GATHER_ROUNDS
 
 
 def test_what_it_costs_to_have_them_again_is_part_of_the_price_of_a_trial() -> None:
-    assert lean.ready_s(known(), loads(None)) == 0.0
-    assert lean.ready_s(known(), loads(200.0)) == pytest.approx(128 * 258e-6)
+    assert feature_retention.ready_s(known(), loads(None)) == 0.0
+    assert feature_retention.ready_s(known(), loads(200.0)) == pytest.approx(128 * 258e-6)
     # Others need none.
     for method in (DraftMethod.NGRAM, DraftMethod.MODEL):
-        assert lean.ready_s(known(method), loads(200.0)) == 0.0
+        assert feature_retention.ready_s(known(method), loads(200.0)) == 0.0
 
 
 def test_nobody_is_let_go_by_a_verdict_of_another_load_or_of_one_that_just_began() -> None:
     plain, busy = left(), loads(200.0)
-    assert lean.lets_go(known(), plain, busy)
-    assert not lean.lets_go(known(), Contest.beside(plain), busy)
+    assert feature_retention.lets_go(known(), plain, busy)
+    assert not feature_retention.lets_go(known(), Contest.beside(plain), busy)
     # The last session of a wave, or none.
     busy.begin_round(0)
-    assert not lean.lets_go(known(), plain, busy)
+    assert not feature_retention.lets_go(known(), plain, busy)
     for _ in range(16):
         busy.observe(Ran(1, 0, 0, 0.001))
-    assert lean.lets_go(known(), plain, busy)
+    assert feature_retention.lets_go(known(), plain, busy)
 
 
 def test_sessions_gather_for_a_trial_only_so_long() -> None:
@@ -302,8 +302,8 @@ def test_between_two_loads_at_which_both_were_seen_to_lose_nobody_keeps_them() -
     assert busy.load == 2 and busy.steady
     busy.begin_round(8)
     assert busy.load == 3 and not busy.steady
-    assert lean.lets_go(mine, mine.contests[3], busy)
+    assert feature_retention.lets_go(mine, mine.contests[3], busy)
     # Of the load before it nothing is known but by this one, or drafts are in force there.
     for other in (Contest.beside(left()), Contest()):
         mine.contests[2] = other
-        assert not lean.lets_go(mine, mine.contests[3], busy)
+        assert not feature_retention.lets_go(mine, mine.contests[3], busy)

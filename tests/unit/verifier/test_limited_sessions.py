@@ -12,7 +12,7 @@ import pytest
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.text.tokenizer import Tokenizer
 from tests.unit.verifier.device_serving import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from outrider_verifier.loads import Loads, Ran
+from outrider_verifier.planner.load_stats import Loads, Ran
 
-from outrider.spec.costs import CostTable
+from outrider.speculation.cost_table import CostTable
 
 
 def times(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float | None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_verifier.service import VerifierService
+from outrider_verifier.server.service import VerifierService
 
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams

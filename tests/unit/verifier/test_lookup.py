@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter.ngram import lookup as prompt_lookup
-from outrider_verifier import lookup as lookups
-from outrider_verifier.lookup import FIRST_RATE, MATCH, Lookup
+from outrider_drafter.proposers.ngram import lookup as prompt_lookup
+from outrider_verifier.state import ngram_index as lookups
+from outrider_verifier.state.ngram_index import FIRST_RATE, MATCH, Lookup
 
 
 def text(seed: int, length: int, ids: int = 4) -> NDArray[np.int32]:

@@ -12,7 +12,7 @@ from outrider.ids import DrafterId
 from outrider.spec.noise import Stream
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.transport.base import RouterConnection
+from outrider.transport.interface import RouterConnection
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from outrider_bench.host import DrafterSide
-from outrider_bench.host_canned import Steps
-from outrider_bench.host_verifier import VerifierSide, spec_of
-from outrider_verifier import next_round
-from outrider_verifier.commands import Open
-from outrider_verifier.round_plan import RoundPlan
+from outrider_bench.host.cli import DrafterSide
+from outrider_bench.host.fake_device import Steps
+from outrider_bench.host.scripted_verifier import VerifierSide, spec_of
+from outrider_verifier.engine import scheduler
+from outrider_verifier.state.commands import Open
+from outrider_verifier.state.round_plan import RoundPlan
 
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.lane import lane_pair
+from outrider.transport.shm import lane_pair
 
 PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=60_000)
 
@@ -46,13 +46,13 @@ def open_one(verifier: VerifierSide, *, priority: int) -> None:
 def planned(verifier: VerifierSide, monkeypatch: pytest.MonkeyPatch) -> tuple[RoundPlan, int]:
     """The next round, and how often rows were weighed for it."""
     weighed = list[float]()
-    weigh = next_round.plan_round
+    weigh = scheduler.plan_round
 
     def counted(*given: Any, **named: Any) -> RoundPlan:
         weighed.append(given[1])
         return weigh(*given, **named)
 
-    monkeypatch.setattr(next_round, "plan_round", counted)
+    monkeypatch.setattr(scheduler, "plan_round", counted)
     return verifier.service._rounds.plan(time.monotonic()), len(weighed)
 
 

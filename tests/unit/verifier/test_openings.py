@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from outrider_verifier.openings import LONGEST_S, OPENING_S, Openings
+from outrider_verifier.planner.openings import LONGEST_S, OPENING_S, Openings
 
 
 def run(openings: Openings, each_s: float, *, rounds: int = 600, mean: float = 4.0) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from outrider_verifier.known import Kind, Known, Pace
-from outrider_verifier.loads import Loads, Ran
-from outrider_verifier.own_verdicts import MAX_KINDS, OwnRow, OwnVerdicts
+from outrider_verifier.planner.in_process_planner import MAX_KINDS, OwnRow, OwnVerdicts
+from outrider_verifier.planner.load_stats import Loads, Ran
+from outrider_verifier.planner.workload_stats import Kind, Known, Pace
 
-from outrider.spec.costs import CostTable
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
+from outrider.speculation.cost_table import CostTable
 
 
 def times(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float | None:

@@ -7,8 +7,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from outrider_verifier.policy import Policy
-from outrider_verifier.sessions import Session
+from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.state.session import Session
 
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from outrider_bench import host_verifier
-from outrider_bench.host_canned import Steps
-from outrider_bench.host_verifier import LENGTH, VerifierSide
-from outrider_verifier.features import FeatureStore
-from outrider_verifier.handover import Handover, Told
-from outrider_verifier.inbox import Inbox
-from outrider_verifier.placed import Placed
-from outrider_verifier.sessions import Session
+from outrider_bench.host import scripted_verifier
+from outrider_bench.host.fake_device import Steps
+from outrider_bench.host.scripted_verifier import LENGTH, VerifierSide
+from outrider_verifier.exchange.feature_store import FeatureStore
+from outrider_verifier.exchange.proposal_inbox import Inbox
+from outrider_verifier.exchange.shm_features import Placed
+from outrider_verifier.exchange.verdict_builder import Handover, Told
+from outrider_verifier.state.session import Session
 
-from outrider.engine.device.buffers import Downloader
+from outrider.engine.device.transfer.buffers import Downloader
 from outrider.spec.flat_trees import chain_parents
 from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.lane import Lane, is_lent, lane_pair
+from outrider.transport.shm import Lane, is_lent, lane_pair
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.messages import Proposals, TensorDtype, Verdicts
 from tests.fakes.target import FakeTarget
@@ -50,7 +50,7 @@ def rows_told(verdicts: list[Verdicts]) -> dict[int, list[list[int]]]:
 @pytest.fixture
 def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Canned features say which row of their launch they are, in bits."""
-    canned: Callable[..., Any] = host_verifier._verified
+    canned: Callable[..., Any] = scripted_verifier._verified
 
     def verified(shape: Any, width: int) -> Any:
         found = canned(shape, width)
@@ -59,7 +59,7 @@ def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = torch.arange(len(found.features), dtype=torch.int16)[:, None]
         return found._replace(features=rows.expand(-1, width).contiguous().view(torch.bfloat16))
 
-    monkeypatch.setattr(host_verifier, "_verified", verified)
+    monkeypatch.setattr(scripted_verifier, "_verified", verified)
 
 
 def proposals_for(told: Verdicts) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from outrider_verifier.policy import Policy
+from outrider_verifier.planner.speculation_policy import Policy
 
 from tests.fakes.simulated_service import (
     PIECE,

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from outrider_verifier.inbox import Held
-from outrider_verifier.packing import VerifyRow
-from outrider_verifier.policy import Policy
-from outrider_verifier.runner import RowOutcome
-from outrider_verifier.sessions import NO_LIMIT, Session
-from outrider_verifier.settled import Settled
+from outrider_verifier.exchange.proposal_inbox import Held
+from outrider_verifier.model_runner.batch import VerifyRow
+from outrider_verifier.model_runner.interface import RowOutcome
+from outrider_verifier.model_runner.results import Settled
+from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.state.session import NO_LIMIT, Session
 
-from outrider.engine.kvcache import KVPool
+from outrider.engine.kv_cache import KVPool
 from outrider.wire.messages import Proposals
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn
 from tests.unit.verifier.harness import CHAIN, good_chain, half_good_chain, make_spec, verifier

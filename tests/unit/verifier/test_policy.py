@@ -10,20 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from outrider_verifier.known import CATCH_UP_ROUNDS, MISS_COST, RESUME_ROUNDS, Mark, Tally
-from outrider_verifier.observing import observe_plain, observe_row
-from outrider_verifier.packing import VerifyRow
-from outrider_verifier.policy import Policy
-from outrider_verifier.rows import trim
-from outrider_verifier.runner import RowOutcome
-from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Settled
+from outrider_verifier.model_runner.batch import VerifyRow
+from outrider_verifier.model_runner.interface import RowOutcome
+from outrider_verifier.model_runner.results import Settled
+from outrider_verifier.model_runner.rows import trim
+from outrider_verifier.planner.observing import observe_plain, observe_row
+from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.planner.workload_stats import (
+    CATCH_UP_ROUNDS,
+    MISS_COST,
+    RESUME_ROUNDS,
+    Mark,
+    Tally,
+)
+from outrider_verifier.state.session import Session
 
-from outrider.engine.kvcache import KVPool
+from outrider.engine.kv_cache import KVPool
 from outrider.ids import SessionId
-from outrider.spec.contest import Contest
-from outrider.spec.modes import Mode
+from outrider.spec.decoding_mode import Mode
 from outrider.spec.sampling import SamplingParams
+from outrider.speculation.speculation_controller import Contest
 from tests.fakes.runner import FakeRunner
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, make_tree
 from tests.fakes.target import FakeTarget

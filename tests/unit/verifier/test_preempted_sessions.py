@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.sessions import Session
+from outrider_verifier.state.session import Session
 
 from outrider.errors import InvalidRequestError, ResourceExhaustedError, UnavailableError
 from outrider.ids import SessionId

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_verifier.preemption import (
+from outrider_verifier.kv.preemption import (
     PRIOR_TOKENS,
     Action,
     Bounds,

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_verifier.build import build_service
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.service import VerifierService
+from outrider_verifier.server.service import VerifierService
+from outrider_verifier.server.service_builder import build_service
 
 from outrider.engine.heads import load_feature_projection
-from outrider.engine.loading import load_target
+from outrider.engine.model_loader import load_target
 from outrider.engine.target import ForwardBatch, Segment
 from outrider.spec.plan import DraftMethod, Plan
 from outrider.spec.sampling import SamplingParams
-from outrider.transport.inproc import InprocNetwork
+from outrider.transport.in_process import InprocNetwork
 from tests.factories import make_eagle3_head, make_target
 from tests.fakes.scripted_drafter import (
     Draft,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from outrider_verifier.round_times import RoundTimes
+from outrider_verifier.model_runner.gpu_runner.round_times import RoundTimes
 
-from outrider.engine.device.family import ShapeFamily
-from outrider.engine.device.shapes import LEAST_MIXED_PIECES, MOST_MIXED_PIECES, PIECE_TOKENS
+from outrider.engine.device.graphs.shape_family import ShapeFamily
+from outrider.engine.device.graphs.shapes import LEAST_MIXED_PIECES, MOST_MIXED_PIECES, PIECE_TOKENS
 
 ROUND_S = 4e-3
 ROW_S = 10e-6

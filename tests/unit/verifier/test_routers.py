@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from outrider_verifier import routers
+from outrider_verifier.server import router_streams
 
 from outrider.errors import (
     ConnectionLostError,
@@ -14,7 +14,7 @@ from outrider.errors import (
     InvalidRequestError,
     ResourceExhaustedError,
 )
-from outrider.transport.base import RouterConnection
+from outrider.transport.interface import RouterConnection
 from outrider.wire.messages import (
     FinishReason,
     SessionEvents,
@@ -107,7 +107,7 @@ async def test_a_handle_in_use_is_refused_and_a_session_that_is_left_makes_room(
 async def test_a_router_that_does_not_read_is_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(routers, "MAX_UNREAD_BYTES", 20_000)
+    monkeypatch.setattr(router_streams, "MAX_UNREAD_BYTES", 20_000)
     async with verifier() as rig:
         connection: Any = await router_of(rig)
         # The pipe holds 256 frames; what exceeds it counts.
@@ -124,7 +124,7 @@ async def test_a_router_that_does_not_read_is_disconnected(
 
 
 async def test_openings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routers, "MAX_OPENING", 0)
+    monkeypatch.setattr(router_streams, "MAX_OPENING", 0)
     async with verifier() as rig:
         result = await rig.run(make_spec())
         assert isinstance(result.error, ResourceExhaustedError)

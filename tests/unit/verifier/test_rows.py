@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_verifier.rows import cut_emission, tree_mask, trim
+from outrider_verifier.model_runner.rows import cut_emission, tree_mask, trim
 
-from outrider.spec.law import LawEntries, make_law, validate_law
+from outrider.spec.draft_distribution import LawEntries, make_law, validate_law
 from outrider.spec.tree import ancestor_mask, children, depths, validate_tree
 from outrider.wire.messages import FinishReason
 from tests.fakes.scripted_drafter import make_tree

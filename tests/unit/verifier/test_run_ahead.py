@@ -11,7 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from outrider_verifier.sessions import Session
+from outrider_verifier.state.session import Session
 
 from outrider.errors import InternalError, OutriderError, ResourceExhaustedError
 from outrider.ids import SessionId

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_verifier.round_plan import DecodeRow, Limits, PrefillChunk, RoundPlan, RowState
-from outrider_verifier.schedule import plan_ahead, plan_alone, plan_drafted, plan_round
+from outrider_verifier.engine.schedule_policy import (
+    plan_ahead,
+    plan_alone,
+    plan_drafted,
+    plan_round,
+)
+from outrider_verifier.state.round_plan import DecodeRow, Limits, PrefillChunk, RoundPlan, RowState
 
 from outrider.ids import SessionId
 

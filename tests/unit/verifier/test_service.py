@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from outrider_verifier import settled
+from outrider_verifier.model_runner import results as settled
 
 from outrider.engine.target import ForwardBatch
 from outrider.errors import (

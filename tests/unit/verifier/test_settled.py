@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_verifier.flying import InFlight
-from outrider_verifier.handover import Handover, Told
-from outrider_verifier.inbox import Inbox
-from outrider_verifier.packing import VerifyRow
-from outrider_verifier.round_plan import RoundPlan
-from outrider_verifier.runner import Decoded, RowOutcome
-from outrider_verifier.sessions import Session
-from outrider_verifier.settled import Sheet
+from outrider_verifier.engine.in_flight_round import InFlight
+from outrider_verifier.exchange.proposal_inbox import Inbox
+from outrider_verifier.exchange.verdict_builder import Handover, Told
+from outrider_verifier.model_runner.batch import VerifyRow
+from outrider_verifier.model_runner.interface import Decoded, RowOutcome
+from outrider_verifier.model_runner.results import Sheet
+from outrider_verifier.state.round_plan import RoundPlan
+from outrider_verifier.state.session import Session
 
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.plan import Plan

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from outrider_verifier.effects import Emits
-from outrider_verifier.served import NOBODY, Served, ServedSessions
-from outrider_verifier.shares import shares
+from outrider_verifier.server.session_registry import NOBODY, Served, ServedSessions
+from outrider_verifier.server.shares import shares
+from outrider_verifier.state.effects import Emits
 
 from outrider.engine.logprobs import PathLogprobs
 from outrider.ids import SessionId

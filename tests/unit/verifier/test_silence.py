@@ -7,8 +7,8 @@ from dataclasses import replace
 from operator import sub
 
 import pytest
-from outrider_verifier import drafters
-from outrider_verifier.conduct import BURST
+from outrider_verifier.exchange.drafter_health import BURST
+from outrider_verifier.server import drafter_connections
 
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import SessionId
@@ -97,7 +97,7 @@ def bad_proposals(handle: int, count: int) -> Proposals:
 async def test_a_flood_is_cut_off_and_refused_for_a_while(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafters, "CUT_S", 3.0)
+    monkeypatch.setattr(drafter_connections, "CUT_S", 3.0)
     async with verifier(target=FakeTarget(num_blocks=2048)) as rig:
         rig.target.forward_s = 0.002
         drafter = await rig.attach(good_chain(rig.target))

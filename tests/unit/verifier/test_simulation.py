@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_verifier.memory import GRAPH_LAYER_BYTES, kv_tokens_that_fit, reserved_bytes
-from outrider_verifier.simulation import parse_rates, rate_of_mean
+from outrider_verifier.kv.capacity import GRAPH_LAYER_BYTES, kv_tokens_that_fit, reserved_bytes
+from outrider_verifier.state.simulated_acceptance import parse_rates, rate_of_mean
 
 from outrider.errors import FailedPreconditionError
 

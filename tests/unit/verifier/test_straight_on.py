@@ -7,16 +7,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from outrider_verifier.core import Core
-from outrider_verifier.flying import InFlight
-from outrider_verifier.inbox import Held
-from outrider_verifier.lookup import StandIn
-from outrider_verifier.packing import VerifyRow
-from outrider_verifier.round_plan import Limits, RoundPlan
-from outrider_verifier.sessions import Session
-from outrider_verifier.straight_on import straight_on
+from outrider_verifier.engine.core import Core
+from outrider_verifier.engine.early_proposals import straight_on
+from outrider_verifier.engine.in_flight_round import InFlight
+from outrider_verifier.exchange.proposal_inbox import Held
+from outrider_verifier.model_runner.batch import VerifyRow
+from outrider_verifier.state.ngram_index import StandIn
+from outrider_verifier.state.round_plan import Limits, RoundPlan
+from outrider_verifier.state.session import Session
 
-from outrider.engine.kvcache import KVSequence
+from outrider.engine.kv_cache import KVSequence
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import CHAIN, make_spec
 

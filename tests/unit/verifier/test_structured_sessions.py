@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_verifier.service import VerifierService
+from outrider_verifier.server.service import VerifierService
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
-from outrider.grammar.form_constraint import FormConstraint
+from outrider.grammar.grammar_constraint import FormConstraint
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from tests.unit.verifier.device_serving import (
     PROMPTS,

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outrider_verifier.device_engine import DeviceRoundEngine
-from outrider_verifier.rows import Draft
-from outrider_verifier.runner import RoundRunner
-from outrider_verifier.sessions import Session
+from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.model_runner.interface import RoundRunner
+from outrider_verifier.model_runner.rows import Draft
+from outrider_verifier.state.session import Session
 
-from outrider.engine.kvcache import KVPool
+from outrider.engine.kv_cache import KVPool
 from outrider.errors import InvalidRequestError, ResourceExhaustedError
 from outrider.spec.plan import Plan
 from outrider.spec.sampling import SamplingParams

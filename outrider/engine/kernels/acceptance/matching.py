@@ -5,7 +5,7 @@
 
 At a node the target chose y; the child whose token is y stands and the walk goes on there,
 otherwise y is emitted (`outrider.engine.acceptance`, greedy and coupled). Rules that toss coins:
-`outrider.engine.kernels.acceptance.coins`.
+`outrider.engine.kernels.acceptance.randomized`.
 
 Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows,
 X session slots (the last one is the padding slot).
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outrider.engine.kernels.noise import noise_bits, noise_key, row_keys, uniform
 from outrider.engine.kernels.runtime import next_power_of_2
-from outrider.engine.kernels.state import SamplingState, SequenceState
+from outrider.engine.kernels.session_tensors import SamplingState, SequenceState
 from outrider.engine.noise import noise_bits as noise_words
 from outrider.engine.noise import uniform_from_bits
 from outrider.errors import InvalidRequestError

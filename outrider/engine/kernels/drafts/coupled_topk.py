@@ -21,7 +21,7 @@ from outrider.engine.kernels.drafts.topk import MAX_TOPK, ordered
 from outrider.engine.kernels.noise import gumbel_estimate, noise_bits, noise_key, row_keys
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.engine.kernels.sampling import scaled_scores, scaled_tile
-from outrider.engine.kernels.state import RULE_COUPLED, SamplingState
+from outrider.engine.kernels.session_tensors import RULE_COUPLED, SamplingState
 from outrider.engine.noise import perturbed_topk
 from outrider.errors import InvalidRequestError
 from outrider.spec.noise import Stream

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
-from outrider.engine.warper import MAX_LOGIT
+from outrider.engine.logits_processor import MAX_LOGIT
 from outrider.errors import InvalidRequestError
 
 MAX_TOPK: Final = 16

@@ -75,7 +75,7 @@ TABLE: dict[tuple[int, int, bool, int], tuple[int, int, int, int, int, bool]] = 
     (32000, 4096, False, 64): (128, 64, 1, 4, 4, False),
 }
 """Measured on an H200, torch 2.11, triton 3.6, 2026-11-21, 2-byte operands; see
-`outrider_bench.gpu.tune_linear`. K = 12288 and 8192 keep the entries of an earlier run, and
+`outrider_bench.gpu.checks.tune_linear`. K = 12288 and 8192 keep the entries of an earlier run, and
 N = 32000 takes those of 128256."""
 
 

@@ -9,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.grow import Job, grow
-from outrider_drafter.growth import Draft, Growth
-from outrider_drafter.head_batch import HeadBatch, RealRows
-from outrider_drafter.headkv import HeadKV, HeadKVBudget
+from outrider_drafter.proposers.eagle_batch import HeadBatch, RealRows
+from outrider_drafter.proposers.eagle_kv import HeadKV, HeadKVBudget
+from outrider_drafter.proposers.growth_driver import Job, grow
+from outrider_drafter.proposers.tree_growth import Draft, Growth
 from torch import Tensor
 
-from outrider.engine.device.draft_ahead import AheadProgram
-from outrider.engine.device.draft_forward import NewRows
-from outrider.engine.device.head_forward import HeadForward
-from outrider.engine.device.head_weights import HeadWeights
+from outrider.engine.device.drafting.draft_forward import NewRows
+from outrider.engine.device.drafting.eagle_forward import HeadForward
+from outrider.engine.device.drafting.eagle_weights import HeadWeights
+from outrider.engine.device.drafting.look_ahead_program import AheadProgram
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft
-from outrider.engine.kernels.state import RULE_NUMBERS, SamplingState, stream_key_row
+from outrider.engine.kernels.session_tensors import RULE_NUMBERS, SamplingState, stream_key_row
 from outrider.engine.linear import PlainLinear
 from outrider.spec.sampling import Rule, SamplingParams
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.engine.device.brake import LargerModel
-from outrider.engine.device.shapes import Drafts, Judge, RoundShape
+from outrider.engine.device.graphs.shapes import Drafts, Judge, RoundShape
 
 ONE = RoundShape(rows=1, nodes=1, drafts=Drafts.NONE, judge=Judge.MATCH, features=False)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.growth import BeamGrowth, ChainGrowth
+from outrider_drafter.proposers.tree_growth import BeamGrowth, ChainGrowth
 from torch import Tensor
 
-from outrider.engine.device.head_weights import HeadWeights, can_extract
+from outrider.engine.device.drafting.eagle_weights import HeadWeights, can_extract
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.heads.eagle3 import Eagle3Head
 from outrider.engine.kernels.attention.layout import PADDING_NODE

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.device.draft_ahead import BranchRows
-from outrider.engine.device.draft_forward import GivenNodes, NewRows
+from outrider.engine.device.drafting.draft_forward import GivenNodes, NewRows
+from outrider.engine.device.drafting.look_ahead_program import BranchRows
 from outrider.engine.heads import DraftHead
 from tests.factories import make_eagle3_head
 from tests.unit.engine.device.draft_sessions import (

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.draft_masks import DraftMasks
-from outrider.engine.kernels.drafts.legal import mask_drafts_torch, mask_drafts_triton
+from outrider.engine.device.drafting.draft_masks import DraftMasks
+from outrider.engine.kernels.drafts.token_masks import mask_drafts_torch, mask_drafts_triton
 from outrider.engine.kernels.runtime import INTERPRETED
-from outrider.engine.kernels.state import LegalBits
+from outrider.engine.kernels.session_tensors import LegalBits
 from outrider.grammar.constraint import Mask, mask_of
 
 VOCAB = 70

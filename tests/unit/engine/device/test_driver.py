@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device import driver, uploads
-from outrider.engine.device.driver import DriverCalls, DriverError, TorchCalls, calls_of
+from outrider.engine.device.transfer import cuda_driver, uploads
+from outrider.engine.device.transfer.cuda_driver import (
+    DriverCalls,
+    DriverError,
+    TorchCalls,
+    calls_of,
+)
 
 CPU = torch.device("cpu")
 STREAM = 77
@@ -44,7 +49,7 @@ class Noted:
         self.released: list[tuple[str, tuple[Any, ...]]] = []
         monkeypatch.setattr(ctypes, "PyDLL", lambda _: Library(self.codes, self.kept))
         monkeypatch.setattr(ctypes, "CDLL", lambda _: Library(self.codes, self.released))
-        monkeypatch.setattr(driver, "_stream", lambda: STREAM)
+        monkeypatch.setattr(cuda_driver, "_stream", lambda: STREAM)
         self.calls = DriverCalls()
 
 
@@ -108,9 +113,9 @@ def test_without_a_driver_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(ctypes, "PyDLL", absent)
-    driver._of_cuda.cache_clear()
+    cuda_driver._of_cuda.cache_clear()
     assert isinstance(calls_of(torch.device("cuda", 0)), TorchCalls)
-    driver._of_cuda.cache_clear()
+    cuda_driver._of_cuda.cache_clear()
     to = torch.zeros(2)
     calls_of(CPU).copy(to, torch.ones(2))
     assert to.tolist() == [1.0, 1.0]
@@ -172,7 +177,7 @@ def test_a_copy_to_another_size_is_refused(noted: Noted) -> None:
 
 def test_who_asks_from_another_device_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(driver, "_of_cuda", lambda: "the driver")
+    monkeypatch.setattr(cuda_driver, "_of_cuda", lambda: "the driver")
     assert isinstance(calls_of(torch.device("cuda", 0)), TorchCalls)
     assert calls_of(torch.device("cuda", 1)) == calls_of(torch.device("cuda")) == "the driver"
 

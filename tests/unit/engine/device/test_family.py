@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine.device.family import ShapeFamily
-from outrider.engine.device.shapes import (
+from outrider.engine.device.graphs.shape_family import ShapeFamily
+from outrider.engine.device.graphs.shapes import (
     MOST_MIXED_PIECES,
     MOST_TOKEN_ROWS,
     PIECE_BUCKETS,

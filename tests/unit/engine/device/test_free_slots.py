@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine.device.free_slots import FreeSlots
+from outrider.engine.device.slots.free_slots import FreeSlots
 from outrider.errors import ResourceExhaustedError
 
 

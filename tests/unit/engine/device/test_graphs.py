@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from outrider.engine.device.graphs import GraphCache
+from outrider.engine.device.graphs.graph_cache import GraphCache
 
 
 def test_a_shape_that_was_not_captured_runs_as_it_is_and_is_told_of_once(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.law_inputs import LawInputs
+from outrider.engine.device.inputs.distribution_inputs import LawInputs
 from outrider.engine.draft_sampling import LAW_ENTRIES_BUDGET
-from outrider.spec.law import DraftLaw, make_law
+from outrider.spec.draft_distribution import DraftLaw, make_law
 
 CPU = torch.device("cpu")
 
@@ -90,7 +90,7 @@ def test_a_law_beyond_the_budget_is_left_out(size: int) -> None:
 
 
 def test_laws_that_find_no_room_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.device.law_inputs.MOST_FULL_LAWS", 1)
+    monkeypatch.setattr("outrider.engine.device.inputs.distribution_inputs.MOST_FULL_LAWS", 1)
     inputs = LawInputs(max_rows=3, device=CPU)
     laws = [make(1, {0: LAW_ENTRIES_BUDGET - 4}, seed=s) for s in range(2)] + [make(1, {0: 4})]
     inputs.fill(laws, 3, 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from outrider.engine.device.inputs import NO_TOKEN
-from outrider.engine.device.pieces import Piece, PieceInputs, cut
-from outrider.engine.device.shapes import PIECE_TOKENS
-from outrider.engine.kernels.state import SequenceState
+from outrider.engine.device.graphs.shapes import PIECE_TOKENS
+from outrider.engine.device.inputs.prefill_chunks import Piece, PieceInputs, cut
+from outrider.engine.device.inputs.round_inputs import NO_TOKEN
+from outrider.engine.kernels.session_tensors import SequenceState
 
 CPU = torch.device("cpu")
 PADDING = 5

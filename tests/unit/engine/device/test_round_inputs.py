@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.buffers import RING, Downloader, Uploader
-from outrider.engine.device.inputs import NO_TOKEN, RoundInputs
-from outrider.engine.device.law_inputs import LawInputs
-from outrider.engine.device.round_rows import RoundRows, RowInput
-from outrider.engine.device.shapes import Drafts
+from outrider.engine.device.graphs.shapes import Drafts
+from outrider.engine.device.inputs.distribution_inputs import LawInputs
+from outrider.engine.device.inputs.round_inputs import NO_TOKEN, RoundInputs
+from outrider.engine.device.inputs.round_rows import RoundRows, RowInput
+from outrider.engine.device.transfer.buffers import RING, Downloader, Uploader
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.spec.tree import DraftTree
 

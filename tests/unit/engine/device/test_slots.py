@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.slots import _BEGUN, _GROWN, SessionSlots
-from outrider.engine.device.uploads import upload
-from outrider.engine.kernels.state import RULE_NUMBERS
-from outrider.engine.kvcache import KVPool
+from outrider.engine.device.slots.session_slots import _BEGUN, _GROWN, SessionSlots
+from outrider.engine.device.transfer.uploads import upload
+from outrider.engine.kernels.session_tensors import RULE_NUMBERS
+from outrider.engine.kv_cache import KVPool
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.noise import Stream, stream_key
 from outrider.spec.sampling import Rule, SamplingParams

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine.device.family import ShapeFamily
-from outrider.engine.device.shapes import Drafts, Judge, RoundShape
+from outrider.engine.device.graphs.shape_family import ShapeFamily
+from outrider.engine.device.graphs.shapes import Drafts, Judge, RoundShape
 from outrider.engine.device.warm_up import without_delays
 
 FAMILY = list(

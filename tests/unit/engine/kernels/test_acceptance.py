@@ -14,13 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import Acceptance, accept
-from outrider.engine.kernels.acceptance.coins import (
-    ChainLaw,
-    DeviceLaw,
-    accept_sampled,
-    accept_sampled_torch,
-    accept_sampled_triton,
-)
 from outrider.engine.kernels.acceptance.matching import (
     DeviceAcceptance,
     accept_matching,
@@ -29,11 +22,18 @@ from outrider.engine.kernels.acceptance.matching import (
     advance_state_torch,
     advance_state_triton,
 )
+from outrider.engine.kernels.acceptance.randomized import (
+    ChainLaw,
+    DeviceLaw,
+    accept_sampled,
+    accept_sampled_torch,
+    accept_sampled_triton,
+)
 from outrider.engine.kernels.finite import find_finite_rows_torch, find_finite_rows_triton
 from outrider.engine.kernels.sampling import choose_tokens_torch, choose_tokens_triton
-from outrider.engine.kernels.state import SequenceState
+from outrider.engine.kernels.session_tensors import SequenceState
 from outrider.errors import InvalidRequestError
-from outrider.spec.law import make_law
+from outrider.spec.draft_distribution import make_law
 from outrider.spec.noise import SHARED_COIN_ID, Stream, uniform
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.grids import thorough

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.engine.kernels.assemble import assemble_torch, assemble_triton
 from outrider.engine.kernels.embedding import embed, embed_torch, embed_triton
 from outrider.engine.kernels.norm import rms_norm
-from outrider.engine.kernels.state import SequenceState
+from outrider.engine.kernels.session_tensors import SequenceState
+from outrider.engine.kernels.token_rows import assemble_torch, assemble_triton
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 8])

@@ -20,7 +20,7 @@ from outrider.engine.kernels.attention.tree import (
     tree_attention_torch,
     tree_attention_triton,
 )
-from outrider.engine.kvcache import KVPool
+from outrider.engine.kv_cache import KVPool
 from outrider.errors import InvalidRequestError
 from tests.grids import thorough
 from tests.unit.engine.kernels.trees import Paging, random_parents, scattered

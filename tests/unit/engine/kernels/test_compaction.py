@@ -15,7 +15,7 @@ from outrider.engine.kernels.attention.compaction import (
     gather_rows_torch,
     gather_rows_triton,
 )
-from outrider.engine.kvcache import KVPool
+from outrider.engine.kv_cache import KVPool
 from outrider.errors import InvalidRequestError
 from tests.unit.engine.kernels.trees import scattered
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.kernels.drafts.given import given_layout_torch, given_layout_triton
+from outrider.engine.kernels.drafts.proposal_layout import given_layout_torch, given_layout_triton
 from outrider.engine.kernels.runtime import INTERPRETED
 from outrider.spec.tree import path
 from tests.unit.engine.kernels.trees import ROOT, random_parents

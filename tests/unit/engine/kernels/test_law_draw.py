@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from outrider.engine.draft_sampling import LawLimits, propose_children
-from outrider.engine.kernels.drafts.law_draw import (
+from outrider.engine.kernels.drafts.distribution_sampling import (
     DrawnLaws,
     draw_from_laws_torch,
     draw_from_laws_triton,
 )
-from outrider.engine.kernels.state import SamplingState
+from outrider.engine.kernels.session_tensors import SamplingState
 from outrider.spec.noise import Stream, gumbel
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import DEVICE, sampling_state

@@ -18,7 +18,7 @@ from outrider.engine.kernels.noise import (
     row_keys,
     uniform,
 )
-from outrider.engine.kernels.state import stream_key_row
+from outrider.engine.kernels.session_tensors import stream_key_row
 from outrider.spec import noise as spec
 from outrider.spec.noise import Stream
 from outrider.spec.sampling import SamplingParams

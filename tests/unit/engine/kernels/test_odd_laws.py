@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.engine.acceptance import accept
-from outrider.engine.kernels.acceptance.coins import (
+from outrider.engine.kernels.acceptance.randomized import (
     ChainLaw,
     DeviceLaw,
     accept_sampled_torch,

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.drafts.own_laws import (
+from outrider.engine.kernels.drafts.in_process_distributions import (
     own_law,
     put_own_laws_torch,
     put_own_laws_triton,
 )
-from outrider.engine.kernels.state import SamplingState
+from outrider.engine.kernels.session_tensors import SamplingState
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import DEVICE, sampling_state
 

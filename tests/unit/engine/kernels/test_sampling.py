@@ -19,9 +19,9 @@ from outrider.engine.kernels.sampling import (
     choose_tokens_torch,
     choose_tokens_triton,
 )
-from outrider.engine.kernels.state import SamplingState
+from outrider.engine.kernels.session_tensors import SamplingState
+from outrider.engine.logits_processor import EMPTY_HISTORY, plain_argmax, warp
 from outrider.engine.noise import noise_keys, perturbed_argmax
-from outrider.engine.warper import EMPTY_HISTORY, plain_argmax, warp
 from outrider.errors import InvalidRequestError
 from outrider.spec.noise import Stream
 from outrider.spec.sampling import Rule, SamplingParams

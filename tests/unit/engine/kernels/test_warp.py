@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine.acceptance import AcceptRow, accept
-from outrider.engine.device.warp_slots import MAX_BANNED_AT_FIRST, WarpSlots
-from outrider.engine.kernels.sampling import choose_tokens_torch, choose_tokens_triton
-from outrider.engine.kernels.state import LegalBits
-from outrider.engine.kernels.warp.launch import launch_count, launch_warp
-from outrider.engine.kernels.warp.logits import (
+from outrider.engine.device.slots.logits_slots import MAX_BANNED_AT_FIRST, WarpSlots
+from outrider.engine.kernels.logits_processor.launch import launch_count, launch_warp
+from outrider.engine.kernels.logits_processor.process import (
     TokenPath,
     count_tokens_torch,
     warp_logits,
     warp_logits_torch,
 )
+from outrider.engine.kernels.sampling import choose_tokens_torch, choose_tokens_triton
+from outrider.engine.kernels.session_tensors import LegalBits
 from outrider.errors import InvalidRequestError
 from outrider.spec.sampling import SamplingParams
 from tests.grids import thorough

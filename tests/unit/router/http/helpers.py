@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
-from outrider_router.http import HttpServer
-from outrider_router.service import RouterService
+from outrider_router.api.http import HttpServer
+from outrider_router.requests.service import RouterService
 
 KEY = "token-abc123"
 

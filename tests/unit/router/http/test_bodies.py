@@ -7,8 +7,8 @@ import json
 import time
 
 import pytest
-from outrider_router.http.bodies import LARGE_BYTES, JsonParser
-from outrider_router.service import RouterService
+from outrider_router.api.http.json_route import LARGE_BYTES, JsonParser
+from outrider_router.requests.service import RouterService
 from starlette.exceptions import HTTPException
 
 from tests.unit.router.http.helpers import http_client, set_http_options

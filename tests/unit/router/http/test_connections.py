@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from outrider_router.http import connections, places
-from outrider_router.service import RouterService
+from outrider_router.api.http import connection_slots, connections
+from outrider_router.requests.service import RouterService
 
 from tests.fakes.router import sample
 from tests.fakes.verifier import FakeVerifier
@@ -140,7 +140,7 @@ class Held:
 
 def test_an_answer_that_its_reader_has_not_taken_is_not_cut() -> None:
     slow, idle, third, fourth = (Held(is_sent=sent) for sent in (False, True, True, False))
-    held: Any = places.Places(2, lambda: None)
+    held: Any = connection_slots.Places(2, lambda: None)
     assert held.take(slow) and held.take(idle)
     assert held.take(third)
     assert idle.was_cut and not slow.was_cut
@@ -151,7 +151,7 @@ def test_an_answer_that_its_reader_has_not_taken_is_not_cut() -> None:
 
 def test_silent_connections_make_way_before_idle_ones() -> None:
     idle, silent, busy = (Held(is_sent=True) for _ in range(3))
-    held: Any = places.Places(3, lambda: None)
+    held: Any = connection_slots.Places(3, lambda: None)
     for each in (idle, silent, busy):
         assert held.take(each)
     held.idle(idle)
@@ -186,7 +186,7 @@ async def test_whoever_waits_for_an_answer_keeps_its_place_and_others_hear_why(
         monkeypatch.setattr(connections, "REFUSAL_S", 0.1)
         async with sockets(url, 1) as (silent,):
             assert await silent.closed() == b""
-        monkeypatch.setattr(places, "MAX_REFUSALS", 0)
+        monkeypatch.setattr(connection_slots, "MAX_REFUSALS", 0)
         with pytest.raises(httpx.TransportError):
             await complete(url)
         assert sample(router, "outrider_refusals_total", reason="CONNECTIONS_EXHAUSTED") == 3
@@ -248,5 +248,5 @@ async def test_what_is_not_http_is_told_so_in_openais_form(router: RouterService
 
 async def test_places_are_taken_when_a_connection_is_accepted_and_the_reserve_stays() -> None:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert places.max_connections(4096) == min(4096, files // 2)
-    assert places.max_connections(10**9) == files // 2
+    assert connection_slots.max_connections(4096) == min(4096, files // 2)
+    assert connection_slots.max_connections(10**9) == files // 2

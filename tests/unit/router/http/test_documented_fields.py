@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from outrider_router.http.request_models import ChatCompletionRequest, CompletionRequest
-from outrider_router.http.unsupported import CHAT, COMPLETION, MESSAGE, STRUCTURE
+from outrider_router.api.http.request_models import ChatCompletionRequest, CompletionRequest
+from outrider_router.api.http.unsupported_fields import CHAT, COMPLETION, MESSAGE, STRUCTURE
 
 PAGE = (Path(__file__).parents[4] / "docs" / "openai-api.md").read_text()
 MODELS = (CompletionRequest, ChatCompletionRequest)

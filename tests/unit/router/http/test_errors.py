@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from outrider_router.http.errors import STATUSES, describe
-from outrider_router.http.unsupported import UnsupportedFieldError
+from outrider_router.api.http.errors import STATUSES, describe
+from outrider_router.api.http.unsupported_fields import UnsupportedFieldError
 
 from outrider import errors
 from outrider.errors import OutriderError, ResourceExhaustedError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier

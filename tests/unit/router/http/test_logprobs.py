@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_router.http.forms import ChatForm, Choice, CompletionForm, Form
-from outrider_router.http.logprobs import TokenTexts, chat_logprobs, completion_logprobs
-from outrider_router.http.response_models import ChatAnswer, CompletionAnswer
-from outrider_router.http.usage import added_up, metrics
+from outrider_router.api.http.logprobs import TokenTexts, chat_logprobs, completion_logprobs
+from outrider_router.api.http.response_models import ChatAnswer, CompletionAnswer
+from outrider_router.api.http.response_writers import ChatForm, Choice, CompletionForm, Form
+from outrider_router.api.http.usage import added_up, metrics
 
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import FinishInfo, TokenLogprobs, Usage

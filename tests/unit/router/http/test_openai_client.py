@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from outrider.client import AsyncClient
 from tests.fakes.router import grpc_router, running_router

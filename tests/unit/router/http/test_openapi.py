@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
-from outrider_router.http.app import make_api
-from outrider_router.service import RouterService
+from outrider_router.api.http.app import make_api
+from outrider_router.requests.service import RouterService
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 

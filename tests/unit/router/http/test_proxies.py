@@ -7,7 +7,7 @@ import json
 
 import pytest
 from outrider_router.config import HttpConfig
-from outrider_router.service import RouterService
+from outrider_router.requests.service import RouterService
 
 from tests.unit.router.http.helpers import http_client, set_http_options
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from outrider_router.api.http.server import bind
+from outrider_router.base.slow_readers import SLOW_READER as SLOW
 from outrider_router.config import OverloadConfig
-from outrider_router.http.server import bind
-from outrider_router.service import RouterService
-from outrider_router.slow_readers import SLOW_READER as SLOW
+from outrider_router.requests.service import RouterService
 
 from outrider.errors import FailedPreconditionError
 from tests.fakes.router import running_router, sample
@@ -195,7 +195,7 @@ def deaf_to(address: str, body: dict[str, object]) -> socket.socket:
 async def test_who_does_not_read_is_left_and_frees_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider_router.http.server.bind", narrow)
+    monkeypatch.setattr("outrider_router.api.http.server.bind", narrow)
     verifier = FakeVerifier(max_context_len=1 << 16, kv_blocks=1 << 13, tokens_per_round=64)
     overload = OverloadConfig(slow_reader_s=0.5)
     async with (

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_router.http.structure import StructureFields, structure_of
+from outrider_router.api.http.structured_outputs import StructureFields, structure_of
 from pydantic import ValidationError
 
 from outrider.errors import InvalidRequestError
 from outrider.grammar.constraint import allows, legal
-from outrider.grammar.grammars import Grammars
-from outrider.spec.structured import StructuredKind, StructuredOutput
+from outrider.grammar.grammar_cache import Grammars
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from outrider_router.tenants import TenantLimits
+from outrider_router.base.tenants import TenantLimits
 
 from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier

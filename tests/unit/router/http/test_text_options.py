@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from outrider_router.http.response_models import ChatAnswer, CompletionAnswer
-from outrider_router.service import RouterService
+from outrider_router.api.http.response_models import ChatAnswer, CompletionAnswer
+from outrider_router.requests.service import RouterService
 
 from outrider.wire.messages import SessionSpec
 from tests.fakes.tokenizer import EOS_ID

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from outrider_router.http.request_models import (
+from outrider_router.api.http.request_models import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
 )
-from outrider_router.http.translate import chat_requests, completion_requests
-from outrider_router.http.unsupported import (
+from outrider_router.api.http.request_translation import chat_requests, completion_requests
+from outrider_router.api.http.unsupported_fields import (
     CHAT,
     COMPLETION,
     Fields,

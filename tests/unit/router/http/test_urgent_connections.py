@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from outrider_router.http.guard import asks_for_open_path
+from outrider_router.api.http.middleware import asks_for_open_path
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,205 @@
+"""`outrider bench recovery`: processes are killed, stopped and drained under running streams; what
+these see is their longest pause, and whether a text changed or a request failed.
+
+A fleet of two verifiers and two drafters (or more) behind one router. Each injection begins streams
+(greedy and coupled), lets them emit a little, causes the fault in a process that serves some of
+them, and lets them end; then everything is put back. Texts are compared with those of a calm run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from outrider.client import Client, OutriderError, user
+from outrider.client.flags import at_least
+from outrider.client.local.child_process import ChildProcess
+from outrider.client.local.cluster import START_S, LocalCluster
+from outrider.transport.tls import Role
+from outrider_bench.environment import describe
+from outrider_bench.faults.repair import put_back, repair, spare_of_each, wait_drafters, wait_idle
+from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.prompts import load_prompts
+from outrider_bench.report import finish, percentiles, say
+
+BEGUN = 8
+"""Tokens that every stream has emitted when the fault comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is done to which process."""
+
+    victim: Role
+    number: signal.Signals
+
+
+FAULTS: Final = {
+    "verifier-killed": Fault(Role.VERIFIER, signal.SIGKILL),
+    "verifier-stopped": Fault(Role.VERIFIER, signal.SIGSTOP),
+    "verifier-drained": Fault(Role.VERIFIER, signal.SIGTERM),
+    "drafter-killed": Fault(Role.DRAFTER, signal.SIGKILL),
+    "drafter-stopped": Fault(Role.DRAFTER, signal.SIGSTOP),
+    "router-killed": Fault(Role.ROUTER, signal.SIGKILL),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One stream as its client saw it."""
+
+    code: str
+    token_ids: tuple[int, ...]
+    pause_s: float
+    """Longest time without a message once it had begun."""
+    drafted: int
+    """Draft tokens that were verified for it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--faults",
+        default="verifier-killed",
+        help=f"comma-separated, of {', '.join(FAULTS)}; default: verifier-killed",
+    )
+    parser.add_argument("--injections", type=int, default=100, help="of each fault; default: 100")
+    parser.add_argument(
+        "--drafters",
+        type=at_least(2),
+        default=2,
+        help="of the fleet; of more than two, those that were killed start again beside further "
+        "injections; default: 2",
+    )
+    parser.add_argument("--streams", type=int, default=4, help="at once; default: 4")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument(
+        "--kv-tokens", type=int, help="of each verifier; needed where they share a GPU"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and report."""
+    names = [name.strip() for name in args.faults.split(",")]
+    config = replace(local_config(args, max_sessions=4 * args.streams), planner="automatic")
+    config = replace(config, kv_tokens=args.kv_tokens)
+    cases: dict[str, object] = {}
+    with spare_of_each(config, args.drafters) as fleet:
+        lab = _Lab(fleet, args)
+        for name in names:
+            cases[name] = lab.inject(name, FAULTS[name])
+            say(f"{name}: {cases[name]}")
+    result = {"benchmark": "recovery", **describe(), "model": config.model_name}
+    result |= describe_placing(config)
+    result |= {"planner": config.planner, "drafters": args.drafters}
+    result |= {"streams": args.streams, "max_tokens": args.max_tokens}
+    result |= {"load_1min": round(os.getloadavg()[0], 1), "calm": lab.calm_pauses, "faults": cases}
+    finish(args, result)
+
+
+class _Lab:
+    """Runs streams over a fleet, with and without faults."""
+
+    def __init__(self, fleet: LocalCluster, args: argparse.Namespace) -> None:
+        self._fleet, self._args = fleet, args
+        prompts = load_prompts(args.prompts, args.limit)
+        self._prompts = [prompts[i % len(prompts)].text for i in range(args.streams)]
+        self._calm = self._streams(lambda: None)
+        self.calm_pauses = percentiles([seen.pause_s for seen in self._calm])
+        """Longest pauses of streams to which nothing happens, seconds."""
+
+    def inject(self, name: str, fault: Fault) -> dict[str, object]:
+        """Cause a fault again and again; what the streams saw."""
+        pauses: list[float] = []
+        failed: list[str] = []
+        changed = drafting = 0
+        for turn in range(self._args.injections):
+            victims = self._fleet.members[fault.victim]
+            victim = victims[turn % len(victims)]
+            if self._several(fault):
+                wait_drafters(self._fleet, victim)
+            seen = self._streams(lambda hit=victim: self._hit(hit, fault))  # type: ignore[misc]
+            pauses.append(max(stream.pause_s for stream in seen))
+            failed += [stream.code for stream in seen if stream.code != "OK"]
+            drafting += sum(stream.drafted > 0 for stream in seen)
+            changed += sum(
+                stream.token_ids != calm.token_ids
+                for stream, calm in zip(seen, self._calm, strict=True)
+                if stream.code == "OK"
+            )
+            say(f"{name} {turn + 1}: longest pause {pauses[-1]:.3f} s")
+            if self._several(fault):
+                put_back(victim)
+            else:
+                repair(self._fleet, victim)
+        wait_idle(self._fleet)
+        return {
+            "injections": len(pauses),
+            "longest_pause_s": percentiles(pauses) | {"max": round(max(pauses), 4)},
+            "requests": len(pauses) * self._args.streams,
+            # A drafter without whose drafts its streams went on anyway proves nothing.
+            "requests_with_drafts": drafting,
+            "failed": failed,
+            "changed_texts": changed,
+        }
+
+    def _several(self, fault: Fault) -> bool:
+        """Whether others of its kind go on while one of them starts again."""
+        return fault.victim is Role.DRAFTER and self._args.drafters > 2
+
+    def _hit(self, victim: ChildProcess, fault: Fault) -> None:
+        assert victim.pid is not None
+        os.kill(victim.pid, fault.number)
+        if fault.victim is Role.ROUTER:
+            # What a keeper does at once.
+            victim.start()
+            victim.wait_ready(START_S)
+
+    def _streams(self, fault: Callable[[], None]) -> list[Seen]:
+        """Run all streams, and cause the fault when each has begun."""
+        begun = threading.Semaphore(0)
+        with (
+            Client(self._fleet.address, timeout_s=300.0) as client,
+            concurrent.futures.ThreadPoolExecutor(self._args.streams) as pool,
+        ):
+            futures = [
+                pool.submit(self._one, client, index, begun) for index in range(len(self._prompts))
+            ]
+            for _ in futures:
+                begun.acquire()
+            fault()
+            return [future.result() for future in futures]
+
+    def _one(self, client: Client, index: int, begun: threading.Semaphore) -> Seen:
+        options = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0.0}
+        ids: list[int] = []
+        longest, last, code, told, drafted = 0.0, 0.0, "OK", False, 0
+        try:
+            with client.stream(
+                [user(self._prompts[index])],
+                max_tokens=self._args.max_tokens,
+                ignore_eos=True,
+                **options,  # type: ignore[arg-type]
+            ) as stream:
+                for delta in stream:
+                    now = time.perf_counter()
+                    longest, last = max(longest, now - (last or now)), now
+                    ids += delta.token_ids
+                    if len(ids) >= BEGUN and not told:
+                        told = True
+                        begun.release()
+                drafted = stream.result().finish.stats.proposed
+        except OutriderError as error:
+            code = error.reason
+        finally:
+            if not told:
+                begun.release()
+        return Seen(code=code, token_ids=tuple(ids), pause_s=longest, drafted=drafted)

@@ -1,0 +1,104 @@
+"""Fleets of which faults take processes: these are put back, and seen by the router again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from outrider.client import Client, OutriderError, RetryPolicy
+from outrider.client.local.child_process import ChildProcess
+from outrider.client.local.cluster import START_S, LocalCluster
+from outrider.client.local.config import LocalConfig
+from outrider.errors import UnavailableError
+from outrider.transport.tls import Role
+from outrider.wire.inference import ServerInfo
+from outrider_bench.report import say
+
+
+@contextmanager
+def spare_of_each(config: LocalConfig, drafters: int = 2) -> Iterator[LocalCluster]:
+    """Two verifiers, drafters and a router with a journal. Raises UnavailableError."""
+    with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
+        journal = Path(directory) / "journal"
+        config = replace(config, verifiers=2, drafters=drafters, journal=journal)
+        with LocalCluster(config, progress=say) as fleet:
+            wait_idle(fleet)
+            yield fleet
+
+
+def repair(fleet: LocalCluster, process: ChildProcess) -> None:
+    """Put back what a fault took."""
+    if put_back(process):
+        process.wait_ready(START_S)
+    wait_idle(fleet)
+
+
+def put_back(process: ChildProcess) -> bool:
+    """Let it go on, or start it again; True if it is starting."""
+    if process.pid is not None and process.exit_status is None:
+        os.kill(process.pid, signal.SIGCONT)
+    time.sleep(0.1)
+    if process.exit_status is None:
+        return False
+    process.start()
+    return True
+
+
+def wait_drafters(fleet: LocalCluster, wanted: ChildProcess) -> None:
+    """Wait until nothing runs, `wanted` drafts for all verifiers and so does one more drafter, if
+    others are still starting or not; UnavailableError if never."""
+    wanted.wait_ready(START_S)
+
+    def holds(info: ServerInfo) -> bool:
+        linked = {
+            drafter.address
+            for drafter in info.drafters
+            if drafter.healthy and len(drafter.links) == len(info.verifiers)
+        }
+        busy = any(verifier.sessions for verifier in info.verifiers)
+        return not busy and wanted.address in linked and len(linked) > 1
+
+    _wait(fleet, holds)
+
+
+def wait_idle(fleet: LocalCluster) -> None:
+    """Wait until the router sees everybody, and nothing runs; UnavailableError if never."""
+    _wait(fleet, lambda info: _serves(fleet, info) and not any(v.sessions for v in info.verifiers))
+
+
+def wait_serving(fleet: LocalCluster) -> None:
+    """Wait until the router sees everybody, whatever runs; UnavailableError if never."""
+    _wait(fleet, lambda info: _serves(fleet, info))
+
+
+def _wait(fleet: LocalCluster, holds: Callable[[ServerInfo], bool]) -> None:
+    end = time.monotonic() + START_S
+    with Client(fleet.address, timeout_s=5.0, retry=RetryPolicy(max_attempts=1)) as client:
+        while not _asked(client, holds):
+            if time.monotonic() > end:
+                raise UnavailableError("the fleet is not healthy", reason="NOT_HEALTHY")
+            time.sleep(0.05)
+
+
+def _asked(client: Client, holds: Callable[[ServerInfo], bool]) -> bool:
+    try:
+        return holds(client.server_info())
+    except OutriderError:
+        return False
+
+
+def _serves(fleet: LocalCluster, info: ServerInfo) -> bool:
+    links = sum(len(drafter.links) for drafter in info.drafters)
+    return (
+        len(info.verifiers) == len(fleet.members[Role.VERIFIER])
+        and len(info.drafters) == len(fleet.members[Role.DRAFTER])
+        and all(verifier.healthy and not verifier.draining for verifier in info.verifiers)
+        and all(drafter.healthy for drafter in info.drafters)
+        and links == len(info.verifiers) * len(info.drafters)
+    )

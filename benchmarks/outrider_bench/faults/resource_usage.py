@@ -1,0 +1,127 @@
+"""What a fleet holds: sessions, blocks, requests, file descriptors and memory of its processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from outrider.client import Client
+from outrider.client.local.cluster import LocalCluster
+from outrider.errors import InvalidRequestError
+
+SETTLE_S = 20.0
+"""What is still held this long after the last request counts as leaked."""
+SPARE_DESCRIPTORS = 2
+_PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024.0
+
+
+def check_proc() -> None:
+    """Raise InvalidRequestError where processes cannot be looked into."""
+    if not Path("/proc/self/statm").exists():
+        raise InvalidRequestError("memory and descriptors are read from /proc", reason="NO_PROC")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One look at a fleet."""
+
+    at_s: float
+    """Monotonic seconds."""
+    running: int
+    queued: int
+    sessions: int
+    used_blocks: int
+    drafter_sessions: int
+    rss_kb: Mapping[str, float]
+    """Resident memory by process, KiB."""
+    descriptors: Mapping[str, int]
+    """Open file descriptors by process."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request holds anything."""
+        counts = self.running, self.queued, self.sessions, self.used_blocks, self.drafter_sessions
+        return not any(counts)
+
+
+def look(cluster: LocalCluster) -> Held:
+    """The fleet at this moment, as its router sees it; that looks twice a second."""
+    with Client(cluster.address) as client:
+        info = client.server_info()
+    pids = {process.name: process.pid for process in cluster.processes if process.pid is not None}
+    return Held(
+        at_s=time.monotonic(),
+        running=info.running,
+        queued=info.queued,
+        sessions=sum(verifier.sessions for verifier in info.verifiers),
+        used_blocks=sum(v.kv_total_blocks - v.kv_free_blocks for v in info.verifiers),
+        drafter_sessions=sum(drafter.sessions for drafter in info.drafters),
+        rss_kb={name: _rss_kb(pid) for name, pid in pids.items()},
+        descriptors={name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()},
+    )
+
+
+def settled(cluster: LocalCluster, *, seconds: float = SETTLE_S) -> Held:
+    """The fleet once no request holds anything, or after a while."""
+    end = time.monotonic() + seconds
+    while True:
+        held = look(cluster)
+        if held.idle or time.monotonic() > end:
+            return held
+        time.sleep(0.2)
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """Looks at a fleet while it works, and what they say together."""
+
+    looks: list[Held] = field(default_factory=list)
+    done: list[float] = field(default_factory=list)
+    """What was done by the time of each look: requests, or minutes."""
+
+    def add(self, held: Held, done: float) -> None:
+        """One more look."""
+        self.looks.append(held)
+        self.done.append(done)
+
+    def slopes_kb(self) -> dict[str, float]:
+        """Growth of each process' memory for each unit done, KiB, over the second half."""
+        half = len(self.looks) // 2
+        done, looks = self.done[half:], self.looks[half:]
+        if len(looks) < 2 or done[-1] == done[0]:
+            return {}
+        return {
+            name: round(slope(done, [held.rss_kb[name] for held in looks]), 3)
+            for name in looks[0].rss_kb
+        }
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the line through points that has the least squares."""
+    return float(np.polyfit(np.asarray(x), np.asarray(y), 1)[0])
+
+
+def leaks(before: Held, after: Held) -> dict[str, object]:
+    """What an idle fleet holds now and should not; empty: nothing.
+
+    Descriptors count beyond those of a connection or two, which a look itself needs.
+    """
+    found: dict[str, object] = {}
+    for name in ("running", "queued", "sessions", "used_blocks", "drafter_sessions"):
+        if getattr(after, name):
+            found[name] = getattr(after, name)
+    more = {
+        name: count - before.descriptors[name]
+        for name, count in after.descriptors.items()
+        if count > before.descriptors[name] + SPARE_DESCRIPTORS
+    }
+    return found | ({"descriptors": more} if more else {})
+
+
+def _rss_kb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE_KB

@@ -1,0 +1,223 @@
+"""`outrider bench rolling`: all processes of a fleet are restarted under sessions that ask on.
+
+Two verifiers, two drafters and a router with a journal. One after the other gets SIGTERM, ends by
+itself, is started on the same address, and is waited for until the router sees everybody: what
+operations.md tells an operator to do. Each session has a connection of its own, asks the next
+question as soon as it has its answer, and retries and resumes as the client library does by itself.
+No request may fail, and every text must be that of a calm fleet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from outrider.client import AsyncClient, OutriderError, user
+from outrider.client.local.child_process import ChildProcess
+from outrider.client.local.cluster import START_S, LocalCluster
+from outrider.client.options import GenerateOptions
+from outrider.errors import InternalError, UnavailableError
+from outrider.wire.inference import ChatMessage
+from outrider_bench.environment import describe
+from outrider_bench.faults.repair import spare_of_each, wait_idle, wait_serving
+from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.prompts import load_prompts
+from outrider_bench.report import finish, percentiles, say
+
+ASK_S = 300.0
+"""A request that has no answer by then has failed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--sessions", type=int, default=32, help="that ask on and on; default: 32")
+    add("--turns", type=int, default=3, help="restarts of each process; default: 3")
+    add("--max-tokens", type=int, default=64)
+    add("--between-s", type=float, default=1.0, help="calm between two restarts; default: 1")
+
+
+@dataclass(slots=True)
+class Heard:
+    """What all sessions heard."""
+
+    codes: Counter[str] = field(default_factory=Counter)
+    """How requests ended, by error code."""
+    changed: int = 0
+    """Whole answers that are not those of a calm fleet."""
+    answer_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)
+    """Longest time without a message, of each answer."""
+
+
+class Sessions:
+    """Closed-loop clients, and the answers that they must hear."""
+
+    def __init__(self, address: str, args: argparse.Namespace) -> None:
+        self._address, self._count = address, args.sessions
+        self._prompts = [prompt.text for prompt in load_prompts(args.prompts, args.limit)]
+        self._max_tokens = args.max_tokens
+        self._calm: list[tuple[int, ...]] = []
+        self._over = asyncio.Event()
+        self.heard = Heard()
+
+    async def listen_in_calm(self) -> None:
+        """Hear every answer once, while nothing happens."""
+        bound = asyncio.Semaphore(self._count)
+
+        async def one(client: AsyncClient, case: int) -> tuple[int, ...]:
+            async with bound:
+                answer = await client.generate(self._prompt(case), **self._options(case))
+                return tuple(answer.token_ids)
+
+        async with self._client() as client:
+            cases = range(len(self._prompts))
+            self._calm = await asyncio.gather(*(one(client, case) for case in cases))
+
+    async def run(self) -> None:
+        """Ask on and on, all of them, until `end`."""
+        await asyncio.gather(*map(self._session, range(self._count)))
+
+    def end(self) -> None:
+        """Let every session hear its answer and ask no more."""
+        self._over.set()
+
+    async def _session(self, number: int) -> None:
+        case = number
+        async with self._client() as client:
+            while not self._over.is_set():
+                await self._ask(client, case % len(self._prompts))
+                case += 1
+
+    async def _ask(self, client: AsyncClient, case: int) -> None:
+        heard, began = self.heard, time.monotonic()
+        ids: list[int] = []
+        last, pause_s = began, 0.0
+        try:
+            async with client.stream(self._prompt(case), **self._options(case)) as stream:
+                async for delta in stream:
+                    now = time.monotonic()
+                    pause_s, last = max(pause_s, now - last), now
+                    ids += delta.token_ids
+        except OutriderError as error:
+            heard.codes[error.code] += 1
+            say(f"FAILED: {type(error).__name__}: {error}")
+            return
+        heard.codes["OK"] += 1
+        heard.changed += tuple(ids) != self._calm[case]
+        heard.answer_s.append(time.monotonic() - began)
+        heard.pause_s.append(pause_s)
+
+    def _client(self) -> AsyncClient:
+        return AsyncClient(self._address, timeout_s=ASK_S)
+
+    def _prompt(self, case: int) -> list[ChatMessage]:
+        return [user(self._prompts[case])]
+
+    def _options(self, case: int) -> GenerateOptions:
+        """Every second text is sampled."""
+        sampling: GenerateOptions = {"temperature": 0.8, "seed": case} if case % 2 else {}
+        return {
+            "temperature": 0.0,
+            "max_tokens": self._max_tokens,
+            "ignore_eos": True,
+            **sampling,
+        }
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and report; InternalError if a request failed or a text changed."""
+    config = replace(
+        local_config(args, max_sessions=args.sessions, queue_limit=4 * args.sessions),
+        planner="automatic",
+    )
+    with spare_of_each(config) as fleet:
+        figures = asyncio.run(_measure(fleet, args))
+        wait_idle(fleet)
+    result = {"benchmark": "rolling", **describe(), "model": config.model_name}
+    result |= {**describe_placing(config), "planner": config.planner}
+    result |= {"load_1min": round(os.getloadavg()[0], 1), **figures}
+    finish(args, result)
+    if figures["failed"] or figures["changed_texts"]:
+        raise InternalError("requests failed, or texts changed", reason="ROLLING_RESTART")
+
+
+async def _measure(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, object]:
+    sessions = Sessions(fleet.address, args)
+    await sessions.listen_in_calm()
+    began = time.monotonic()
+    asking = asyncio.create_task(sessions.run())
+    try:
+        restarts = await asyncio.to_thread(_restart_all, fleet, args)
+    finally:
+        sessions.end()
+        await asking
+    heard = sessions.heard
+    return {
+        "sessions": args.sessions,
+        "max_tokens": args.max_tokens,
+        "turns": args.turns,
+        "seconds": round(time.monotonic() - began, 1),
+        "restarts": {kind: _summary(times) for kind, times in restarts.items()},
+        "requests": heard.codes.total(),
+        "failed": heard.codes.total() - heard.codes["OK"],
+        "codes": dict(heard.codes),
+        "changed_texts": heard.changed,
+        "answer_s": percentiles(heard.answer_s),
+        "longest_pause_s": percentiles(heard.pause_s)
+        | {"max": round(max(heard.pause_s, default=0.0), 4)},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """How long one took, seconds."""
+
+    ending_s: float
+    """From SIGTERM to its end."""
+    back_s: float
+    """From there until the router sees everybody again."""
+
+
+def _restart_all(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, list[Restart]]:
+    """Restart every process, one by one, so many times; blocks."""
+    restarts: dict[str, list[Restart]] = {}
+    for turn in range(args.turns):
+        for role, processes in fleet.members.items():
+            for process in processes:
+                time.sleep(args.between_s)
+                took = _restart(fleet, process)
+                say(f"turn {turn + 1}: {process.name} {took}")
+                restarts.setdefault(role, []).append(took)
+    time.sleep(args.between_s)
+    return restarts
+
+
+def _restart(fleet: LocalCluster, process: ChildProcess) -> Restart:
+    assert process.pid is not None
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    while process.exit_status is None:
+        if time.monotonic() - began > START_S:
+            raise UnavailableError(f"{process.name} does not end", reason="DOES_NOT_END")
+        time.sleep(0.01)
+    ended = time.monotonic()
+    process.start()
+    process.wait_ready(START_S)
+    wait_serving(fleet)
+    return Restart(round(ended - began, 3), round(time.monotonic() - ended, 3))
+
+
+def _summary(times: Sequence[Restart]) -> dict[str, object]:
+    return {
+        "count": len(times),
+        "ending_s": percentiles([one.ending_s for one in times]),
+        "back_s": percentiles([one.back_s for one in times]),
+    }

@@ -1,0 +1,97 @@
+"""`outrider bench soak`: many concurrent streams for minutes; no error, and memory stays flat."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections import Counter
+
+from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
+from outrider.client.local.cluster import LocalCluster
+from outrider_bench.environment import describe
+from outrider_bench.faults.resource_usage import Course, check_proc, leaks, look, settled
+from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.prompts import load_prompts
+from outrider_bench.report import finish, percentiles, say
+
+WARM_SHARE = 0.1
+"""Of the time, before memory is looked at for the first time."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add_model_arguments(parser)
+    parser.add_argument("--streams", type=int, default=256, help="at a time, in a closed loop")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--look-s", type=float, default=5.0, help="time between looks at memory")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and report."""
+    check_proc()
+    config = local_config(args, max_sessions=args.streams, queue_limit=args.streams)
+    with LocalCluster(config) as cluster:
+        figures = asyncio.run(_soak(cluster, args))
+    finish(args, {"benchmark": "soak", **describe(), **describe_placing(config), **figures})
+
+
+async def _soak(cluster: LocalCluster, args: argparse.Namespace) -> dict[str, object]:
+    prompts = load_prompts(args.prompts, args.limit)
+    codes: Counter[str] = Counter()
+    first_s: list[float] = []
+    tokens = 0
+    end = time.monotonic() + 60.0 * args.minutes
+
+    async def follow(client: AsyncClient, number: int) -> None:
+        nonlocal tokens
+        while (began := time.monotonic()) < end:
+            prompt = [user(prompts[number % len(prompts)].text)]
+            number += args.streams
+            heard = 0
+            try:
+                async with client.stream(
+                    prompt, max_tokens=args.max_tokens, ignore_eos=True
+                ) as stream:
+                    async for delta in stream:
+                        if not heard:
+                            first_s.append(time.monotonic() - began)
+                        heard += len(delta.token_ids)
+                codes["OK" if heard == args.max_tokens else "SHORT"] += 1
+            except OutriderError as error:
+                codes[error.code] += 1
+            tokens += heard
+
+    before = await asyncio.to_thread(settled, cluster)
+    async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
+        watching = asyncio.create_task(_watch(cluster, args))
+        await asyncio.gather(*(follow(client, number) for number in range(args.streams)))
+        watching.cancel()
+        course = await watching
+    after = await asyncio.to_thread(settled, cluster)
+    return {
+        "streams": args.streams,
+        "minutes": args.minutes,
+        "codes": dict(codes),
+        "tokens_per_s": round(tokens / (60.0 * args.minutes), 1),
+        "first_token_s": percentiles(first_s),
+        "leaks": leaks(before, after),
+        "rss_kb_first": course.looks[0].rss_kb if course.looks else {},
+        "rss_kb_last": course.looks[-1].rss_kb if course.looks else {},
+        "rss_kb_per_minute_second_half": course.slopes_kb(),
+    }
+
+
+async def _watch(cluster: LocalCluster, args: argparse.Namespace) -> Course:
+    """Look at the fleet until this is cancelled."""
+    course, began = Course(), time.monotonic()
+    try:
+        await asyncio.sleep(60.0 * args.minutes * WARM_SHARE)
+        while True:
+            held = await asyncio.to_thread(look, cluster)
+            course.add(held, (held.at_s - began) / 60.0)
+            say(f"{course.done[-1]:.1f} min: {held}")
+            await asyncio.sleep(args.look_s)
+    except asyncio.CancelledError:
+        return course

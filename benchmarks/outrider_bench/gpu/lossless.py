@@ -1,0 +1,133 @@
+"""Greedy text with and without speculation on the device, and why any of it differs.
+
+In bfloat16 a sum in another order may turn a near tie over; nothing else may. At the first
+difference the target runs once more over the common prefix: the two tokens' logits must lie within
+`NEAR_TIE` of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outrider.engine.target import ForwardBatch, Segment, TargetModel
+from outrider.process_tuning import run as run_loop
+from outrider_bench.gpu.plain import sized
+from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.load_driver import drive
+from outrider_bench.gpu.support.services import FUSED, PLAIN, Models, Setup, serving
+
+NEAR_TIE = 0.5
+"""Largest gap of two logits that bfloat16 activations can turn over: about four of their steps at
+the logits' usual size of 16 to 32."""
+DRAFT_LENGTH = 4
+CONCURRENCY = 8
+
+
+def run(bench: Bench) -> dict[str, object]:
+    """Compare every placement asked for with plain decoding, prompt by prompt."""
+    models = bench.real()
+    prompts = bench.prompts()
+    plain = answers(bench, models, Setup(placement=PLAIN), prompts)
+    cases, rows = {}, []
+    for placement in bench.placements(FUSED):
+        setup = Setup(placement=placement, draft_length=DRAFT_LENGTH)
+        drafted = answers(bench, models, setup, prompts)
+        case = compare(models.target, prompts, plain, drafted)
+        cases[placement] = case
+        rows.append((placement, case["identical"], case["of"], case["largest_gap"]))
+    show(
+        f"greedy text against plain decoding, {models.name}, near tie: {NEAR_TIE}",
+        ("placement", "identical", "of", "largest gap"),
+        rows,
+    )
+    return bench.result(
+        "equality",
+        models,
+        near_tie_bound=NEAR_TIE,
+        output_tokens=bench.output_tokens,
+        draft_length=DRAFT_LENGTH,
+        cases=cases,
+    )
+
+
+def answers(
+    bench: Bench, models: Models, setup: Setup, prompts: list[list[int]]
+) -> list[list[int]]:
+    """Greedy answers, `CONCURRENCY` at a time."""
+
+    async def measure() -> list[list[int]]:
+        async with serving(models, sized(bench, setup)) as running:
+            limit = min(CONCURRENCY, running.setup.max_sessions)
+            wave = await drive(
+                running,
+                prompts,
+                bench.output_tokens,
+                stop_ids=bench.stop_ids,
+                concurrency=limit,
+            )
+            return [stream.tokens for stream in wave.streams]
+
+    return run_loop(measure())
+
+
+def compare(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    plain: Sequence[Sequence[int]],
+    drafted: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """First differences and the gaps of the two tokens' logits there."""
+    differences = []
+    for index, (prompt, expected, actual) in enumerate(zip(prompts, plain, drafted, strict=True)):
+        if list(expected) == list(actual):
+            continue
+        same = common_prefix(expected, actual)
+        difference: dict[str, Any] = {"prompt": index, "at": same, "gap": float("inf")}
+        if same < min(len(expected), len(actual)):
+            logits = last_logits(target, [*prompt, *expected[:same]])
+            pair = (expected[same], actual[same])
+            difference["gap"] = round(abs(float(logits[pair[0]] - logits[pair[1]])), 4)
+            difference["top2"] = sorted(pair) == sorted(logits.topk(2).indices.tolist())
+            difference["tokens"] = pair
+        differences.append(difference)
+    tokens = sum(common_prefix(a, b) for a, b in zip(plain, drafted, strict=True))
+    gaps = [difference["gap"] for difference in differences]
+    return {
+        "identical": len(plain) - len(differences),
+        "of": len(plain),
+        "differences_per_1000_tokens": round(1000.0 * len(gaps) / max(1, tokens), 4),
+        "largest_gap": max(gaps, default=0.0),
+        "all_near_ties": all(gap <= NEAR_TIE for gap in gaps),
+        "differences": differences,
+    }
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens agree from the start."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(one), len(other))
+
+
+def last_logits(target: TargetModel, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [V] after the tokens, by the target's plain path, float32 on the host."""
+    sequence = target.pool.allocate(len(tokens))
+    try:
+        device = target.device
+        segment = Segment(
+            sequence=sequence,
+            num_rows=len(tokens),
+            positions=torch.arange(len(tokens), device=device),
+        )
+        batch = ForwardBatch(
+            token_ids=torch.tensor(list(tokens), device=device),
+            segments=[segment],
+            logit_rows=torch.tensor([len(tokens) - 1], device=device),
+        )
+        return target.forward(batch).logits[0].float().cpu()
+    finally:
+        sequence.release()

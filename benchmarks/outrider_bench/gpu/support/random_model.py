@@ -1,0 +1,257 @@
+"""Models built in memory on a device: random weights in a large shape, or a widened small model.
+
+Random weights cost what trained ones cost and mean nothing: acceptance with them is simulated or
+left out. Every layer has weights of its own, so that no cache holds them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider.checkpoints.model_config import ModelConfig
+from outrider.engine.checkpoint import TensorSource, load_model_config, open_checkpoint
+from outrider.engine.heads import FeatureProjection, HeadConfig, load_feature_projection, load_head
+from outrider.engine.heads.eagle3 import BlockWeights, Eagle3Head
+from outrider.engine.kv_cache import KVPool
+from outrider.engine.linear import PlainLinear
+from outrider.engine.model_loader import WeightLoader
+from outrider.engine.target import TargetModel
+from outrider.errors import InvalidRequestError
+from outrider.models.convert import hf_config
+from outrider_bench.gpu.support.widened_files import copy_tokenizer, write_head
+from outrider_bench.gpu.support.widening import LAYER_MATRICES, LAYER_NORMS, WidenedTarget, WideSpec
+
+STD: Final = 0.02
+
+LLAMA_8B: Final = ModelConfig(
+    architecture="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    max_position_embeddings=131072,
+)
+"""The shape of Llama-3.1-8B: a forward reads 15.01 GB in bfloat16."""
+
+TINY: Final = replace(
+    LLAMA_8B,
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+"""For runs without an accelerator: the same code, no meaning."""
+
+SHAPES: Final = {"llama-8b": LLAMA_8B, "tiny": TINY}
+
+
+def head_shape(target: ModelConfig, draft_vocab_size: int) -> HeadConfig:
+    """An EAGLE-3 head of the target's own width, as such heads are trained for it."""
+    layers = target.num_layers
+    return HeadConfig(
+        kind="eagle3",
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        rope_theta=target.rope_theta,
+        max_position_embeddings=target.max_position_embeddings,
+        tap_layers=(1, layers // 2 - 1, layers - 4),
+    )
+
+
+def build_target(
+    source: TensorSource,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_tokens: int,
+    block_tokens: int = 16,
+) -> TargetModel:
+    """A target over plain weights from any source of tensors."""
+    pool = KVPool(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_blocks=max(1, -(-kv_tokens // block_tokens)),
+        block_tokens=block_tokens,
+        dtype=dtype,
+        device=device,
+    )
+    weights = WeightLoader(source, config, dtype, device, False).load()
+    return TargetModel(config, weights, pool)
+
+
+def random_target(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_tokens: int,
+    seed: int = 0,
+) -> TargetModel:
+    """A target of this shape with normal weights, made on the device."""
+    source = RandomSource(config, dtype=dtype, device=device, seed=seed)
+    return build_target(source, config, dtype=dtype, device=device, kv_tokens=kv_tokens)
+
+
+class RandomSource:
+    """Normal weights under a checkpoint's names; a tensor is made anew whenever it is asked for."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+    ) -> None:
+        self._config = config
+        self._normal = _normal(dtype, device, seed)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor: all of a Llama model without biases."""
+        return not name.endswith(".bias")
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, on the device. Raises InvalidRequestError for an unknown name."""
+        config = self._config
+        hidden, dim = config.hidden_size, config.head_dim
+        sizes = {
+            "hidden": hidden,
+            "query": config.num_heads * dim,
+            "kv": config.num_kv_heads * dim,
+            "inner": config.intermediate_size,
+        }
+        stem = name.removesuffix(".weight")
+        part = ".".join(stem.split(".")[-2:])
+        if stem in ("model.embed_tokens", "lm_head"):
+            return self._normal(config.vocab_size, hidden)
+        if stem == "model.norm" or part.split(".")[-1] in LAYER_NORMS:
+            return self._normal(hidden) + 1.0
+        if part not in LAYER_MATRICES:
+            raise InvalidRequestError(f"a random model has no tensor {name!r}")
+        rows, cols = LAYER_MATRICES[part]
+        return self._normal(sizes[rows], sizes[cols])
+
+
+def random_head(
+    config: HeadConfig, embedding: Tensor, *, seed: int = 1
+) -> tuple[Eagle3Head, FeatureProjection]:
+    """A head of this shape with normal weights and a sorted random draft vocabulary, where the
+    target's embedding [V, H] is and in its type; and the verifier's part of it."""
+    normal = _normal(embedding.dtype, embedding.device, seed)
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
+    block = BlockWeights(
+        qkv=(PlainLinear(normal(query, 2 * hidden)), PlainLinear(normal(2 * kv, 2 * hidden))),
+        o_proj=PlainLinear(normal(hidden, query)),
+        gate_up=PlainLinear(normal(2 * inner, hidden)),
+        down=PlainLinear(normal(hidden, inner)),
+        post_norm=normal(hidden) + 1.0,
+    )
+    fingerprint = f"random-{config.hidden_size}-{seed}"
+    head = Eagle3Head(
+        config,
+        block,
+        fingerprint=fingerprint,
+        embedding=embedding,
+        input_norm=normal(hidden) + 1.0,
+        hidden_norm=normal(hidden) + 1.0,
+        final_norm=normal(hidden) + 1.0,
+        lm_head=PlainLinear(normal(config.draft_vocab_size, hidden)),
+        target_ids=kept.sort().values.to(embedding.device),
+    )
+    width = config.num_taps * config.target_hidden_size
+    projection = FeatureProjection(config, PlainLinear(normal(hidden, width)), fingerprint)
+    return head, projection
+
+
+def widened_target(
+    model: Path,
+    spec: WideSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_tokens: int,
+    seed: int = 0,
+) -> TargetModel:
+    """The widened model of a checkpoint, made on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    source = WidenedTarget(
+        open_checkpoint(model),
+        load_model_config(model),
+        spec,
+        generator,
+        dtype=dtype,
+        device=device,
+    )
+    return build_target(source, source.config, dtype=dtype, device=device, kv_tokens=kv_tokens)
+
+
+def write_drafter_files(
+    model: Path, head: Path, out: Path, spec: WideSpec, target: TargetModel
+) -> tuple[Path, Path]:
+    """What a drafter process needs of a widened model: a directory with its configuration,
+    tokenizer and embedding, and the widened head. Their paths."""
+    wide_model, wide_head = out / "target", out / "head"
+    wide_model.mkdir(parents=True, exist_ok=True)
+    raw = json.dumps(hf_config(target.config))
+    (wide_model / "config.json").write_text(raw, encoding="utf-8")
+    copy_tokenizer(model, wide_model)
+    embedding = {"model.embed_tokens.weight": target.embedding.cpu().contiguous()}
+    save_file(embedding, wide_model / "model.safetensors", metadata={"format": "pt"})
+    write_head(head, model, wide_head, spec, dtype=target.dtype, device=target.device)
+    return wide_model, wide_head
+
+
+def load_own_head(head: Path, target: TargetModel) -> tuple[Eagle3Head, FeatureProjection]:
+    """Both parts of a head's checkpoint beside its target, over plain weights."""
+    layers = target.config.num_layers
+    both = load_head(
+        head,
+        embedding=target.embedding,
+        num_target_layers=layers,
+        dtype=target.dtype,
+        device=target.device,
+        make_linear=PlainLinear,
+    )
+    if not isinstance(both, Eagle3Head):
+        raise InvalidRequestError(f"{head}: not an EAGLE-3 head")
+    projection = load_feature_projection(
+        head,
+        num_target_layers=layers,
+        dtype=target.dtype,
+        device=target.device,
+        make_linear=PlainLinear,
+    )
+    return both, projection
+
+
+def _normal(dtype: torch.dtype, device: torch.device, seed: int) -> Callable[..., Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def make(*shape: int) -> Tensor:
+        result = torch.empty(shape, dtype=dtype, device=device)
+        return result.normal_(std=STD, generator=generator)
+
+    return make

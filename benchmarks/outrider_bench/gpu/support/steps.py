@@ -1,0 +1,268 @@
+"""Parts of a round by themselves: the verify graph and the draft graph, timed on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.device.drafting.draft_forward import NewRows
+from outrider.engine.device.drafting.draft_program import ChainDraft, DraftProgram
+from outrider.engine.device.drafting.eagle_weights import HeadWeights
+from outrider.engine.device.drafting.in_process_drafter import OwnHead
+from outrider.engine.device.graphs.graph_cache import GraphCache
+from outrider.engine.device.graphs.shapes import Drafts, Judge
+from outrider.engine.device.inputs.round_rows import RoundRows, RowInput
+from outrider.engine.kernels.drafts.tree_rank import TreeDraft
+from outrider.engine.kv_cache import KVSequence
+from outrider.spec.sampling import SamplingParams
+from outrider.spec.tree import ROOT, DraftTree
+from outrider_bench.gpu.support.bench import Bench
+from outrider_bench.gpu.support.services import (
+    COLOCATED,
+    PLAIN,
+    Models,
+    Setup,
+    make_runner,
+    release_runner,
+    verifier_config,
+)
+
+_ROOM = 80
+"""K/V slots past the longest prefix: the largest tree, and what repeats emit."""
+_CHAIN_NODES = 8
+"""Rows of up to this many nodes verify a chain, larger ones a tree."""
+_LONGEST_CHAIN = 8
+"""Draft tokens that a session is made for."""
+
+
+def timed_ms(
+    fn: Callable[[], object], device: torch.device, *, repeats: int, graphs: bool = True
+) -> list[float]:
+    """Milliseconds of each of `repeats` runs of `fn`, replayed from a CUDA graph where there is
+    one; off a device the wall time of plain calls."""
+    cache = GraphCache(device, enabled=graphs)
+
+    def body() -> tuple[()]:
+        fn()
+        return ()
+
+    def once() -> None:
+        cache.run("timed", body)
+
+    with torch.inference_mode():
+        for _ in range(3):
+            once()
+        if device.type != "cuda":
+            return [_wall_ms(once) for _ in range(repeats)]
+        torch.cuda.synchronize()
+        event: Any = torch.cuda.Event
+        events = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(repeats)]
+        for start, end in events:
+            start.record()
+            once()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+
+def kernel_names(fn: Callable[[], object], device: torch.device) -> list[str]:
+    """Names of the kernels that one call launches, copies left out; none off a CUDA device."""
+    if device.type != "cuda":
+        return []
+    from torch.profiler import ProfilerActivity, profile
+
+    with torch.inference_mode():
+        fn()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+            fn()
+            torch.cuda.synchronize()
+    return [
+        str(event.name)
+        for event in recorded.events() or ()
+        if event.device_type.name == "CUDA" and not str(event.name).startswith(("Memcpy", "Memset"))
+    ]
+
+
+def _wall_ms(fn: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    fn()
+    return (time.perf_counter() - began) * 1000.0
+
+
+class VerifyBench:
+    """Verify rounds of rows with a given context, acceptance and the target's head included."""
+
+    def __init__(self, models: Models, *, max_rows: int, max_tokens: int, graphs: bool) -> None:
+        self._models = models
+        setup = Setup(
+            placement=PLAIN,
+            max_sessions=max_rows,
+            max_tokens=max_tokens,
+            cuda_graphs=graphs,
+            record=True,
+        )
+        config = verifier_config(models, setup)
+        self._max_tokens = max_tokens
+        self._runner: Any
+        self._runner, self._recorder = make_runner(models, setup, config)
+        self._random = np.random.default_rng(0)
+
+    def time_ms(self, rows: int, nodes: int, context: int, *, repeats: int) -> list[float]:
+        """Milliseconds of each verify of `rows` x `nodes`; the context grows by what is emitted
+        (a token a round, nearly always)."""
+        slots, rounds, pool = self._runner._slots, self._runner.rounds, self._models.target.pool
+        length = self._max_tokens + _ROOM
+        sequences: list[KVSequence] = [pool.allocate(length) for _ in range(rows)]
+        places = [slots.open(sequence) for sequence in sequences]
+        try:
+            for place, sequence in zip(places, sequences, strict=True):
+                slots.begin(place, sequence, SamplingParams(), length=context + 1, root=5)
+            slots.tell()
+            inputs = RoundRows.of([RowInput(place, self._tree(nodes)) for place in places])
+            drafts = Drafts.NONE if nodes == 1 else Drafts.CHAIN
+            if nodes > _CHAIN_NODES:
+                drafts = Drafts.TREE
+
+            def launch() -> None:
+                rounds.launch(inputs, drafts=drafts, judge=Judge.MATCH, features=False)
+
+            launch()
+            launch()
+            self._recorder.take()
+            if self._models.target.device.type != "cuda":
+                return [_wall_ms(launch) for _ in range(repeats)]
+            for _ in range(repeats):
+                launch()
+            return [span.end_ms - span.start_ms for span in self._recorder.take()]
+        finally:
+            for place, sequence in zip(places, sequences, strict=True):
+                slots.close(place)
+                sequence.release()
+
+    def close(self) -> None:
+        """Free the graphs and the pool's blocks."""
+        runner, self._runner = self._runner, None
+        release_runner(runner)
+
+    def _tree(self, nodes: int) -> DraftTree | None:
+        if nodes == 1:
+            return None
+        count = nodes - 1
+        tokens = self._random.integers(0, self._models.target.vocab_size, count)
+        parents = np.arange(-1, count - 1)
+        if nodes > _CHAIN_NODES:
+            parents = np.array([ROOT if i < 4 else (i - 4) // 2 for i in range(count)])
+        logprobs = np.full(count, -0.5)
+        return DraftTree(
+            tokens.astype(np.int32), parents.astype(np.int32), logprobs.astype(np.float32)
+        )
+
+
+class DraftBench:
+    """The head's catch-up, chain and tree by themselves, on sessions with contexts of one length.
+
+    The sessions of the latest inputs are the only ones: what was made before must not run again.
+    """
+
+    def __init__(self, bench: Bench, models: Models, *, max_rows: int) -> None:
+        assert models.head is not None
+        self._models, self._graphs = models, bool(bench.args.graphs)
+        self._context, self._repeats = bench.prompt_tokens, bench.repeats
+        setup = Setup(
+            placement=COLOCATED,
+            draft_length=_LONGEST_CHAIN,
+            max_sessions=max_rows,
+            max_tokens=bench.max_tokens,
+            cuda_graphs=self._graphs,
+        )
+        self._runner: Any
+        self._runner, _ = make_runner(models, setup, verifier_config(models, setup))
+        self._max_tokens = bench.max_tokens
+        self._sequences: list[KVSequence] = []
+
+    @property
+    def program(self) -> DraftProgram:
+        """The head as functions."""
+        return self._own_head.program
+
+    @property
+    def weights(self) -> HeadWeights:
+        """The head's tensors."""
+        return self._own_head.weights
+
+    @property
+    def _own_head(self) -> OwnHead:
+        own: OwnHead = self._runner._own_head
+        return own
+
+    def chain(
+        self, rows: int, length: int, *, new_rows: int, prune: bool = True
+    ) -> Callable[[], ChainDraft]:
+        """A catch-up on `new_rows` rows of each of `rows` sessions, with a chain."""
+        inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
+        return partial(self.program.chain, inputs, length=length, state=state, prune=prune)
+
+    def tree(
+        self, rows: int, *, new_rows: int, num_nodes: int, top_k: int, depth: int
+    ) -> Callable[[], TreeDraft]:
+        """The same catch-up, with a tree."""
+        inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
+        return partial(
+            self.program.tree, inputs, state=state, num_nodes=num_nodes, top_k=top_k, depth=depth
+        )
+
+    def catch_up(self, rows: int, *, new_rows: int, prune: bool) -> Callable[[], Tensor]:
+        """A catch-up alone: dead rows stop after their K/V write, or do not."""
+        return partial(self.program.catch_up, self._inputs(rows, new_rows), prune=prune)
+
+    def median_ms(self, fn: Callable[[], object]) -> float:
+        """Median milliseconds of one of these."""
+        device = self._models.target.device
+        return median(timed_ms(fn, device, repeats=self._repeats, graphs=self._graphs))
+
+    def close(self) -> None:
+        """Free the graphs and the pool's blocks."""
+        self._release()
+        runner, self._runner = self._runner, None
+        release_runner(runner)
+
+    def _inputs(self, rows: int, new_rows: int) -> NewRows:
+        self._release()
+        target, slots, context = self._models.target, self._runner._slots, self._context
+        assert self._models.head is not None
+        self._sequences = [target.pool.allocate(self._max_tokens) for _ in range(rows)]
+        for place, sequence in enumerate(self._sequences):
+            slots.begin(place, sequence, SamplingParams(), length=context + new_rows + 1, root=5)
+        slots.tell()
+        generator = torch.Generator(target.device).manual_seed(0)
+
+        def integers(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(
+                low, high, shape, generator=generator, device=target.device, dtype=torch.int32
+            )
+
+        width = self._models.head.config.hidden_size
+        features = torch.randn(rows, new_rows, width, generator=generator, device=target.device).to(
+            target.dtype
+        )
+        return NewRows(
+            slots=torch.arange(rows, dtype=torch.int32, device=target.device),
+            tables=slots.sequence.tables,
+            tokens=integers(0, target.vocab_size, rows, new_rows),
+            features=features,
+            counts=integers(new_rows, new_rows + 1, rows),
+            starts=integers(context, context + 1, rows),
+        )
+
+    def _release(self) -> None:
+        for sequence in self._sequences:
+            sequence.release()
+        self._sequences = []

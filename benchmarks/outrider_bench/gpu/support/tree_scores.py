@@ -1,0 +1,107 @@
+"""Trees ranked by products of probabilities in bfloat16, beside the sums of log-probs used here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from outrider_drafter.proposers import tree_growth as drafter_growth
+from outrider_drafter.proposers.tree_growth import BeamGrowth
+
+from outrider.process_tuning import run as run_loop
+from outrider.spec.tree import ROOT
+from outrider_bench.gpu.plain import sized
+from outrider_bench.gpu.support.bench import Bench
+from outrider_bench.gpu.support.load_driver import drive
+from outrider_bench.gpu.support.services import INPROC, Setup, serving
+from outrider_bench.prompts import is_loop
+
+CERTAIN = 0.9985
+"""A probability that rounds to 1 in bfloat16, whose steps below 1 are 1/256."""
+DEPTH = 12
+NODES, TOP_K = 16, 4
+PROMPTS = 12
+MAX_TOKENS = 64
+
+
+def torn_tree(sums: bool) -> dict[str, int]:
+    """A chain of certain nodes of which the better half is kept: how many scores differ, and how
+    many kept nodes can lack an ancestor. Equal scores may be taken in any order; the worst one
+    takes the deepest first. Products are kept in bfloat16, sums in float32."""
+    if sums:
+        step = torch.log(torch.tensor(CERTAIN, dtype=torch.float32))
+        scores = torch.cumsum(step.expand(DEPTH), 0)
+    else:
+        step = torch.tensor(CERTAIN, dtype=torch.bfloat16)
+        scores = torch.cumprod(step.expand(DEPTH), 0, dtype=torch.bfloat16)
+    order = sorted(range(DEPTH), key=lambda node: (-float(scores[node]), -node))
+    kept = set(order[: DEPTH // 2])
+    torn = sum(any(above not in kept for above in range(node)) for node in kept)
+    return {"distinct": len(set(scores.tolist())), "torn": torn}
+
+
+class ProductGrowth(BeamGrowth):
+    """The same growth, ranked by bfloat16 products of probabilities (ties still go to parents,
+    so that its trees stay whole)."""
+
+    def __init__(self, *, num_nodes: int, top_k: int, depth: int) -> None:
+        super().__init__(num_nodes=num_nodes, top_k=top_k, depth=depth)
+        self.products: list[float] = []
+        """Product of every candidate, in their order."""
+
+    def _best(self) -> list[int]:
+        for node in range(len(self.products), len(self._scores)):
+            parent = int(self._parents[node])
+            above, below = (0.0, 1.0) if parent == ROOT else self._at(parent)
+            own = _bfloat16(float(np.exp(self._scores[node] - above)))
+            self.products.append(_bfloat16(below * own))
+        order = np.argsort(-np.asarray(self.products), kind="stable")[: self._num_nodes]
+        return [int(i) for i in order if self.products[i] > 0.0]
+
+    def _at(self, node: int) -> tuple[float, float]:
+        return float(self._scores[node]), self.products[node]
+
+
+def _bfloat16(value: float) -> float:
+    return float(torch.tensor(value).to(torch.bfloat16))
+
+
+def tree_acceptance(bench: Bench) -> dict[str, dict[str, object]]:
+    """Tokens a round of greedy trees of the real model, ranked either way; loops left out."""
+    models = bench.real()
+    setup = sized(bench, Setup(placement=INPROC, draft_length=NODES, top_k=TOP_K))
+    prompts = bench.prompts()[:PROMPTS]
+
+    async def measure() -> dict[str, object]:
+        limit = min(4, setup.max_sessions)
+        async with serving(models, replace(setup, max_sessions=limit)) as running:
+            wave = await drive(
+                running,
+                prompts,
+                min(MAX_TOKENS, bench.output_tokens),
+                stop_ids=bench.stop_ids,
+                concurrency=limit,
+            )
+        clean = [stream for stream in wave.streams if not is_loop(stream.tokens)]
+        rounds = sum(stream.stats.rounds for stream in clean)
+        emitted = sum(stream.stats.emitted for stream in clean)
+        mean = round(emitted / rounds, 4) if rounds else None
+        return {"emitted_per_round": mean, "answers": len(clean)}
+
+    with _growth(ProductGrowth):
+        products = run_loop(measure())
+    return {"products": products, "sums": run_loop(measure())}
+
+
+@contextmanager
+def _growth(kind: type[BeamGrowth]) -> Iterator[None]:
+    """Let drafters of this process grow trees by `kind`."""
+    original = drafter_growth.BeamGrowth
+    drafter_growth.BeamGrowth = kind  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        drafter_growth.BeamGrowth = original  # type: ignore[misc]

@@ -1,0 +1,225 @@
+"""The host's share of a round in both processes, step by step, without models or transport.
+
+Everything is real but the device: programs return canned tensors and copies to and from a device
+are left out. Processor time of the thread, of the lowest tenth of the rounds. A step is on the
+round's critical path (an idle device waits for it) unless it is marked: `beside` runs while a
+device, or the other process, works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import closing
+from typing import Any
+
+import torch
+from outrider_drafter.gpu.eagle import DeviceHeadSource
+from outrider_drafter.metrics import Metrics
+from outrider_drafter.server.draft_engine import DraftEngine
+from outrider_drafter.state.session import Limits
+from torch import Tensor
+
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.transport.shm import Lane, lane_pair
+from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
+from outrider.wire.messages import DrafterMessage, SessionEnd, SessionStart, Verdicts
+from outrider_bench.host.fake_device import BESIDE, CannedCalls, CannedGraphs, CannedLanding, Steps
+from outrider_bench.host.scripted_verifier import LENGTH, SHAPE, WIDTH, VerifierSide
+from outrider_bench.report import table
+
+
+class DrafterSide:
+    """A drafter's working thread, without the thread."""
+
+    def __init__(self, sessions: int, steps: Steps, head: Any) -> None:
+        self._steps = steps
+        self._source = DeviceHeadSource(
+            head,
+            max_rows=sessions * 2048,
+            max_context=2048,
+            max_sessions=max(8, sessions),
+            device="cpu",
+            bounded=True,
+        )
+        canned: Any = self._source
+        canned.graphs = CannedGraphs(_drafted, lambda: steps.mark("drafter: batch staged"))
+        canned._landing = CannedLanding(lambda: steps.mark("drafter: launched" + BESIDE))
+        canned._writer.write = lambda *_: None
+        canned._batch._calls = CannedCalls()
+        self._engine = DraftEngine(
+            [self._source],
+            limits=Limits(vocab_size=SHAPE.vocab_size, feature_size=WIDTH, max_context=2048),
+            max_sessions=max(8, sessions),
+            metrics=Metrics(),
+        )
+
+    def follow(self, told: Lane) -> list[bytes]:
+        """Take in what was told, draft; the proposals."""
+        steps, engine = self._steps, self._engine
+        steps.begin()
+        while frames := told.borrow():
+            steps.mark("drafter: verdicts received")
+            for message in [each for frame in frames for each in decode_verifier_messages(frame)]:
+                steps.mark("drafter: verdicts decoded")
+                assert isinstance(message, Verdicts | SessionStart | SessionEnd)
+                engine.handle(1, message)
+                steps.mark("drafter: verdicts taken in")
+        written: list[bytes] = []
+        steps.begin()
+        for answers in engine.draft():
+            steps.mark("drafter: answered")
+            for _, answer in answers:
+                sent: DrafterMessage = answer
+                written.append(encode_drafter_message(sent))
+            steps.mark("drafter: proposals to bytes")
+        steps.mark("drafter: ended" + BESIDE)
+        while engine.has_unbooked:
+            engine.book()
+        steps.mark("drafter: metrics" + BESIDE)
+        return written
+
+
+def _drafted(key: Any) -> tuple[Tensor, None]:
+    shape, size, _, _ = key
+    return torch.full((size, shape.depth), 5, dtype=torch.int32), None
+
+
+def _pause(pause_s: float) -> None:
+    """Stay on the core and do nothing else, as a thread that looks for what comes does."""
+    until = time.perf_counter() + pause_s
+    while time.perf_counter() < until:
+        pass
+
+
+def measure(
+    sessions: int, rounds: int, *, planner: str = "fixed", pause_s: float = 0.0, answers: int = 0
+) -> Steps:
+    """Run so many rounds of both sides; each waits for the other for `pause_s`, in which its caches
+    are anybody's who shares them. `answers`: tokens after which the session that is there for
+    longest gives way to another one; 0: all stay."""
+    steps = Steps()
+    ours, theirs = lane_pair()
+    with torch.inference_mode(), closing(ours), closing(theirs):
+        verifier = VerifierSide(sessions, steps, planner=planner, lane=ours)
+        drafter = DrafterSide(sessions, steps, verifier.head)
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=LENGTH, patience_ms=60_000)
+        verifier.open(sessions, LENGTH * (rounds + 4), plan)
+        opened, due = sessions, 0.0
+        for count in range(rounds + 2):
+            if count == 2:
+                steps.taken.clear()
+            due += sessions * LENGTH / answers if answers else 0.0
+            for _ in range(int(due)):
+                verifier.replace(opened, LENGTH * (rounds + 4), plan)
+                opened += 1
+            due %= 1.0
+            _pause(pause_s)
+            proposals = drafter.follow(theirs)
+            _pause(pause_s)
+            verifier.offer(proposals)
+            verifier.round()
+            steps.end_round()
+    return steps
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("--sessions", default="1,64", help="sessions a round, several with commas")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--planner", default="fixed", choices=("automatic", "fixed"))
+    parser.add_argument(
+        "--look-ahead",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the verifier where every round is a hit, of N drafts for outcomes a session",
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="the verifier where nothing is drafted: sessions that pause beside sessions without",
+    )
+    parser.add_argument(
+        "--answers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="answers have N tokens about, and others take their places: means of all rounds",
+    )
+    parser.add_argument(
+        "--own",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the verifier where its own head drafts chains of N tokens",
+    )
+    parser.add_argument(
+        "--routers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="its whole process, with so many routers that listen: rounds a second",
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="time measured, with --routers")
+    parser.add_argument(
+        "--lanes",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="events reach those routers without the network",
+    )
+    parser.add_argument(
+        "--pause-ms",
+        type=float,
+        default=0.0,
+        help="how long each process waits in a round, with --look-ahead how long the device works",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a table of microseconds by step."""
+    counts = [int(sessions) for sessions in args.sessions.split(",")]
+    if args.routers:
+        from outrider_bench.host import router_rounds
+
+        router_rounds.run(args)
+        return
+    if args.own:
+        from outrider_bench.host import in_process
+
+        in_process.run(counts, args.rounds, args.own)
+        return
+    if args.plain:
+        from outrider_bench.host import plain, session_churn
+
+        if args.answers:
+            session_churn.run(counts, args.rounds, args.answers)
+        else:
+            plain.run(counts, args.rounds)
+        return
+    found = [_measure(count, args) for count in counts]
+    typical = Steps.mean if args.answers else Steps.lowest
+    names = list(dict.fromkeys(name for steps in found for name in steps.taken))
+    sides = [side for side in ("verifier", "drafter") if any(n.startswith(side) for n in names)]
+    rows = [[name, *(f"{typical(steps, name):.0f}" for steps in found)] for name in names]
+    for side in sides:
+        critical = [name for name in names if name.startswith(side) and BESIDE not in name]
+        totals = [sum(typical(steps, name) for name in critical) for steps in found]
+        rows.append([f"**{side}, critical**", *(f"{total:.0f}" for total in totals)])
+    print(table(["us", *(f"{count} sessions" for count in counts)], rows))
+
+
+def _measure(sessions: int, args: argparse.Namespace) -> Steps:
+    if not args.look_ahead:
+        return measure(
+            sessions,
+            args.rounds,
+            planner=args.planner,
+            pause_s=args.pause_ms / 1e3,
+            answers=args.answers,
+        )
+    from outrider_bench.host import look_ahead
+
+    return look_ahead.measure(
+        sessions, args.rounds, offered=args.look_ahead, pause_s=args.pause_ms / 1e3
+    )

@@ -1,0 +1,50 @@
+"""The verifier's share of a round whose drafts are made in its own process.
+
+As `host`, but rounds run ahead: nothing that they need comes from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.spec.plan import DraftMethod, Plan
+from outrider_bench.host.fake_device import Steps, steps_table
+from outrider_bench.host.scripted_verifier import AheadSide
+
+
+class OwnSide(AheadSide):
+    """A verifier's engine thread beside a head of its own, a round always in flight."""
+
+    def __init__(self, sessions: int, rounds: int, length: int) -> None:
+        """`length`: tokens of a draft."""
+        super().__init__(sessions, own_draft=length)
+        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=length)
+        self.open(sessions, min((length + 1) * (rounds + 32), 1900), plan, drafted=False)
+        self.mark_steps("verifier: report")
+        accounts, after = self._rounds._accounts, "verifier: accounts, events"
+        self.bracket(accounts, "follow_up", "verifier: committed", after)
+        for _ in range(8):
+            self.round()
+        self.steps.taken.clear()
+
+    def round(self) -> None:
+        """Plan and submit a round, settle the one before it."""
+        self._steps.begin()
+        self.plan_and_run("verifier: rest")
+        self._outbox.clear()
+        self._core.seal()
+        self._steps.end_round()
+
+
+def run(counts: Sequence[int], rounds: int, length: int) -> None:
+    """Print microseconds by step, and of a whole round, with so many sessions."""
+    found: dict[str, Steps] = {}
+    with torch.inference_mode():
+        for count in counts:
+            side = OwnSide(count, rounds, length)
+            for _ in range(rounds):
+                side.round()
+            found[f"{count} sessions"] = side.steps
+    print(steps_table(found))

@@ -1,0 +1,109 @@
+"""The verifier's share of a round that goes on at once: every outcome has a draft already.
+
+As `host`, but each session is offered so many drafts for what the round in flight may emit, of
+which one is right; so the next round is submitted before anybody is told of this one. Critical is
+what lies between the landing of a round and the submission of the next.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from outrider.spec.digest import extend_digest
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.tree import DraftTree
+from outrider.wire.codec import encode_drafter_message
+from outrider.wire.messages import Proposal, Proposals
+from outrider_bench.host.fake_device import BESIDE, Steps
+from outrider_bench.host.scripted_verifier import LENGTH, VerifierSide
+
+T = TypeVar("T")
+
+EMITTED = tuple(range(7, 7 + LENGTH))
+"""What every canned round emits; see `host`."""
+_DRAFT = DraftTree(
+    np.full(LENGTH, 5, dtype=np.int32),
+    np.arange(-1, LENGTH - 1, dtype=np.int32),
+    np.zeros(LENGTH, dtype=np.float32),
+)
+
+
+class AheadSide(VerifierSide):
+    """A verifier's engine thread whose rounds stay in flight while drafts are taken in."""
+
+    offers = BESIDE
+
+    def __init__(self, sessions: int, steps: Steps, *, offered: int) -> None:
+        """`offered`: drafts for outcomes, of each session and round."""
+        super().__init__(sessions, steps, planner="fixed")
+        self._offered = offered
+        rounds = self._rounds
+        self.bracket(rounds._engine, "collect", "verifier: sheet", "verifier: outcome settled")
+        submitted = "verifier: submitted" + BESIDE
+        self.bracket(rounds, "_straight_on", "verifier: drafts found", submitted)
+
+    def begin(self) -> None:
+        """Verify a first draft of each session; the round stays in flight."""
+        self.offer([self._frame(1, ())])
+        plan = self._rounds.plan(time.monotonic())
+        self._rounds.run(plan)
+        assert self._rounds.flying
+
+    def offer_ahead(self) -> None:
+        """Drafts for the outcomes of the round in flight have come."""
+        self.offer([self._frame(self._offered, EMITTED)])
+        self._steps.begin()
+        self._rounds.plan(time.monotonic())
+        self._steps.mark("verifier: made ready" + BESIDE)
+
+    def settle(self) -> None:
+        """The round in flight has landed."""
+        self._steps.begin()
+        self._rounds.settle(go_on=True)
+        self._steps.mark("verifier: features kept" + BESIDE)
+        assert self._rounds.flying, "every round is a hit"
+        self._outbox.clear()
+        self._core.seal()
+
+    def _frame(self, offered: int, emitted: tuple[int, ...]) -> bytes:
+        """A message of drafts, the right one of each session in the middle."""
+        entries: list[Proposal] = []
+        for session in self._core.sessions.values():
+            digest = int(self._core.handover._digests[session.handle])
+            for place in range(offered):
+                tokens = emitted if place == offered // 2 else (*emitted[:-1], 100 + place)
+                entries.append(
+                    Proposal(
+                        handle=session.handle,
+                        prefix_digest=extend_digest(digest, tokens if emitted else ()),
+                        prefix_len=session.length + len(emitted),
+                        tree=_DRAFT,
+                    )
+                )
+        return encode_drafter_message(Proposals.of(entries))
+
+
+def measure(sessions: int, rounds: int, *, offered: int, pause_s: float) -> Steps:
+    """Run so many rounds, all of them hits; `pause_s`: for how long the device works, so that
+    nothing is in the caches when a round lands."""
+    steps = Steps()
+    with torch.inference_mode():
+        verifier = AheadSide(sessions, steps, offered=offered)
+        plan = Plan(
+            method=DraftMethod.EAGLE3, draft_tokens=LENGTH, patience_ms=60_000, look_ahead=1
+        )
+        verifier.open(sessions, LENGTH * (rounds + 4), plan)
+        verifier.begin()
+        for count in range(rounds + 2):
+            if count == 2:
+                steps.taken.clear()
+            time.sleep(pause_s / 2)
+            verifier.offer_ahead()
+            time.sleep(pause_s / 2)
+            verifier.settle()
+            steps.end_round()
+    return steps

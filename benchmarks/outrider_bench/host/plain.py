@@ -1,0 +1,93 @@
+"""The verifier's share of a plain round, with sessions that pause speculation and without any.
+
+As `host`, but rounds run ahead and verify nothing. Sessions whose drafts a planner has found to
+lose are to decode as fast as those that never had any: ways to be plain take turns, round by round,
+in one process, so that what else the machine does is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from outrider.spec.decoding_mode import Mode
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.speculation.speculation_controller import Contest
+from outrider_bench.host.fake_device import Steps, steps_table
+from outrider_bench.host.scripted_verifier import WIDTH, AheadSide
+
+LEAN: Final = "head, no features kept"
+"""Paused, too; the others that are keep them."""
+LOST: Final = "head, nobody drafts"
+"""Nothing else keeps them from speculating."""
+WAYS: Final = {
+    "no drafter": None,
+    "n-gram, paused": DraftMethod.NGRAM,
+    LEAN: DraftMethod.EAGLE3,
+    "head, paused": DraftMethod.EAGLE3,
+    LOST: DraftMethod.EAGLE3,
+}
+"""How sessions come to decode plainly, and the drafts that they did without."""
+ROUND_S: Final = 0.001
+"""A plain round on a device where it pays to keep no features."""
+
+
+class PlainSide(AheadSide):
+    """A verifier's engine thread whose sessions decode plainly, a round always in flight."""
+
+    def __init__(self, sessions: int, rounds: int, way: str, *, width: int = WIDTH) -> None:
+        """`way`: one of WAYS."""
+        method = WAYS[way]
+        super().__init__(sessions, width=width)
+        self.plan = Plan() if method is None else Plan(method=method, draft_tokens=4)
+        self.drafted = method is not None and way != LOST
+        self.open(sessions, rounds + 64, self.plan, drafted=self.drafted)
+        if way != LOST:
+            self._pause(lean=way == LEAN)
+        self.mark_steps("verifier: accounts, events")
+        for _ in range(8):
+            self.plain_round()
+        self.steps.taken.clear()
+
+    def _pause(self, *, lean: bool) -> None:
+        """Have the planner find that drafts lose, by so much that it does not try them again."""
+        policy: Any = self._core.policy
+        if lean:
+            policy._loads.times = lambda rows, **asked: ROUND_S
+        for known in policy._kinds.values():
+            contest: Any = Contest(in_force=Mode.PLAIN)
+            contest._decided = True
+            contest._prices.learn(Mode.SPECULATE, float("inf"))
+            known.contests = {load: contest for load in range(10)}
+        policy.changed = True
+
+    def plain_round(self) -> None:
+        """Plan and submit a round, settle the one before it."""
+        self._steps.begin()
+        assert self.plan_and_run("verifier: features kept"), "nothing to do"
+        assert self._rounds.flying, "plain rounds run ahead"
+        self._outbox.clear()
+        self._core.seal()
+        self._steps.end_round()
+
+
+def measure(sessions: int, rounds: int) -> dict[str, Steps]:
+    """Run so many rounds of each way in turn; steps by way."""
+    with torch.inference_mode():
+        sides = {way: PlainSide(sessions, rounds, way) for way in WAYS}
+        for _ in range(rounds):
+            for side in sides.values():
+                side.plain_round()
+    return {name: side.steps for name, side in sides.items()}
+
+
+def run(counts: Sequence[int], rounds: int) -> None:
+    """Print microseconds by step, and of a whole round, of each way with so many sessions."""
+    found = {
+        f"{count}, {name}": steps
+        for count in counts
+        for name, steps in measure(count, rounds).items()
+    }
+    print(steps_table(found))

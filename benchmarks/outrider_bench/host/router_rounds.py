@@ -1,0 +1,147 @@
+"""What a verifier's process can serve, its device aside: rounds a second with routers that listen.
+
+As `host_own`, but with its threads, its port and routers in processes of their own, which keep all
+sessions open, or open others for those that end, and read their events. The device takes no time,
+so what is found is how fast the process is: its engine thread and its event loop share one
+interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+from outrider_verifier.server.service import VerifierService
+
+from outrider.errors import UnavailableError
+from outrider.process_tuning import tune_process
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.transport.grpc import GrpcConfig, GrpcDialer, GrpcServer, verifier_services
+from outrider.wire.messages import SessionEvents, SessionOpen
+from outrider_bench.host.fake_device import Steps
+from outrider_bench.host.scripted_verifier import PROMPT, VerifierSide, spec_of
+from outrider_bench.report import table
+
+ANSWER: Final = 1800
+"""Tokens; a session that ends is replaced."""
+SPREAD: Final = (0.5, 1.5)
+"""Of answers, if their mean length is said, from and to."""
+OPENED: Final = 0.75
+"""Share of the sessions that are there once all have been opened."""
+WARM_S: Final = 3.0
+READY_S: Final = 60.0
+
+
+async def serve(
+    sessions: int,
+    routers: int,
+    length: int,
+    seconds: float,
+    *,
+    answers: int,
+    lanes: bool,
+    warm_s: float = WARM_S,
+) -> None:
+    """Print rounds a second and microseconds of the processor a round, of each thread. `length`:
+    tokens of an own draft. `answers`: tokens of an answer in the mean; 0: as many as may be."""
+    with torch.inference_mode():
+        side = VerifierSide(sessions, Steps(), planner="automatic", own_draft=length)
+    service = side.service
+    tune_process()
+    service.start()
+    config = GrpcConfig(lanes=lanes)
+    server = GrpcServer("127.0.0.1:0", verifier_services(service, config), config=config)
+    address = await server.start()
+    with contextlib.ExitStack() as stack:
+        for number in range(routers):
+            share = sessions // routers + (number < sessions % routers)
+            facts = (address, number, share, length, answers)
+            flags = [*map(str, facts), *(["lanes"] if lanes else [])]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "outrider_bench.host.router_rounds", *flags]
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        async with asyncio.timeout(READY_S):
+            # Of answers that end some are always yet to be replaced.
+            while (await service.info()).sessions < OPENED * sessions:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(warm_s)
+        before = await _counts(service)
+        await asyncio.sleep(seconds)
+        after = await _counts(service)
+    rounds, *spent = (now - then for now, then in zip(after, before, strict=True))
+    if rounds <= 0:
+        raise UnavailableError("no round was served", reason="NO_ROUNDS")
+    each = [f"{1e6 * value / rounds:.0f}" for value in spent[1:-1]]
+    rate = f"{rounds / spent[0]:.0f}"
+    headers = ["sessions", "routers", "lanes", "rounds/s", "ended a round", "engine us"]
+    found = [str(sessions), str(routers), str(lanes), rate, f"{spent[-1] / rounds:.2f}", *each]
+    print(table([*headers, "event loop us"], [found]))
+    await service.stop()
+    await server.stop(0.1)
+
+
+async def _counts(service: VerifierService) -> tuple[float, ...]:
+    """Rounds; seconds of the clock, of the engine thread, of this one; sessions that ended."""
+    (engine,) = [t for t in threading.enumerate() if t.name == "outrider-engine"]
+    return (
+        float((await service.info()).rounds_total),
+        time.monotonic(),
+        _thread_s(engine.native_id),
+        time.thread_time(),
+        float(service._core.counters["finished"]),
+    )
+
+
+def _thread_s(number: int | None) -> float:
+    text = Path(f"/proc/self/task/{number}/schedstat").read_text()
+    return float(text.split()[0]) / 1e9
+
+
+async def listen(
+    address: str, name: str, sessions: int, length: int, answers: int, *, lanes: bool
+) -> None:
+    """Be a router: keep so many sessions open and read what they emit."""
+    dialer = GrpcDialer(GrpcConfig(lanes=lanes))
+    stream = await (await dialer.verifier(address)).sessions()
+    plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=length) if length else Plan()
+    opened, lengths = 0, random.Random(name)
+
+    async def open_one() -> None:
+        nonlocal opened
+        tokens = max(1, round(lengths.uniform(*SPREAD) * answers)) if answers else ANSWER
+        await stream.send(SessionOpen(opened, spec_of(f"{name}-{opened}", PROMPT, tokens, plan)))
+        opened += 1
+
+    for _ in range(sessions):
+        await open_one()
+    while True:
+        for message in (await stream.receive(), *stream.ready()):
+            if isinstance(message, SessionEvents):
+                for _ in range(int((message.finish_reasons > 0).sum())):
+                    await open_one()
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure with each number of sessions."""
+    for count in [int(sessions) for sessions in args.sessions.split(",")]:
+        served = serve(
+            *(count, args.routers, args.own, args.seconds), answers=args.answers, lanes=args.lanes
+        )
+        asyncio.run(served)
+
+
+if __name__ == "__main__":
+    _address, _name, _sessions, _length, _answers, *_lanes = sys.argv[1:]
+    _numbers = (int(_sessions), int(_length), int(_answers))
+    asyncio.run(listen(_address, _name, *_numbers, lanes=bool(_lanes)))

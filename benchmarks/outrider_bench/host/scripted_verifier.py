@@ -1,0 +1,286 @@
+"""A verifier's engine thread over a device that answers at once, for `host` and its kin."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import MethodType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.server.service import VerifierService
+from outrider_verifier.state.commands import Attached, Link, Offered, Open
+from outrider_verifier.state.effects import Tell, told_by_link
+
+from outrider.engine.device.graphs.shapes import PIECE_TOKENS, RoundShape
+from outrider.engine.device.round_program import Verified
+from outrider.ids import DrafterId, SessionId
+from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.sampling import SamplingParams
+from outrider.transport.shm import Lane
+from outrider.wire.codec import decode_drafter_messages
+from outrider.wire.messages import FeatureLayout, Proposals, SessionSpec
+from outrider.wire.rounds import sound_proposals
+from outrider_bench.gpu.support.random_model import TINY, head_shape, random_head, random_target
+from outrider_bench.host.fake_device import BESIDE, CannedDownloads, CannedGraphs, Steps
+
+WIDTH: Final = 4096
+LENGTH: Final = 4
+"""Drafted tokens; all of them but one stand."""
+PROMPT: Final = 48
+SHAPE: Final = replace(
+    TINY, hidden_size=WIDTH, vocab_size=4096, num_kv_heads=1, max_position_embeddings=4096
+)
+"""Of the target."""
+_LINK: Final = 1
+_NAME: Final = DrafterId("bench")
+_DRAFTER: Final = Link(
+    link_id=_LINK,
+    drafter_id=_NAME,
+    incarnation="",
+    methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
+    feature_layout=FeatureLayout.PROJECTED,
+    places=True,
+)
+
+
+def spec_of(
+    name: str, prompt: int, max_new_tokens: int, plan: Plan, drafter_id: DrafterId | None = None
+) -> SessionSpec:
+    """A greedy session with so many tokens of prompt."""
+    return SessionSpec(
+        session_id=SessionId(name),
+        epoch=0,
+        token_ids=tuple(range(prompt)),
+        prompt_len=prompt,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=(2, 3),
+        sampling=SamplingParams(),
+        plan=plan,
+        drafter_id=drafter_id,
+    )
+
+
+def _fused(length: int) -> dict[str, Any]:
+    """The settings of a verifier whose own head drafts chains."""
+    return {"placement": "fused", "draft_length": length, "features_from": "canned"}
+
+
+def _shape_of(key: Any) -> RoundShape:
+    """The shape that a graph was made for; own drafts behind a round have a graph of their own."""
+    shape: RoundShape = key[1] if isinstance(key, tuple) else key
+    return shape
+
+
+def _verified(shape: RoundShape, width: int) -> Verified:
+    """The canned outcome of a shape, with features of some width: all drafted tokens but the last
+    stand."""
+    words = np.zeros((shape.rows, shape.result_words), dtype=np.int32)
+    kept = min(LENGTH, shape.nodes)
+    words[:, 0] = kept
+    words[:, 2 : 2 + kept] = np.arange(kept)
+    words[:, 2 + shape.nodes : 2 + shape.nodes + kept] = np.arange(7, 7 + kept)
+    first = np.full(shape.pieces, 9, dtype=np.int32)
+    result = torch.from_numpy(np.concatenate((words.ravel(), first)))
+    features = None
+    if shape.features:
+        rows = shape.rows * shape.nodes + shape.pieces * PIECE_TOKENS
+        features = torch.ones(rows, width, dtype=torch.bfloat16)
+    return Verified(result, None, None, None, features)
+
+
+class VerifierSide:
+    """A verifier's engine thread, without the thread."""
+
+    offers = ""
+    """Whether what is offered is taken in, and verdicts are told, `BESIDE` a round."""
+
+    def __init__(
+        self,
+        sessions: int,
+        steps: Steps,
+        *,
+        planner: str,
+        width: int = WIDTH,
+        lane: Lane | None = None,
+        own_draft: int = 0,
+    ) -> None:
+        """`width`: of the target, and of its features. `lane`: to a drafter; without one what a
+        drafter is told is dropped. `own_draft`: tokens that a head in the verifier drafts, fused;
+        0: there is none."""
+        self._steps = steps
+        config = VerifierConfig(
+            model="canned",
+            max_sessions=max(8, sessions),
+            max_tree_nodes=16,
+            dtype="bfloat16",
+            feature_budget_mb=4096,
+            planner=planner,
+            prefill_tokens_per_round=1024,
+            gather_ms=0.0,
+            **(_fused(own_draft) if own_draft else {}),
+        )
+        target = random_target(
+            replace(SHAPE, hidden_size=width),
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            kv_tokens=sessions * 2048,
+        )
+        heads = head_shape(target.config, 1024)
+        self.head, projection = random_head(heads, target.embedding)
+        runner = DeviceRoundEngine.build(
+            config, target, projection, self.head if own_draft else None
+        )
+        canned: Any = runner.rounds
+        canned.graphs = CannedGraphs(
+            lambda key: _verified(_shape_of(key), width),
+            lambda: steps.mark("verifier: rows staged"),
+        )
+        canned._downloads = CannedDownloads(self._arrived)
+        self.service = VerifierService(
+            config,
+            target,
+            projection,
+            runner=runner,
+            pool=target.pool,
+            max_context_len=4096,
+        )
+        self._core, self._rounds = self.service._core, self.service._rounds
+        self._outbox = self.service._outbox
+        self._lanes = self.service._lanes
+        if lane is not None:
+            self._lanes.attach_drafter(_DRAFTER, lane)
+        self._waiting = self._unsaid = False
+        self._rounds.flush = self._flushed
+        handover = self._core.handover
+        before = "verifier: rest" + BESIDE if self.offers else "verifier: outcome settled"
+        self.bracket(handover, "follow", before, "verifier: prefixes moved" + self.offers)
+        self.bracket(handover, "verdicts", None, "verifier: verdicts made" + self.offers)
+        kept = "verifier: features kept" + BESIDE
+        self.bracket(self._rounds._keeping, "catch_up", "verifier: submitted" + BESIDE, kept)
+        self.vocab_size = target.vocab_size
+
+    def bracket(self, owner: object, method: str, before: str | None, after: str) -> None:
+        """Mark where calls of a method begin and end. Those of a class that is compiled (decision
+        48) cannot be: what they take is part of the step behind them."""
+        function = getattr(owner, method)
+
+        def marked(*given: Any, **named: Any) -> Any:
+            if before is not None:
+                self._steps.mark(before)
+            result = function(*given, **named)
+            self._steps.mark(after)
+            return result
+
+        if isinstance(function, MethodType):
+            setattr(owner, method, marked)
+
+    def open(self, sessions: int, max_new_tokens: int, plan: Plan, *, drafted: bool = True) -> None:
+        """Attach a drafter, open sessions, which it is to follow if `drafted`, and run their
+        prompts."""
+        self._core.handle(Attached(_DRAFTER), time.monotonic())
+        for ticket in range(sessions):
+            self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=drafted)
+        while any(not session.prefilled for session in self._core.sessions.values()):
+            self.round()
+
+    def open_one(
+        self, ticket: int, prompt: int, max_new_tokens: int, plan: Plan, *, drafted: bool
+    ) -> None:
+        """Open a session with so many tokens of prompt; it waits for the next round."""
+        drafter_id = _NAME if drafted else None
+        spec = spec_of(f"s{ticket}", prompt, max_new_tokens, plan, drafter_id)
+        nobody: Any = None
+        self._core.handle(Open(ticket, spec, nobody), time.monotonic())
+
+    def replace(self, ticket: int, max_new_tokens: int, plan: Plan) -> None:
+        """End the session that is there for longest, and open another one."""
+        self._steps.begin()
+        self._core.free(next(iter(self._core.sessions.values())))
+        self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=True)
+        self._steps.mark("verifier: ended and opened" + BESIDE)
+        self.tell()
+
+    def round(self) -> None:
+        """Plan, launch and settle a round; the drafter is told by its lane."""
+        self._steps.begin()
+        plan = self._rounds.plan(time.monotonic())
+        assert not plan.empty, "nothing to do"
+        self._steps.mark("verifier: planned")
+        self._waiting, self._unsaid = True, True
+        self._rounds.run(plan)
+        self._steps.mark("verifier: rest" + BESIDE)
+        self.tell()
+
+    def tell(self) -> int:
+        """Send what was posted for the drafter since the last time, so many messages; other effects
+        are dropped."""
+        told = [effect for effect in self._outbox if isinstance(effect, Tell)]
+        self._outbox.clear()
+        self._core.seal()
+        for link_id, messages in told_by_link(told).items():
+            if self._lanes.carries(link_id):
+                self._lanes.tell(link_id, messages)
+        return len(told)
+
+    def offer(self, frames: list[bytes]) -> None:
+        """Proposals have come."""
+        for frame in frames:
+            self._steps.begin()
+            for message in decode_drafter_messages(frame):
+                assert isinstance(message, Proposals)
+                self._steps.mark("verifier: proposals decoded" + self.offers)
+                sound = sound_proposals(message, vocab_size=self.vocab_size, max_nodes=16)
+                self._steps.mark("verifier: proposals checked" + self.offers)
+                self._core.handle(Offered(_LINK, message, sound), time.monotonic())
+                self._steps.mark("verifier: proposals offered" + self.offers)
+
+    def _flushed(self) -> bool:
+        """Marks the step; no other thread has a part in it."""
+        if self._unsaid:
+            self._unsaid = False
+            self.tell()
+            self._steps.mark("verifier: verdicts sent" + self.offers)
+        else:
+            self._steps.mark("verifier: accounts, events" + BESIDE)
+        return False
+
+    def _arrived(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._steps.mark("verifier: submitted" + BESIDE)
+
+
+class AheadSide(VerifierSide):
+    """A verifier's engine thread whose rounds need nothing from outside: one is always in flight.
+    Its planner decides."""
+
+    def __init__(self, sessions: int, *, width: int = WIDTH, own_draft: int = 0) -> None:
+        """As `VerifierSide`."""
+        self.steps = Steps()
+        super().__init__(
+            sessions, self.steps, planner="automatic", width=width, own_draft=own_draft
+        )
+
+    def mark_steps(self, before_planner: str) -> None:
+        """Time the steps of the rounds from here on; `before_planner`: the one that ends where the
+        planner sees what a round gave."""
+        rounds = self._rounds
+        self.bracket(rounds, "_attempt", None, "verifier: submitted")
+        self.bracket(rounds, "_collect", "verifier: made ready", "verifier: outcome read")
+        self.bracket(self._core.policy, "observe_round", before_planner, "verifier: planner")
+
+    def plan_and_run(self, rest: str) -> bool:
+        """Plan and submit a round, settle the one before it; whether there was one to submit.
+        `rest`: the step that ends here."""
+        plan = self._rounds.plan(time.monotonic())
+        self._steps.mark("verifier: planned")
+        if plan.empty:
+            self._rounds.settle()
+        else:
+            self._rounds.run(plan)
+        self._steps.mark(rest)
+        return not plan.empty

@@ -1,0 +1,76 @@
+"""The verifier's share of plain rounds while answers end and others take their places.
+
+As `host_plain`, but sessions come and go: with a small model hundreds a second. What a session
+costs at its beginning and its end, drafters that are told of it included, is part of a round here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from outrider_bench.host.plain import WAYS, PlainSide
+from outrider_bench.report import table
+
+WIDTH: Final = 512
+"""Of a small model's features."""
+PROMPTS: Final = (60, 180)
+"""Tokens, from and to."""
+SETTLING: Final = 60
+"""Rounds that are not counted."""
+
+
+class ChurningSide(PlainSide):
+    """A verifier's engine thread; sessions that end are replaced at once."""
+
+    def __init__(self, sessions: int, answers: int, way: str) -> None:
+        super().__init__(sessions, 4 * answers, way, width=WIDTH)
+        self._sessions, self._answers = sessions, answers
+        self._random = random.Random(0)
+        self.opened = self.told = 0
+        # One stays, so that nothing is forgotten of their kind.
+        for session in list(self._core.sessions.values())[1:]:
+            self._core.free(session)
+        self.tell()
+
+    def replacing_round(self) -> None:
+        """Open what is missing, plan and submit a round, settle the one before it."""
+        self._steps.begin()
+        while len(self._core.sessions) < self._sessions:
+            self.opened += 1
+            length = self._random.randint(self._answers // 2, 3 * self._answers // 2)
+            prompt = self._random.randint(*PROMPTS)
+            ticket = self._sessions + self.opened
+            self.open_one(ticket, prompt, length, self.plan, drafted=self.drafted)
+        self._steps.mark("verifier: opened")
+        self.plan_and_run("verifier: features kept")
+        self.told += self.tell()
+        self._steps.mark("verifier: drafters told")
+        self._steps.end_round()
+
+
+def run(counts: Sequence[int], rounds: int, answers: int) -> None:
+    """Print mean microseconds by step, and of a whole round, of each way with so many sessions and
+    answers of so many tokens about; ways take turns, round by round."""
+    found: dict[str, ChurningSide] = {}
+    with torch.inference_mode():
+        for count in counts:
+            sides = {way: ChurningSide(count, answers, way) for way in WAYS}
+            for number in range(SETTLING + rounds):
+                for side in sides.values():
+                    if number == SETTLING:
+                        side.steps.taken.clear()
+                        side.opened = side.told = 0
+                    side.replacing_round()
+            found |= {f"{count}, {name}": side for name, side in sides.items()}
+    taken = [{n: sum(us) / rounds for n, us in s.steps.taken.items()} for s in found.values()]
+    names = dict.fromkeys(name for steps in taken for name in steps)
+    rows = [[name, *(f"{steps.get(name, 0.0):.0f}" for steps in taken)] for name in names]
+    rows.append(["**verifier**", *(f"{sum(steps.values()):.0f}" for steps in taken)])
+    for name in ("opened", "told"):
+        each = (f"{getattr(side, name) / rounds:.2f}" for side in found.values())
+        rows.append([f"{name} a round", *each])
+    print(table(["us", *found], rows))

@@ -1,0 +1,170 @@
+"""Waves of a cell, one after the other: the first as a server meets it, the last as it stays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+from outrider.client.commands.status import simulation_note
+from outrider.errors import InternalError
+from outrider_bench.prompts import BenchPrompt
+from outrider_bench.serve.cells import PLAIN, Cell, lock_step_key, plain_key
+from outrider_bench.serve.clients import Clients
+from outrider_bench.serve.fleet import Fleet, mean_of
+from outrider_bench.serve.round_baseline import FORWARD, Lab, LabRound, efficiency
+from outrider_bench.serve.waves import Wave, rounded
+from outrider_bench.serve.workload import Size, make_load
+
+IN_TURN: Final = ("steady_tokens_per_s", "round_ms", "ttft_ms", "itl_ms", "per_token_ms")
+"""What is said of the last of the plain waves, to tell where the others lose."""
+START_S = 30.0
+"""What starting services takes at least: with less of the budget left none are started."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Seconds that a run may take, as far as that can be told beforehand."""
+
+    seconds: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    _began: float = field(init=False)
+    _longest: dict[object, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+
+    def allows(self, kind: object) -> bool:
+        """Whether something of this kind may begin: the longest so far would end in time."""
+        if self.seconds is None:
+            return True
+        return self.clock() - self._began + self._longest.get(kind, 0.0) < self.seconds
+
+    def expect(self, kind: object, seconds: float) -> None:
+        """Something of this kind takes so long."""
+        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+
+
+@dataclass(slots=True, kw_only=True)
+class Meter:
+    """Measures cells, and compares them with the plain ones of the same run."""
+
+    clients: Clients
+    prompts: Sequence[BenchPrompt]
+    size: Size
+    waves: int
+    in_turn: bool = False
+    """Whether each wave of a cell with drafts comes after one of the same requests without any."""
+    about: dict[str, Any]
+    """What every cell says of the machine."""
+    lab: Lab = field(default_factory=Lab)
+    start_s: float = 0.0
+    """What starting the services took until they were ready."""
+    plain: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
+    """Plain cells of this run by `plain_key`."""
+    lock_step: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
+    """Cells of this run that draft in lock-step, by `lock_step_key`."""
+
+    def cell(self, fleet: Fleet, cell: Cell) -> dict[str, Any]:
+        """A cell of service.json. Raises InternalError if a wave has no answer at all."""
+        waves, beside = list[Wave](), list[Wave]()
+        for _ in range(self.waves):
+            if self.in_turn and cell.placement != PLAIN:
+                beside.append(self._wave(fleet, cell.plain))
+            waves.append(self._wave(fleet, cell))
+        verifiers = fleet.verifiers()
+        forward_ms = mean_of(info.forward_ms_p50 for info in verifiers)
+        facts = describe_cell(cell, waves, self.lab.round_of(cell), forward_ms)
+        if facts["hit_rate"]:
+            idle_us = mean_of(info.hit_idle_us_p50 for info in verifiers)
+            facts["hit_idle_us"] = rounded(idle_us, 1)
+        facts |= compare_in_turn(waves, beside)
+        facts |= {**self.about, "start_s": rounded(self.start_s, 1)}
+        if note := simulation_note(fleet.info):
+            facts["SIMULATED_ACCEPTANCE"] = note
+        if cell.placement == PLAIN:
+            self.plain[plain_key(facts)] = facts
+        facts["over_plain"] = ratio(facts, self.plain.get(plain_key(facts)))
+        if cell.drafts.look_ahead == 0:
+            self.lock_step[lock_step_key(facts)] = facts
+        else:
+            facts["over_lockstep"] = ratio(facts, self.lock_step.get(lock_step_key(facts)))
+        return facts
+
+    def _wave(self, fleet: Fleet, cell: Cell) -> Wave:
+        load = make_load(cell, self.prompts, self.size)
+        wave = self.clients.wave(fleet.address, load, cell.sessions)
+        if not wave.heard:
+            codes = sorted({answer.code for answer in wave.answers})
+            raise InternalError(f"no answer at all: {', '.join(codes)}", reason="NO_ANSWER")
+        return wave
+
+
+def compare_in_turn(waves: Sequence[Wave], beside: Sequence[Wave]) -> dict[str, Any]:
+    """Waves over those without drafts that each came after, `beside`: the median of the ratios of
+    tokens/s, of whole waves and of their steady parts, the first pair, in which much is met for the
+    first time, left out of several; nothing without `beside`."""
+    if not beside:
+        return {}
+    last = beside[-1].figures()
+    pairs = list(zip(waves, beside, strict=True))
+    pairs = pairs[1:] or pairs
+    steady = [
+        ours / theirs
+        for one, other in pairs
+        if (ours := one.steady_tokens_per_s) and (theirs := other.steady_tokens_per_s)
+    ]
+    return {
+        "over_plain_in_turn": rounded(
+            median(one.tokens_per_s / other.tokens_per_s for one, other in pairs), 4
+        ),
+        "steady_over_plain_in_turn": rounded(median(steady) if steady else None, 4),
+        "plain_waves_tokens_per_s": [rounded(wave.tokens_per_s, 2) for wave in beside],
+        "plain_in_turn": {name: last[name] for name in IN_TURN},
+    }
+
+
+def describe_cell(
+    cell: Cell, waves: Sequence[Wave], lab: LabRound | None, forward_ms: float | None
+) -> dict[str, Any]:
+    """A cell's figures: those of its last wave, and how the waves before it went.
+
+    Without a round of the lab `forward_ms`, the verifier's own figure, stands for it at one
+    session; of more it is of the rounds without prompts, most of which have fewer sessions.
+    """
+    first, last = waves[0], waves[-1]
+    if lab is None and forward_ms is not None and cell.sessions == 1:
+        lab = LabRound(forward_ms, FORWARD)
+    reached = efficiency(
+        last.steady_tokens_per_s,
+        cell.sessions,
+        last.emitted_per_round,
+        None if lab is None else lab.ms,
+    )
+    settling = first.tokens_per_s / last.tokens_per_s if len(waves) > 1 else None
+    return {
+        **cell.described(),
+        **last.figures(),
+        "over_plain": None,
+        "over_lockstep": None,
+        "efficiency": rounded(reached, 4),
+        "lab_round_ms": None if lab is None else rounded(lab.ms, 4),
+        "lab_source": None if lab is None else lab.source,
+        "forward_ms": rounded(forward_ms, 4),
+        "first_wave_ratio": rounded(settling, 4),
+        "first_wave_ttft_ms": first.figures()["ttft_ms"],
+        "waves_tokens_per_s": [rounded(wave.tokens_per_s, 2) for wave in waves],
+    }
+
+
+def ratio(cell: dict[str, Any], base: dict[str, Any] | None) -> float | None:
+    """A cell's tokens/s over another's: steady ones, or of whole waves where one of the two has no
+    steady state; None without another."""
+    if base is None:
+        return None
+    for name in ("steady_tokens_per_s", "tokens_per_s"):
+        if cell.get(name) and base.get(name):
+            return round(float(cell[name]) / float(base[name]), 4)
+    return None

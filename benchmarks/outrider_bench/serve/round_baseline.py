@@ -1,0 +1,104 @@
+"""How long a round takes where nothing but rounds is measured: the yardstick of efficiency.
+
+The results of `outrider bench gpu plain` and `rounds` on this kind of device, for a model of the
+cost that they measured; elsewhere, at one session, the verifier's own figure of the same minute.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from outrider.client.local.config import COLOCATED, SEPARATE
+from outrider_bench.serve.cells import NONE, PLAIN, Cell
+from outrider_bench.serve.fleet import is_chain
+
+RESULTS: Final = Path(__file__).resolve().parents[2] / "results" / "gpu"
+ALIKE: Final = 0.1
+"""Relative difference of weight bytes up to which a model costs what the lab's did."""
+FORWARD: Final = "forward_ms_p50 of the verifier"
+
+
+@dataclass(frozen=True, slots=True)
+class LabRound:
+    """A round's time in milliseconds, and where it is from."""
+
+    ms: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """Rounds of the lab by drafts: {(placement, draft length): {sessions: ms}}."""
+
+    rounds: Mapping[tuple[str, int], Mapping[int, float]] = field(default_factory=dict)
+
+    def round_of(self, cell: Cell) -> LabRound | None:
+        """The lab's round for a cell, between measured numbers of sessions and draft lengths by
+        straight lines; None where the lab measured nothing like it."""
+        if cell.sessions is None:
+            return None
+        if cell.drafts.name == NONE:
+            ms = _between(self.rounds.get((PLAIN, 0), {}), cell.sessions)
+            return None if ms is None else LabRound(ms, "plain.json")
+        if not is_chain(cell.drafts):
+            return None
+        # A separate drafter's round has the same work as a colocated one's, and an exchange.
+        placement = COLOCATED if cell.placement == SEPARATE else cell.placement
+        by_length = {
+            length: ms
+            for (where, length), by_sessions in self.rounds.items()
+            if where == placement and (ms := _between(by_sessions, cell.sessions)) is not None
+        }
+        assert cell.drafts.tokens is not None
+        ms = _between(by_length, cell.drafts.tokens)
+        return None if ms is None else LabRound(ms, f"rounds.json, {placement}")
+
+
+def read_lab(device: str, weight_bytes: int, folder: Path = RESULTS) -> Lab:
+    """The lab's rounds in a folder, as far as they are of this device ("NVIDIA H200") and of a
+    model that reads about as many bytes a forward; else none."""
+    rounds: dict[tuple[str, int], dict[int, float]] = {}
+    plain = _read(folder / "plain.json", device, weight_bytes)
+    drafted = _read(folder / "rounds.json", device, weight_bytes)
+    for sessions, facts in plain.get("by_batch", {}).items():
+        rounds.setdefault((PLAIN, 0), {})[int(sessions)] = float(facts["round_ms"])
+    for shape, by_placement in drafted.get("by_shape", {}).items():
+        length, sessions = shape.removeprefix("K").split("x")
+        for placement, facts in by_placement.items():
+            table = rounds.setdefault((placement, int(length)), {})
+            table[int(sessions)] = float(facts["round_ms"])
+    return Lab(rounds)
+
+
+def efficiency(
+    steady_tokens_per_s: float | None,
+    sessions: int | None,
+    emitted_per_round: float | None,
+    round_ms: float | None,
+) -> float | None:
+    """Steady tokens/s over sessions x tokens a round / the lab's round."""
+    if not steady_tokens_per_s or not sessions or not emitted_per_round or not round_ms:
+        return None
+    return steady_tokens_per_s * round_ms / (sessions * emitted_per_round * 1000.0)
+
+
+def _read(path: Path, device: str, weight_bytes: int) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    alike = abs(content.get("weight_bytes", 0) / weight_bytes - 1.0) <= ALIKE
+    return content if alike and content.get("gpu") == device else {}
+
+
+def _between(table: Mapping[int, float], at: int) -> float | None:
+    """A value between measured ones; None outside of them."""
+    known = sorted(table)
+    if not known or not known[0] <= at <= known[-1]:
+        return None
+    return float(np.interp(at, known, [table[key] for key in known]))

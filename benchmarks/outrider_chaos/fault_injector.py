@@ -1,0 +1,214 @@
+"""Does what a schedule says to a fleet and its clients, when it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from outrider.chaos.faults import MANGLING, Fault, Kind, Phase, Role
+from outrider.chaos.frame_faults import Mangling
+from outrider.chaos.network import Way
+from outrider_chaos.clients import Reader
+from outrider_chaos.fleet import Fleet
+from outrider_chaos.killable_parts import DrafterPart, VerifierPart, until
+from outrider_chaos.killable_router import RouterPart
+
+PHASE_S = 0.6
+"""How long a fault waits for its phase; then it hits whatever there is."""
+DELAY_S = 0.03
+
+
+class Nemesis:
+    """The faults of one run."""
+
+    def __init__(self, fleet: Fleet, readers: Sequence[Reader], seed: int) -> None:
+        self._fleet = fleet
+        self._readers = readers
+        self._rng = random.Random(seed)
+        self._starting = asyncio.Lock()
+        self.missed: list[Fault] = []
+        """Those whose phase did not come."""
+        self.done: list[Fault] = []
+        """Those that found somebody to hit."""
+
+    async def run(self, faults: Sequence[Fault]) -> None:
+        """Let every fault happen, and what ended come back."""
+        await asyncio.gather(*(self._one(fault) for fault in faults))
+
+    async def _one(self, fault: Fault) -> None:
+        await until(lambda: self._tokens >= fault.after or self._over, timeout_s=2.0)
+        if fault.phase is Phase.DRAINING and fault.kind is not Kind.TERMINATE:
+            async with self._draining():
+                await self._hit(fault)
+            return
+        if not await until(
+            lambda: self._over or self._in(fault.phase), timeout_s=PHASE_S
+        ) or not self._in(fault.phase):
+            self.missed.append(fault)
+        await self._hit(fault)
+
+    # ---- when ----------------------------------------------------------------------------------
+
+    @property
+    def _tokens(self) -> int:
+        return sum(reader.tokens for reader in self._readers)
+
+    @property
+    def _over(self) -> bool:
+        return all(reader.over for reader in self._readers)
+
+    def _in(self, phase: Phase) -> bool:
+        verifiers = self._fleet.verifiers
+        match phase:
+            case Phase.PREFILL:
+                return any(part.reads_prompts for part in verifiers)
+            case Phase.PREEMPTED:
+                return any(part.preempted for part in verifiers)
+            case Phase.SWAPPING:
+                return any(part.swapped for part in verifiers)
+            case _:
+                return any(part.decodes for part in verifiers)
+
+    @asynccontextmanager
+    async def _draining(self) -> AsyncGenerator[None]:
+        """A verifier is told to end; it comes back when it has."""
+        part = next((part for part in self._fleet.verifiers if part.alive), None)
+        if part is None:
+            yield
+            return
+        ending = asyncio.create_task(part.terminate())
+        await asyncio.sleep(0.005)
+        try:
+            yield
+        finally:
+            await ending
+            await self._back(part, 0.0)
+
+    # ---- what ----------------------------------------------------------------------------------
+
+    async def _hit(self, fault: Fault) -> None:
+        if fault.role is Role.CLIENT:
+            await self._hit_client(self._readers[fault.index % len(self._readers)], fault)
+            return
+        part = self._part(fault)
+        if not part.alive:
+            return
+        self.done.append(fault)
+        match fault.kind:
+            case Kind.KILL:
+                await part.kill()
+                await self._back(part, fault.lasts_s)
+            case Kind.TERMINATE:
+                await part.terminate()
+                await self._back(part, fault.lasts_s)
+            case Kind.DEVICE_LOST if not isinstance(part, RouterPart):
+                await self._lose_device(part, fault.lasts_s)
+            case Kind.STOP | Kind.PARTITION | Kind.ONE_WAY:
+                await self._block(part, fault)
+            case Kind.CUT:
+                for other in self._others(part):
+                    self._fleet.network.cut(part.name, other)
+                if isinstance(part, RouterPart):
+                    for reader in self._readers:
+                        reader.door.cut()
+            case Kind.DISK_FULL if isinstance(part, RouterPart):
+                with part.disk_full():
+                    await asyncio.sleep(fault.lasts_s)
+            case Kind.DELAY:
+                await self._delay(part, fault.lasts_s)
+            case kind if kind in MANGLING:
+                await self._mangle(part, fault)
+
+    async def _hit_client(self, reader: Reader, fault: Fault) -> None:
+        if reader.over:
+            return
+        self.done.append(fault)
+        match fault.kind:
+            case Kind.KILL | Kind.CANCEL:
+                reader.leave(abruptly=fault.kind is Kind.KILL)
+            case Kind.CUT:
+                reader.door.cut()
+            case Kind.SLOW:
+                reader.pause()
+                await asyncio.sleep(4 * fault.lasts_s)
+                reader.resume()
+
+    def _part(self, fault: Fault) -> VerifierPart | DrafterPart | RouterPart:
+        match fault.role:
+            case Role.VERIFIER:
+                return self._fleet.verifiers[fault.index]
+            case Role.DRAFTER:
+                return self._fleet.drafters[fault.index]
+            case _:
+                return self._fleet.router
+
+    def _others(self, part: VerifierPart | DrafterPart | RouterPart) -> list[str]:
+        """Those at the other end of the links of a fault."""
+        match part:
+            case VerifierPart():
+                return [self._fleet.router.name]
+            case DrafterPart():
+                return [verifier.name for verifier in self._fleet.verifiers]
+            case _:
+                return [drafter.name for drafter in self._fleet.drafters]
+
+    async def _back(self, part: VerifierPart | DrafterPart | RouterPart, after_s: float) -> None:
+        """What a keeper does."""
+        await asyncio.sleep(after_s)
+        async with self._starting:
+            if not part.alive:
+                await part.start()
+
+    async def _lose_device(self, part: VerifierPart | DrafterPart, after_s: float) -> None:
+        part.lose_device()
+        with contextlib.suppress(TimeoutError):
+            # It notices with its next round or draft, if one comes.
+            await asyncio.wait_for(part.lost(), 0.5)
+        await part.kill()
+        await self._back(part, after_s)
+
+    async def _block(self, part: VerifierPart | DrafterPart | RouterPart, fault: Fault) -> None:
+        network, names = self._fleet.network, [one.name for one in self._fleet.parts]
+        stops = fault.kind is Kind.STOP
+        others = [name for name in names if name != part.name] if stops else self._others(part)
+        ways: list[Way] = network.ways_of(part.name, others)
+        if fault.kind is Kind.ONE_WAY:
+            ways = [network.way(part.name, other) for other in others]
+        doors = (
+            [reader.door for reader in self._readers] if self._faces_clients(part, fault) else []
+        )
+        for way in ways:
+            way.block()
+        for door in doors:
+            door.stall()
+        await asyncio.sleep(fault.lasts_s)
+        for way in ways:
+            way.unblock()
+        for door in doors:
+            door.heal()
+
+    @staticmethod
+    def _faces_clients(part: VerifierPart | DrafterPart | RouterPart, fault: Fault) -> bool:
+        return isinstance(part, RouterPart) and fault.kind is Kind.STOP
+
+    async def _delay(self, part: VerifierPart | DrafterPart | RouterPart, lasts_s: float) -> None:
+        ways = self._fleet.network.ways_of(part.name, self._others(part))
+        for way in ways:
+            way.delay_s = DELAY_S
+        await asyncio.sleep(2 * lasts_s)
+        for way in ways:
+            way.delay_s = 0.0
+
+    async def _mangle(self, part: VerifierPart | DrafterPart | RouterPart, fault: Fault) -> None:
+        ways = self._fleet.network.ways_of(part.name, self._others(part))
+        for way in ways:
+            way.mangling = Mangling(kind=fault.kind, share=fault.share, rng=self._rng)
+        await asyncio.sleep(2 * fault.lasts_s)
+        for way in ways:
+            way.mangling = None
+        # A transport that has lost messages ends its connection: what they said is said again.
+        for other in self._others(part):
+            self._fleet.network.cut(part.name, other)

@@ -1,0 +1,269 @@
+"""Verifier, drafter and router as parts of one process that can die, hang and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from outrider_drafter.config import DrafterConfig, ReconnectConfig
+from outrider_drafter.server.build import build_service as build_drafter
+from outrider_drafter.server.service import DrafterService
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.server.service import VerifierService
+from outrider_verifier.server.service_builder import build_service as build_verifier
+
+from outrider.chaos.network import ChaosNetwork
+from outrider.chaos.schedule import FleetShape
+from outrider.spec.plan import DraftMethod
+from outrider.text.tokenizer import Tokenizer
+
+DRAIN_S = 1.0
+"""How long what was told to end may take."""
+_IDLE_GAUGES = (
+    "sessions_running",
+    "sessions_waiting",
+    "swapped_bytes",
+    "inbox_proposals",
+    "feature_bytes",
+)
+"""What a verifier without sessions has none of."""
+GRACE_S = 10.0
+"""How long a request goes on without its client."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """What all runs of a process serve."""
+
+    target: Path
+    head: Path
+    tokenizer: Tokenizer
+    slowness: float = 1.0
+    """By how much all bounds of time are longer than for a tiny model."""
+
+    @classmethod
+    def load(cls, target: Path, head: Path, slowness: float = 1.0) -> Models:
+        """Read what can be shared."""
+        tokenizer = Tokenizer.load(target)
+        return cls(target=target, head=head, tokenizer=tokenizer, slowness=slowness)
+
+
+class Part(Protocol):
+    """One process that is not one."""
+
+    name: str
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        ...
+
+    async def start(self) -> None:
+        """Start it, or start it again."""
+        ...
+
+    async def kill(self) -> None:
+        """End it at once, without a word to anybody."""
+        ...
+
+    async def terminate(self) -> None:
+        """What SIGTERM does."""
+        ...
+
+    async def held(self) -> list[str]:
+        """What it holds although nobody asks for anything."""
+        ...
+
+
+class VerifierPart:
+    """A verifier."""
+
+    def __init__(self, name: str, shape: FleetShape, models: Models, network: ChaosNetwork) -> None:
+        self.name = name
+        self.service: VerifierService | None = None
+        self._network = network
+        self._config = VerifierConfig(
+            model=str(models.target),
+            verifier_id=name,
+            features_from=str(models.head),
+            threads=1,
+            kv_tokens=shape.kv_tokens,
+            max_sessions=16,
+            max_tree_nodes=16,
+            prefill_tokens_per_round=32,
+            planner=shape.planner,
+            preemption=shape.preemption,
+            lanes=shape.lanes,
+            hello_s=models.slowness,
+            drain_s=DRAIN_S,
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self.service is not None
+
+    async def start(self) -> None:
+        service = await asyncio.to_thread(build_verifier, self._config)
+        service.start()
+        self._network.serve(self.name, service)
+        self.service = service
+
+    async def kill(self) -> None:
+        service, self.service = self.service, None
+        self._network.kill(self.name)
+        if service is not None:
+            await service.stop()
+
+    async def terminate(self) -> None:
+        service = self.service
+        if service is None:
+            return
+        await service.drain(DRAIN_S)
+        if self.service is service:
+            await self.kill()
+
+    def lose_device(self) -> None:
+        """From now on every round fails; whoever keeps it is to end it."""
+        if self.service is not None:
+            _break(self.service._core._runner, "collect")
+
+    async def lost(self) -> None:
+        """Wait until it has given its device up."""
+        if self.service is not None:
+            await self.service.lost.wait()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a session that had K/V waits for it."""
+        return any(session.preemptions > 0 for session in self._of_room("waiting"))
+
+    @property
+    def swapped(self) -> bool:
+        """Whether K/V of a session is in host memory."""
+        return self.service is not None and self.service._core.room.swapped_bytes > 0
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a session has not read all of its prompt."""
+        return any(session.prefill_left > 0 for session in self._of_room("running"))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a session that runs has emitted something."""
+        return any(session.emitted > 0 for session in self._of_room("running"))
+
+    def _of_room(self, which: str) -> list[Any]:
+        """Sessions that run or wait, as the engine thread has them just now."""
+        if self.service is None:
+            return []
+        with contextlib.suppress(RuntimeError):  # the engine thread changed them meanwhile
+            return list(getattr(self.service._core.room, which).values())
+        return []
+
+    @property
+    def preemptions(self) -> int:
+        """How often sessions lost their K/V, since it was started."""
+        if self.service is None:
+            return 0
+        counters = self.service._core.counters
+        return counters["preemptions_swap"] + counters["preemptions_recompute"]
+
+    async def held(self) -> list[str]:
+        if self.service is None:
+            return [f"{self.name} is not running"]
+        info = await self.service.info()
+        counts = {
+            "sessions": info.sessions,
+            "K/V blocks": info.kv_total_blocks - info.kv_free_blocks,
+            "waiting sessions": info.waiting_sessions,
+            "followed sessions": self.service._routers.num_sessions,
+        }
+        gauges = self.service._gauges()
+        counts |= {name: int(gauges[name]) for name in _IDLE_GAUGES}
+        return [f"{self.name} holds {count} {what}" for what, count in counts.items() if count]
+
+
+class DrafterPart:
+    """A drafter."""
+
+    def __init__(self, name: str, shape: FleetShape, models: Models, network: ChaosNetwork) -> None:
+        self.name = name
+        self.service: DrafterService | None = None
+        self._network = network
+        self._config = DrafterConfig(
+            model=str(models.target),
+            head=str(models.head),
+            methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM, DraftMethod.MODEL),
+            # The best drafts there are: the target's own.
+            draft_model=str(models.target),
+            drafter_id=name,
+            threads=1,
+            lanes=shape.lanes,
+            reconnect=ReconnectConfig(
+                first_s=0.02, max_s=0.2, handshake_timeout_s=0.5, attach_wait_s=0.2
+            ),
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self.service is not None
+
+    async def start(self) -> None:
+        dialer = self._network.dialer(self.name)
+        self.service = await asyncio.to_thread(build_drafter, self._config, dialer)
+        self._network.serve(self.name, self.service)
+
+    async def kill(self) -> None:
+        service, self.service = self.service, None
+        self._network.kill(self.name)
+        if service is not None:
+            await service.close()
+
+    async def terminate(self) -> None:
+        service = self.service
+        if service is None:
+            return
+        await service.hand_over(DRAIN_S)
+        if self.service is service:
+            await self.kill()
+
+    def lose_device(self) -> None:
+        """From now on every draft of its head fails; whoever keeps it is to end it."""
+        if self.service is not None:
+            _break(self.service._worker._engine._sources[DraftMethod.EAGLE3], "drafts")
+
+    async def lost(self) -> None:
+        """Wait until it has given its device up."""
+        if self.service is not None:
+            await self.service.lost.wait()
+
+    async def held(self) -> list[str]:
+        if self.service is None:
+            return [f"{self.name} is not running"]
+        sessions = self.service.num_sessions
+        return [f"{self.name} holds {sessions} sessions"] if sessions else []
+
+
+def _break(device: Any, method: str) -> None:
+    """Let one object, and no other of its class, fail as if its device were lost."""
+
+    def broken(*_: object) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    kind = type(device)
+    device.__class__ = type(kind.__name__, (kind,), {method: broken, "usable": False})
+
+
+async def until(condition: Callable[[], bool], *, timeout_s: float, poll_s: float = 0.002) -> bool:
+    """Wait for a condition; whether it came true in time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        await asyncio.sleep(poll_s)
+    return True

@@ -1,0 +1,219 @@
+"""A fleet of real processes behind TCP proxies: kills, stops and bad links as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from outrider.chaos.faults import Fault, Kind, Role
+from outrider.chaos.proxy import TcpProxy
+from outrider.client import AsyncClient, RetryPolicy
+from outrider.client.local.child_process import ChildProcess
+from outrider.errors import OutriderError
+
+START_S = 120.0
+DRAIN_S = 5
+_ONCE = RetryPolicy(max_attempts=1)
+
+
+class Member:
+    """One process and the proxy that its peers reach it by."""
+
+    def __init__(self, name: str, process: ChildProcess) -> None:
+        self.name = name
+        self.process = process
+        self.link = TcpProxy(lambda: self.process.address)
+
+    async def start(self) -> None:
+        """Start it, or start it again where it was."""
+        await asyncio.to_thread(self.process.start)
+        await asyncio.to_thread(self.process.wait_ready, START_S)
+
+    async def ended(self) -> None:
+        """Wait until the process is gone."""
+        while self.process.exit_status is None:
+            await asyncio.sleep(0.02)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs."""
+        pid = self.process.pid
+        if pid is not None and self.process.exit_status is None:
+            os.kill(pid, number)
+
+
+class ProcessFleet:
+    """Two verifiers, two drafters and a router with a journal."""
+
+    def __init__(self, target: Path, head: Path, folder: Path, *, kv_tokens: int = 4096) -> None:
+        """`folder` is for logs and the journal."""
+        common = ["--threads", "1", "--no-lanes"]
+        self._folder, self._target = folder, target
+        self.verifiers = [
+            Member(
+                f"v{number}",
+                ChildProcess(
+                    f"v{number}",
+                    "outrider_verifier",
+                    [
+                        *("--model", str(target), "--features-from", str(head)),
+                        *("--verifier-id", f"v{number}", "--kv-tokens", str(kv_tokens)),
+                        *common,
+                    ],
+                    log_dir=folder,
+                ),
+            )
+            for number in range(2)
+        ]
+        self.drafters = [
+            Member(
+                f"d{number}",
+                ChildProcess(
+                    f"d{number}",
+                    "outrider_drafter",
+                    [
+                        *("--model", str(target), "--head", str(head)),
+                        *("--draft-model", str(target), "--methods", "eagle3,ngram,model"),
+                        *("--drafter-id", f"d{number}", *common),
+                    ],
+                    log_dir=folder,
+                ),
+            )
+            for number in range(2)
+        ]
+        self.router: Member | None = None
+        self._doors: list[TcpProxy] = []
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def members(self) -> list[Member]:
+        """All of them, the router last."""
+        router = [] if self.router is None else [self.router]
+        return [*self.verifiers, *self.drafters, *router]
+
+    async def door(self, seed: int) -> TcpProxy:
+        """A way to the router for one client."""
+        assert self.router is not None
+        router = self.router
+        proxy = TcpProxy(lambda: router.process.address, seed=seed)
+        await proxy.start()
+        self._doors.append(proxy)
+        return proxy
+
+    async def hit(self, fault: Fault) -> None:
+        """Let a fault happen, last, and end; what ended is started again."""
+        member = self._member(fault)
+        match fault.kind:
+            case Kind.KILL:
+                member.signal(signal.SIGKILL)
+                await self._back(member, fault.lasts_s)
+            case Kind.TERMINATE:
+                member.signal(signal.SIGTERM)
+                await self._back(member, fault.lasts_s)
+            case Kind.STOP:
+                member.signal(signal.SIGSTOP)
+                await asyncio.sleep(fault.lasts_s)
+                member.signal(signal.SIGCONT)
+            case Kind.PARTITION | Kind.ONE_WAY:
+                member.link.stall(back=fault.kind is Kind.PARTITION)
+                await asyncio.sleep(fault.lasts_s)
+                member.link.heal()
+            case Kind.DELAY:
+                member.link.delay(0.05)
+                await asyncio.sleep(fault.lasts_s)
+                member.link.heal()
+            case Kind.TRUNCATE:
+                member.link.truncate()
+            case Kind.CUT:
+                member.link.cut()
+            case kind:
+                raise ValueError(f"{kind} is not for processes")
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """Wait until the router sees everybody and nothing runs; False if time ran out."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not await self._at_rest():
+                    await asyncio.sleep(0.1)
+                return True
+        return False
+
+    async def close(self) -> None:
+        """End everything."""
+        for member in self.members:
+            member.signal(signal.SIGCONT)
+        await asyncio.gather(*(asyncio.to_thread(m.process.close) for m in self.members))
+        for proxy in (*self._doors, *(member.link for member in self.members)):
+            await proxy.close()
+
+    async def _start(self) -> None:
+        peers = [*self.verifiers, *self.drafters]
+        await asyncio.gather(*(member.start() for member in peers))
+        for member in peers:
+            await member.link.start()
+        flags = [flag for m in self.verifiers for flag in ("--verifier", m.link.address)]
+        flags += [flag for m in self.drafters for flag in ("--drafter", m.link.address)]
+        journal = ["--journal", str(self._folder / "journal"), "--queue-limit", "256"]
+        process = ChildProcess(
+            "router",
+            "outrider_router",
+            ["--model", str(self._target), *flags, *journal],
+            log_dir=self._folder,
+        )
+        self.router = Member("router", process)
+        await self.router.start()
+        await self.router.link.start()
+        await self.healthy(START_S)
+
+    async def _back(self, member: Member, after_s: float) -> None:
+        await member.ended()
+        await asyncio.sleep(after_s)
+        await member.start()
+
+    async def _at_rest(self) -> bool:
+        assert self.router is not None
+        try:
+            async with AsyncClient(self.router.process.address, retry=_ONCE) as client:
+                info = await client.server_info()
+        except OutriderError:
+            return False
+        return (
+            info.running == 0
+            and info.queued == 0
+            and all(verifier.healthy for verifier in info.verifiers)
+            and all(drafter.healthy for drafter in info.drafters)
+            and all(
+                v.sessions == 0 and v.kv_free_blocks == v.kv_total_blocks for v in info.verifiers
+            )
+            and len(info.verifiers) == len(self.verifiers)
+            and all(drafter.sessions == 0 for drafter in info.drafters)
+        )
+
+    def _member(self, fault: Fault) -> Member:
+        match fault.role:
+            case Role.VERIFIER:
+                return self.verifiers[fault.index]
+            case Role.DRAFTER:
+                return self.drafters[fault.index]
+            case _:
+                assert self.router is not None
+                return self.router

@@ -1,0 +1,180 @@
+"""Many seeds, one of them again, or the least of it that still fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import torch
+
+from outrider.chaos.faults import Fault
+from outrider.chaos.schedule import Schedule
+from outrider.chaos.shrink import shrink
+from outrider.errors import InternalError
+from outrider.process_tuning import run, tune_process
+from outrider_chaos.killable_parts import Models
+from outrider_chaos.parent_watch import end_with_parent
+from outrider_chaos.schedule_run import Oracle, Outcome, listen_in_calm, run_schedule
+from outrider_chaos.tiny_models import make_eagle3_head, make_target
+
+_LAYERS = 4
+"""Of the tiny model: what takes time in it is the number of operators."""
+_TRIES = 3
+"""Runs of a schedule while it is shrunk: time is not part of a seed, and some faults are missed."""
+
+OnOutcome = Callable[[Outcome], None]
+
+
+@contextmanager
+def tiny_models() -> Iterator[tuple[Path, Path]]:
+    """A tiny random target and its head, for as long as the context lasts."""
+    with tempfile.TemporaryDirectory(prefix="outrider-chaos-") as folder:
+        yield make_tiny(Path(folder))
+
+
+def make_tiny(folder: Path) -> tuple[Path, Path]:
+    """A tiny random target and its head in a folder."""
+    target = make_target(folder / "target", layers=_LAYERS)
+    return target, make_eagle3_head(folder / "head", target_layers=_LAYERS)
+
+
+def run_seeds(
+    seeds: Sequence[int],
+    target: Path,
+    head: Path,
+    *,
+    jobs: int,
+    on_outcome: OnOutcome,
+    slowness: float = 1.0,
+) -> None:
+    """Run the schedules of seeds in so many processes; outcomes come in order of seeds.
+
+    Raises InternalError if a process dies, or hears no text in calm.
+    """
+    # Forked children of a process with threads hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        min(jobs, len(seeds)),
+        mp_context=context,
+        initializer=_prepare_worker,
+        initargs=(target, head, slowness),
+    ) as pool:
+        try:
+            for outcome in pool.map(_run_here, map(Schedule.of, seeds)):
+                on_outcome(outcome)
+        except BrokenProcessPool as error:
+            detail = "a process that runs seeds died; what it logged is above"
+            raise InternalError(detail, reason="WORKER_DIED") from error
+
+
+def replay(seed: int, target: Path, head: Path, *, shrinks: bool, slowness: float = 1.0) -> Outcome:
+    """Run the schedule of a seed in this process, and if it fails the least that still does."""
+    _prepare(target, head, slowness)
+    outcome = _run_here(Schedule.of(seed))
+    if not shrinks or not outcome.violations:
+        return outcome
+    failed = {outcome.schedule: outcome}
+
+    def fails(schedule: Schedule) -> bool:
+        for _ in range(_TRIES):
+            again = _run_here(schedule)
+            if again.violations:
+                failed[schedule] = again
+                return True
+        return False
+
+    return failed[shrink(outcome.schedule, fails)]
+
+
+class Tally:
+    """What many runs have shown, counted."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.failed: list[Outcome] = []
+        self.hits: Counter[str] = Counter()
+        """Faults that found somebody, by role and by phase that was met."""
+        self.promises: Counter[str] = Counter()
+        """Violations by promise."""
+        self.ends: Counter[str] = Counter()
+        """How requests ended."""
+        self.preemptions = 0
+        self.seconds = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        """Take in a run."""
+        self.runs += 1
+        self.seconds += outcome.seconds
+        self.preemptions += outcome.preemptions
+        self.hits.update(_cells(outcome.hit, outcome.missed))
+        self.ends.update(str(history.end) for history in outcome.histories)
+        self.promises.update(violation.promise for violation in outcome.violations)
+        if outcome.violations:
+            self.failed.append(outcome)
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items()))
+        lines = [
+            f"{self.runs} runs, {len(self.failed)} failed, {self.preemptions} preemptions, "
+            f"{self.seconds:.0f} s; requests: {ends}"
+        ]
+        lines += [f"  hit: {count} {cell}" for cell, count in sorted(self.hits.items())]
+        lines += [f"  broken: {count} x {promise}" for promise, count in self.promises.items()]
+        if self.failed:
+            lines.append(f"  seeds: {' '.join(str(o.schedule.seed) for o in self.failed)}")
+        return "\n".join(lines)
+
+
+def _cells(hit: Sequence[Fault], missed: Sequence[Fault]) -> Iterator[str]:
+    for fault in hit:
+        yield f"{fault.role} {'outside its phase' if fault in missed else fault.phase}"
+
+
+class _Process:
+    """What this process runs schedules with."""
+
+    models: Models
+    oracle: Oracle
+
+
+def _prepare_worker(target: Path, head: Path, slowness: float) -> None:
+    # Loading takes long enough for a driver to die meanwhile.
+    end_with_parent()
+    _prepare(target, head, slowness)
+
+
+def _prepare(target: Path, head: Path, slowness: float = 1.0) -> None:
+    """Load the models, hear every text in calm, and keep the loop for all runs."""
+    torch.set_num_threads(1)
+    _Process.models = Models.load(target, head, slowness)
+    _Process.oracle = run(listen_in_calm(_Process.models))
+    # A process whose peers die all the time logs nothing else; what goes wrong in calm is logged.
+    logging.disable(logging.CRITICAL)
+    tune_process()
+
+
+def _run_here(schedule: Schedule) -> Outcome:
+    return run(_keeping_grpc(schedule))
+
+
+async def _keeping_grpc(schedule: Schedule) -> Outcome:
+    # As long as there is a channel gRPC keeps its descriptors, and none of them seems leaked.
+    async with grpc.aio.insecure_channel("127.0.0.1:1"):
+        return await run_schedule(schedule, _Process.models, _Process.oracle)
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()

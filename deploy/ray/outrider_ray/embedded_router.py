@@ -1,0 +1,89 @@
+"""The router in the launcher's process: the client API over gRPC, the fleet over Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from outrider_router.api.http import HttpServer
+from outrider_router.api.listeners import client_server, serve_router_metrics
+from outrider_router.api.metrics_export import export_state
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.fleet.compatibility import PeerState
+from outrider_router.requests.service import RouterService
+
+from outrider.models import resolve
+from outrider.text.tokenizer import Tokenizer
+from outrider.transport.ray import RayDialer
+from outrider_ray.config import LaunchConfig, router_config
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 15.0
+"""How long the ready line waits for a healthy verifier with its drafter attached."""
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """A serving router."""
+
+    service: RouterService
+    address: str
+    """HOST:PORT of the client API."""
+    http: str
+    """HOST:PORT of OpenAI's API over HTTP, "" if there is none."""
+    metrics: str
+    """HOST:PORT of the Prometheus endpoint, "" if there is none."""
+
+
+@asynccontextmanager
+async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
+    """Serve clients; the fleet's actors have been started."""
+    model = await asyncio.to_thread(resolve, config.model)
+    router = router_config(config, model)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, model)
+    dialer, metrics = RayDialer(config.ray), RouterMetrics()
+    service = RouterService(
+        config=router, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
+    )
+    export_state(service)
+    server = client_server(service)
+    http = HttpServer(router.http, service) if router.http else None
+    service.on_readiness = server.set_serving
+    try:
+        service.restore()
+        address = await server.start(serving=False)
+        metrics_address = serve_router_metrics(service) if router.metrics_port >= 0 else ""
+        await service.start()
+        await _gathered(service)
+        yield Front(
+            service=service,
+            address=address,
+            http=await http.start() if http is not None else "",
+            metrics=metrics_address,
+        )
+    finally:
+        await service.close()
+        if http is not None:
+            await http.stop()
+        await server.stop(1.0)
+        await dialer.close()
+
+
+async def _gathered(service: RouterService) -> None:
+    """Wait, within a bound, until the first request will find verifier and drafter."""
+    registry = service.registry
+    verifiers, drafters = registry.verifiers.values(), registry.drafters.values()
+    try:
+        async with asyncio.timeout(GATHER_S):
+            while not all(peer.state is PeerState.HEALTHY for peer in verifiers) or not all(
+                peer.serving for peer in drafters
+            ):
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        logger.warning("the actors have not found each other yet", extra={"seconds": GATHER_S})

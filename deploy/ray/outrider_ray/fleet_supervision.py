@@ -1,0 +1,74 @@
+"""A fleet, its router and its autoscaling, from their start to their end: what the launcher's
+process does, or a supervisor actor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from outrider_ray.config import LaunchConfig
+from outrider_ray.embedded_router import Front, serve_front
+from outrider_ray.fleet import Fleet
+from outrider_ray.scaler import Scaler
+
+logger = logging.getLogger(__name__)
+
+Serving = Callable[[Fleet, Front], None]
+"""Hears that clients are served."""
+
+
+async def supervise(
+    config: LaunchConfig, stop: asyncio.Event, on_serving: Serving, *, resume: bool = False
+) -> None:
+    """Serve until `stop` is set, then drain and stop the fleet. Ray must be up.
+
+    resume: go on with the actors that a dead supervisor has left; those that are missing are made
+    while clients are served.
+    Raises any error of `outrider.errors` for a fleet that does not start.
+    """
+    fleet = Fleet(config)
+    try:
+        if resume:
+            await fleet.resume()
+        elif not await _unless(stop, fleet.start()):
+            return await fleet.stop()
+        await _serve_clients(config, fleet, stop, on_serving)
+    except BaseException:
+        # Another attempt finds the actors where they are.
+        await (fleet.let_be() if resume else fleet.stop())
+        raise
+    await fleet.stop()
+
+
+async def _serve_clients(
+    config: LaunchConfig, fleet: Fleet, stop: asyncio.Event, on_serving: Serving
+) -> None:
+    async with serve_front(config) as front:
+        scaler = Scaler(config, fleet, front.service)
+        scaler.introduce()
+        scaling = asyncio.create_task(scaler.run())
+        on_serving(fleet, front)
+        await stop.wait()
+        scaling.cancel()
+        await asyncio.wait((scaling,))
+        logger.info("draining", extra={"running": len(front.service.journal)})
+        done = await front.service.drain(config.drain_s)
+        logger.info("stopping", extra={"drained": done})
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work unless `stop` is set before it is done; whether it was done."""
+    working = asyncio.create_task(work)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return False
+        await working
+        return True
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.wait((working, stopping))

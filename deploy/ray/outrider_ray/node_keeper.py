@@ -1,0 +1,63 @@
+"""A node of a Ray cluster that joins it again when it was declared dead.
+
+Ray's raylet ends once the cluster has given its node up: after a partition that has healed, or a
+pause of the machine. Something has to start it again. On Kubernetes that is the kubelet; elsewhere
+this is a supervisor of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from outrider_ray.actor_keeper import FIRST_PAUSE_S, next_pause
+from outrider_ray.cluster import NICENESS
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 40.0
+"""Time that a node gets to end, more than the 30 s that Ray lets it drain; then it is killed."""
+_START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
+
+
+def keep_node(arguments: Sequence[str]) -> int:
+    """Run `ray start --block ARGUMENTS`, again whenever it ends, until SIGTERM or SIGINT."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    os.environ.setdefault(NICENESS, "0")
+    pause_s = FIRST_PAUSE_S / 2.0
+    while not stop.is_set():
+        began = time.monotonic()
+        status = _run_node([*_START, *arguments], stop)
+        if stop.is_set():
+            break
+        pause_s = next_pause(pause_s, time.monotonic() - began)
+        logger.warning("node ended; starting it again", extra={"status": status, "in_s": pause_s})
+        stop.wait(pause_s)
+    return 0
+
+
+def _run_node(command: Sequence[str], stop: threading.Event) -> int | None:
+    """Its exit status; None if it was stopped. Nothing of it is left afterwards."""
+    # A session of its own, so that what it leaves behind can be named.
+    with subprocess.Popen(command, start_new_session=True, stdout=sys.stderr) as node:
+        logger.info("node starts", extra={"pid": node.pid})
+        try:
+            while not stop.wait(0.2):
+                if (status := node.poll()) is not None:
+                    return status
+            node.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(STOP_S)
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)

@@ -1,0 +1,164 @@
+"""Places for the actors: placement groups with a bundle for each, and shares of GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from outrider.client.commands.ray_flags import PACK, STRICT_PACK, STRICT_SPREAD
+from outrider.client.local.config import CUDA
+from outrider.errors import UnavailableError
+from outrider_ray.config import LaunchConfig
+from outrider_ray.members import Cell, Member, Role, group_name
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_SLIVER = {"CPU": 0.001}
+"""A bundle must hold something; this much is missed by nobody."""
+
+
+def gpu_share(strategy: str, actors: int, gpus: Sequence[float]) -> float:
+    """GPUs for each of `actors`, given those of every node: a whole one, or an equal share where
+    there are fewer. Raises UnavailableError where there is none at all.
+    """
+    most = max(gpus, default=0.0) if strategy == STRICT_PACK else sum(gpus)
+    if most <= 0.0:
+        raise UnavailableError(
+            "Ray has no GPU: for nodes that are still to come, say how much of one an actor gets",
+            reason="NO_GPU",
+        )
+    # Actors that are kept apart share nothing with each other.
+    return 1.0 if most >= actors or strategy == STRICT_SPREAD else most / actors
+
+
+def with_gpu_share(config: LaunchConfig) -> LaunchConfig:
+    """The configuration with `gpus_per_actor` resolved. Ray must be up. UnavailableError."""
+    counts = zip(config.devices, config.counts, strict=False)
+    actors = sum(count for device, count in counts if device == CUDA)
+    if config.gpus_per_actor is not None or not actors:
+        return config
+    import ray
+
+    nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    # Several cells need not be on the same node, however tightly each of them is packed.
+    strategy = config.strategy if len(config.cells) == 1 else PACK
+    share = gpu_share(strategy, actors, nodes)
+    if share < 1.0:
+        facts = {"actors": actors, "gpus": sum(nodes), "gpus_per_actor": share}
+        logger.warning("fewer GPUs than actors: they share", extra=facts)
+    return replace(config, gpus_per_actor=share)
+
+
+def bundle(config: LaunchConfig, role: Role) -> dict[str, float]:
+    """What is reserved for an actor."""
+    wanted = {"CPU": config.cpus_per_actor, "GPU": config.gpus_of(role)}
+    if resource := config.resource_of(role):
+        wanted[resource] = 1.0
+    return {name: amount for name, amount in wanted.items() if amount > 0} or dict(_SLIVER)
+
+
+class Places:
+    """The placement groups of one fleet; they end with it, unless it is detached."""
+
+    def __init__(self, config: LaunchConfig) -> None:
+        """`config` with its share of GPUs resolved."""
+        self._config = config
+        self._groups: dict[Cell, Any] = {}
+        self._cells: dict[Member, Cell] = {}
+
+    async def reserve(self, cells: Sequence[Cell]) -> None:
+        """Reserve a bundle for each member; those of a cell all at once.
+
+        Raises UnavailableError if there is no room for them within `start_timeout_s`.
+        """
+        self.take(cells)
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await asyncio.gather(*(self._wait(cell) for cell in cells))
+        except TimeoutError:
+            raise UnavailableError(
+                f"Ray found no {self._config.strategy} places for {_names(cells)} within "
+                f"{self._config.start_timeout_s:g} s",
+                reason="NO_PLACES",
+            ) from None
+
+    def take(self, cells: Sequence[Cell]) -> None:
+        """Ask for the same without waiting: an actor waits for its bundle itself.
+
+        Raises UnavailableError for what no cluster could ever give.
+        """
+        for cell in cells:
+            self._groups[cell] = self._group(cell)
+            self._cells |= dict.fromkeys(cell, cell)
+
+    def options(self, member: Member) -> dict[str, object]:
+        """Ray's options for an actor in its bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        role, cell = member.role, self._cells[member]
+        resource = self._config.resource_of(role)
+        return {
+            "num_cpus": self._config.cpus_per_actor,
+            "num_gpus": self._config.gpus_of(role),
+            "resources": {resource: 1.0} if resource else {},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._groups[cell], placement_group_bundle_index=cell.index(member)
+            ),
+        }
+
+    async def give_back(self, member: Member) -> None:
+        """Give back the bundle of a member that has a group of its own; idempotent."""
+        from ray.util import remove_placement_group
+
+        cell = self._cells.pop(member, ())
+        group = self._groups.pop(cell, None) if cell == (member,) else None
+        if group is not None:
+            await asyncio.to_thread(remove_placement_group, group)
+
+    async def release(self) -> None:
+        """Give all bundles back; idempotent."""
+        from ray.util import remove_placement_group
+
+        groups, self._groups = self._groups, {}
+        self._cells.clear()
+        for group in groups.values():
+            await asyncio.to_thread(remove_placement_group, group)
+
+    def _group(self, cell: Cell) -> Any:
+        """The group of a cell: a new one, or the one that a supervisor's predecessor has left."""
+        from ray.util import get_placement_group, placement_group
+
+        config, name = self._config, group_name(cell)
+        if config.detached:
+            with contextlib.suppress(ValueError):
+                return get_placement_group(name)
+        bundles = [bundle(config, member.role) for member in cell]
+        facts = {"group": name, "strategy": config.strategy, "bundles": bundles}
+        logger.info("reserving places", extra=facts)
+        lifetime = "detached" if config.detached else None
+        try:
+            return placement_group(
+                bundles, strategy=config.ray_strategy, name=name, lifetime=lifetime
+            )
+        except ValueError as error:
+            raise UnavailableError(f"no places: {error}", reason="NO_PLACES") from error
+
+    async def _wait(self, cell: Cell) -> None:
+        from ray.util import placement_group_table
+
+        group = self._groups[cell]
+        # In short waits: a thread that waits cannot be cancelled.
+        while not await asyncio.to_thread(group.wait, _LOOK_S):
+            continue
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        where = {member.name: nodes[number] for number, member in enumerate(cell)}
+        logger.info("places are reserved", extra={"nodes": where})
+
+
+def _names(cells: Sequence[Cell]) -> str:
+    return ", ".join(member.name for cell in cells for member in cell)

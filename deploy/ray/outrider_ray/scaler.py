@@ -1,0 +1,172 @@
+"""Performs what `autoscale.plan` decides: actors are made and let go, the router is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from outrider_router.fleet.compatibility import PeerState
+from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
+from outrider_router.requests.service import RouterService
+
+from outrider.errors import OutriderError
+from outrider_ray.autoscale import (
+    Action,
+    AutoscaleConfig,
+    Create,
+    MemberLoad,
+    Memories,
+    PoolState,
+    plan,
+)
+from outrider_ray.config import LaunchConfig
+from outrider_ray.fleet import Fleet
+from outrider_ray.members import Member, Role
+
+logger = logging.getLogger(__name__)
+
+
+class Scaler:
+    """Keeps the pools of one fleet as large as they should be."""
+
+    def __init__(self, config: LaunchConfig, fleet: Fleet, service: RouterService) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._service = service
+        self._memories = Memories()
+        self._leaving: set[Member] = set()
+        self._coming: set[Member] = set()
+        self._changes: dict[Role, asyncio.Task[None]] = {}
+
+    def introduce(self) -> None:
+        """Tell the router of members that came to a fleet which is resumed, after its start."""
+        for member in set(self._fleet.members) - set(self._config.members):
+            self._introduce(member)
+
+    async def run(self) -> None:
+        """Look and act until cancelled; returns at once where nothing may grow."""
+        if self._config.most == self._config.counts:
+            return
+        try:
+            while True:
+                self.look(time.monotonic())
+                await asyncio.sleep(self._config.autoscale.look_s)
+        finally:
+            for task in self._changes.values():
+                task.cancel()
+            await asyncio.gather(*self._changes.values(), return_exceptions=True)
+
+    def look(self, now: float) -> tuple[Action, ...]:
+        """What is begun at this look; `now` is monotonic, in seconds."""
+        autoscale = self._config.autoscale
+        self._memories.note(self._pools(), autoscale, now)
+        begun = []
+        for role, pool in self._pools().items():
+            running = self._changes.get(role)
+            if running is not None and not running.done():
+                continue
+            action = plan(pool, autoscale, now)
+            if action is not None:
+                self._memories.changed(role, now)
+                self._changes[role] = asyncio.create_task(self._perform(action))
+                begun.append(action)
+        return tuple(begun)
+
+    def _pools(self) -> dict[Role, PoolState]:
+        return {role: self._pool(role) for role in self._config.roles}
+
+    def _pool(self, role: Role) -> PoolState:
+        memory = self._memories.of[role]
+        known = set(self._fleet.members) | self._coming
+        members = sorted(member for member in known if member.role is role)
+        return PoolState(
+            role=role,
+            least=self._config.counts[role],
+            most=self._config.most[role],
+            members=tuple(self._load(member) for member in members),
+            # Only verifiers make a queue shorter.
+            waiting=self._service.admission.waiting if role is Role.VERIFIER else 0,
+            hot_since=memory.hot_since,
+            cold_since=memory.cold_since,
+            changed_at=memory.changed_at,
+        )
+
+    def _load(self, member: Member) -> MemberLoad:
+        registry, leaving = self._service.registry, member in self._leaving
+        if member.role is Role.VERIFIER:
+            verifier = registry.verifiers.get(member.name)
+            return verifier_load(member, verifier, leaving=leaving)
+        drafter = registry.drafters.get(member.name)
+        return drafter_load(member, drafter, self._config.autoscale, leaving=leaving)
+
+    async def _perform(self, action: Action) -> None:
+        facts = {"actor": action.member.name}
+        what = "growing" if isinstance(action, Create) else "shrinking"
+        logger.info("%s the fleet", what, extra=facts)
+        try:
+            await (self._create if isinstance(action, Create) else self._drain)(action.member)
+        except OutriderError as error:
+            # Among them that there is no room for it; after the cool-down it is tried again.
+            logger.warning("%s failed", what, extra=facts | {"problem": error.message})
+        else:
+            self._memories.changed(action.member.role, time.monotonic())
+
+    async def _create(self, member: Member) -> None:
+        self._coming.add(member)
+        try:
+            await self._fleet.add(member)
+        finally:
+            self._coming.discard(member)
+        self._introduce(member)
+
+    def _introduce(self, member: Member) -> None:
+        registry = self._service.registry
+        add = registry.add_verifier if member.role is Role.VERIFIER else registry.add_drafter
+        add(member.name)
+
+    async def _drain(self, member: Member) -> None:
+        self._leaving.add(member)
+        try:
+            await self._let_go(member)
+        finally:
+            self._leaving.discard(member)
+
+    async def _let_go(self, member: Member) -> None:
+        registry, drain_s = self._service.registry, self._config.autoscale.drain_s
+        if member.role is Role.VERIFIER:
+            await self._fleet.remove(member, drain_s)
+            gone = registry.verifiers.get(member.name)
+            if gone is not None:
+                await registry.forget_verifier(gone)
+            return
+        peer = registry.drafters.get(member.name)
+        if peer is not None:
+            await self._service.mover.empty(peer, drain_s)
+            await registry.forget_drafter(peer)
+        await self._fleet.remove(member, drain_s)
+
+
+def verifier_load(
+    member: Member, peer: VerifierPeer | None, *, leaving: bool = False
+) -> MemberLoad:
+    """A verifier as the router sees it: places and K/V, whichever is scarcer."""
+    info = None if peer is None else peer.info
+    if peer is None or info is None or peer.state is not PeerState.HEALTHY:
+        return MemberLoad(member=member, ready=False, leaving=leaving)
+    blocks = max(1, info.kv_total_blocks)
+    places = info.sessions / info.max_sessions if info.max_sessions else 0.0
+    load = max(places, 1.0 - info.kv_free_blocks / blocks)
+    return MemberLoad(member=member, sessions=info.sessions, load=load, leaving=leaving)
+
+
+def drafter_load(
+    member: Member, peer: DrafterPeer | None, config: AutoscaleConfig, *, leaving: bool = False
+) -> MemberLoad:
+    """A drafter as the router sees it, by its sessions."""
+    info = None if peer is None else peer.info
+    if peer is None or info is None or peer.state is not PeerState.HEALTHY:
+        return MemberLoad(member=member, ready=False, leaving=leaving)
+    full = min(config.sessions_per_drafter, info.max_sessions or config.sessions_per_drafter)
+    load = info.sessions / full
+    return MemberLoad(member=member, sessions=info.sessions, load=load, leaving=leaving)

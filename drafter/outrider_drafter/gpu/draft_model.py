@@ -1,0 +1,76 @@
+"""What a device drafts with: a head, or a small model; the rest of the drafter treats them alike.
+
+L layers, G key/value heads, S pool slots, d head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from outrider.engine.device.drafting.draft_forward import DraftForward, DraftVocabulary
+from outrider.engine.device.drafting.eagle_forward import HeadForward
+from outrider.engine.device.drafting.eagle_weights import HeadWeights
+from outrider.engine.device.drafting.small_model_forward import ModelForward
+from outrider.engine.heads import DraftHead
+from outrider.engine.target import TargetModel
+from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS, KVShape
+from outrider_drafter.gpu.shapes import MODEL_BUCKETS, Buckets
+from outrider_drafter.proposers.kv_proposer import RowFeed
+
+MakeForward = Callable[[Tensor, int], DraftForward]
+"""Over K/V storage [2, L, G, S, d], for sessions of so many rows at most."""
+
+
+class DeviceDrafter(NamedTuple):
+    """A head or a model before it has memory of its own."""
+
+    feed: RowFeed
+    kv: KVShape
+    vocabulary: DraftVocabulary
+    most_context: int
+    """Positions that it was made for."""
+    forward: MakeForward
+    buckets: Buckets
+
+
+def head_drafter(head: DraftHead) -> DeviceDrafter:
+    """Raises FailedPreconditionError for heads without plain EAGLE-3 weights."""
+    weights, config = HeadWeights.from_head(head), head.config
+
+    def forward(storage: Tensor, max_len: int) -> DraftForward:
+        return HeadForward(weights, storage=storage, block_tokens=BLOCK_TOKENS, max_len=max_len)
+
+    return DeviceDrafter(
+        feed=RowFeed.of_head(head),
+        kv=KVShape(1, config.num_kv_heads, config.head_dim),
+        vocabulary=DraftVocabulary(weights.target_ids, weights.draft_columns),
+        most_context=config.max_position_embeddings,
+        forward=forward,
+        buckets=Buckets(),
+    )
+
+
+def model_drafter(model: TargetModel, vocab_size: int) -> DeviceDrafter:
+    """A model for a target of `vocab_size` ids; see `ModelForward`."""
+    config = model.config
+
+    def forward(storage: Tensor, max_len: int) -> DraftForward:
+        return ModelForward(
+            model,
+            vocab_size=vocab_size,
+            storage=storage,
+            block_tokens=BLOCK_TOKENS,
+            max_len=max_len,
+        )
+
+    return DeviceDrafter(
+        feed=RowFeed(),
+        kv=KVShape(config.num_layers, config.num_kv_heads, config.head_dim),
+        vocabulary=DraftVocabulary.whole(vocab_size, model.device),
+        most_context=config.max_position_embeddings,
+        forward=forward,
+        buckets=MODEL_BUCKETS,
+    )

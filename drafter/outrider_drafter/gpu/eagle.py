@@ -1,0 +1,54 @@
+"""An EAGLE-3 head as a draft source for an accelerator."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.engine.heads import DraftHead
+from outrider.spec.plan import DraftMethod
+from outrider_drafter.gpu.draft_model import head_drafter
+from outrider_drafter.gpu.outcome_scoring import SWEEPS
+from outrider_drafter.gpu.proposer import DeviceSource
+from outrider_drafter.proposers.eagle import HeadSource
+
+
+class DeviceHeadSource(DeviceSource):
+    """See `DeviceSource`; what the device does not cover is drafted by a `HeadSource`."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        *,
+        max_rows: int,
+        max_context: int = 0,
+        max_sessions: int = 1024,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+        cuda_graphs: bool = True,
+        bounded: bool = False,
+        look_ahead: bool = True,
+        sweeps: int = SWEEPS,
+    ) -> None:
+        """See `DeviceSource`. Raises FailedPreconditionError for heads without plain EAGLE-3
+        weights."""
+        self.head = head
+
+        def host() -> HeadSource:
+            return HeadSource(
+                head, max_rows=max_rows, max_context=max_context, dtype=dtype, device=device
+            )
+
+        super().__init__(
+            DraftMethod.EAGLE3,
+            head_drafter(head),
+            host,
+            max_rows=max_rows,
+            max_context=max_context,
+            max_sessions=max_sessions,
+            dtype=dtype,
+            device=device,
+            cuda_graphs=cuda_graphs,
+            bounded=bounded,
+            look_ahead=look_ahead,
+            sweeps=sweeps,
+        )

@@ -1,0 +1,95 @@
+"""Catch-up rows of one session whose prediction nobody wants, written by graphs of a few sizes.
+
+R rows of a size, H feature width.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.drafting.draft_forward import DraftForward, NewRows
+from outrider.engine.device.graphs.graph_cache import GraphCache
+from outrider.engine.device.graphs.shapes import bucket
+from outrider_drafter.gpu.paged_kv import DeviceRows
+from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, raw_array
+
+WRITE_SIZES: Final = (64, 256, MAX_ROWS_PER_WRITE)
+_WORDS: Final = 3
+"""Before the tokens: seat, count, start."""
+
+
+class RowWriter:
+    """Static inputs of a write, filled from the host."""
+
+    def __init__(
+        self,
+        forward: DraftForward,
+        rows: DeviceRows,
+        graphs: GraphCache,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._forward, self._rows, self._graphs = forward, rows, graphs
+        self._cuda = device.type == "cuda"
+        size = _WORDS + MAX_ROWS_PER_WRITE
+        self._words = torch.zeros(size, dtype=torch.int32, device=device)
+        shape = (MAX_ROWS_PER_WRITE, forward.feature_size)
+        self._features = torch.zeros(shape, dtype=dtype, device=device)
+        self._staged_words = torch.zeros(size, dtype=torch.int32, pin_memory=self._cuda)
+        self._staged = torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
+        self._staged_array = raw_array(self._staged)
+        self._uploaded = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
+        """When the staging memory is free again."""
+
+    def warm_up(self) -> None:
+        """Compile and capture every size."""
+        for size in WRITE_SIZES:
+            self._run(self._rows.padding, 0, np.empty(0, np.int32), self._staged_array[:0], size)
+
+    def write(
+        self,
+        seat: int,
+        start: int,
+        tokens: NDArray[np.int32],
+        features: NDArray[np.generic],
+    ) -> None:
+        """Write rows from `start` on: tokens [m], `raw_array` features [m, H]."""
+        self._run(seat, start, tokens, features, bucket(len(tokens), WRITE_SIZES))
+
+    def _run(
+        self,
+        seat: int,
+        start: int,
+        tokens: NDArray[np.int32],
+        features: NDArray[np.generic],
+        size: int,
+    ) -> None:
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        count, words = len(tokens), self._staged_words.numpy()
+        words[:_WORDS] = seat, count, start
+        words[_WORDS : _WORDS + count] = tokens
+        words[_WORDS + count : _WORDS + size] = -1
+        self._staged_array[:count] = features
+        self._words.copy_(self._staged_words, non_blocking=True)
+        self._features[:count].copy_(self._staged[:count], non_blocking=True)
+        if self._uploaded is not None:
+            self._uploaded.record()
+        self._graphs.run(("write", size), lambda: self._forward.write(self._new_rows(size)))
+
+    def _new_rows(self, size: int) -> NewRows:
+        words: Tensor = self._words
+        return NewRows(
+            slots=words[0:1],
+            tables=self._rows.tables,
+            tokens=words[_WORDS : _WORDS + size].view(1, size),
+            features=self._features[None, :size],
+            counts=words[1:2],
+            starts=words[2:3],
+        )

@@ -1,0 +1,292 @@
+"""Drafts for outcomes of the proposals scored last: one launch for all branches of a shape.
+
+A branch has blocks of its own for what is not its session's prefix; nothing of a session changes.
+O outcomes, B branches of a bucket, R rows of a path, H feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.drafting.look_ahead_program import AheadProgram, BranchRows
+from outrider.engine.device.graphs.graph_cache import GraphCache
+from outrider.engine.device.graphs.shapes import bucket
+from outrider.engine.device.transfer.buffers import Landing, Mirror
+from outrider.spec.digest import extend_ragged
+from outrider.spec.noise import prefix_keys
+from outrider.spec.plan import MAX_DRAFT_TOKENS, default_depth
+from outrider_drafter.gpu.batch import Members
+from outrider_drafter.gpu.draft_launcher import Grower, Grown
+from outrider_drafter.gpu.draft_results import lengths
+from outrider_drafter.gpu.grammar_masks import Starts, starts_of
+from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS, DeviceRows
+from outrider_drafter.gpu.scoring_layout import HeldPlaces, Indices, Paths
+from outrider_drafter.gpu.shapes import (
+    PATH_ROW_BUCKETS,
+    TREES,
+    Shape,
+    branch_sizes,
+    most_branches,
+    path_rows,
+)
+from outrider_drafter.proposers.interface import Branches, Outcome
+from outrider_drafter.state.outcomes import BRANCH_SIZES
+
+_LARGEST: Final = max(
+    Shape(nodes, top_k, default_depth(nodes)).draft_rows for nodes, top_k in TREES.items()
+)
+OWN_BLOCKS: Final = -(-(BLOCK_TOKENS - 1 + PATH_ROW_BUCKETS[-1] + _LARGEST) // BLOCK_TOKENS)
+"""Blocks of a branch: for a block that the prefix filled partly, the path, and the tree."""
+SCRATCH_BLOCKS: Final = BRANCH_SIZES[-1] * OWN_BLOCKS
+_OWN_ROWS: Final = OWN_BLOCKS * BLOCK_TOKENS
+_MORE_THAN_DEPTHS: Final = MAX_DRAFT_TOKENS + 1
+_WORDS: Final = 5
+"""Words of a branch beside its rows: a key of two, owner, count, start."""
+
+
+class Branching(NamedTuple):
+    """Sessions whose proposals were scored, and where; columns [S]."""
+
+    places: HeldPlaces
+    rows: Indices
+    """[lives]: row of each proposal's session in the columns; any of one that was not scored."""
+    members: Members
+    shapes: Sequence[Shape]
+    """All that are grown, each once."""
+    shape_of: Indices
+    """Which of them each session's branches have;"""
+    depths: Indices
+    """its levels,"""
+    draft_rows: Indices
+    """the draft rows that it writes,"""
+    trees: NDArray[np.bool_]
+    """and whether it is a tree."""
+    of_chains: NDArray[np.bool_]
+    """Whether each session's proposal was scored as a chain."""
+
+    @classmethod
+    def of(
+        cls,
+        places: HeldPlaces,
+        rows: Indices,
+        members: Members,
+        shapes: Sequence[Shape],
+        of_chains: Sequence[bool],
+    ) -> Branching:
+        """With what is grown for each session."""
+        numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
+        return cls(
+            places=places,
+            rows=rows,
+            members=members,
+            shapes=list(numbers),
+            shape_of=np.array([numbers[shape] for shape in shapes]),
+            depths=np.array([shape.depth for shape in shapes]),
+            draft_rows=np.array([shape.draft_rows for shape in shapes]),
+            trees=np.array([shape.top_k > 1 for shape in shapes]),
+            of_chains=np.array(of_chains),
+        )
+
+
+class _Found(NamedTuple):
+    """Outcomes on their way to the device; columns [O]."""
+
+    rows: Indices
+    """Of their sessions among the members."""
+    paths: Paths
+    starts: Indices
+    """Draft position of the first row of the path."""
+    rooms: Indices
+    """Levels that there is room for after the outcome."""
+
+
+class BranchBatch:
+    """Static inputs of a launch, filled from the host by one upload."""
+
+    def __init__(self, padding: int, device: torch.device) -> None:
+        """`padding`: the slot that owns rows without a branch."""
+        self._padding = padding
+        most = BRANCH_SIZES[-1] * (_WORDS + 2 * PATH_ROW_BUCKETS[-1])
+        self._mirror = Mirror(most, device)
+
+    def fill(
+        self,
+        chosen: Indices,
+        found: _Found | None,
+        owners: Indices,
+        keys: NDArray[np.uint64],
+        *,
+        size: int,
+        num_rows: int,
+    ) -> None:
+        """Stage outcomes `chosen` [B] of those that were found, with the slots of their sessions
+        and the keys of their noise, both [B]."""
+        words = self._mirror.array
+        # Keys first: there is where words of 8 bytes may be.
+        words[: 2 * size].view(np.int64)[: len(chosen)] = keys.view(np.int64)
+        head = words[2 * size : _WORDS * size].reshape(3, size)
+        rest = words[_WORDS * size : (_WORDS + 2 * num_rows) * size]
+        tokens, sources = rest.reshape(2, size, num_rows)
+        head[0], head[1:], tokens[:], sources[:] = self._padding, 0, -1, 0
+        if found is not None:
+            here, kept = len(chosen), min(found.paths.tokens.shape[1], num_rows)
+            head[:, :here] = owners, found.paths.depths[chosen] + 1, found.starts[chosen]
+            tokens[:here, :kept] = found.paths.tokens[chosen, :kept]
+            sources[:here, :kept] = found.paths.rows[chosen, :kept]
+            sources[:here, kept:] = found.paths.rows[chosen, :1]
+
+    def upload(self, size: int, num_rows: int) -> BranchRows:
+        """What was staged, on its way to the device; may be part of a graph."""
+        count = (_WORDS + 2 * num_rows) * size
+        self._mirror.upload(count)
+        sent = self._mirror.words[:count]
+        head, rest = sent[2 * size : _WORDS * size].view(3, size), sent[_WORDS * size :]
+        paths = rest.view(2, size, num_rows)
+        return BranchRows(
+            owners=head[0],
+            counts=head[1],
+            starts=head[2],
+            tokens=paths[0],
+            sources=paths[1],
+            draft_keys=sent[: 2 * size].view(torch.int64),
+        )
+
+
+class Brancher:
+    """Drafts for outcomes."""
+
+    def __init__(
+        self,
+        program: AheadProgram,
+        rows: DeviceRows,
+        grower: Grower,
+        graphs: GraphCache,
+        landing: Landing,
+        *,
+        held: Tensor,
+        max_context: int,
+        bounded: bool,
+        path_rows: tuple[int, ...],
+    ) -> None:
+        """`rows` with SCRATCH_BLOCKS; `held` [F, H]: features of scored places; `max_context`,
+        `bounded`: as in the source; `path_rows`: see `Buckets`."""
+        self._program, self._rows, self._grower = program, rows, grower
+        self._path_rows = path_rows
+        self._graphs, self._landing, self._held = graphs, landing, held
+        self._max_context, self._bounded = max_context, bounded
+        device = rows.tables.device
+        self._batch = BranchBatch(rows.padding, device)
+        own = torch.tensor(rows.scratch, dtype=torch.int32, device=device)
+        padding = torch.full((BRANCH_SIZES[-1], 1), rows.scratch.start - 1, dtype=torch.int32)
+        self._scratch = torch.cat((own.view(-1, OWN_BLOCKS), padding.to(device)), dim=1)
+        """[V, S + 1]: as in `AheadProgram.fork`."""
+
+    def warm_up(self, shape: Shape, *, general: bool) -> None:
+        """Compile and capture the launches of a shape."""
+        none, keys = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
+        for size in branch_sizes(shape):
+            num_rows = path_rows(shape, self._path_rows)
+            self._batch.fill(none, None, none, keys, size=size, num_rows=num_rows)
+            result, _ = self._launch(shape, size, num_rows, general=general)
+            self._landing.wait(result)
+
+    def branch(self, outcomes: Sequence[Outcome], branching: Branching) -> Iterator[Branches]:
+        """See `AheadSource.branch`."""
+        lives, nodes, tokens = np.array(outcomes, dtype=np.int64).reshape(-1, 3).T
+        rows, members = branching.rows[lives], branching.members
+        paths = branching.places.paths(lives, nodes, tokens)
+        slots = members.slots[rows]
+        found = _Found(
+            rows=rows,
+            paths=paths,
+            starts=members.table.lengths[slots] - self._program.forward.first_token,
+            rooms=members.table.rooms(slots) - paths.depths - 1,
+        )
+        for shape, chosen in self._groups(found, branching):
+            most = most_branches(shape)
+            for first in range(0, len(chosen), most):
+                yield self._draft(shape, found, chosen[first : first + most], branching)
+
+    def _groups(self, found: _Found, branching: Branching) -> Iterator[tuple[Shape, Indices]]:
+        """Outcomes that can be drafted for, by what is grown; the group of the first one first."""
+        depths = branching.depths[found.rows]
+        if not self._bounded:
+            cut = np.minimum(depths, np.maximum(found.rooms, 1))
+            depths = np.where(branching.trees[found.rows], cut, depths)
+        first = found.starts + found.paths.depths + 1
+        last = first + branching.draft_rows[found.rows]
+        fit = found.paths.known & (found.rooms > 0) & (last <= self._rows.capacity)
+        fit &= first - 1 + np.minimum(depths, found.rooms) <= self._max_context
+        fit &= last - found.starts // BLOCK_TOKENS * BLOCK_TOKENS <= _OWN_ROWS
+        if self._program.forward.keeps_given_chains:
+            # Of a tree's outcomes the paths would have to be run, which chains have no graph for.
+            fit &= branching.of_chains[found.rows] | branching.trees[found.rows]
+        kinds = branching.shape_of[found.rows] * _MORE_THAN_DEPTHS + depths
+        for kind in dict.fromkeys(kinds[fit].tolist()):
+            number, depth = divmod(kind, _MORE_THAN_DEPTHS)
+            shape = branching.shapes[number]._replace(depth=depth)
+            yield shape, np.flatnonzero(fit & (kinds == kind))
+
+    def _draft(
+        self, shape: Shape, found: _Found, chosen: Indices, branching: Branching
+    ) -> Branches:
+        rows, members = found.rows[chosen], branching.members
+        size = bucket(len(chosen), branch_sizes(shape))
+        deepest = bucket(int(found.paths.depths[chosen].max()) + 1, self._path_rows)
+        num_rows = max(deepest, path_rows(shape, self._path_rows))
+        self._batch.fill(
+            chosen,
+            found,
+            members.seats[rows],
+            _keys(found, chosen, members) if shape.with_law else members.keys[rows],
+            size=size,
+            num_rows=num_rows,
+        )
+        sessions = [members.sessions[row] for row in rows.tolist()]
+        starts: Starts = ()
+        if members.constrained:
+            starts = starts_of(sessions, _tokens_of(found.paths, chosen))
+        general = members.constrained or bool(branching.members.general[rows].any())
+        if general:
+            self._grower.mask(shape, starts, size)
+        result, entries = self._launch(shape, size, num_rows, general=general)
+        # While the device works.
+        counts = lengths(shape, members.wanted[rows], found.rooms[chosen])
+        words = self._landing.wait(result).numpy()
+        drafted = self._grower.drafted(shape, sessions, counts, words, entries, starts)
+        return Branches.of(chosen, drafted)
+
+    def _launch(self, shape: Shape, size: int, num_rows: int, *, general: bool) -> Grown:
+        def run() -> Grown:
+            forked, drawing = self._program.fork(
+                self._batch.upload(size, num_rows),
+                tables=self._rows.tables,
+                scratch=self._scratch,
+                held=self._held,
+                counted=general,
+                below_chains=shape.top_k == 1,
+            )
+            return self._grower.grow(shape, forked, drawing, general=general)
+
+        return self._graphs.run(("branch", shape, size, num_rows, general), run)
+
+
+def _tokens_of(paths: Paths, chosen: Indices) -> list[list[int]]:
+    """The paths of chosen outcomes, with these."""
+    tokens, depths = paths.tokens[chosen].tolist(), paths.depths[chosen].tolist()
+    return [path[: depth + 1] for path, depth in zip(tokens, depths, strict=True)]
+
+
+def _keys(found: _Found, chosen: Indices, members: Members) -> NDArray[np.uint64]:
+    """Keys of the noise of each branch [B]: its prefix's own."""
+    rows, counts = found.rows[chosen], found.paths.depths[chosen] + 1
+    tokens = found.paths.tokens[chosen]
+    flat = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
+    digests = extend_ragged(members.table.digests[members.slots[rows]], counts, flat)
+    return prefix_keys(members.keys[rows], digests)

@@ -1,0 +1,146 @@
+"""K/V rows of what drafts on the device: slots, blocks and sampling state of the followed sessions.
+
+X session slots, the last one for padding; T blocks of a table, L layers, G key/value heads, S pool
+slots, d head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.block_allocator import BlockAllocator
+from outrider.engine.device.drafting.draft_forward import DraftVocabulary
+from outrider.engine.device.slots.free_slots import FreeSlots
+from outrider.engine.device.slots.logits_slots import WarpSlots
+from outrider.engine.kernels.session_tensors import (
+    NUM_STREAMS,
+    RULE_NUMBERS,
+    SamplingState,
+    stream_key_row,
+)
+from outrider.errors import ResourceExhaustedError
+from outrider.spec.sampling import SamplingParams
+
+BLOCK_TOKENS = 16
+_FIRST_CAPACITY = 256
+
+
+class KVShape(NamedTuple):
+    """Keys and values of one row."""
+
+    num_layers: int
+    """L"""
+    num_kv_heads: int
+    """G"""
+    head_dim: int
+    """d"""
+
+
+class DeviceRows:
+    """Paged K/V of many sessions. Table entries that hold no block name the padding block."""
+
+    def __init__(
+        self,
+        kv: KVShape,
+        *,
+        max_rows: int,
+        max_session_rows: int,
+        max_sessions: int,
+        scratch_blocks: int = 0,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocabulary: DraftVocabulary,
+    ) -> None:
+        """`max_rows` of all sessions together, `max_session_rows` of one; `scratch_blocks` of no
+        session, beside the budget."""
+        blocks = max(max_rows // BLOCK_TOKENS, 1)
+        table = min(-(-max_session_rows // BLOCK_TOKENS), blocks)
+        self._allocator = BlockAllocator(blocks)
+        self._free = FreeSlots(max_sessions, reason="DRAFT_SLOTS_EXHAUSTED")
+        self.padding, count = self._free.padding, self._free.total
+        self._held: dict[int, list[int]] = {}
+        self.scratch = range(blocks + 1, blocks + 1 + scratch_blocks)
+        """Blocks that belong to no session; the block before them is the padding block."""
+        slots = self.scratch.stop * BLOCK_TOKENS
+        shape = (2, kv.num_layers, kv.num_kv_heads, slots, kv.head_dim)
+        self.storage = torch.zeros(shape, dtype=dtype, device=device)
+        """[2, L, G, S, d]."""
+        self.tables = torch.full((count, table), blocks, dtype=torch.int32, device=device)
+        """int32 [X, T]."""
+        self.sampling = SamplingState(
+            stream_keys=torch.zeros((count, NUM_STREAMS), dtype=torch.int64, device=device),
+            temperatures=torch.zeros(count, dtype=torch.float32, device=device),
+            rules=torch.zeros(count, dtype=torch.int32, device=device),
+        )
+
+        self.warp = WarpSlots(
+            count, len(vocabulary.target_ids), device, draft_columns=vocabulary.draft_columns
+        )
+        """What the sessions do to draft logits."""
+
+    @property
+    def capacity(self) -> int:
+        """Most rows of a session."""
+        return self.tables.shape[1] * BLOCK_TOKENS
+
+    @property
+    def used_rows(self) -> int:
+        """Rows reserved now."""
+        return (self._allocator.total - self._allocator.free) * BLOCK_TOKENS
+
+    def open(self, sampling: SamplingParams) -> int:
+        """A slot for a new session. Raises ResourceExhaustedError when all are taken."""
+        slot = self._free.take()
+        self._held[slot] = []
+        state = self.sampling
+        # Copies from pageable memory have left it when they return: nothing to keep alive.
+        state.stream_keys[slot].copy_(torch.from_numpy(stream_key_row(sampling)))
+        state.temperatures[slot] = sampling.temperature
+        state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
+        self.warp.begin(slot, sampling)
+        return slot
+
+    def room(self, slot: int) -> int:
+        """Rows that a session has room for."""
+        return len(self._held[slot]) * BLOCK_TOKENS
+
+    def reserve(self, slot: int, rows: int, *, ceiling: int) -> None:
+        """Make room for `rows` in all; doubles, but not beyond `ceiling` rows nor what is free.
+
+        Raises ResourceExhaustedError if the budget, or a table, has no room for `rows`.
+        """
+        held = self._held[slot]
+        have = len(held)
+        needed = -(-rows // BLOCK_TOKENS)
+        if needed <= have:
+            return
+        if needed > self.tables.shape[1]:
+            raise ResourceExhaustedError(
+                f"a session may hold {self.capacity} draft K/V rows, not {rows}",
+                reason="DRAFT_CONTEXT_TOO_LONG",
+            )
+        wished = min(max(2 * have * BLOCK_TOKENS, _FIRST_CAPACITY), ceiling) // BLOCK_TOKENS
+        wished = min(max(wished, needed), self.tables.shape[1])
+        spare = max(needed, have + self._allocator.free)
+        fresh = self._allocator.take(min(wished, spare) - have)
+        held += fresh
+        table = torch.tensor(fresh, dtype=torch.int32)
+        self.tables[slot, have : len(held)].copy_(table)
+
+    def close(self, slot: int) -> None:
+        """Give a session's slot and blocks back."""
+        held = self._held.pop(slot)
+        if held:
+            self._allocator.give(held)
+            self.tables[slot, : len(held)] = self._allocator.total
+        self._free.give(slot)
+
+    def view(self, slot: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [L, G, rows, d] of a session, copied together."""
+        index = torch.arange(rows, device=self.tables.device)
+        blocks = self.tables[slot, index // BLOCK_TOKENS].long()
+        pool = blocks * BLOCK_TOKENS + index % BLOCK_TOKENS
+        return self.storage[0, :, :, pool], self.storage[1, :, :, pool]

@@ -1,0 +1,377 @@
+"""Drafts of which each is one launch on the device, whatever drafts there: a head or a model.
+
+A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
+download; the host waits for the device once (twice where laws come along: how much of them is to be
+fetched is known after the first time). Look-ahead costs one of each to score proposals and one
+of each for all branches of a shape. What the device does not cover (trees of the rejection rule,
+few allowed ids) goes to a source on the host over the same weights.
+
+X session slots; B rows of a bucket, R new rows a session, K chain length, n tree nodes, L layers, G
+key/value heads, S rows, d head dimension. A *seat* is a session's slot on the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider import timeline
+from outrider.engine.device.drafting.draft_row_state import Drawing
+from outrider.engine.device.graphs.shapes import bucket
+from outrider.engine.device.transfer.buffers import Landing
+from outrider.spec.plan import DraftMethod
+from outrider_drafter.gpu.batch import DraftBatch, Members, Ready, count_news
+from outrider_drafter.gpu.draft_launcher import Grower, Grown
+from outrider_drafter.gpu.draft_model import DeviceDrafter
+from outrider_drafter.gpu.draft_results import lengths
+from outrider_drafter.gpu.grammar_masks import starts_of
+from outrider_drafter.gpu.look_ahead import DeviceLookAhead
+from outrider_drafter.gpu.outcome_drafting import SCRATCH_BLOCKS
+from outrider_drafter.gpu.outcome_scoring import SWEEPS
+from outrider_drafter.gpu.session_slots import DeviceFollower
+from outrider_drafter.gpu.shapes import (
+    Nodes,
+    Shape,
+    batch_sizes,
+    covers,
+    family,
+    in_grammars,
+    most_sessions,
+    score_family,
+)
+from outrider_drafter.proposers.interface import (
+    AheadSource,
+    Branches,
+    Drafted,
+    Live,
+    Outcome,
+    Scored,
+    no_scores,
+)
+from outrider_drafter.state.session import Session, SessionKey
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceSource(DeviceFollower):
+    """A draft source for an accelerator; on a CPU it runs the same code."""
+
+    def __init__(
+        self,
+        method: DraftMethod,
+        drafter: DeviceDrafter,
+        host: Callable[[], AheadSource],
+        *,
+        max_rows: int,
+        max_context: int,
+        max_sessions: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        cuda_graphs: bool,
+        bounded: bool,
+        look_ahead: bool = True,
+        sweeps: int = SWEEPS,
+    ) -> None:
+        """`host` makes the source of what the device does not cover, when it is needed.
+
+        `max_rows` bounds the K/V rows of all sessions (of those on the host apart); `max_context`
+        (0: the drafter's own) the draft positions of one. bounded: whether plans are fitted into
+        the shapes of `family`. look_ahead: whether it will be asked to look ahead; else it scores
+        nothing. sweeps: of the scores, see `DraftForward.given`."""
+        super().__init__(
+            drafter,
+            max_rows=max_rows,
+            max_context=max_context,
+            max_sessions=max_sessions,
+            rows_with_draft=drafter.buckets.rows[-1],
+            scratch_blocks=SCRATCH_BLOCKS if look_ahead else 0,
+            dtype=dtype,
+            device=device,
+            cuda_graphs=cuda_graphs,
+            bounded=bounded,
+        )
+        self.method = method
+        self._batch = DraftBatch(
+            self._rows,
+            self._program.forward,
+            dtype,
+            self._device,
+            most_rows=drafter.buckets.rows[-1],
+        )
+        self._landing = Landing(self._device)
+        self._grower = Grower(self._program, self._rows, self._landing)
+        self._ahead: DeviceLookAhead | None = None
+        if look_ahead:
+            self._ahead = DeviceLookAhead(
+                self._program,
+                self._rows,
+                self._grower,
+                self.graphs,
+                self._landing,
+                dtype=dtype,
+                max_context=self._max_context,
+                bounded=bounded,
+                sweeps=sweeps,
+                path_rows=self._buckets.path_rows,
+            )
+        self._last: tuple[Sequence[Session], Shape, Members] | None = None
+        """What was drafted together last, if that was all that was asked for; None once a session
+        of it may have gone."""
+        self._on_host: set[SessionKey] = set()
+        self._make_host = host
+        self._host: AheadSource | None = None
+        self._hosted: list[int] = []
+        """Of the proposals scored last, those of sessions on the host."""
+
+    @property
+    def used_rows(self) -> int:
+        """K/V rows reserved on the device now."""
+        return self._rows.used_rows
+
+    def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [L * G, S, d] of a session's stable rows, for inspection."""
+        slot = self._known[SessionKey(connection, handle)]
+        rows = int(self._seats.stable[slot])
+        keys, values = self._rows.view(int(self._seats.seats[slot]), rows)
+        return keys.flatten(0, 1), values.flatten(0, 1)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile the kernels and capture the graphs of the whole family, so that no session waits
+        for it; what is not in it runs launch by launch from here on."""
+        began = time.monotonic()
+        self._writer.warm_up()
+        for shape, general in family(self._buckets.chains):
+            sizes = batch_sizes(shape, self._buckets.sessions)
+            for size, num_rows in itertools.product(sizes, self._buckets.rows):
+                result, _ = self._launch(shape, None, size, num_rows, general=general)
+                self._landing.wait(result)
+        if self._ahead is not None:
+            for shape, general in family(self._buckets.chains, branches=True):
+                self._ahead.warm_up_branches(shape, general=general)
+            for nodes, warps in score_family():
+                self._ahead.warm_up_scores(
+                    nodes, self._batch, self._buckets.score_rows, warps=warps
+                )
+        self.graphs.sealed = True
+        seconds = round(time.monotonic() - began, 1)
+        logger.info("drafts captured", extra={"graphs": len(self.graphs), "seconds": seconds})
+
+    @torch.inference_mode()
+    def catch_up(self, sessions: Sequence[Session]) -> None:
+        """Write the K/V of all rows that the sessions' features allow."""
+        hosted = [session for session in sessions if self._is_on_host(session)]
+        super().catch_up([session for session in sessions if session not in hosted])
+        if hosted:
+            self._host_source().catch_up(hosted)
+
+    @torch.inference_mode()
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+        """Catch up and draft: one launch for all sessions of a shape; those that are new, or have
+        much to catch up with, hold up nobody and come last."""
+        again = self._again(sessions)
+        if again is not None:
+            yield self._draft(*again)
+            return
+        known: list[Session] = []
+        new: list[Session] = []
+        hosted: list[Session] = []
+        for session in sessions:
+            if session.key in self._known:
+                known.append(session)
+            else:
+                (hosted if self._is_on_host(session) else new).append(session)
+        # Seating who is new takes calls of the device's driver, too.
+        for part in (known, new):
+            for shape, members in self._grouped(part):
+                yield from self._draft_all(shape, members, sessions)
+        if hosted:
+            yield from self._host_source().drafts(hosted)
+
+    def _draft_all(
+        self, shape: Shape, members: Sequence[Session], sessions: Sequence[Session]
+    ) -> Iterator[Drafted]:
+        """Draft for sessions of a shape, by as many launches as they need; `sessions`: all that
+        want drafts."""
+        seated = self._prepare(members, shape)
+        most = most_sessions(shape)
+        for first in range(0, len(seated), most):
+            part = seated[first : first + most]
+            alike = len(part) == len(sessions)
+            chosen = Members.of(sessions if alike else part, self._seats)
+            if alike:
+                self._last = (sessions, shape, chosen)
+            yield self._draft(shape, self._ready(chosen))
+
+    def _grouped(self, sessions: Sequence[Session]) -> list[tuple[Shape, list[Session]]]:
+        """Sessions by what is grown for them, those with much to catch up with last."""
+        shapes: dict[Shape, list[Session]] = {}
+        for session in sessions:
+            shape = self._known_shape(session)
+            if shape is None and self._follows(session):
+                shape = self._new_shape(session)
+            if shape is not None:
+                shapes.setdefault(shape, []).append(session)
+        groups: tuple[list[tuple[Shape, list[Session]]], ...] = ([], [])
+        for shape, members in shapes.items():
+            slots = np.array([session.slot for session in members])
+            news = self._live(members[0].table, slots) + 1 - self._seats.stable[slots]
+            late = news > self._rows_with_draft
+            if not bool(late.any()):
+                groups[0].append((shape, members))
+                continue
+            for those, which in zip(groups, (~late, late), strict=True):
+                chosen = [members[index] for index in np.flatnonzero(which).tolist()]
+                if chosen:
+                    those.append((shape, chosen))
+        return groups[0] + groups[1]
+
+    def _again(self, sessions: Sequence[Session]) -> tuple[Shape, Ready] | None:
+        """The same sessions in one launch once more, if nothing but their prefixes has changed and
+        all of them still have room for the shape; None: work everything out."""
+        if self._last is None or self._last[0] is not sessions:
+            return None
+        _, shape, members = self._last
+        table, seats, slots = members.table, self._seats, members.slots
+        live = self._live(table, slots)
+        most = live + 1 + shape.kept_rows(np.full(len(live), shape.depth))
+        fit = self._is_fed(table, slots, live) & (table.rooms(slots) >= shape.depth)
+        fit &= (live + shape.depth <= self._max_context) & (most <= seats.room[slots])
+        fit &= live + 1 - seats.stable[slots] <= self._rows_with_draft
+        return (shape, self._ready(members)) if bool(fit.all()) else None
+
+    @torch.inference_mode()
+    def score(self, lives: Sequence[Live]) -> Scored:
+        """Catch up and score: one launch for all proposals of a form."""
+        ahead = self._ahead
+        if ahead is None:
+            return no_scores(lives)
+        ahead.begin(lives)
+        self._hosted = []
+        groups: dict[Nodes, dict[int, int]] = {}
+        for live, (session, _) in enumerate(lives):
+            if self._is_on_host(session):
+                self._hosted.append(live)
+                continue
+            shape = self._known_shape(session)
+            if shape is None and self._follows(session):
+                shape = self._new_shape(session)
+            if shape is not None:
+                groups.setdefault(ahead.add(live, shape), {})[session.slot] = live
+        for nodes, members in groups.items():
+            sessions = [lives[live].session for live in members.values()]
+            seated = self._prepare(sessions, nodes, or_shut=False)
+            for first in range(0, len(seated), nodes.sizes[-1]):
+                part = seated[first : first + nodes.sizes[-1]]
+                if ahead.has_room(len(part), nodes):
+                    self._score(ahead, nodes, part, [members[each.slot] for each in part])
+        if self._hosted:
+            theirs = self._host_source().score([lives[live] for live in self._hosted])
+            ahead.adopt(self._hosted, theirs)
+        return ahead.scored()
+
+    @torch.inference_mode()
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        """One launch for all outcomes of a shape; it may be left before its end."""
+        if self._ahead is None:
+            return
+        yield from self._ahead.branch(outcomes)
+        numbers = {live: number for number, live in enumerate(self._hosted)}
+        hosted = [index for index, outcome in enumerate(outcomes) if outcome.live in numbers]
+        if hosted:
+            theirs = [outcomes[index] for index in hosted]
+            theirs = [outcome._replace(live=numbers[outcome.live]) for outcome in theirs]
+            for branches in self._host_source().branch(theirs):
+                yield replace(branches, outcomes=np.array(hosted)[branches.outcomes])
+
+    def release(self, session: Session) -> None:
+        """Free what is kept of a session; idempotent."""
+        self._last = None
+        self._forget(session)
+        if session.key in self._on_host:
+            self._on_host.discard(session.key)
+            self._host_source().release(session)
+
+    def _is_on_host(self, session: Session) -> bool:
+        """A session stays where it began: its K/V is there."""
+        if session.key in self._known:
+            return False
+        # Where few ids are allowed, hardly a draft that is not masked would be one of them.
+        covered = session.token_limits is None and covers(session.sampling, session.plan)
+        if session.key not in self._on_host and not covered:
+            self._on_host.add(session.key)
+        return session.key in self._on_host
+
+    def _host_source(self) -> AheadSource:
+        if self._host is None:
+            self._host = self._make_host()
+        return self._host
+
+    def _draft(self, shape: Shape, ready: Ready) -> Drafted:
+        members, most = ready.members, int(ready.counts.max())
+        if members.constrained:
+            shape = in_grammars(shape)
+        size = bucket(len(ready), batch_sizes(shape, self._buckets.sessions))
+        num_rows = bucket(most, self._buckets.rows)
+        if members.penalised:
+            count_news(members, self._seats.counted, self._rows.warp)
+        starts = starts_of(members.sessions) if members.constrained else ()
+        general = bool(members.general.any())
+        if general:
+            self._grower.mask(shape, starts, size)
+        result, entries = self._launch(shape, ready, size, num_rows, general=general)
+        launched = timeline.now()
+        # While the device works.
+        self._took(ready)
+        cut = lengths(shape, members.wanted, members.table.rooms(members.slots))
+        words = self._landing.wait(result).numpy()
+        timeline.span("device", launched, len(ready), track="device")
+        self._batch.let_go()
+        return self._grower.drafted(shape, members.sessions, cut, words, entries, starts)
+
+    def _launch(
+        self, shape: Shape, ready: Ready | None, size: int, num_rows: int, *, general: bool
+    ) -> Grown:
+        staged = self._batch.fill(ready, size, num_rows)
+        drawing = Drawing(staged.rows.slots, staged.draft_keys) if shape.with_law else None
+
+        def run() -> Grown:
+            staged.upload()
+            return self._grower.grow(shape, staged.rows, drawing, general=general)
+
+        return self.graphs.run((shape, size, num_rows, general), run)
+
+    def _score(
+        self, ahead: DeviceLookAhead, nodes: Nodes, part: Sequence[Session], lives: Sequence[int]
+    ) -> None:
+        """Score live proposals `lives`, those of the sessions, in one launch."""
+        members = Members.of(part, self._seats)
+        ready = self._ready(members)
+        size = bucket(len(ready), nodes.sizes)
+        num_rows = bucket(int(ready.counts.max()), self._buckets.score_rows)
+        if members.penalised:
+            count_news(members, self._seats.counted, self._rows.warp)
+        words = ahead.launch(nodes, self._batch.fill(ready, size, num_rows), members, lives)
+        # While the device works.
+        self._took(ready)
+        ahead.take(self._landing.wait(words).numpy())
+        self._batch.let_go()
+
+    def _took(self, ready: Ready) -> None:
+        """The new rows of a launch are stable, and their features used."""
+        members, stops = ready.members, ready.starts + ready.counts
+        self._seats.stable[members.slots] = stops
+        if self.feature_size:
+            newest = self._batch.newest(ready)
+            members.table.features.use_batch(members.slots, stops, newest)
+
+    def _give_up(self, session: Session) -> None:
+        self._last = None
+        super()._give_up(session)

@@ -1,0 +1,46 @@
+"""A small language model as a draft source for an accelerator."""
+
+from __future__ import annotations
+
+from outrider.engine.target import TargetModel
+from outrider.spec.plan import DraftMethod
+from outrider_drafter.gpu.draft_model import model_drafter
+from outrider_drafter.gpu.proposer import DeviceSource
+from outrider_drafter.proposers.small_model import SmallModelSource
+
+
+class DeviceModelSource(DeviceSource):
+    """See `DeviceSource`; what the device does not cover is drafted by a `SmallModelSource`, with
+    K/V in the model's own pool."""
+
+    def __init__(
+        self,
+        model: TargetModel,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        max_context: int = 0,
+        max_sessions: int = 1024,
+        cuda_graphs: bool = True,
+        bounded: bool = False,
+        look_ahead: bool = True,
+    ) -> None:
+        """A model of plain weights, without a window, for a target of `vocab_size` ids; for the
+        rest see `DeviceSource`."""
+
+        def host() -> SmallModelSource:
+            return SmallModelSource(model, vocab_size=vocab_size)
+
+        super().__init__(
+            DraftMethod.MODEL,
+            model_drafter(model, vocab_size),
+            host,
+            max_rows=max_rows,
+            max_context=max_context,
+            max_sessions=max_sessions,
+            dtype=model.dtype,
+            device=model.device,
+            cuda_graphs=cuda_graphs,
+            bounded=bounded,
+            look_ahead=look_ahead,
+        )

@@ -1,0 +1,186 @@
+"""Drafts from an EAGLE head: per session its K/V, batched over sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.heads import DraftHead
+from outrider.spec.plan import DraftMethod
+from outrider.spec.tree import depths
+from outrider_drafter.proposers.eagle_batch import HeadBatch, RealRows, write_rows
+from outrider_drafter.proposers.eagle_forest import HeadForest
+from outrider_drafter.proposers.eagle_kv import HeadKV, HeadKVBudget
+from outrider_drafter.proposers.growth_driver import Job, grow, make_job
+from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored, no_scores
+from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, RowFeed, RowFollower
+from outrider_drafter.proposers.outcome_drafting import Ahead, branch, score
+from outrider_drafter.state.session import Session, SessionKey
+
+
+class HeadSource(RowFollower):
+    """The EAGLE-3 (or EAGLE-1/2) head as a draft source; the host decides at every level."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        *,
+        max_rows: int,
+        max_context: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`max_rows` bounds the K/V rows of all sessions; `max_context` (0: the head's own) the
+        draft positions of one."""
+        super().__init__(
+            RowFeed.of_head(head),
+            max_context=max_context or head.config.max_position_embeddings,
+            rows_with_draft=MAX_ROWS_PER_WRITE,
+            dtype=dtype,
+            device=device,
+        )
+        self.head = head
+        kind = head.config.kind
+        self.method = DraftMethod.EAGLE3 if kind == "eagle3" else DraftMethod.EAGLE
+        self._budget = HeadKVBudget(max_rows)
+        self._kvs: dict[SessionKey, HeadKV | None] = {}
+        """None for a session that is not followed any more."""
+        self._ahead: Ahead | None = None
+        """The proposals scored last."""
+
+    @property
+    def used_rows(self) -> int:
+        """K/V rows reserved now."""
+        return self._budget.used_rows
+
+    def kv(self, handle: int, connection: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [nkv, S, hd] of a session's stable rows, for inspection."""
+        kv = self._kvs[SessionKey(connection, handle)]
+        assert kv is not None
+        return kv.view()
+
+    @torch.inference_mode()
+    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+        """Catch up, then grow the trees of all sessions in one batch."""
+        ready: list[Session] = []
+        jobs: list[Job] = []
+        self._ahead = None
+        for session in sessions:
+            job = make_job(len(jobs), session)
+            if job and self._ready(session, job.growth.depth, job.growth.max_rows):
+                ready.append(session)
+                jobs.append(job)
+        if not jobs:
+            return
+        batch = self._batch(ready)
+        for slot, draft in grow(batch, jobs):
+            kv = self._kv_of(ready[slot])
+            kv.truncate(kv.stable)
+            yield Drafted.of([(ready[slot], draft)])
+
+    @torch.inference_mode()
+    def score(self, lives: Sequence[Live]) -> Scored:
+        """Catch up, then run all nodes of all proposals, level by level."""
+        ready = [
+            index
+            for index, live in enumerate(lives)
+            if self._ready(live.session, int(depths(live.tree.parents).max(initial=0)), 0)
+        ]
+        self._ahead = None
+        if not ready:
+            return no_scores(lives)
+        sessions = [lives[index].session for index in ready]
+        forest = HeadForest(
+            self.head,
+            self._batch(sessions),
+            [self._kv_of(session) for session in sessions],
+            max_context=self._max_context,
+        )
+        self._ahead, scored = score(forest, lives, ready)
+        return scored
+
+    @torch.inference_mode()
+    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+        """Grow all drafts together, below the rows of the proposals scored last."""
+        if self._ahead is not None:
+            yield from branch(self._ahead, outcomes)
+
+    def release(self, session: Session) -> None:
+        """Free the session's K/V."""
+        kv = self._kvs.pop(session.key, None)
+        if kv is not None:
+            kv.release()
+
+    def _ready(self, session: Session, depth: int, rows: int) -> bool:
+        """Whether the session can be drafted, by up to so many levels and draft rows in its K/V;
+        all but its live row and what the draft may run itself is written then."""
+        live = self._live_row(session, depth)
+        if live is None or not self._follows(session):
+            return False
+        self._write_ahead(session, keep=1)
+        if not (self._follows(session) and self._reserve(session, live + 1 + rows)):
+            return False
+        self._kv_of(session).truncate(live)
+        return True
+
+    def _batch(self, sessions: Sequence[Session]) -> HeadBatch:
+        """Run what is left of these sessions' real rows, the live ones last."""
+        rows: list[RealRows] = []
+        newest: list[NDArray[np.generic]] = []
+        for session in sessions:
+            kv, stop = self._kv_of(session), len(session.tokens) - 1
+            held = session.table.features.read(session.slot, kv.stable, stop)
+            newest.append(held[-1])
+            tokens = self._tokens(session.tokens.view[kv.stable + 1 : stop + 1])
+            rows.append(RealRows(kv=kv, token_ids=tokens, features=self._tensor(held)))
+        batch = HeadBatch(self.head, rows)
+        for session, last in zip(sessions, newest, strict=True):
+            session.table.features.use(session.slot, self._stable(session), last)
+        return batch
+
+    def _kv_of(self, session: Session) -> HeadKV:
+        kv = self._kvs[session.key]
+        assert kv is not None, session.session_id
+        return kv
+
+    def _follows(self, session: Session) -> bool:
+        if session.key not in self._kvs:
+            self._kvs[session.key] = HeadKV(
+                self._budget,
+                num_kv_heads=self.head.config.num_kv_heads,
+                head_dim=self.head.config.head_dim,
+                dtype=self._dtype,
+                device=self._device,
+            )
+        return self._kvs[session.key] is not None
+
+    def _stable(self, session: Session) -> int:
+        return self._kv_of(session).stable
+
+    def _make_room(self, session: Session, rows: int, ceiling: int) -> None:
+        self._kv_of(session).reserve(rows, ceiling=ceiling)
+
+    def _write(
+        self,
+        session: Session,
+        start: int,
+        tokens: NDArray[np.int32],
+        features: NDArray[np.generic],
+    ) -> None:
+        rows = RealRows(
+            kv=self._kv_of(session),
+            token_ids=self._tokens(tokens),
+            features=self._tensor(features),
+        )
+        write_rows(self.head, [rows])
+
+    def _give_up(self, session: Session) -> None:
+        self._kv_of(session).release()
+        self._kvs[session.key] = None
+
+    def _tokens(self, tokens: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(tokens.astype(np.int64)).to(self._device)

@@ -1,0 +1,88 @@
+"""Draft rows of an EAGLE head below the live rows of sessions. H hidden, Vd draft vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from outrider.engine.heads import DraftHead
+from outrider_drafter.proposers.eagle_batch import HeadBatch
+from outrider_drafter.proposers.eagle_kv import HeadKV, HeadKVBudget, attend_parts
+from outrider_drafter.proposers.forest import Forest, Span
+
+_MOST_ROWS: Final = 8192
+"""Draft rows of one session at a time."""
+
+
+class HeadForest(Forest):
+    """Draft rows in memory of their own, which goes with them: a session's rows stay as they are,
+    and its share of the K/V budget too."""
+
+    def __init__(
+        self, head: DraftHead, batch: HeadBatch, kvs: Sequence[HeadKV], *, max_context: int
+    ) -> None:
+        """`batch` has just run the live rows of the sessions whose stable rows are `kvs`."""
+        super().__init__([kv.stable for kv in kvs])
+        self.target_ids = head.target_ids
+        self._head = head
+        self._kvs = kvs
+        self._max_context = max_context
+        self._x = batch.features
+        """[rows, H]: what each row hands on to those below it."""
+        self._logits = batch.root_logits()
+        self._drafts = [
+            HeadKV(
+                HeadKVBudget(_MOST_ROWS),
+                num_kv_heads=head.config.num_kv_heads,
+                head_dim=head.config.head_dim,
+                dtype=kv.view()[0].dtype,
+                device=kv.view()[0].device,
+            )
+            for kv in kvs
+        ]
+
+    def root_logits(self) -> Tensor:
+        """Logits [L, Vd] of the live rows."""
+        return self._logits
+
+    def space(self, owner: int) -> int:
+        """Far more than a launch has."""
+        return _MOST_ROWS - self._drafts[owner].rows
+
+    def deepest(self, owner: int) -> int:
+        """As positions allow."""
+        return self._max_context - self._kvs[owner].stable + 1
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        positions: Sequence[int],
+        spans: Sequence[Span],
+    ) -> Tensor:
+        head, device = self._head, self._x.device
+        features = self._x[torch.tensor(parents, device=device)]
+        where = torch.tensor(positions, device=device)
+        inputs = head.inputs(torch.tensor(tokens, device=device), features)
+        keys, values = head.kv(inputs, features, where)
+        query = head.query(inputs, where)
+        outs = []
+        for owner, first, size, visible in spans:
+            drafts, rows = self._drafts[owner], slice(first, first + size)
+            drafts.reserve(drafts.rows + size, ceiling=_MOST_ROWS)
+            drafts.append(keys[rows], values[rows])
+            hidden = torch.from_numpy(~visible).to(device)
+            stable = self._kvs[owner].view()
+            outs.append(attend_parts(query[rows], [stable, drafts.view()], hidden))
+        x = head.finish(head.residual(inputs, features), torch.cat(outs))
+        self._x = torch.cat((self._x, x))
+        return head.logits(x)
+
+    def _drop(self, kept: Sequence[int]) -> None:
+        self._x = self._x[: len(self)]
+        for drafts, rows in zip(self._drafts, kept, strict=True):
+            drafts.settle()
+            drafts.truncate(rows)

@@ -1,0 +1,154 @@
+"""Draft rows of live proposals and of what follows them, run through a model of this host.
+
+Under the root of each session hangs a tree of draft rows: first the nodes of its live proposal,
+then, below them, the drafts for its outcomes. A row sees what its session really has, its ancestors
+and itself; nothing of a prefix is copied. Rows are numbered as they come, the roots first. R rows
+of a step, D draft rows of a session.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider_drafter.proposers.tree_growth import Frontier
+
+
+class Span(NamedTuple):
+    """The rows of one session in a step."""
+
+    owner: int
+    """Number of its root."""
+    first: int
+    """First row in the step."""
+    size: int
+    visible: NDArray[np.bool_]
+    """[size, D], these rows the last: which draft rows they see."""
+
+
+class Forest(ABC):
+    """The draft rows of some sessions."""
+
+    target_ids: Tensor | None = None
+    """Target id of every draft id, int64 [Vd]; None if the vocabulary is the target's."""
+
+    def __init__(self, bases: Sequence[int]) -> None:
+        """`bases` [L]: the position of the first level below each root."""
+        self._bases = bases
+        self._owners = list(range(len(bases)))
+        self._depths = [0] * len(bases)
+        self._places = [-1] * len(bases)
+        """Index of each row among the draft rows of its session; -1: a root."""
+        self._visible = [np.zeros((0, 0), dtype=np.bool_) for _ in bases]
+        """[D, D] of each session."""
+        self._marked = 0
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    @abstractmethod
+    def root_logits(self) -> Tensor:
+        """Logits [L, Vd] below the roots."""
+
+    @abstractmethod
+    def space(self, owner: int) -> int:
+        """Draft rows that there is still room for below a root."""
+
+    @abstractmethod
+    def deepest(self, owner: int) -> int:
+        """Levels below a root that can be drafted."""
+
+    def step(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Run R rows below others, those of one session together; logits [R, Vd]."""
+        owners = [self._owners[parent] for parent in parents]
+        depths = [self._depths[parent] for parent in parents]
+        positions = [
+            self._bases[owner] + depth for owner, depth in zip(owners, depths, strict=True)
+        ]
+        spans = []
+        for owner, group in groupby(range(len(tokens)), key=owners.__getitem__):
+            rows = list(group)
+            visible = self._extend(owner, [self._places[parents[row]] for row in rows])
+            spans.append(Span(owner, rows[0], len(rows), visible))
+        logits = self._run(tokens, parents, positions, spans)
+        self._owners += owners
+        self._depths += [depth + 1 for depth in depths]
+        return logits
+
+    def _extend(self, owner: int, parents: Sequence[int]) -> NDArray[np.bool_]:
+        """What new rows of a session see, and note them."""
+        above, size = self._visible[owner], len(parents)
+        known = len(above)
+        grown = np.zeros((known + size, known + size), dtype=np.bool_)
+        grown[:known, :known] = above
+        for row, parent in enumerate(parents, start=known):
+            if parent >= 0:
+                grown[row, :known] = above[parent]
+            grown[row, row] = True
+        self._visible[owner] = grown
+        self._places += range(known, known + size)
+        return grown[known:]
+
+    def mark(self) -> None:
+        """The rows so far are what `rewind` goes back to."""
+        self._marked = len(self)
+
+    def rewind(self) -> None:
+        """Drop all rows since the mark."""
+        for rows in (self._owners, self._depths, self._places):
+            del rows[self._marked :]
+        left = np.bincount(self._owners, minlength=len(self._bases)) - 1
+        self._visible = [
+            visible[:count, :count]
+            for visible, count in zip(self._visible, left.tolist(), strict=True)
+        ]
+        self._drop(left.tolist())
+
+    @abstractmethod
+    def _run(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        positions: Sequence[int],
+        spans: Sequence[Span],
+    ) -> Tensor:
+        """Run these rows and keep their K/V; logits [R, Vd]."""
+
+    @abstractmethod
+    def _drop(self, kept: Sequence[int]) -> None:
+        """Forget all but the first kept[i] draft rows of each session."""
+
+
+class Saplings:
+    """Drafts for outcomes, each below a row of its own in a forest; a `DraftModel`."""
+
+    def __init__(self, forest: Forest, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Outcome i is tokens[i] after the row parents[i]."""
+        self.target_ids = forest.target_ids
+        self._forest = forest
+        first = len(forest)
+        self._logits = forest.step(tokens, parents)
+        self._first_row = {slot: first + slot for slot in range(len(tokens))}
+        """First row of each slot in the previous step."""
+
+    def root_logits(self) -> Tensor:
+        """Logits [slots, Vd] below the outcomes."""
+        return self._logits
+
+    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+        """Run one level; logits [R, Vd]."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        first_row: dict[int, int] = {}
+        for slot, frontier in frontiers:
+            first_row[slot] = len(self._forest) + len(tokens)
+            tokens += frontier.tokens
+            parents += [self._first_row[slot] + parent for parent in frontier.parents]
+        self._first_row = first_row
+        return self._forest.step(tokens, parents)

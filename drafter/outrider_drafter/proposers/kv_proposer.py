@@ -1,0 +1,191 @@
+"""What every source with K/V of its own rows does, wherever it is: follow sessions.
+
+A head's row i pairs feature f_i with token t_{i+1}, a model's has token t_i alone. Rows are stable
+once they were made from what is real; the live row is the newest that a draft begins with. H
+feature width, 0 without features.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.health import device_works
+from outrider.engine.heads import DraftHead
+from outrider.errors import ResourceExhaustedError
+from outrider.spec.plan import MAX_DRAFT_TOKENS
+from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
+from outrider_drafter.state.session import Session
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS_PER_WRITE = 1024
+"""Bounds the temporary memory of a long prompt's catch-up."""
+_WIRE_DTYPES: Final = {
+    torch.float32: TensorDtype.FLOAT32,
+    torch.float16: TensorDtype.FLOAT16,
+    torch.bfloat16: TensorDtype.BFLOAT16,
+}
+
+
+class RowFeed(NamedTuple):
+    """What the rows of a source are made of."""
+
+    feature_size: int = 0
+    """H."""
+    fingerprint: str = ""
+    """Identity of the projection that makes the features."""
+
+    @classmethod
+    def of_head(cls, head: DraftHead) -> RowFeed:
+        """Features of the target, projected for this head."""
+        return cls(head.config.hidden_size, head.fingerprint)
+
+    @property
+    def first_token(self) -> int:
+        """Index of the token of row 0; see `DraftForward`."""
+        return 1 if self.feature_size else 0
+
+
+class RowFollower(ABC):
+    """Takes in what is new of a session and stops following one that finds no room."""
+
+    def __init__(
+        self,
+        feed: RowFeed,
+        *,
+        max_context: int,
+        rows_with_draft: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`max_context` bounds the draft positions of a session; up to `rows_with_draft` new rows
+        are left to the draft that follows them."""
+        self.feature_size, self.feature_fingerprint = feed.feature_size, feed.fingerprint
+        self.feature_layout = FeatureLayout.PROJECTED if feed.feature_size else FeatureLayout.NONE
+        self._first_token = feed.first_token
+        self._max_context = max_context
+        self._rows_with_draft = rows_with_draft
+        self._dtype, self._device = dtype, torch.device(device)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the device still works; waits for all that was launched."""
+        return device_works(self._device)
+
+    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+        """Rows [F, H] as `raw_array` of this source's element type."""
+        if wire.dtype is _WIRE_DTYPES.get(self._dtype):
+            return wire.data.view(np.int16) if self._dtype is torch.bfloat16 else wire.data
+        data = np.require(wire.data, requirements=("C", "W"))
+        if wire.dtype is TensorDtype.BFLOAT16:
+            rows = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+        else:
+            rows = torch.from_numpy(data)
+        return raw_array(rows.to(self._dtype))
+
+    @torch.inference_mode()
+    def catch_up(self, sessions: Sequence[Session]) -> None:
+        """Write the K/V of all rows that the sessions' features allow."""
+        for session in sessions:
+            if self._follows(session):
+                self._write_ahead(session, keep=0)
+
+    def _write_ahead(self, session: Session, *, keep: int) -> None:
+        """Write rows whose prediction nobody wants, but for the newest `keep`."""
+        while True:
+            start = self._stable(session)
+            known = self._known_rows(session) - start
+            count = min(known - keep, MAX_ROWS_PER_WRITE)
+            if count <= 0 or (keep and known <= self._rows_with_draft):
+                return
+            stop = start + count
+            if stop > self._max_context:
+                self._shut(session, "context")
+                return
+            if not self._reserve(session, stop):
+                return
+            first = start + self._first_token
+            tokens = session.tokens.view[first : first + count]
+            if not self.feature_size:
+                self._write(session, start, tokens, np.empty((count, 0), dtype=np.int16))
+                continue
+            held = session.table.features
+            rows = held.read(session.slot, start, stop)
+            self._write(session, start, tokens, rows)
+            held.use(session.slot, stop, rows[-1])
+
+    def _known_rows(self, session: Session) -> int:
+        """Rows that could be written by now."""
+        known = len(session.tokens) - self._first_token
+        return min(session.feature_end, known) if self.feature_size else known
+
+    def _live_row(self, session: Session, depth: int) -> int | None:
+        """The row that a draft of `depth` levels begins with; None if there can be none."""
+        live = len(session.tokens) - 1 - self._first_token
+        if live < 0 or self._known_rows(session) != live + 1 or live + depth > self._max_context:
+            return None
+        return live
+
+    def _reserve(self, session: Session, rows: int) -> bool:
+        """Make room for `rows` of a session in all; where there is none, it is shut."""
+        try:
+            self._make_room(session, rows, session.max_len + MAX_DRAFT_TOKENS)
+        except ResourceExhaustedError as error:
+            self._shut(session, error.reason)
+            return False
+        return True
+
+    def _shut(self, session: Session, why: str) -> None:
+        """The session is not followed any more."""
+        logger.info("session not drafted", extra={"session_id": session.session_id, "why": why})
+        session.table.features.drop(session.slot)
+        self._give_up(session)
+
+    def _tensor(self, rows: NDArray[np.generic]) -> Tensor:
+        """`raw_array` rows on the device."""
+        owned = rows if rows.flags.writeable else rows.copy()
+        tensor = torch.from_numpy(owned)
+        if self._dtype is torch.bfloat16:
+            tensor = tensor.view(torch.bfloat16)
+        return tensor.to(self._device)
+
+    @abstractmethod
+    def _follows(self, session: Session) -> bool:
+        """Whether the session has K/V here; begins it if it is new."""
+
+    @abstractmethod
+    def _stable(self, session: Session) -> int:
+        """Stable rows of a session."""
+
+    @abstractmethod
+    def _make_room(self, session: Session, rows: int, ceiling: int) -> None:
+        """Room for `rows`, of at most `ceiling` ever. Raises ResourceExhaustedError."""
+
+    @abstractmethod
+    def _write(
+        self,
+        session: Session,
+        start: int,
+        tokens: NDArray[np.int32],
+        features: NDArray[np.generic],
+    ) -> None:
+        """Write rows from `start` on and declare them stable; tokens [m], features [m, H]."""
+
+    @abstractmethod
+    def _give_up(self, session: Session) -> None:
+        """Free a session's K/V; it has none from here on."""
+
+
+def raw_array(tensor: Tensor) -> NDArray[np.generic]:
+    """A view of a tensor on the host; numpy holds bfloat16 as its bits."""
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return np.asarray(tensor.numpy())

@@ -1,0 +1,190 @@
+"""Score live proposals and draft for their outcomes by a forest: what all sources of this host
+share.
+
+Vd draft vocabulary, c candidates a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.draft_sampling import propose_children
+from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.spec.tree import ROOT, DraftTree, depths, path
+from outrider_drafter.proposers.forest import Forest, Saplings
+from outrider_drafter.proposers.growth_driver import Job, grow, history_of, make_job
+from outrider_drafter.proposers.interface import (
+    Branches,
+    Drafted,
+    Live,
+    Outcome,
+    Scored,
+    no_candidates,
+)
+from outrider_drafter.state.session_grammars import masks_of
+
+MOST_CANDIDATES: Final = 32
+"""Candidates a place, if there are so many ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ahead:
+    """Live proposals whose nodes were run: what outcomes are drafted from."""
+
+    lives: Sequence[Live]
+    """All that were asked for."""
+    owners: dict[int, int]
+    """Number of the root of each live proposal that could be run."""
+    rows: dict[int, NDArray[np.int64]]
+    """Row of each place [1 + n] of these."""
+    forest: Forest
+
+
+def score(forest: Forest, lives: Sequence[Live], ready: Sequence[int]) -> tuple[Ahead, Scored]:
+    """Run all nodes of the live proposals `ready`, whose roots the forest has in this order."""
+    owners = {live: owner for owner, live in enumerate(ready)}
+    rows = {live: np.full(len(lives[live].tree) + 1, owners[live]) for live in ready}
+    logits = forest.root_logits()
+    width = min(MOST_CANDIDATES, logits.shape[1])
+    at = [(live, ROOT) for live in ready]
+    found = [_candidates(forest, logits, lives, at, width, level=0)]
+    levels = {live: _levels(lives[live].tree) for live in ready}
+    for level in range(1, 1 + max((len(them) for them in levels.values()), default=0)):
+        at = [(live, n) for live in ready for one in levels[live][level - 1 : level] for n in one]
+        first = len(forest)
+        for row, (live, node) in enumerate(at, start=first):
+            rows[live][node + 1] = row
+        tokens = [int(lives[live].tree.tokens[node]) for live, node in at]
+        parents = [int(rows[live][lives[live].tree.parents[node] + 1]) for live, node in at]
+        logits = forest.step(tokens, parents)
+        found.append(_candidates(forest, logits, lives, at, width, level=level))
+    forest.mark()
+    ids = np.concatenate([part[0] for part in found])
+    logprobs = np.concatenate([part[1] for part in found])
+    no_ids, no_logprobs = no_candidates(lives, width)
+    scored = Scored.of(
+        lives,
+        [ids[rows[i]] if i in rows else none for i, none in enumerate(no_ids)],
+        [logprobs[rows[i]] if i in rows else none for i, none in enumerate(no_logprobs)],
+    )
+    return Ahead(lives=lives, owners=owners, rows=rows, forest=forest), scored
+
+
+def branch(ahead: Ahead, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    """Draft for outcomes; all that there is room for together, then the rest, as often as it
+    takes. What can never be drafted is left out."""
+    forest = ahead.forest
+    waiting: list[tuple[int, Job]] = []
+    for index, outcome in enumerate(outcomes):
+        job = _job(ahead, outcome) if outcome.live in ahead.owners else None
+        if job is not None:
+            waiting.append((index, job))
+    # Rows of one session lie together.
+    waiting.sort(key=lambda entry: ahead.owners[outcomes[entry[0]].live])
+    while waiting:
+        forest.rewind()
+        used: dict[int, int] = {}
+        wave: list[tuple[int, Job]] = []
+        rest: list[tuple[int, Job]] = []
+        for index, job in waiting:
+            owner, size = ahead.owners[outcomes[index].live], 1 + job.growth.max_rows
+            fits = used.get(owner, 0) + size <= forest.space(owner)
+            if fits:
+                used[owner] = used.get(owner, 0) + size
+            (wave if fits else rest).append((index, job))
+        if not wave:
+            break
+        yield _grown(ahead, outcomes, wave)
+        waiting = rest
+    forest.rewind()
+
+
+def _grown(ahead: Ahead, outcomes: Sequence[Outcome], wave: Sequence[tuple[int, Job]]) -> Branches:
+    for slot, (_, job) in enumerate(wave):
+        job.slot = slot
+    chosen = [outcomes[index] for index, _ in wave]
+    model = Saplings(
+        ahead.forest,
+        [outcome.token for outcome in chosen],
+        [int(ahead.rows[outcome.live][outcome.node + 1]) for outcome in chosen],
+    )
+    grown = list(grow(model, [job for _, job in wave]))
+    sessions = [ahead.lives[chosen[slot].live].session for slot, _ in grown]
+    drafted = Drafted.of(
+        [(session, draft) for session, (_, draft) in zip(sessions, grown, strict=True)]
+    )
+    made = np.array([wave[slot][0] for slot, _ in grown], dtype=np.int64)
+    return Branches.of(made, drafted)
+
+
+def _job(ahead: Ahead, outcome: Outcome) -> Job | None:
+    live = ahead.lives[outcome.live]
+    suffix = [*_tokens_to(live.tree, outcome.node), outcome.token]
+    job = make_job(0, live.session, suffix)
+    if job is None:
+        return None
+    fits = len(suffix) + job.growth.depth <= ahead.forest.deepest(ahead.owners[outcome.live])
+    return job if fits else None
+
+
+def _candidates(
+    forest: Forest,
+    logits: Tensor,
+    lives: Sequence[Live],
+    at: Sequence[tuple[int, int]],
+    width: int,
+    *,
+    level: int,
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Ids and log-probs [R, width] of what may follow at these (proposal, node), all at one depth;
+    logits [R, Vd]."""
+    sampling: list[SamplingParams] = []
+    positions: list[int] = []
+    histories: list[TokenHistory] = []
+    known: dict[int, tuple[SamplingParams, int, TokenHistory]] = {}
+    for live, node in at:
+        if live not in known:
+            session = lives[live].session
+            history = history_of(session) or EMPTY_HISTORY
+            known[live] = _scored_with(session.sampling), len(session.tokens) + level, history
+        params, position, history = known[live]
+        if history is not EMPTY_HISTORY:
+            history = replace(history, path_ids=_tokens_to(lives[live].tree, node))
+        masks = masks_of(lives[live].session, [_tokens_to(lives[live].tree, node)])
+        if masks is not None:
+            history = replace(history, legal=masks[0])
+        sampling.append(params)
+        positions.append(position)
+        histories.append(history)
+    found = propose_children(logits, forest.target_ids, sampling, positions, width, histories)
+    return (
+        found.tokens.cpu().numpy().astype(np.int32),
+        found.logprobs.cpu().numpy().astype(np.float32),
+    )
+
+
+def _scored_with(sampling: SamplingParams) -> SamplingParams:
+    """Under the rejection rule the law itself is wanted, best first, and nothing that is drawn."""
+    if sampling.effective_rule is Rule.REJECTION:
+        return replace(sampling, rule=Rule.TARGET_ONLY)
+    return sampling
+
+
+def _tokens_to(tree: DraftTree, node: int) -> tuple[int, ...]:
+    return tuple(int(tree.tokens[at]) for at in path(tree.parents, node))
+
+
+def _levels(tree: DraftTree) -> list[list[int]]:
+    """Nodes by level."""
+    of_node = depths(tree.parents).tolist()
+    levels: list[list[int]] = [[] for _ in range(max(of_node, default=0))]
+    for node, depth in enumerate(of_node):
+        levels[depth - 1].append(node)
+    return levels

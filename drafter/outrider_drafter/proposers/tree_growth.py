@@ -1,0 +1,298 @@
+"""Draft trees as state machines: they take the children of each level and name the next frontier.
+
+R rows of a step, k candidates a row. A growth never sees a model: `grow` feeds it. Candidates come
+best first within a row; scores are summed fp32 log-probs, ties go to the lower candidate index, so
+a child (never scored above its parent, always indexed after it) cannot be chosen without it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.spec.draft_distribution import DraftLaw, LawEntries, make_law
+from outrider.spec.plan import Plan, default_depth
+from outrider.spec.tree import ROOT, DraftTree
+
+_RANK_PRIOR = 0.62
+"""Assumed acceptance of a node's first draft; later ones get what is left, in the same ratio."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Children:
+    """Candidates below R rows; those with log-prob -inf do not exist."""
+
+    tokens: NDArray[np.int64]
+    """[R, k] target ids, best first."""
+    logprobs: NDArray[np.float32]
+    """[R, k]"""
+    laws: Sequence[LawEntries | None] = ()
+    """The law each row's candidates were drawn from; empty unless the rule needs laws."""
+
+
+class Frontier(NamedTuple):
+    """The rows to run next: their tokens, and their parents as rows of the previous step."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+
+DONE = Frontier((), ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What a draft source made of a session."""
+
+    tree: DraftTree
+    law: DraftLaw | None = None
+
+
+class Growth(Protocol):
+    """One tree in the making."""
+
+    top_k: int
+    """Candidates wanted per row."""
+    max_rows: int
+    """Most rows that all steps together will run."""
+    depth: int
+    """Most levels."""
+
+    def extend(self, children: Children) -> Frontier:
+        """Take the candidates of the current frontier (first: of the root); name the next."""
+        ...
+
+    def path(self, row: int) -> tuple[int, ...]:
+        """Tokens from the first level to the given row of the current frontier."""
+        ...
+
+    def draft(self) -> Draft:
+        """The finished tree."""
+        ...
+
+
+def make_growth(plan: Plan, *, room: int, with_law: bool) -> Growth | None:
+    """The growth of a session's next tree, within `room` levels; None if nothing can be drafted."""
+    num_nodes = plan.draft_tokens
+    if num_nodes <= 0 or room <= 0:
+        return None
+    if plan.top_k == 1:
+        length = min(num_nodes, room)
+        return StaticGrowth(static_shape(length, 1, length)) if with_law else ChainGrowth(length)
+    depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
+    if with_law:
+        return StaticGrowth(static_shape(num_nodes, plan.top_k, depth))
+    return BeamGrowth(num_nodes=num_nodes, top_k=plan.top_k, depth=depth)
+
+
+class ChainGrowth:
+    """One candidate a level: no score is compared."""
+
+    def __init__(self, length: int) -> None:
+        self.top_k = 1
+        self.max_rows = length - 1
+        self.depth = length
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+
+    def extend(self, children: Children) -> Frontier:
+        """Append the only candidate; a candidate that does not exist ends the chain."""
+        logprob = float(children.logprobs[0, 0])
+        if logprob == -math.inf:
+            return DONE
+        self._tokens.append(int(children.tokens[0, 0]))
+        self._logprobs.append(min(logprob, 0.0))
+        return DONE if len(self._tokens) == self.depth else Frontier((self._tokens[-1],), (0,))
+
+    def path(self, row: int) -> tuple[int, ...]:
+        """All tokens so far."""
+        return tuple(self._tokens)
+
+    def draft(self) -> Draft:
+        """The chain."""
+        tree = DraftTree(
+            tokens=np.asarray(self._tokens, dtype=np.int32),
+            parents=np.arange(-1, len(self._tokens) - 1, dtype=np.int32),
+            logprobs=np.cumsum(self._logprobs, dtype=np.float32),
+        )
+        return Draft(tree=tree)
+
+
+class BeamGrowth:
+    """EAGLE's tree: expand the best `top_k` of each level, keep the best `num_nodes` of all.
+
+    A node outside the best `num_nodes` seen so far can never return to them, nor can anything below
+    it: such nodes are not expanded, which changes no tree and saves rows.
+    """
+
+    def __init__(self, *, num_nodes: int, top_k: int, depth: int) -> None:
+        self.top_k = top_k
+        self.max_rows = top_k * (depth - 1)
+        self._num_nodes = num_nodes
+        self.depth = depth
+        self._level = 0
+        self._tokens = np.empty(0, dtype=np.int64)
+        self._parents = np.empty(0, dtype=np.int64)
+        self._scores = np.empty(0, dtype=np.float32)
+        self._frontier = np.array([ROOT])
+        """Candidate index of each row of the current step."""
+
+    def extend(self, children: Children) -> Frontier:
+        """Join the candidates to the list and choose the next frontier."""
+        k = children.tokens.shape[1]
+        above = self._scores[self._frontier] if self._level else np.zeros(1, dtype=np.float32)
+        scores = above[:, None] + np.minimum(children.logprobs, np.float32(0.0))
+        scores[np.isnan(scores)] = -np.inf
+        first = len(self._tokens)
+        self._tokens = np.concatenate((self._tokens, children.tokens.ravel()))
+        self._parents = np.concatenate((self._parents, np.repeat(self._frontier, k)))
+        self._scores = np.concatenate((self._scores, scores.ravel()))
+        self._level += 1
+        if self._level == self.depth:
+            return DONE
+        best = [i for i in self._best() if i >= first][: self.top_k]
+        self._frontier = np.asarray(best, dtype=np.int64)
+        return Frontier(
+            tuple(int(self._tokens[i]) for i in best), tuple((i - first) // k for i in best)
+        )
+
+    def _best(self) -> list[int]:
+        """Candidate indices of the best `num_nodes`, best first."""
+        order = np.argsort(-self._scores, kind="stable")[: self._num_nodes]
+        return [int(i) for i in order if self._scores[i] > -np.inf]
+
+    def path(self, row: int) -> tuple[int, ...]:
+        """Tokens down to a frontier row."""
+        tokens: list[int] = []
+        node = int(self._frontier[row])
+        while node != ROOT:
+            tokens.append(int(self._tokens[node]))
+            node = int(self._parents[node])
+        return tuple(reversed(tokens))
+
+    def draft(self) -> Draft:
+        """The chosen nodes in candidate order: parents first, siblings best first."""
+        chosen = sorted(self._best())
+        place = {candidate: i for i, candidate in enumerate(chosen)} | {ROOT: ROOT}
+        tree = DraftTree(
+            tokens=self._tokens[chosen].astype(np.int32),
+            parents=np.array([place[int(self._parents[c])] for c in chosen], dtype=np.int32),
+            logprobs=self._scores[chosen],
+        )
+        return Draft(tree=tree)
+
+
+class StaticShape(NamedTuple):
+    """A tree's shape, fixed before any token is drawn; nodes in level order."""
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Which of its parent's candidates a node is."""
+    depth: int
+
+
+@lru_cache(maxsize=256)
+def static_shape(num_nodes: int, top_k: int, depth: int) -> StaticShape:
+    """The `num_nodes` most promising places under a fixed prior of acceptance by rank."""
+    weights = [math.log(_RANK_PRIOR) + r * math.log(1.0 - _RANK_PRIOR) for r in range(top_k)]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-weights[0], (0,))]
+    chosen: list[tuple[int, ...]] = []
+    while heap and len(chosen) < num_nodes:
+        cost, path = heapq.heappop(heap)
+        chosen.append(path)
+        if len(path) < depth:
+            heapq.heappush(heap, (cost - weights[0], (*path, 0)))
+        if path[-1] + 1 < top_k:
+            step = weights[path[-1] + 1] - weights[path[-1]]
+            heapq.heappush(heap, (cost - step, (*path[:-1], path[-1] + 1)))
+    chosen.sort(key=lambda path: (len(path), path))
+    place = {path: i for i, path in enumerate(chosen)} | {(): ROOT}
+    return StaticShape(
+        parents=tuple(place[path[:-1]] for path in chosen),
+        ranks=tuple(path[-1] for path in chosen),
+        depth=max(len(path) for path in chosen),
+    )
+
+
+class StaticGrowth:
+    """A tree for the rejection rule: its shape never depends on the tokens that were drawn.
+
+    Choosing nodes by the sampled tokens' scores would change the law that the verifier divides by.
+    Only a law with fewer ids than the shape has places leaves some of them empty.
+    """
+
+    def __init__(self, shape: StaticShape) -> None:
+        self._shape = shape
+        self._below = _children_of(shape)
+        self.top_k = max(len(places) for places in self._below.values())
+        self.max_rows = len(self._below) - 1
+        self.depth = shape.depth
+        self._tokens: dict[int, int] = {}
+        self._scores: dict[int, float] = {}
+        self._laws: dict[int, LawEntries] = {}
+        self._frontier: tuple[int, ...] = (ROOT,)
+
+    def extend(self, children: Children) -> Frontier:
+        """Fill the places below the frontier; the next one holds the places with places below."""
+        for row, parent in enumerate(self._frontier):
+            law = children.laws[row] if children.laws else None
+            if law is not None:
+                self._laws[parent] = law
+            for place in self._below[parent]:
+                self._fill(place, parent, children, row)
+        rows = {parent: row for row, parent in enumerate(self._frontier)}
+        nodes = [
+            place
+            for parent in self._frontier
+            for place in self._below[parent]
+            if place in self._tokens and place in self._below
+        ]
+        self._frontier = tuple(nodes)
+        return Frontier(
+            tokens=tuple(self._tokens[n] for n in nodes),
+            parents=tuple(rows[self._shape.parents[n]] for n in nodes),
+        )
+
+    def _fill(self, place: int, parent: int, children: Children, row: int) -> None:
+        rank = self._shape.ranks[place]
+        logprob = float(children.logprobs[row, rank])
+        if logprob > -math.inf:
+            self._tokens[place] = int(children.tokens[row, rank])
+            self._scores[place] = self._scores.get(parent, 0.0) + min(logprob, 0.0)
+
+    def path(self, row: int) -> tuple[int, ...]:
+        """Tokens down to a frontier row."""
+        tokens: list[int] = []
+        node = self._frontier[row]
+        while node != ROOT:
+            tokens.append(self._tokens[node])
+            node = self._shape.parents[node]
+        return tuple(reversed(tokens))
+
+    def draft(self) -> Draft:
+        """The filled places in level order, with the law of every expanded node."""
+        filled = sorted(self._tokens)
+        place = {node: i for i, node in enumerate(filled)} | {ROOT: ROOT}
+        parents = [place[self._shape.parents[n]] for n in filled]
+        tree = DraftTree(
+            tokens=np.array([self._tokens[n] for n in filled], dtype=np.int32),
+            parents=np.array(parents, dtype=np.int32),
+            logprobs=np.array([self._scores[n] for n in filled], dtype=np.float32),
+        )
+        slots = {p + 1: self._laws[node] for node, p in place.items() if node in self._laws}
+        # An expanded node has children: its law holds at least one id, and rank 0 is a place.
+        return Draft(tree=tree, law=make_law(len(tree), slots) if slots else None)
+
+
+def _children_of(shape: StaticShape) -> dict[int, list[int]]:
+    below: dict[int, list[int]] = {}
+    for place, parent in enumerate(shape.parents):
+        below.setdefault(parent, []).append(place)
+    return below

@@ -1,0 +1,209 @@
+"""From a configuration to loaded draft sources and a service (torch is imported here)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from outrider.busy_polling import AwakeCores
+from outrider.checkpoints.head_tensors import read_head
+from outrider.checkpoints.model_config import ModelConfig
+from outrider.engine.checkpoint import load_model_config
+from outrider.engine.device.current_device import check_device, make_current
+from outrider.engine.device.drafting.eagle_weights import can_extract
+from outrider.engine.heads import DraftHead, load_head, load_head_config
+from outrider.engine.linear import make_linear
+from outrider.engine.matmul_tuning import set_threads
+from outrider.engine.model_loader import (
+    kv_bytes_per_token,
+    load_embedding,
+    load_lm_head,
+    load_target,
+)
+from outrider.engine.target import TargetModel
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.grammar.grammar_cache import Grammars
+from outrider.models import resolve
+from outrider.spec.plan import DraftMethod
+from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
+from outrider.transport.interface import Dialer
+from outrider.transport.shm import JoinLane, join_lane
+from outrider_drafter.config import DrafterConfig
+from outrider_drafter.proposers.eagle import HeadSource
+from outrider_drafter.proposers.interface import DraftSource
+from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.proposers.small_model import SmallModelSource
+from outrider_drafter.server.service import DrafterService, Identity
+from outrider_drafter.slow_source import slowed
+
+_HOST_KV_TOKENS: Final = 16384
+_MOST_KV_TOKENS: Final = 131072
+"""What `draft_model_kv_tokens` is where nobody says: from the host, and at most on a device,"""
+_KV_SHARE: Final = 0.5
+"""which takes no more than this share of what is free."""
+
+
+def build_service(
+    config: DrafterConfig,
+    dialer: Dialer,
+    awake: AwakeCores | None = None,
+    join: JoinLane = join_lane,
+) -> DrafterService:
+    """Load everything that `config` names; the service keeps `awake` while it serves, and comes to
+    its lanes by `join`.
+
+    Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
+    together.
+    """
+    check_device(config.device)
+    set_threads(config.threads, config.device)
+    make_current(config.device)
+    config = with_paths(config)
+    identity = load_identity(config)
+    loaded = (_load_source(method, config, identity) for method in config.methods)
+    sources = [slowed(source, config.bench_slowdown) for source in loaded]
+    grammars = Grammars.load(
+        tokenizer_file(config.model),
+        vocab_size=identity.vocab_size,
+        limits=config.grammar_compile,
+        masks=config.grammar_masks,
+    )
+    return DrafterService(
+        config, sources, dialer, identity=identity, awake=awake, join=join, grammars=grammars
+    )
+
+
+def with_paths(config: DrafterConfig) -> DrafterConfig:
+    """The configuration with names of pulled models replaced by their directories."""
+    if not config.model:
+        raise InvalidRequestError("`model`, the target, must be given", reason="INVALID_CONFIG")
+    draft_model = str(resolve(config.draft_model)) if config.draft_model else ""
+    return replace(config, model=str(resolve(config.model)), draft_model=draft_model)
+
+
+def load_identity(config: DrafterConfig) -> Identity:
+    """Vocabulary size and tokenizer hash of the target."""
+    return Identity(
+        vocab_size=load_model_config(config.model).vocab_size,
+        tokenizer_hash=tokenizer_hash(config.model),
+    )
+
+
+def _load_source(method: DraftMethod, config: DrafterConfig, identity: Identity) -> DraftSource:
+    if method is DraftMethod.NGRAM:
+        ngram = config.ngram
+        return NgramSource(max_match=ngram.max_match, min_match=ngram.min_match)
+    if method is DraftMethod.MODEL:
+        return _load_small_model(config, identity)
+    return _load_head(method, config)
+
+
+def _load_head(method: DraftMethod, config: DrafterConfig) -> DraftSource:
+    dtype = getattr(torch, config.dtype)
+    target = load_model_config(config.model)
+    # Before anything is loaded: every mismatch that files can tell.
+    read_head(Path(config.head), target, kind=method)
+    return _head_source(_load_weights(config, target, dtype), config, dtype)
+
+
+def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> DraftSource:
+    if torch.device(config.device).type != "cuda" or not can_extract(head):
+        return HeadSource(
+            head,
+            max_rows=config.head_kv_rows,
+            max_context=config.head_max_context,
+            dtype=dtype,
+            device=config.device,
+        )
+    # Imported here: it needs Triton, which a drafter on a CPU can do without.
+    from outrider_drafter.gpu.eagle import DeviceHeadSource
+
+    source = DeviceHeadSource(
+        head,
+        max_rows=config.head_kv_rows,
+        max_context=config.head_max_context,
+        max_sessions=config.max_sessions,
+        dtype=dtype,
+        device=config.device,
+        cuda_graphs=config.cuda_graphs,
+        bounded=config.cuda_graphs,
+    )
+    if config.cuda_graphs:
+        source.warm_up()
+    return source
+
+
+def _load_weights(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype) -> DraftHead:
+    shape = load_head_config(config.head, num_target_layers=target.num_layers)
+    # Only a head over the whole vocabulary can be without an output projection of its own.
+    borrows = shape.draft_vocab_size == shape.vocab_size
+    return load_head(
+        config.head,
+        embedding=load_embedding(config.model, dtype=dtype),
+        lm_head=load_lm_head(config.model, dtype=dtype) if borrows else None,
+        num_target_layers=target.num_layers,
+        dtype=dtype,
+        device=config.device,
+        make_linear=make_linear,
+    )
+
+
+def _load_small_model(config: DrafterConfig, identity: Identity) -> DraftSource:
+    own = tokenizer_hash(Path(config.draft_model))
+    if own and identity.tokenizer_hash and own != identity.tokenizer_hash:
+        raise FailedPreconditionError(
+            f"{config.draft_model} has another tokenizer than {config.model}",
+            reason="TOKENIZER_MISMATCH",
+        )
+    model = load_target(
+        config.draft_model,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+        kv_tokens=partial(pool_tokens, config, identity.vocab_size),
+    )
+    return _model_source(model, config, identity.vocab_size)
+
+
+def pool_tokens(config: DrafterConfig, vocab_size: int, model: ModelConfig) -> int:
+    """Tokens of K/V for the sessions of a small model that are drafted from the host."""
+    asked = config.draft_model_kv_tokens or _HOST_KV_TOKENS
+    beside = torch.device(config.device).type == "cuda" and _is_covered(model, vocab_size)
+    return min(asked, _HOST_KV_TOKENS) if beside else asked
+
+
+def device_tokens(free_bytes: int, bytes_per_token: int) -> int:
+    """The same for those that are drafted on the device, of which so much is free."""
+    return min(_MOST_KV_TOKENS, int(free_bytes * _KV_SHARE) // bytes_per_token)
+
+
+def _is_covered(model: ModelConfig, vocab_size: int) -> bool:
+    # A device masks trees, which a window does not allow, and knows no token that a model does not.
+    return model.vocab_size >= vocab_size and model.sliding_window is None
+
+
+def _model_source(model: TargetModel, config: DrafterConfig, vocab_size: int) -> DraftSource:
+    covered = _is_covered(model.config, vocab_size) and model.has_plain_weights
+    if model.device.type != "cuda" or not covered:
+        return SmallModelSource(model, vocab_size=vocab_size)
+    max_rows = config.draft_model_kv_tokens
+    if not max_rows:
+        free, _ = torch.cuda.mem_get_info(model.device)
+        max_rows = device_tokens(free, kv_bytes_per_token(model.config, model.dtype))
+    # Imported here: it needs Triton, which a drafter on a CPU can do without.
+    from outrider_drafter.gpu.small_model import DeviceModelSource
+
+    source = DeviceModelSource(
+        model,
+        vocab_size=vocab_size,
+        max_rows=max_rows,
+        max_sessions=config.max_sessions,
+        cuda_graphs=config.cuda_graphs,
+        bounded=config.cuda_graphs,
+    )
+    if config.cuda_graphs:
+        source.warm_up()
+    return source

@@ -1,0 +1,391 @@
+"""Messages in, proposals out: the drafter without threads, clocks of its own, or I/O."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.grammar.grammar_cache import Grammars
+from outrider.spec.plan import DraftMethod
+from outrider.wire.messages import (
+    PlanChange,
+    SessionEnd,
+    SessionsLost,
+    SessionStart,
+    Verdicts,
+    WireTensor,
+)
+from outrider_drafter.look_ahead.scheduler import Answers as Answers
+from outrider_drafter.look_ahead.scheduler import LookAhead
+from outrider_drafter.metrics import Metrics
+from outrider_drafter.proposers.interface import Drafted, DraftSource
+from outrider_drafter.server.session_spans import SessionSpans
+from outrider_drafter.state.fair_share import MOST_TOGETHER, first_served
+from outrider_drafter.state.session import Limits, Session, SessionKey, refusal
+from outrider_drafter.state.session_grammars import Forms
+from outrider_drafter.state.session_table import SessionTable
+
+logger = logging.getLogger(__name__)
+
+_MAX_UNBOOKED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionClosed:
+    """A connection ended: its sessions are gone."""
+
+
+SessionMessage = SessionStart | Verdicts | PlanChange | SessionEnd | ConnectionClosed
+Sessions = tuple[Session, ...]
+
+
+class _Addresses(NamedTuple):
+    """Where the answers for some sessions go."""
+
+    slots: NDArray[np.int64]
+    handles: NDArray[np.int64]
+    owners: NDArray[np.int64]
+    """Connection of each session."""
+    connections: list[int]
+    """All of these."""
+
+    @classmethod
+    def of(cls, sessions: Sequence[Session]) -> _Addresses:
+        """The addresses of these sessions."""
+        owners = [session.key.connection for session in sessions]
+        return cls(
+            slots=np.array([session.slot for session in sessions], dtype=np.int64),
+            handles=np.array([session.key.handle for session in sessions], dtype=np.int64),
+            owners=np.array(owners, dtype=np.int64),
+            connections=list(dict.fromkeys(owners)),
+        )
+
+
+class DraftEngine:
+    """Follows sessions and drafts for them. Every method is called from one thread."""
+
+    def __init__(
+        self,
+        sources: Sequence[DraftSource],
+        *,
+        limits: Limits,
+        max_sessions: int,
+        metrics: Metrics,
+        now: Callable[[], float] = time.perf_counter,
+        on_sessions: Callable[[int], None] = lambda _: None,
+        grammars: Grammars | None = None,
+        in_time: bool = True,
+    ) -> None:
+        """`on_sessions` is told how many sessions are followed whenever that may have changed;
+        `grammars`: see `Forms`; in_time: see `Pace`."""
+        self._forms = Forms(grammars, limits)
+        self._sources: Mapping[DraftMethod, DraftSource] = {s.method: s for s in sources}
+        self._fed = [s for s in sources if s.feature_size]
+        self._limits = limits
+        convert = self._fed[0].held_features if self._fed else _as_they_are
+        self._table = SessionTable(max_sessions, limits, convert)
+        self.metrics = metrics
+        metrics.begin_at_zero(self._sources)
+        self._now = now
+        self._on_sessions = on_sessions
+        self._lost: list[SessionKey] = []
+        """Lost sessions whose verifiers are to hear of it."""
+        self._verdicts = 0
+        """Verdicts that are not in the metrics yet."""
+        self._unbooked: list[Callable[[], None]] = []
+        self._batched: tuple[int, bytes] = (-1, b"")
+        """Version of the table and slots of the sessions that `_batches` is about."""
+        self._batches: list[tuple[DraftMethod, Sessions]] = []
+        self._addresses: dict[int, tuple[Sequence[Session], _Addresses]] = {}
+        """Of those of `_batches` that were answered together, by identity."""
+        self._ahead = LookAhead(
+            sources,
+            self._table,
+            metrics,
+            now=now,
+            later=lambda write: self._unbooked.append(write),
+            failed=self.check_devices,
+            in_time=in_time,
+        )
+        self._spans = SessionSpans()
+        self.device_lost = False
+        """Whether a device was found not to work after a failure; no draft can follow."""
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions followed now."""
+        return len(self._table)
+
+    @property
+    def wants_drafting(self) -> bool:
+        """Whether a draft is wanted, or a verifier is to hear of a lost session."""
+        return bool(self._lost) or bool(self._table.wanting.any())
+
+    @property
+    def wants_look_ahead(self) -> bool:
+        """Whether outcomes of live proposals may be drafted for."""
+        return self._ahead.is_wanted
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is catch-up work that nobody waits for."""
+        return bool(self._table.behind.any())
+
+    @property
+    def has_unbooked(self) -> bool:
+        """Whether `book` has something to do."""
+        return bool(self._unbooked or self._verdicts)
+
+    def listened(self, *, waited: bool) -> None:
+        """Messages were looked for just now, and are handled next; waited: see `Pace`."""
+        self._ahead.pace.listened(waited=waited)
+
+    def handle(self, connection: int, message: SessionMessage) -> None:
+        """Take in one message. Never raises for anything that a peer may have sent."""
+        match message:
+            case Verdicts():
+                self._take_in(connection, message)
+            case SessionStart():
+                self._start(connection, message)
+            case PlanChange():
+                session = self._find(SessionKey(connection, message.handle))
+                if session is not None:
+                    session.plan = message.plan
+                    self._table.version += 1
+                    self._ahead.watch(session)
+            case SessionEnd():
+                self._remove(self._table.get(SessionKey(connection, message.handle)))
+            case ConnectionClosed():
+                for session in self._table.of_connection(connection):
+                    self._remove(session)
+                self._ahead.pace.forget(connection)
+        if not isinstance(message, Verdicts):
+            self.metrics.sessions.set(len(self._table))
+            self._on_sessions(len(self._table))
+
+    def draft(self) -> Iterator[Answers]:
+        """Draft for every session that wants it; yields the proposals that are ready together.
+
+        What the metrics are to know of it waits for `book`: each proposal leaves first.
+        """
+        if len(self._unbooked) >= _MAX_UNBOOKED:
+            self.book()
+        if self._lost:
+            yield self._losses()
+        for method, sessions in self._wanting():
+            source = self._sources.get(method)
+            if source is None:
+                yield self._none_of(sessions)
+                continue
+            yield from self._draft_batch(source, sessions)
+            self._unbooked.append(partial(self.metrics.batch_sessions.observe, len(sessions)))
+
+    def look_ahead(self) -> Generator[Answers]:
+        """Draft for outcomes that have not happened; to be called when no draft is wanted.
+
+        Yields what is ready together, which may be nothing. When a message waits the iterator must
+        be closed before it is taken in: sessions may move by it. The rest is for the next one.
+        """
+        if len(self._unbooked) >= _MAX_UNBOOKED:
+            self.book()
+        yield from self._ahead.work()
+
+    def _wanting(self) -> Iterable[tuple[DraftMethod, Sessions]]:
+        """The sessions that want a draft, by method; the same objects as long as they are the same
+        sessions with the same plans, so that what follows from them need not be worked out anew."""
+        table = self._table
+        slots = np.flatnonzero(table.wanting)
+        if len(slots) > MOST_TOGETHER:
+            # The rest goes on wanting, beside what is wished for meanwhile.
+            owners = [table.session(slot).key.connection for slot in slots.tolist()]
+            slots = slots[first_served(np.array(owners), table.used_at[slots], MOST_TOGETHER)]
+        table.wanting[slots] = False
+        state = (table.version, slots.tobytes())
+        if state != self._batched:
+            by_method: dict[DraftMethod, list[Session]] = {}
+            for session in map(table.session, slots.tolist()):
+                if session.plan.speculative:
+                    by_method.setdefault(session.plan.method, []).append(session)
+            self._batched = state
+            self._batches = [(method, tuple(them)) for method, them in by_method.items()]
+            self._addresses.clear()
+        return self._batches
+
+    def book(self) -> None:
+        """Write into the metrics what was received and drafted since the last time."""
+        self.metrics.verdicts.inc(self._verdicts)
+        self._verdicts = 0
+        unbooked, self._unbooked = self._unbooked, []
+        for write in unbooked:
+            write()
+
+    def catch_up(self) -> None:
+        """Let the sources take in the news of one session."""
+        slot = int(self._table.behind.argmax())
+        self._table.behind[slot] = False
+        session = self._table.session(slot)
+        own = self._sources.get(session.plan.method)
+        for source in {*self._fed, *([own] if own else [])}:
+            try:
+                source.catch_up([session])
+            except Exception:
+                logger.exception("catch-up failed", extra={"session_id": session.session_id})
+                self.check_devices()
+                self._lose(session, "error")
+                return
+
+    def check_devices(self) -> None:
+        """After a failure: note whether a device is the reason."""
+        if self.device_lost or all(source.usable for source in self._sources.values()):
+            return
+        self.device_lost = True
+        self.metrics.device_losses.inc()
+        logger.critical("the device is lost")
+
+    def _draft_batch(self, source: DraftSource, sessions: Sessions) -> Iterator[Answers]:
+        started = self._now()
+        waiting: Sequence[Session] = sessions
+        only_fed = all(fed is source for fed in self._fed)
+        try:
+            self._forms.give(sessions)
+            for drafted in source.drafts(sessions):
+                waiting = _without(waiting, drafted.sessions)
+                if not drafted.sessions:
+                    continue
+                answers = self._answers(drafted, started)
+                if only_fed:
+                    self._table.behind[self._address(drafted.sessions).slots] = False
+                yield answers
+        except Exception:
+            # State half-way through a batch cannot be trusted: these sessions decode plainly.
+            logger.exception("drafting failed", extra={"sessions": len(sessions)})
+            self.check_devices()
+            for session in sessions:
+                self._lose(session, "error")
+        if self._lost:
+            yield self._losses()
+        if waiting:
+            yield self._none_of(waiting)
+
+    def _none_of(self, sessions: Sequence[Session]) -> Answers:
+        """Say at once that nothing comes, so that the rows decode plainly without any patience."""
+        no_nodes = np.empty(0, dtype=np.int32)
+        nothing = Drafted(
+            sessions=sessions,
+            node_counts=np.zeros(len(sessions), dtype=np.int64),
+            tokens=no_nodes,
+            parents=no_nodes,
+            logprobs=np.empty(0, dtype=np.float32),
+        )
+        return self._answers(nothing, self._now())
+
+    def _answers(self, drafted: Drafted, started: float) -> Answers:
+        seconds = self._now() - started
+        sessions, table = drafted.sessions, self._table
+        method = sessions[0].plan.method
+        self._unbooked.append(partial(self.metrics.drafted, method, drafted.node_counts, seconds))
+        if self._spans:
+            counts, now = drafted.node_counts, time.time()
+            self._unbooked.append(partial(self._spans.drafted, sessions, counts, seconds, now))
+        if self._ahead.watched:
+            self._ahead.take_up(drafted, seconds)
+        address = self._address(sessions)
+        digests, lengths = table.digests[address.slots], table.lengths[address.slots]
+        proposals = drafted.proposals(address.handles, digests, lengths, seconds)
+        if len(address.connections) == 1:
+            return [(address.connections[0], proposals)]
+        return [
+            (number, proposals.only(np.flatnonzero(address.owners == number)))
+            for number in address.connections
+        ]
+
+    def _address(self, sessions: Sequence[Session]) -> _Addresses:
+        """Whose they are; found again for the same object."""
+        known = self._addresses.get(id(sessions))
+        if known is not None and known[0] is sessions:
+            return known[1]
+        address = _Addresses.of(sessions)
+        if any(sessions is them for _, them in self._batches):
+            self._addresses[id(sessions)] = (sessions, address)
+        return address
+
+    def _losses(self) -> Answers:
+        lost, self._lost = self._lost, []
+        by_connection: dict[int, list[int]] = {}
+        for connection, handle in lost:
+            by_connection.setdefault(connection, []).append(handle)
+        return [(number, SessionsLost(tuple(them))) for number, them in by_connection.items()]
+
+    def _start(self, connection: int, message: SessionStart) -> None:
+        key = SessionKey(connection, message.handle)
+        if reason := refusal(message, self._limits):
+            self._ignore(reason, key)
+            return
+        self._remove(self._table.get(key))
+        self._remove(self._table.crowded_out(connection))
+        session = self._table.add(connection, message)
+        self._forms.begin(session)
+        self._ahead.watch(session)
+        self._spans.started(key, message)
+
+    def _take_in(self, connection: int, verdicts: Verdicts) -> None:
+        self._verdicts += len(verdicts)
+        taken = self._table.take_in(connection, verdicts)
+        if taken.unknown:
+            self._ignored("unknown_session", taken.unknown)
+        for session, reason in taken.lost:
+            self._lose(session, reason)
+        if self._ahead.watched:
+            self._ahead.follow(taken.slots)
+
+    def _find(self, key: SessionKey) -> Session | None:
+        session = self._table.get(key)
+        if session is None:
+            self._ignore("unknown_session", key)
+        return session
+
+    def _ignore(self, reason: str, key: SessionKey) -> None:
+        logger.debug("message ignored", extra={"handle": key.handle, "reason": reason})
+        self._ignored(reason)
+
+    def _ignored(self, reason: str, count: int = 1) -> None:
+        self.metrics.ignored_messages.labels(reason).inc(count)
+
+    def _lose(self, session: Session, reason: str) -> None:
+        """Stop drafting a session that cannot be followed; it decodes plainly from here on."""
+        logger.warning("session lost", extra={"session_id": session.session_id, "reason": reason})
+        self.metrics.lost_sessions.labels(reason).inc()
+        session.lost = reason
+        self._lost.append(session.key)
+        self._table.forget(session)
+        self._release(session)
+
+    def _remove(self, session: Session | None) -> None:
+        if session is not None:
+            self._table.remove(session)
+            self._release(session)
+
+    def _release(self, session: Session) -> None:
+        self._ahead.forget(session)
+        self._spans.ended(session.key, session.lost)
+        for source in self._sources.values():
+            source.release(session)
+
+
+def _without(waiting: Sequence[Session], drafted: Sequence[Session]) -> Sequence[Session]:
+    """Sessions that still wait for a draft."""
+    if drafted is waiting:
+        return ()
+    done = {session.slot for session in drafted}
+    return [session for session in waiting if session.slot not in done]
+
+
+def _as_they_are(wire: WireTensor) -> NDArray[np.generic]:
+    return wire.data

@@ -1,0 +1,251 @@
+"""The drafting thread: the only one that touches sessions and models."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from outrider import timeline
+from outrider.engine.device.current_device import enter_launching_thread
+from outrider.engine.device.transfer.pinned_memory import pin
+from outrider.transport.pollable_queue import Letterbox
+from outrider.transport.shm import Lane
+from outrider.watchdog import Progress
+from outrider_drafter.server.draft_engine import (
+    Answers,
+    ConnectionClosed,
+    DraftEngine,
+    SessionMessage,
+)
+from outrider_drafter.server.shm_channels import Lanes
+from outrider_drafter.state.fair_share import MOST_LOOKS, Turns
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[Answers], None]
+"""Takes the proposals that are ready together and go by no lane, on the drafting thread; must not
+block."""
+
+THERE_S = 0.00003
+"""A wait that ends sooner has found what was there."""
+GIVE_WAY_S = 0.0001
+"""How long the thread stands back when proposals have left: the thread that sends them needs the
+interpreter lock. A message ends it."""
+
+
+class DraftWorker:
+    """Runs a `DraftEngine`: all waiting messages, then all wanted drafts, then drafts for outcomes
+    that have not happened, for as long as no message comes, then a little catch-up.
+
+    Verdicts that arrive together are drafted together, and so are those that arrive while a batch
+    runs and wait for its end. Metrics wait until nobody waits for a draft.
+    The thread ends when it is stopped, or when a device is lost.
+    """
+
+    def __init__(
+        self,
+        engine: DraftEngine,
+        deliver: Deliver,
+        *,
+        on_lost: Callable[[], None],
+        on_lane_lost: Callable[[int], None] = lambda _: None,
+        max_unsent: int = 256,
+        device: str = "cpu",
+    ) -> None:
+        """`device` is where the models are. `on_lost` is called on the drafting thread, as the last
+        thing it does, if a device is lost; `on_lane_lost` with the connection whose lane is. They
+        must not block. `max_unsent`: answers that wait for a verifier that does not read."""
+        self._engine = engine
+        self._deliver = deliver
+        on_device = torch.device(device)
+        self._lanes = Lanes(
+            engine.metrics,
+            max_unsent=max_unsent,
+            on_lost=on_lane_lost,
+            pin=lambda memory: pin(memory, on_device),
+        )
+        self._on_lost = on_lost
+        self._device = device
+        self._inbox: Letterbox[tuple[int, Sequence[SessionMessage] | Lane] | None] = Letterbox()
+        """(connection, what came together, or its lane); None wakes the thread to end it."""
+        self._submitted: Counter[int] = Counter()
+        """Messages of each connection so far; written by the submitting thread alone."""
+        self._taken: Counter[int] = Counter()
+        """Of these, those that the drafting thread has taken in; written by it alone."""
+        self._untaken: Turns[SessionMessage] = Turns()
+        """Out of the inbox; an error leaves those behind it for later."""
+        self._gives_way = False
+        self.progress = Progress()
+        """Steps of the thread: turns of its loop, batches, and layers of a forward."""
+        self._is_idle = False
+        """Whether the thread waits for a message because there is nothing else to do."""
+        self._is_over = False
+        """Whether the thread has ended as it was told, or with its device."""
+        self._stopping = False
+        self._worker = threading.Thread(target=self._run, name="drafting", daemon=True)
+
+    def backlog(self, connection: int) -> int:
+        """Messages of a connection that wait for the thread."""
+        return self._submitted[connection] - self._taken[connection]
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions followed now."""
+        return self._engine.num_sessions
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the thread is to do something, or has died; any thread."""
+        return not self._is_over and not (self._is_idle and len(self._inbox) == 0)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._worker.is_alive()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._worker.start()
+
+    def submit(self, connection: int, *messages: SessionMessage) -> None:
+        """Hand messages to the thread, which takes all of them in before it drafts. To be called
+        from one thread."""
+        self._submitted[connection] += len(messages)
+        self._inbox.put((connection, messages))
+
+    def submit_lane(self, connection: int, lane: Lane) -> None:
+        """Hand the thread a lane: the connection's answers go by it, and its messages come by it.
+        It is closed with the connection."""
+        self._inbox.put((connection, lane))
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread after its current batch; idempotent."""
+        self._stopping = True
+        self._inbox.put(None)
+        if self._worker.is_alive():
+            self._worker.join(timeout_s)
+
+    def _run(self) -> None:
+        self.progress.bind()
+        # OpenMP keeps the number of threads by thread; being asked, torch sets it for this one.
+        torch.get_num_threads()
+        enter_launching_thread(self._device)
+        # Entered once for all: a decorator of a generator that is compiled would leave it as soon
+        # as it was called (decision 48).
+        with torch.inference_mode():
+            self._serve()
+
+    def _serve(self) -> None:
+        while not self._stopping:
+            self.progress.record_step()
+            try:
+                self._work()
+            except Exception:
+                # Whatever it was, the other sessions must go on.
+                logger.exception("drafting thread: unexpected error")
+                self._engine.check_devices()
+            if self._engine.device_lost:
+                self._on_lost()
+                break
+        self._is_over = True
+        self._lanes.close()
+
+    def _work(self) -> None:
+        """Take in all messages, waiting for one if there is nothing else to do, then do it."""
+        engine = self._engine
+        self._take_in()
+        for _ in range(MOST_LOOKS):
+            if not self._receive(self._wait_s()):
+                break
+            self._gives_way = False
+            self._take_in()
+        if self._stopping:
+            return
+        if engine.wants_drafting:
+            began = timeline.now()
+            for answers in engine.draft():
+                timeline.span("draft", began, len(answers))
+                self._send(answers)
+                began = timeline.now()
+            return
+        self._gives_way = False
+        if engine.wants_look_ahead:
+            self._look_ahead()
+        elif engine.has_unbooked:
+            engine.book()
+        elif engine.is_behind:
+            engine.catch_up()
+
+    def _look_ahead(self) -> None:
+        """Until it is done, or a message waits: sessions may move by it."""
+        ahead = self._engine.look_ahead()
+        with contextlib.closing(ahead):
+            for answers in ahead:
+                self._send(answers)
+                self._receive(0.0)
+                if self._untaken or self._stopping:
+                    return
+
+    def _receive(self, wait_s: float | None) -> bool:
+        """Whether messages came within this time."""
+        lanes = self._lanes
+        began = timeline.now()
+        self._is_idle = wait_s is None
+        ready = self._inbox.wait(lanes.within(wait_s), lanes.readers, lanes.writers)
+        self._is_idle = False
+        # What was there already came while something else was done; a look that waits for nothing
+        # may be kept long by the interpreter lock.
+        self._engine.listened(waited=wait_s != 0.0 and timeline.now() - began > THERE_S)
+        if wait_s != 0.0:
+            timeline.span("wait", began)
+        lanes.flush()
+        came = bool(ready)
+        for entry in self._inbox.take():
+            if entry is None:
+                return False
+            connection, content = entry
+            came = True
+            if isinstance(content, Lane):
+                lanes.attach(connection, content)
+                continue
+            self._untaken.extend((connection, message) for message in content)
+            if any(isinstance(message, ConnectionClosed) for message in content):
+                lanes.detach(connection)
+        self._untaken.extend(lanes.messages(ready))
+        return came
+
+    def _send(self, answers: Answers) -> None:
+        """By lanes; what goes by none is another thread's to send."""
+        self.progress.record_step()
+        began = timeline.now()
+        rest = self._lanes.answer(answers)
+        if rest:
+            self._deliver(rest)
+            self._gives_way = True
+        if answers:
+            timeline.span("send", began, len(answers))
+
+    def _take_in(self) -> None:
+        began, count = timeline.now(), 0
+        for connection, message in self._untaken.take():
+            count += 1
+            if not self._lanes.carries(connection):
+                self._taken[connection] += 1
+            self._engine.handle(connection, message)
+        if count:
+            timeline.span("take in", began, count)
+
+    def _wait_s(self) -> float | None:
+        """How long to wait for a message; None if there is nothing else to do."""
+        engine = self._engine
+        if engine.wants_drafting or self._untaken:
+            return 0.0
+        if self._gives_way:
+            return GIVE_WAY_S
+        busy = engine.wants_look_ahead or engine.has_unbooked or engine.is_behind
+        return 0.0 if busy else None

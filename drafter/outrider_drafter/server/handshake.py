@@ -1,0 +1,55 @@
+"""How a connection to a verifier begins: hello, welcome, and a lane if both are on one host."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from outrider.errors import FailedPreconditionError, OutriderError, UnavailableError
+from outrider.transport.interface import DrafterConnection
+from outrider.transport.shm import JoinLane, Lane
+from outrider.wire.messages import PROTOCOL_VERSION, Hello, LaneAnswer, LaneOffer, Welcome
+
+logger = logging.getLogger(__name__)
+
+
+async def shake_hands(
+    connection: DrafterConnection, hello: Hello, *, timeout_s: float, join: JoinLane
+) -> Lane | None:
+    """Greet the verifier; the lane, if it is on this host and has one. `join` is called on a thread
+    of its own.
+
+    Raises UnavailableError if the verifier does not answer as it should within `timeout_s`,
+    FailedPreconditionError if the two do not fit.
+    """
+    await connection.send(hello)
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await connection.receive()
+    except TimeoutError:
+        raise UnavailableError("the verifier did not answer Hello in time") from None
+    if not isinstance(answer, Welcome):
+        raise UnavailableError(f"the verifier began with {type(answer).__name__}, not Welcome")
+    if answer.protocol_version != PROTOCOL_VERSION:
+        raise FailedPreconditionError(
+            f"the verifier speaks protocol {answer.protocol_version}, not {PROTOCOL_VERSION}",
+            reason="PROTOCOL_MISMATCH",
+        )
+    if answer.lane is None:
+        return None
+    lane = await _joined(answer.lane, join)
+    try:
+        await connection.send(LaneAnswer(joined=lane is not None))
+    except BaseException:
+        if lane is not None:
+            lane.close()
+        raise
+    return lane
+
+
+async def _joined(offer: LaneOffer, join: JoinLane) -> Lane | None:
+    try:
+        return await asyncio.to_thread(join, offer)
+    except OutriderError as error:
+        logger.info("no lane: %s", error.message)
+        return None

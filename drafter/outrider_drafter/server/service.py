@@ -1,0 +1,424 @@
+"""The drafter as a service: connections to verifiers, and what a router may ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.busy_polling import AwakeCores
+from outrider.errors import (
+    ConnectionLostError,
+    FailedPreconditionError,
+    InvalidMessageError,
+    InvalidRequestError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.grammar.grammar_cache import Grammars
+from outrider.ids import DrafterId
+from outrider.transport.interface import Dialer, DrafterConnection
+from outrider.transport.send_queue import Outgoing
+from outrider.transport.shm import JoinLane, join_lane, lanes_exist
+from outrider.watchdog import Watchdog
+from outrider.wire.codec import encode_drafter_message
+from outrider.wire.messages import (
+    PROTOCOL_VERSION,
+    DrafterInfo,
+    DrafterMessage,
+    Encoded,
+    FeatureLayout,
+    Heartbeat,
+    Hello,
+    Welcome,
+)
+from outrider_drafter.config import DrafterConfig
+from outrider_drafter.metrics import Metrics
+from outrider_drafter.proposers.interface import DraftSource
+from outrider_drafter.server.draft_engine import Answers, ConnectionClosed, DraftEngine
+from outrider_drafter.server.draft_loop import DraftWorker
+from outrider_drafter.server.handshake import shake_hands
+from outrider_drafter.state.session import Limits
+
+logger = logging.getLogger(__name__)
+
+HEARD_S = 1.5
+"""How long a drafter that ends waits for a router to hear of it; they ask every half second."""
+_BACKLOG_POLL_S, _DRAIN_POLL_S = 0.002, 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What must agree with a verifier."""
+
+    vocab_size: int
+    tokenizer_hash: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Link:
+    """One attached verifier."""
+
+    address: str
+    first_outcome: asyncio.Future[None]
+    """Done when the first attempt succeeded or failed; carries a misfit as its exception."""
+    connected: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+class DrafterService:
+    """Implements `DrafterControl`; constructible over any transport's dialer.
+
+    When a device is lost, it leaves every verifier and refuses every call with DEVICE_LOST; when
+    the drafting thread hangs, with ENGINE_STALLED. The owner, told by `lost`, is to end the
+    process, so that its keeper starts a new one.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        sources: Sequence[DraftSource],
+        dialer: Dialer,
+        *,
+        identity: Identity,
+        metrics: Metrics | None = None,
+        awake: AwakeCores | None = None,
+        join: JoinLane = join_lane,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`awake` is kept while there are sessions; `join` is called on a thread of its own."""
+        kept = awake or AwakeCores.claim(0)
+        self.metrics = metrics or Metrics()
+        self._config, self._dialer, self._join_lane = config, dialer, join
+        self._grammars = grammars
+        fed = [s for s in sources if s.feature_layout is not FeatureLayout.NONE]
+        self._hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            drafter_id=DrafterId(config.drafter_id),
+            incarnation=secrets.token_hex(8),
+            vocab_size=identity.vocab_size,
+            tokenizer_hash=identity.tokenizer_hash,
+            methods=tuple(source.method for source in sources),
+            feature_layout=fed[0].feature_layout if fed else FeatureLayout.NONE,
+            feature_fingerprint=fed[0].feature_fingerprint if fed else "",
+            lanes=config.lanes and lanes_exist(),
+            feature_offsets=True,
+        )
+        limits = Limits(
+            vocab_size=identity.vocab_size,
+            feature_size=fed[0].feature_size if fed else 0,
+            max_context=config.max_context,
+        )
+        engine = DraftEngine(
+            sources,
+            limits=limits,
+            max_sessions=config.max_sessions,
+            metrics=self.metrics,
+            on_sessions=lambda count: kept.keep(count > 0),
+            grammars=grammars,
+            in_time=config.look_ahead_in_time,
+        )
+        self._worker = DraftWorker(
+            engine,
+            self._deliver,
+            on_lost=self._on_lost,
+            on_lane_lost=self._on_lane_lost,
+            max_unsent=config.max_outbox,
+            device=config.device,
+        )
+        self.lost = asyncio.Event()
+        """Set when a device does not work any more, or the drafting thread hangs."""
+        self.is_stalled = False
+        """Whether the drafting thread hangs: nothing may wait for it."""
+        self._watchdog = Watchdog(
+            self._worker.progress,
+            has_work=lambda: self._worker.has_work,
+            on_stall=self._on_stall,
+            timeout_s=config.stall_s,
+        )
+        self._draining = False
+        """Whether a router's operator has removed it."""
+        self._ending = False
+        """Whether the process is about to end."""
+        self._heard = False
+        """Whether anybody asked since it is ending."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._links: dict[str, _Link] = {}
+        self._outboxes: dict[int, Outgoing[DrafterMessage]] = {}
+        self._readers: dict[int, asyncio.Task[None]] = {}
+        """By connection: what ends it when it ends."""
+        self._lost_lanes: set[int] = set()
+        """Connections that end because their lanes are lost."""
+        self._numbers = itertools.count(1)
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions followed now."""
+        return self._worker.num_sessions
+
+    def connected_to(self, verifier_address: str) -> bool:
+        """Whether an attached verifier has answered and is still there."""
+        link = self._links.get(verifier_address)
+        return link is not None and link.connected
+
+    async def info(self) -> DrafterInfo:
+        """Identity and load."""
+        self._check_device()
+        self._heard = self._ending
+        return DrafterInfo(
+            protocol_version=PROTOCOL_VERSION,
+            drafter_id=self._hello.drafter_id,
+            incarnation=self._hello.incarnation,
+            vocab_size=self._hello.vocab_size,
+            tokenizer_hash=self._hello.tokenizer_hash,
+            methods=self._hello.methods,
+            feature_layout=self._hello.feature_layout,
+            feature_fingerprint=self._hello.feature_fingerprint,
+            sessions=self._worker.num_sessions,
+            verifiers=tuple(a for a, link in self._links.items() if link.connected),
+            draft_ms_p50=self.metrics.draft_ms_p50,
+            handicap=self._config.handicap,
+            draining=self.draining,
+            max_sessions=self._config.max_sessions,
+        )
+
+    async def attach(self, verifier_address: str) -> None:
+        """Connect to a verifier and keep connecting until detached; idempotent.
+
+        Waits a moment for the first attempt: a verifier that does not fit raises
+        FailedPreconditionError and is not tried again; one that is not there is.
+        """
+        if not verifier_address:
+            raise InvalidRequestError("verifier_address must not be empty")
+        self._check_device()
+        link = self._links.get(verifier_address)
+        if link is None:
+            self._start_worker()
+            outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            link = _Link(address=verifier_address, first_outcome=outcome)
+            self._links[verifier_address] = link
+            link.task = asyncio.create_task(self._follow(link), name=f"verifier {verifier_address}")
+        wait_s = self._config.reconnect.attach_wait_s
+        done, _ = await asyncio.wait([link.first_outcome], timeout=wait_s)
+        if done and (misfit := link.first_outcome.exception()) is not None:
+            raise misfit
+
+    async def detach(self, verifier_address: str) -> None:
+        """Drop the connection to a verifier; idempotent."""
+        link = self._links.pop(verifier_address, None)
+        if link is None or link.task is None:
+            return
+        link.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await link.task
+
+    @property
+    def draining(self) -> bool:
+        """Whether its sessions are to be given to others."""
+        return self._draining or self._ending
+
+    async def drain(self, draining: bool) -> None:
+        """Say in `info` that it leaves, or that it stays after all; it drafts on in any case."""
+        self._draining = draining
+
+    async def hand_over(self, timeout_s: float) -> bool:
+        """Say that it leaves, for good, and draft on until all sessions were given to others and,
+        within HEARD_S, somebody has heard of it: between two sessions it would be taken for lost.
+        False if time ran out."""
+        self._ending = True
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < timeout_s:
+            unheard = self._links and not self._heard and passed < HEARD_S
+            if not (self.num_sessions or unheard):
+                break
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return self.num_sessions == 0
+
+    async def close(self) -> None:
+        """Detach from every verifier and end the drafting thread."""
+        for address in tuple(self._links):
+            await self.detach(address)
+        self._watchdog.stop()
+        if not self.is_stalled:
+            await asyncio.to_thread(self._worker.stop)
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _start_worker(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._worker.start()
+            self._watchdog.start()
+
+    async def _follow(self, link: _Link) -> None:
+        """Serve a verifier, connection after connection, until detached or refused at first."""
+        reconnect = self._config.reconnect
+        pause = reconnect.first_s
+        while True:
+            try:
+                await self._serve(link)
+            except FailedPreconditionError as error:
+                self._attempt(link, "refused", error)
+                if not link.first_outcome.done():
+                    self._links.pop(link.address, None)
+                    link.first_outcome.set_exception(error)
+                    # Read once here, so that an attach that gave up waiting leaves no complaint.
+                    link.first_outcome.exception()
+                    return
+            except OutriderError as error:
+                self._attempt(link, "lost" if link.connected else "unreachable", error)
+            except Exception as error:
+                logger.exception("connection failed", extra={"verifier": link.address})
+                self._attempt(link, "failed", error)
+            if link.connected:
+                pause = reconnect.first_s
+            link.connected = False
+            if not link.first_outcome.done():
+                link.first_outcome.set_result(None)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2.0 * pause, reconnect.max_s)
+
+    def _attempt(self, link: _Link, outcome: str, error: Exception) -> None:
+        self.metrics.connects.labels(outcome).inc()
+        logger.warning(
+            "verifier connection ended",
+            extra={"verifier": link.address, "outcome": outcome, "reason": str(error)},
+        )
+
+    async def _serve(self, link: _Link) -> None:
+        """One connection, from the handshake to its end (always by an exception)."""
+        connection = await self._dialer.exchange(link.address)
+        number = next(self._numbers)
+        sender: asyncio.Task[None] | None = None
+        try:
+            timeout_s = self._config.reconnect.handshake_timeout_s
+            lane = await shake_hands(
+                connection, self._hello, timeout_s=timeout_s, join=self._join_lane
+            )
+            if lane is not None:
+                self._worker.submit_lane(number, lane)
+            link.connected = True
+            if not link.first_outcome.done():
+                link.first_outcome.set_result(None)
+            self.metrics.connects.labels("connected").inc()
+            self.metrics.connections.inc()
+            about = {"verifier": link.address, "lane": lane is not None}
+            logger.info("verifier connected", extra=about)
+            outbox = self._outboxes[number] = Outgoing(connection)
+            sender = asyncio.create_task(_send_all(outbox), name="proposals")
+            await self._read_until_lost(connection, number)
+        finally:
+            if sender is not None:
+                sender.cancel()
+                del self._outboxes[number]
+                self._worker.submit(number, ConnectionClosed())
+                self.metrics.connections.dec()
+            with contextlib.suppress(OutriderError):
+                await connection.close()
+
+    async def _read_until_lost(self, connection: DrafterConnection, number: int) -> None:
+        """Read what comes; a connection whose lane is lost ends like one that is lost itself."""
+        reader = asyncio.create_task(self._read(connection, number), name="verdicts")
+        self._readers[number] = reader
+        try:
+            await reader
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            detaching = task is not None and task.cancelling() > 0
+            if reader.cancelled() and number in self._lost_lanes and not detaching:
+                raise ConnectionLostError("the lane is lost", reason="LANE_LOST") from None
+            raise
+        finally:
+            self._lost_lanes.discard(number)
+            del self._readers[number]
+            reader.cancel()
+
+    async def _read(self, connection: DrafterConnection, number: int) -> None:
+        while True:
+            try:
+                message = await connection.receive()
+            except InvalidMessageError as error:
+                self.metrics.ignored_messages.labels("malformed").inc()
+                logger.warning("malformed message", extra={"reason": error.message})
+                continue
+            together = (message, *connection.ready())
+            told = [m for m in together if not isinstance(m, Heartbeat | Welcome | Encoded)]
+            if told:
+                self._worker.submit(number, *told)
+            while self._worker.backlog(number) > self._config.max_backlog:
+                await asyncio.sleep(_BACKLOG_POLL_S)
+
+    def _deliver(self, answers: Answers) -> None:
+        """Called on the drafting thread, which also encodes: it has nothing else to do, and the
+        event loop may be on its way to other messages."""
+        assert self._loop is not None
+        encoded = [
+            (number, Encoded((encode_drafter_message(message),))) for number, message in answers
+        ]
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._enqueue, encoded)
+
+    def _on_lost(self) -> None:
+        """Called on the drafting thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._leave)
+
+    def _on_lane_lost(self, connection: int) -> None:
+        """Called on the drafting thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
+            self._loop.call_soon_threadsafe(self._lose_lane, connection)
+
+    def _lose_lane(self, connection: int) -> None:
+        reader = self._readers.get(connection)
+        if reader is not None:
+            self._lost_lanes.add(connection)
+            reader.cancel()
+
+    def _on_stall(self, _silent_s: float) -> None:
+        self.is_stalled = True
+        self._leave()
+
+    def _leave(self) -> None:
+        """Drop all connections: their verifiers go on without this drafter."""
+        self.lost.set()
+        for link in self._links.values():
+            link.connected = False
+            if link.task is not None:
+                link.task.cancel()
+
+    def _check_device(self) -> None:
+        if self.is_stalled:
+            raise UnavailableError(
+                "the engine of the drafter makes no progress", reason="ENGINE_STALLED"
+            )
+        if self.lost.is_set():
+            raise UnavailableError("the drafter has lost its device", reason="DEVICE_LOST")
+
+    def _enqueue(self, answers: Sequence[tuple[int, Encoded]]) -> None:
+        for number, proposals in answers:
+            self._send(number, proposals)
+
+    def _send(self, number: int, proposals: Encoded) -> None:
+        outbox = self._outboxes.get(number)
+        if outbox is None:
+            self.metrics.dropped_proposals.inc()
+            return
+        with contextlib.suppress(OutriderError):  # the reader notices the loss, too
+            outbox.put(proposals)
+        while len(outbox) > self._config.max_outbox:
+            outbox.drop_oldest()
+            self.metrics.dropped_proposals.inc()
+
+
+async def _send_all(outbox: Outgoing[DrafterMessage]) -> None:
+    """Send what finds no room at once; the reader notices when the connection is lost."""
+    with contextlib.suppress(OutriderError):
+        await outbox.pump()

@@ -1,0 +1,80 @@
+"""Spans of the sessions that their routers trace: each with its drafts, thinned out.
+
+Drafts made ahead of their verdicts have none: they belong to no round yet. Spans are made when the
+metrics are written, after the proposals have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider import spans
+from outrider.spans import Attributes, Sampling, Span
+from outrider.wire.messages import SessionStart
+from outrider_drafter.state.session import Session, SessionKey
+
+
+@dataclass(slots=True, eq=False)
+class _Traced:
+    """A session that is traced."""
+
+    span: Span
+    sampling: Sampling = field(default_factory=spans.round_sampling)
+    drafts: int = 0
+    nodes: int = 0
+
+
+class SessionSpans:
+    """The traced sessions of a drafter; the drafting thread only."""
+
+    def __init__(self) -> None:
+        self._traced: dict[SessionKey, _Traced] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._traced)
+
+    def started(self, key: SessionKey, start: SessionStart) -> None:
+        """A verifier announces a session."""
+        if not start.traceparent:
+            return
+        about: Attributes = {
+            "outrider.session_id": start.session_id,
+            "outrider.epoch": start.epoch,
+            "outrider.draft_method": start.plan.method.value,
+        }
+        span = spans.start("outrider.drafter.session", start.traceparent, about)
+        if span.sampled:
+            self._traced[key] = _Traced(span)
+
+    def drafted(
+        self,
+        sessions: Sequence[Session],
+        node_counts: NDArray[np.int64],
+        seconds: float,
+        now: float,
+    ) -> None:
+        """Proposals that took so long have left at the wall time `now`, in seconds."""
+        for session, nodes in zip(sessions, node_counts.tolist(), strict=True):
+            traced = self._traced.get(session.key)
+            if traced is None:
+                continue
+            traced.drafts += 1
+            traced.nodes += nodes
+            if traced.sampling.take():
+                about = {"outrider.draft_tokens": nodes, "outrider.batch": len(sessions)}
+                draft = traced.span.child("outrider.draft", about, began=now - seconds)
+                draft.end(at=now)
+
+    def ended(self, key: SessionKey, lost: str = "") -> None:
+        """A session is over, or no longer drafted (then `lost` says why); idempotent."""
+        traced = self._traced.pop(key, None)
+        if traced is None:
+            return
+        traced.span.set({"outrider.drafts": traced.drafts, "outrider.draft_tokens": traced.nodes})
+        if lost:
+            traced.span.event("session_lost", {"outrider.reason": lost})
+        traced.span.end()

@@ -1,0 +1,105 @@
+"""What sessions may emit, on a drafter: forms are compiled on the side, and followed where drafts
+are made, as are the limits of ids.
+
+A form is known a moment after its session; until then, and where it cannot be had, drafts are not
+masked: some of them cannot stand then, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import OutriderError
+from outrider.grammar.constraint import Constraint, path_masks
+from outrider.grammar.grammar_cache import Grammar, Grammars
+from outrider.grammar.grammar_constraint import FormConstraint
+from outrider.grammar.token_constraint import within
+from outrider.spec.structured_output import StructuredOutput
+from outrider_drafter.state.session import Limits, Session
+
+logger = logging.getLogger(__name__)
+
+MOST_WAITING: Final = 64
+"""Forms that may wait to be compiled; sessions beyond that are drafted for without masks."""
+
+
+class Forms:
+    """Gives sessions their constraints; of the drafting thread."""
+
+    def __init__(self, grammars: Grammars | None, limits: Limits) -> None:
+        """`grammars`: None where there can be none."""
+        self._grammars, self._limits = grammars, limits
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forms")
+        self._waiting: dict[StructuredOutput, Future[Grammar | None]] = {}
+
+    def begin(self, session: Session) -> None:
+        """A session was announced: have its form compiled, if it has one."""
+        structured = session.structured_output
+        if structured is None or structured in self._waiting or self._known(structured):
+            return
+        if len(self._waiting) >= MOST_WAITING:
+            # Those of sessions that have left meanwhile.
+            self._waiting = {form: it for form, it in self._waiting.items() if not it.done()}
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting[structured] = self._threads.submit(self._compile, structured)
+
+    def give(self, sessions: Sequence[Session]) -> None:
+        """Sessions are about to be drafted for: those without a form, and those whose forms have
+        been compiled meanwhile, get their constraints."""
+        for session in sessions:
+            if session.constrained and session.constraint is None:
+                session.constraint = self._constraint(session)
+
+    def _constraint(self, session: Session) -> Constraint | None:
+        form = None
+        if session.structured_output is not None:
+            form = self._begun(session, session.structured_output)
+            if form is None:
+                return None
+        return within(session.token_limits, form, vocab_size=self._limits.vocab_size)
+
+    def _known(self, structured: StructuredOutput) -> Grammar | None:
+        return None if self._grammars is None else self._grammars.known(structured)
+
+    def _begun(self, session: Session, structured: StructuredOutput) -> FormConstraint | None:
+        future = self._waiting.get(structured)
+        if future is not None and not future.done():
+            return None
+        if future is not None:
+            del self._waiting[structured]
+        grammar = self._known(structured) if future is None else future.result()
+        if grammar is None:
+            return None
+        ids = [i for i in session.stop_token_ids if i < self._limits.vocab_size]
+        return grammar.begin(ids)
+
+    def _compile(self, structured: StructuredOutput) -> Grammar | None:
+        """On the thread."""
+        try:
+            return None if self._grammars is None else self._grammars.compile(structured)
+        except OutriderError as error:
+            logger.warning("drafts of a form are not masked", extra={"reason": error.message})
+        except Exception:
+            logger.exception("a form could not be compiled")
+        return None
+
+
+def constraint_of(session: Session) -> Constraint | None:
+    """What may follow a session's tokens; None if anything may, as far as is known."""
+    constraint = session.constraint
+    if constraint is None:
+        return None
+    constraint.follow(session.tokens.view[session.prompt_len :])
+    return None if constraint.failed else constraint
+
+
+def masks_of(session: Session, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32] | None:
+    """uint32 [P, W]: what may follow the tokens of a session and each path; None: anything."""
+    constraint = constraint_of(session)
+    return None if constraint is None else path_masks(constraint, paths)

@@ -1,0 +1,392 @@
+"""All followed sessions in columns, and the checks that every message of verdicts must pass.
+
+X session slots; S entries of a message, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.spec.digest import EMPTY_DIGEST, extend_ragged
+from outrider.wire.messages import FeatureRows, SessionStart, Verdicts, WireTensor
+from outrider.wire.rounds import last_of_each, parts
+from outrider_drafter.state.connections import Connection
+from outrider_drafter.state.feature_buffer import Convert, HeldFeatures
+from outrider_drafter.state.session import Limits, Session, SessionKey, TokenRow
+
+Indices = NDArray[np.int64]
+
+REASONS: Final = (
+    "",
+    "repeated",
+    "token_gap",
+    "too_long",
+    "token_range",
+    "token_conflict",
+    "digest",
+    "feature_shape",
+    "feature_gap",
+    "feature_range",
+)
+"""Why a session cannot be followed any more, by number; the first one that holds is it."""
+
+
+class Taken(NamedTuple):
+    """What became of a message."""
+
+    slots: Indices
+    """Sessions that were moved on."""
+    lost: list[tuple[Session, str]]
+    """Sessions whose entry cannot be followed, and why."""
+    unknown: int
+    """Entries for nobody."""
+
+
+class SessionTable:
+    """At most `max_sessions` sessions. When all slots are taken, the connection that holds most of
+    them gives up the one it has not used for longest: no verifier takes another's."""
+
+    def __init__(self, max_sessions: int, limits: Limits, convert: Convert) -> None:
+        """`convert` is how the reader of features holds them."""
+        self._limits = limits
+        self._sessions: list[Session | None] = [None] * max_sessions
+        self._free = list(range(max_sessions - 1, -1, -1))
+        self._connections: dict[int, Connection] = {}
+        self._ticks = 0
+        self.used_at = np.zeros(max_sessions, dtype=np.int64)
+        """[X]: counts messages; when each session was heard of last."""
+        self.features = HeldFeatures(
+            max_sessions=max_sessions, width=limits.feature_size, convert=convert
+        )
+        # Address space only: the system backs what is written.
+        self.tokens = np.empty((max_sessions, limits.max_context), dtype=np.int32)
+        """[X, max_context]"""
+        self.lengths = np.zeros(max_sessions, dtype=np.int64)
+        """[X]: known tokens."""
+        self.digests = np.zeros(max_sessions, dtype=np.uint64)
+        self.feature_ends = np.zeros(max_sessions, dtype=np.int64)
+        """[X]: positions whose feature was received."""
+        self.max_lens = np.zeros(max_sessions, dtype=np.int64)
+        self.followed = np.zeros(max_sessions, dtype=np.bool_)
+        """[X]: False for free slots and lost sessions."""
+        self.wanting = np.zeros(max_sessions, dtype=np.bool_)
+        """[X]: whether a draft is wanted."""
+        self.behind = np.zeros(max_sessions, dtype=np.bool_)
+        """[X]: whether there is news that no source has taken in."""
+        self.version = 0
+        """Counts what changes which sessions there are, or what is drafted for one."""
+
+    def __len__(self) -> int:
+        return len(self._sessions) - len(self._free)
+
+    def rooms(self, slots: Indices) -> Indices:
+        """Draft levels that these sessions have room for: see `Session.room`."""
+        found: Indices = self.max_lens[slots] - self.lengths[slots] - 1
+        return found
+
+    def session(self, slot: int) -> Session:
+        """The session in a taken slot."""
+        session = self._sessions[slot]
+        assert session is not None, slot
+        return session
+
+    def get(self, key: SessionKey) -> Session | None:
+        """A session by its name."""
+        connection = self._connections.get(key.connection)
+        if connection is None or key.handle >= len(connection.slots):
+            return None
+        slot = int(connection.slots[key.handle])
+        return None if slot < 0 else self._sessions[slot]
+
+    def crowded_out(self, connection: int) -> Session | None:
+        """Who must go before a connection can have another session; None if there is room."""
+        if self._free:
+            return None
+        mine = self._connections.get(connection)
+        most, at_most = connection, 0 if mine is None else mine.count
+        for number, other in self._connections.items():
+            if other.count > at_most:
+                most, at_most = number, other.count
+        slots = self._connections[most].slots
+        held = slots[slots >= 0]
+        return self.session(int(held[self.used_at[held].argmin()]))
+
+    def add(self, connection: int, start: SessionStart) -> Session:
+        """Begin a session; there must be room, and none with its handle."""
+        self.version += 1
+        slot = self._free.pop()
+        session = Session(
+            key=SessionKey(connection, start.handle),
+            session_id=start.session_id,
+            table=self,
+            slot=slot,
+            plan=start.plan,
+            sampling=start.sampling,
+            max_len=start.max_len,
+            prompt_len=start.prompt_len,
+            structured_output=start.structured_output,
+            stop_token_ids=start.stop_token_ids,
+            token_limits=start.token_limits,
+            tokens=TokenRow(self, slot),
+        )
+        self._sessions[slot] = session
+        self._connections.setdefault(connection, Connection()).put(start.handle, slot)
+        self.lengths[slot] = self.feature_ends[slot] = 0
+        self.digests[slot] = EMPTY_DIGEST
+        self.max_lens[slot] = start.max_len
+        self.followed[slot] = True
+        self.wanting[slot] = self.behind[slot] = False
+        self._touch(np.array([slot]))
+        self.features.open(slot)
+        return session
+
+    def forget(self, session: Session) -> None:
+        """Stop following a session: its slot stays taken, and nothing is taken in any more."""
+        self.version += 1
+        slot = session.slot
+        self.followed[slot] = self.wanting[slot] = self.behind[slot] = False
+        self.features.drop(slot)
+
+    def remove(self, session: Session) -> None:
+        """Give a session's slot back; it must be the one that is there."""
+        assert self._sessions[session.slot] is session
+        self.forget(session)
+        connection = self._connections[session.key.connection]
+        connection.slots[session.key.handle] = -1
+        connection.count -= 1
+        if not connection.count:
+            del self._connections[session.key.connection]
+        self._sessions[session.slot] = None
+        self._free.append(session.slot)
+
+    def of_connection(self, connection: int) -> list[Session]:
+        """The sessions that one connection announced."""
+        found = self._connections.get(connection)
+        if found is None:
+            return []
+        return [self.session(slot) for slot in found.slots[found.slots >= 0].tolist()]
+
+    def take_in(self, connection: int, verdicts: Verdicts) -> Taken:
+        """Move sessions on by a message, as far as its entries make sense.
+
+        A repeated verdict is no error as long as it says the same; a gap or a contradiction is.
+        """
+        found = self._connections.get(connection)
+        if found is None:
+            return Taken(np.empty(0, dtype=np.int64), [], len(verdicts))
+        slots = found.find(verdicts.handles)
+        if self._take_in_whole(verdicts, slots):
+            return Taken(slots, [], 0)
+        self._touch(slots[slots >= 0])
+        entries = np.flatnonzero(self.followed[slots] & (slots >= 0))
+        step = _Step.of(self, verdicts, slots, entries, self._limits)
+        good = step.reasons == 0
+        self._apply(verdicts, step, good)
+        lost = {
+            int(slot): REASONS[reason]
+            for slot, reason in zip(
+                step.slots[~good].tolist(), step.reasons[~good].tolist(), strict=True
+            )
+        }
+        return Taken(
+            slots=step.slots[good],
+            lost=[(self.session(slot), reason) for slot, reason in lost.items()],
+            unknown=int(np.count_nonzero(slots < 0)),
+        )
+
+    def _take_in_whole(self, verdicts: Verdicts, slots: Indices) -> bool:
+        """Move sessions on by a message that says of each of them exactly what comes next, as
+        nearly all do. False, and nothing has changed, where any entry does not: then entries are
+        looked at one by one."""
+        starts, counts, tokens = verdicts.starts, verdicts.token_counts, verdicts.tokens
+        if int(slots.min()) < 0 or not bool(self.followed[slots].all()):
+            return False
+        ends = starts + counts
+        if not bool(((starts == self.lengths[slots]) & (ends <= self.max_lens[slots])).all()):
+            return False
+        # One comparison for both bounds.
+        if bool((tokens.astype(np.uint32) >= self._limits.vocab_size).any()):
+            return False
+        if not bool(last_of_each(slots).all()) or not self._features_follow(verdicts, slots, ends):
+            return False
+        digests = extend_ragged(self.digests[slots], counts, tokens)
+        if not bool((digests == verdicts.digests).all()):
+            return False
+        self._touch(slots)
+        self._put_tokens(slots, starts, counts, tokens)
+        self.lengths[slots], self.digests[slots] = ends, digests
+        if verdicts.features is not None and self._limits.feature_size:
+            rows, firsts = verdicts.feature_counts, verdicts.feature_starts
+            wire = WireTensor(dtype=verdicts.features.dtype, data=verdicts.features.joined())
+            self.features.add(wire, slots, firsts, rows, verdicts.first_rows())
+            self.feature_ends[slots] = firsts + rows
+        told = verdicts.draft_wanted | (counts > 0)
+        self.wanting[slots[told]] = verdicts.draft_wanted[told]
+        self.behind[slots] = True
+        return True
+
+    def _features_follow(self, verdicts: Verdicts, slots: Indices, ends: Indices) -> bool:
+        """Whether a message's features, if it has any, go on where those before them ended."""
+        if verdicts.features is None or not self._limits.feature_size:
+            return True
+        firsts = verdicts.feature_starts
+        last = ends - verdicts.draft_wanted
+        follow = (firsts == self.feature_ends[slots]) & (firsts + verdicts.feature_counts <= last)
+        return verdicts.features.width == self.features.width and bool(follow.all())
+
+    def _put_tokens(
+        self, slots: Indices, starts: Indices, counts: Indices, tokens: NDArray[np.int32]
+    ) -> None:
+        """Write counts[i] tokens of the session in slots[i] from starts[i] on."""
+        flat = self.tokens.reshape(-1)
+        firsts = slots * self.tokens.shape[1] + starts - (counts.cumsum() - counts)
+        flat[firsts.repeat(counts) + np.arange(len(tokens))] = tokens
+
+    def _touch(self, slots: Indices) -> None:
+        self._ticks += 1
+        self.used_at[slots] = self._ticks
+
+    def _apply(self, verdicts: Verdicts, step: _Step, good: NDArray[np.bool_]) -> None:
+        slots, fresh = step.slots[good], step.fresh[good]
+        chosen = good[step.token_owners] & step.token_fresh
+        owners = step.token_owners[chosen]
+        self.tokens[step.slots[owners], step.token_places[chosen]] = step.tokens[chosen]
+        self.lengths[slots] += fresh
+        self.digests[slots] = step.digests[good]
+        if verdicts.features is not None and step.takes_features:
+            rows = step.feature_rows[good]
+            wire = WireTensor(dtype=verdicts.features.dtype, data=verdicts.features.joined())
+            firsts = self.feature_ends[slots]
+            self.features.add(wire, slots, firsts, rows, step.feature_offsets[good])
+            self.feature_ends[slots] = firsts + rows
+        wanted = step.wanted[good]
+        told = wanted | (fresh > 0)
+        self.wanting[slots[told]] = wanted[told]
+        self.behind[slots] = True
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """The news in a message, checked; columns over the entries that are for followed sessions."""
+
+    slots: Indices
+    reasons: Indices
+    fresh: Indices
+    """Tokens that are new."""
+    digests: NDArray[np.uint64]
+    """After them."""
+    wanted: NDArray[np.bool_]
+    tokens: NDArray[np.int32]
+    """[T] of these entries."""
+    token_owners: Indices
+    """[T]: entry."""
+    token_places: Indices
+    """[T]: index in the session's prefix."""
+    token_fresh: NDArray[np.bool_]
+    takes_features: bool
+    feature_rows: Indices
+    """Rows that are new."""
+    feature_offsets: Indices
+    """Where they begin in the message."""
+
+    @classmethod
+    def of(
+        cls,
+        table: SessionTable,
+        verdicts: Verdicts,
+        all_slots: Indices,
+        entries: Indices,
+        limits: Limits,
+    ) -> _Step:
+        """Check a message against what is known; see `REASONS`."""
+        slots = all_slots[entries]
+        starts, counts = verdicts.starts[entries], verdicts.token_counts[entries]
+        owners, within = parts(counts)
+        begins = (np.cumsum(verdicts.token_counts) - verdicts.token_counts)[entries]
+        step = cls(
+            slots=slots,
+            reasons=np.zeros(len(entries), dtype=np.int64),
+            fresh=np.zeros(len(entries), dtype=np.int64),
+            digests=table.digests[slots],
+            wanted=verdicts.draft_wanted[entries],
+            tokens=verdicts.tokens[begins[owners] + within],
+            token_owners=owners,
+            token_places=starts[owners] + within,
+            token_fresh=np.zeros(len(owners), dtype=np.bool_),
+            takes_features=bool(limits.feature_size),
+            feature_rows=np.zeros(len(entries), dtype=np.int64),
+            feature_offsets=np.zeros(len(entries), dtype=np.int64),
+        )
+        step._bound(table, starts, counts, limits)
+        step._follow(table, starts, counts, verdicts.digests[entries])
+        if verdicts.features is not None and limits.feature_size:
+            wishes = verdicts.draft_wanted[entries]
+            step._take_features(table, verdicts, verdicts.features, entries, wishes)
+        return step
+
+    def _refuse(self, bad: NDArray[np.bool_], reason: str) -> None:
+        self.reasons[bad & (self.reasons == 0)] = REASONS.index(reason)
+
+    def _owned_by(self, tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Entries that own one of these tokens at least."""
+        found = np.zeros(len(self.slots), dtype=np.bool_)
+        found[self.token_owners[tokens]] = True
+        return found
+
+    def _bound(self, table: SessionTable, starts: Indices, counts: Indices, limits: Limits) -> None:
+        """What needs no token of before."""
+        if not bool(last_of_each(self.slots).all()):
+            again = self.slots[~last_of_each(self.slots)]
+            self._refuse(np.isin(self.slots, again), "repeated")
+        self._refuse(starts > table.lengths[self.slots], "token_gap")
+        self._refuse(starts + counts > table.max_lens[self.slots], "too_long")
+        outside = (self.tokens < 0) | (self.tokens >= limits.vocab_size)
+        self._refuse(self._owned_by(outside), "token_range")
+
+    def _follow(
+        self,
+        table: SessionTable,
+        starts: Indices,
+        counts: Indices,
+        digests: NDArray[np.uint64],
+    ) -> None:
+        """Tell what is new from what is repeated; entries that were refused count as empty."""
+        good = self.reasons == 0
+        overlap = np.where(good, table.lengths[self.slots] - starts, 0)
+        self.fresh = np.where(good, np.maximum(counts - overlap, 0), 0)
+        owners = self.token_owners
+        told_before = self.token_places < table.lengths[self.slots[owners]]
+        self.token_fresh = ~told_before & good[owners]
+        repeated = told_before & good[owners]
+        if bool(repeated.any()):
+            known = table.tokens[self.slots[owners[repeated]], self.token_places[repeated]]
+            differs = repeated.copy()
+            differs[repeated] = known != self.tokens[repeated]
+            self._refuse(self._owned_by(differs), "token_conflict")
+        self.digests = extend_ragged(self.digests, self.fresh, self.tokens[self.token_fresh])
+        whole = counts >= overlap
+        self._refuse(whole & (self.digests != digests), "digest")
+        self.wanted = self.wanted & whole
+
+    def _take_features(
+        self,
+        table: SessionTable,
+        verdicts: Verdicts,
+        features: FeatureRows,
+        entries: Indices,
+        wishes: NDArray[np.bool_],
+    ) -> None:
+        rows, firsts = verdicts.feature_counts[entries], verdicts.feature_starts[entries]
+        some, ends = rows > 0, table.feature_ends[self.slots]
+        last = table.lengths[self.slots] + self.fresh - wishes
+        self._refuse(some & (features.width != table.features.width), "feature_shape")
+        self._refuse(some & (firsts > ends), "feature_gap")
+        self._refuse(some & (firsts + rows > last), "feature_range")
+        skipped = np.minimum(np.maximum(ends - firsts, 0), rows)
+        offsets = verdicts.first_rows()[entries]
+        self.feature_rows = rows - skipped
+        self.feature_offsets = offsets + skipped

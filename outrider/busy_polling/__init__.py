@@ -1,0 +1,11 @@
+"""Cores that do not sleep while a process serves, so that its threads wake at once.
+
+A round over gRPC passes some ten sleeping threads. On a core that has gone idle each of them costs
+the time in which the hardware, or the hypervisor, brings the core back: 5 us where idle cores
+poll, up to 200 us in a virtual machine. See docs/decisions/0012-awake-cores.md.
+"""
+
+from outrider.busy_polling.core_selection import check_request
+from outrider.busy_polling.cores import AwakeCores
+
+__all__ = ["AwakeCores", "check_request"]

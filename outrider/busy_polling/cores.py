@@ -1,0 +1,119 @@
+"""Claimed cores, the processes that keep them awake, and the threads that run there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from outrider.busy_polling.core_selection import order_of, parse_core_list
+from outrider.busy_polling.polling_process import SLEEP, SPIN
+from outrider.errors import FailedPreconditionError
+
+_CLAIM = "\0outrider-awake-core-{}"
+"""Abstract socket address that the process which holds a core is bound to: the kernel frees it when
+the process ends, however it ends."""
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+_SPINNER = Path(__file__).with_name("spin.py")
+_STOP_S = 2.0
+
+
+class AwakeCores:
+    """Cores of this process alone (among its kind), awake while `keep(True)` holds.
+
+    Without cores every method does nothing. A context manager that closes. Linux only.
+    """
+
+    def __init__(self, claims: Mapping[int, socket.socket]) -> None:
+        self.cores = tuple(sorted(claims))
+        self._claims = claims
+        self._kept = False
+        self._spinners = [
+            subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_SPINNER), str(core)], stdin=subprocess.PIPE
+            )
+            for core in self.cores
+        ]
+
+    @classmethod
+    def claim(cls, count: int) -> AwakeCores:
+        """Take `count` cores out of those that this process may run on and no other process of its
+        kind has claimed. Raises FailedPreconditionError where there are fewer."""
+        if count and not hasattr(os, "SCHED_IDLE"):
+            raise FailedPreconditionError("awake_cores needs Linux", reason="NO_AWAKE_CORES")
+        allowed = os.sched_getaffinity(0) if count else set()
+        claims: dict[int, socket.socket] = {}
+        for core in order_of(allowed, {core: _siblings(core) for core in allowed}):
+            if len(claims) == count:
+                break
+            claim = _claim(core)
+            if claim is not None:
+                claims[core] = claim
+        if len(claims) < count:
+            for claim in claims.values():
+                claim.close()
+            raise FailedPreconditionError(
+                f"awake_cores is {count}, but only {len(claims)} of the {len(allowed)} cores that "
+                "this process may use are unclaimed",
+                reason="NO_AWAKE_CORES",
+            )
+        return cls(claims)
+
+    def __enter__(self) -> AwakeCores:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def adopt_thread(self) -> None:
+        """Run the calling thread, and all threads that it starts from now on, on these cores."""
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
+
+    def keep(self, awake: bool) -> None:
+        """Keep the cores awake, or let them sleep; repeating the last order costs nothing."""
+        if awake == self._kept:
+            return
+        self._kept = awake
+        for spinner in self._spinners:
+            assert spinner.stdin is not None
+            # A spinner that was killed is missed by nobody but the clock.
+            with contextlib.suppress(OSError):
+                os.write(spinner.stdin.fileno(), SPIN if awake else SLEEP)
+
+    def close(self) -> None:
+        """End the spinners and give the cores up; idempotent."""
+        spinners, self._spinners = self._spinners, []
+        for spinner in spinners:
+            assert spinner.stdin is not None
+            with contextlib.suppress(OSError):
+                spinner.stdin.close()
+        for spinner in spinners:
+            try:
+                spinner.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                spinner.kill()
+                spinner.wait()
+        for claim in self._claims.values():
+            claim.close()
+
+
+def _claim(core: int) -> socket.socket | None:
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        held.bind(_CLAIM.format(core))
+    except OSError:
+        held.close()
+        return None
+    return held
+
+
+def _siblings(core: int) -> frozenset[int]:
+    try:
+        return parse_core_list(Path(_SIBLINGS.format(core)).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return frozenset()

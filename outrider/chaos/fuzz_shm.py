@@ -1,0 +1,87 @@
+"""Packets that no honest peer puts into a lane, with places in shared memory that are not there."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+import time
+
+from outrider.chaos.fuzz import MAX_DECODE_S, FuzzReport
+from outrider.errors import ConnectionLostError
+from outrider.transport.shm.channel import Lane
+from outrider.transport.shm.ring_buffer import RING_BYTES, Ring
+from outrider.wire.codec import decode_drafter_messages
+
+PORT = "lane"
+_PACKETS = 8
+"""Sent at once, if the lane lives."""
+_PLACES = (0, 1, 4096, RING_BYTES - 1, RING_BYTES, RING_BYTES + 1, 2**31, 2**63, 2**64 - 1)
+_MAX_BYTES = 512
+
+
+def fuzz_lane(frames: int, *, seed: int) -> FuzzReport:
+    """Send so many packets to one end of lanes; a lane that is lost is followed by another."""
+    report, rng = FuzzReport(), random.Random(seed)
+    ring, other = _ring(), _ring()
+    left = frames
+    while left > 0:
+        ours, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, peer:
+            peer.setblocking(False)
+            lane = Lane(ours, other, ring)
+            while left > 0:
+                packets = [_packet(rng) for _ in range(min(left, _PACKETS))]
+                left -= len(packets)
+                if not _receives(lane, peer, packets, report):
+                    break
+    report.frames[PORT] += frames
+    ring.close()
+    other.close()
+    return report
+
+
+def _receives(lane: Lane, peer: socket.socket, packets: list[bytes], report: FuzzReport) -> bool:
+    """Whether the lane stands these packets."""
+    began = time.thread_time()
+    try:
+        for packet in packets:
+            peer.send(packet)
+        for frame in lane.receive():
+            report.accepted[PORT] += 1
+            decode_drafter_messages(frame)
+        return True
+    except ConnectionLostError:
+        return False
+    except Exception as error:
+        sent = " ".join(packet.hex() for packet in packets)
+        report.failures.append(f"{PORT}: {type(error).__name__}: {error}: {sent}")
+        return False
+    finally:
+        took = time.thread_time() - began
+        report.slowest_s = max(report.slowest_s, took)
+        if took > MAX_DECODE_S:
+            report.failures.append(f"{PORT}: {took:.2f} s for {len(packets)} packets")
+
+
+def _packet(rng: random.Random) -> bytes:
+    """Mostly of a known form: a lane ends with the first that is not."""
+    form = rng.random()
+    if form < 0.85:
+        return b"\0" + rng.randbytes(rng.randrange(_MAX_BYTES))
+    if form < 0.97:
+        offset, size = rng.choice(_PLACES[:3]), rng.choice((0, 1, 100, 4096))
+    else:
+        offset, size = rng.choice(_PLACES), rng.choice(_PLACES)
+    kind = b"\2" if form > 0.95 else b"\1"
+    packet = kind + struct.pack("<QQ", offset, size)
+    return packet if form < 0.99 else packet + rng.randbytes(rng.randrange(3))
+
+
+def _ring() -> Ring:
+    descriptor = Ring.make()
+    try:
+        return Ring.of(descriptor)
+    finally:
+        os.close(descriptor)

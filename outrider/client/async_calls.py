@@ -1,0 +1,105 @@
+"""What the asynchronous client does around its calls: new channels, waiting, farewells."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import grpc
+
+from outrider.client.attempts import Again, Attempts
+from outrider.client.channels import Channels
+from outrider.client.pending_requests import Wanted
+from outrider.client.retry import RetryPolicy, remaining
+from outrider.client.rpcs import ABORT, ABORT_TIMEOUT_S, Metadata
+from outrider.errors import OutriderError
+from outrider.ids import RequestId
+
+AnswerT = TypeVar("AnswerT")
+
+
+class Farewells:
+    """Tells the router of resumable requests that nobody wants any more, in the background."""
+
+    def __init__(self, channels: Channels[grpc.aio.Channel]) -> None:
+        self.wanted = Wanted()
+        self.calls: WeakSet[grpc.aio.UnaryStreamCall[bytes, bytes]] = WeakSet()
+        """Of streams, which a channel that is closed may leave as they are."""
+        self._channels = channels
+        self._telling: set[asyncio.Future[list[Any]]] = set()
+
+    def say(self, attempts: Attempts) -> asyncio.Future[list[Any]]:
+        """Have a request aborted; those that are not resumable end with their calls."""
+        left = self.wanted.done(attempts)
+        # A closed client has said so of all of them.
+        return self._tell(self._channels.current, left) if left else asyncio.gather()
+
+    async def say_all(self, channel: grpc.aio.Channel) -> None:
+        """Have all aborted that are wanted, and wait until the router was told of these and of
+        others, within a bound; then end the calls of streams."""
+        self._tell(channel, self.wanted.take())
+        await asyncio.gather(*self._telling, return_exceptions=True)
+        for call in list(self.calls):
+            call.cancel()
+
+    def _tell(
+        self, channel: grpc.aio.Channel, left: Mapping[Metadata, list[RequestId]]
+    ) -> asyncio.Future[list[Any]]:
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
+        calls = (
+            method(ABORT.encode(ids), timeout=ABORT_TIMEOUT_S, metadata=metadata)
+            for metadata, ids in left.items()
+        )
+        # A router that does not hear of them finds out within its grace time.
+        telling = asyncio.gather(*calls, return_exceptions=True)
+        self._telling.add(telling)
+        telling.add_done_callback(self._telling.discard)
+        return telling
+
+
+def is_cancelled() -> bool:
+    """Whether the running task is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def answer_of(channels: Channels[grpc.aio.Channel], call: Awaitable[AnswerT]) -> AnswerT:
+    """What a call answers. Raises CancelledRequestError where the client was closed meanwhile:
+    grpc.aio reports that as if the caller were cancelled."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if not is_cancelled():
+            channels.check_open()
+        raise
+
+
+async def replace(
+    channels: Channels[grpc.aio.Channel], channel: grpc.aio.Channel, problem: OutriderError
+) -> None:
+    """Have calls go by a new channel if this one broke."""
+    old = channels.broke(channel, problem)
+    if old is not None:
+        await old.close()
+
+
+async def wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
+    """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
+    left_s = remaining(deadline, time.monotonic())
+    if left_s is not None and again.delay_s >= left_s:
+        raise problem
+    await asyncio.sleep(again.delay_s)
+    return again.resume
+
+
+async def pause(
+    retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None
+) -> None:
+    """Wait before the next attempt; raises `problem` if there is to be none."""
+    delay_s = retry.delay_s(attempt, problem)
+    if delay_s is None:
+        raise problem
+    await wait(Again(delay_s, resume=False), problem, deadline)

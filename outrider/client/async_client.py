@@ -1,0 +1,399 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from outrider.client.arguments import (
+    check_address,
+    check_kind,
+    check_request_ids,
+    check_timeout_s,
+)
+from outrider.client.async_calls import Farewells, answer_of, is_cancelled, pause, replace, wait
+from outrider.client.attempts import Attempts
+from outrider.client.channels import Channels
+from outrider.client.collected_stream import Collected, left_error
+from outrider.client.connection import Door, call_metadata, check_metadata
+from outrider.client.options import GenerateOptions, PromptLike, make_request
+from outrider.client.retry import RetryPolicy, remaining
+from outrider.client.rpcs import (
+    ABORT,
+    DEFAULT_TIMEOUT_S,
+    GENERATE,
+    INFO_TIMEOUT_S,
+    LIST_MODELS,
+    SERVER_INFO,
+    Metadata,
+    Rpc,
+    stream_call,
+    typed,
+)
+from outrider.client.tracing import with_trace
+from outrider.errors import OutriderError
+from outrider.transport.tls import TlsConfig
+from outrider.wire.inference import (
+    Delta,
+    FinishInfo,
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    PromptInfo,
+    ServerInfo,
+    StreamEvent,
+)
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+class AsyncClient:
+    """Client of one router. Make it inside a running event loop; close it when done."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy | None = None,
+        metadata: Metadata = (),
+        tls: TlsConfig | None = None,
+        api_key: str | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        """Nothing is connected before the first call.
+
+        Args:
+            address: HOST:PORT of the router.
+            timeout_s: seconds of each request, its retries included; None: no bound.
+            retry: which calls are tried again, and when.
+            metadata: goes with each call; (key, value), keys in lower case.
+            tls: encrypts the connection, mutually if it has a `cert`; None: plain text.
+            api_key: shown with each call; None: that of the variable OUTRIDER_API_KEY, if there
+                is one.
+            tenant: whose the requests are, for a router that takes its callers' word for it.
+
+        Raises:
+            FailedPreconditionError: certificates are no good (BAD_TLS).
+            InvalidRequestError: an argument of another kind, or a key, tenant or metadata that no
+                header can carry.
+        """
+        self.address = check_address(address)
+        self._metadata = call_metadata(metadata, api_key=api_key, tenant=tenant)
+        self._timeout_s = check_timeout_s(timeout_s)
+        self._retry = check_kind("retry", retry, RetryPolicy) or RetryPolicy()
+        self._channels = Channels(Door(address, check_kind("tls", tls, TlsConfig)).aio_channel)
+        self._farewells = Farewells(self._channels)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; running requests are aborted, whoever reads their answers."""
+        channels = self._channels.take()
+        await self._farewells.say_all(channels[0])
+        for channel in channels:
+            await channel.close()
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResult:
+        """Continue a prompt and return the complete answer.
+
+        Args:
+            prompt: a text, token ids, or a conversation.
+            timeout_s: in place of the client's.
+            metadata: goes with this request, beside the client's.
+            options: see `GenerateOptions`.
+
+        Raises:
+            OutriderError: of any kind; `reason` tells programs why.
+        """
+        said = self._said(metadata)
+        request, deadline = make_request(prompt, options), self._deadline(timeout_s)
+        attempts = Attempts(self._retry, resumable=request.resumable)
+        self._farewells.wanted.add(attempts, request, said)
+        try:
+            answer = await self._attempt(request, attempts, deadline, said)
+        except asyncio.CancelledError:
+            self._farewells.say(attempts)
+            raise
+        finally:
+            self._farewells.wanted.done(attempts)
+        if answer is not None:
+            return answer
+        # The request has arrived, its answer has not: that is taken up as a stream.
+        async with self._open(request, attempts, deadline, said, resume=True) as stream:
+            return await stream.result()
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream:
+        """Continue a prompt and iterate over the text as it comes; the arguments of `generate`.
+
+        The request is sent with the first step of the iteration, which raises what goes wrong.
+        """
+        request = make_request(prompt, options)
+        attempts = Attempts(self._retry, resumable=request.resumable)
+        return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
+
+    async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """Cancel requests by id; those of the ids that were queued or running."""
+        ids = check_request_ids(request_ids)
+        return await self._call(ABORT, ids, INFO_TIMEOUT_S)
+
+    async def server_info(self) -> ServerInfo:
+        """The router's state and that of its fleet."""
+        return await self._call(SERVER_INFO, None, INFO_TIMEOUT_S)
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """Served models."""
+        return await self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
+
+    def _said(self, metadata: Metadata) -> Metadata:
+        """What goes with a request, the caller's trace included."""
+        return with_trace((*self._metadata, *check_metadata(metadata)))
+
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        limit_s = self._timeout_s if timeout_s is None else check_timeout_s(timeout_s)
+        return None if limit_s is None else time.monotonic() + limit_s
+
+    def _open(
+        self,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        metadata: Metadata,
+        *,
+        resume: bool = False,
+    ) -> AsyncStream:
+        return AsyncStream(
+            self._channels,
+            self.address,
+            request,
+            attempts,
+            deadline,
+            farewells=self._farewells,
+            metadata=metadata,
+            resume=resume,
+        )
+
+    async def _attempt(
+        self,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        metadata: Metadata,
+    ) -> GenerateResult | None:
+        """The answer to a request; None if its stream is to be asked for instead."""
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        data = GENERATE.encode(request)
+        while True:
+            channel = self._channels.current
+            method = channel.unary_unary(GENERATE.path)
+            try:
+                timeout_s = remaining(deadline, time.monotonic())
+                call = method(data, timeout=timeout_s, metadata=metadata)
+                answer = await answer_of(self._channels, call)
+                return GENERATE.decode(answer)
+            except grpc.aio.AioRpcError as error:
+                problem = typed(error, self.address)
+            await replace(self._channels, channel, problem)
+            if await wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
+                return None
+
+    async def _call(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT, timeout_s: float | None
+    ) -> ResponseT:
+        data = rpc.encode(request)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        attempt = 1
+        while True:
+            channel = self._channels.current
+            method = channel.unary_unary(rpc.path)
+            try:
+                left_s = remaining(deadline, time.monotonic())
+                call = method(data, timeout=left_s, metadata=self._metadata)
+                answer = await answer_of(self._channels, call)
+                return rpc.decode(answer)
+            except grpc.aio.AioRpcError as error:
+                problem = typed(error, self.address)
+            await replace(self._channels, channel, problem)
+            await pause(self._retry, attempt, problem, deadline)
+            attempt += 1
+
+
+class AsyncStream:
+    """An answer as it comes: an asynchronous iterator of deltas and a context manager.
+
+    Leaving the context before the end cancels the request. A lost connection is made again and the
+    stream goes on where it was, unless the request said `resume=False`.
+    """
+
+    def __init__(
+        self,
+        channels: Channels[grpc.aio.Channel],
+        address: str,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        *,
+        farewells: Farewells,
+        metadata: Metadata,
+        resume: bool = False,
+    ) -> None:
+        self._channels = channels
+        self._channel: grpc.aio.Channel
+        """That of the call."""
+        self._address = address
+        self._request = request
+        self._attempts = attempts
+        self._deadline = deadline
+        self._farewells = farewells
+        self._metadata = metadata
+        self._resume = resume
+        self._collected = Collected()
+        self._call: grpc.aio.UnaryStreamCall[bytes, bytes] | None = None
+        self._decode: Callable[[bytes], StreamEvent]
+        self._over = False
+
+    @property
+    def info(self) -> PromptInfo | None:
+        """The request's id and prompt length, once the server admitted it."""
+        return self._collected.info
+
+    @property
+    def finish(self) -> FinishInfo | None:
+        """How the answer ended, once it has."""
+        return self._collected.finish
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._collected.text
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._over:
+            problem: OutriderError | None = None
+            try:
+                delta = await self._step()
+            except grpc.aio.AioRpcError as error:
+                delta, problem = None, typed(error, self._address)
+            except OutriderError as error:
+                # An answer that makes no sense, or a client that was closed.
+                if not self._over:
+                    self._collected.fail(error)
+                    self._leave()
+                raise
+            if delta is not None:
+                return delta
+            if problem is not None and not self._over:
+                await self._recover(problem)
+        raise StopAsyncIteration
+
+    async def result(self) -> GenerateResult:
+        """Read to the end and return the complete answer."""
+        async for _ in self:
+            pass
+        return self._collected.result()
+
+    async def close(self) -> None:
+        """End the request; idempotent."""
+        if not self._over:
+            await asyncio.shield(self._leave())
+
+    async def _step(self) -> Delta | None:
+        if self._call is None:
+            path, data, self._decode = stream_call(
+                self._request, self._collected, resume=self._resume
+            )
+            method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+            self._channel = self._channels.current
+            method = self._channel.unary_stream(path)
+            timeout_s = remaining(self._deadline, time.monotonic())
+            self._farewells.wanted.add(self._attempts, self._request, self._metadata)
+            self._call = method(data, timeout=timeout_s, metadata=self._metadata)
+            self._farewells.calls.add(self._call)
+        try:
+            message = await answer_of(self._channels, self._call.read())
+        except asyncio.CancelledError:
+            # grpc.aio reports a call that `close` cancelled as if its reader were cancelled.
+            if not self._over or is_cancelled():
+                self._leave()
+                raise
+            return None
+        if isinstance(message, bytes):
+            self._attempts.heard()
+            return self._collected.add(self._decode(message))
+        self._end()
+        return None
+
+    async def _recover(self, problem: OutriderError) -> None:
+        self._call = None
+        try:
+            await replace(self._channels, self._channel, problem)
+            again = self._attempts.after(
+                problem,
+                informed=self._collected.info is not None,
+                told=self._collected.heard_tokens,
+                now=time.monotonic(),
+            )
+            self._resume = await wait(again, problem, self._deadline)
+        except OutriderError as error:
+            self._collected.fail(error)
+            self._end()
+            raise
+        except asyncio.CancelledError:
+            self._leave()
+            raise
+
+    def _end(self) -> None:
+        self._over = True
+        self._farewells.wanted.done(self._attempts)
+
+    def _leave(self) -> asyncio.Future[list[Any]]:
+        """Want no more, and have the router told."""
+        self._over = True
+        self._collected.fail(left_error())
+        if self._call is not None:
+            self._call.cancel()
+        return self._farewells.say(self._attempts)

@@ -1,0 +1,71 @@
+"""`outrider drafters`: add drafters to a running router, and take them away."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import grpc
+
+from outrider.client.connection import Door, call_metadata
+from outrider.client.flags import add_connecting_arguments, tls_of
+from outrider.client.rpcs import INFO_TIMEOUT_S, typed
+from outrider.transport.tls import TlsConfig
+from outrider.wire.pool_codec import (
+    Removed,
+    add_drafter_to_pb,
+    remove_drafter_to_pb,
+    removed_from_pb,
+)
+from outrider.wire.v1 import pool_pb2 as pb
+
+REMOVE_TIMEOUT_S = 30.0
+"""Of a removal, which waits until other drafters have taken over."""
+_SERVICE = "/outrider.wire.v1.PoolService/"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("action", choices=("add", "remove"))
+    parser.add_argument("address", metavar="HOST:PORT", help="the drafter's")
+    parser.add_argument(
+        "--pool", metavar="HOST:PORT", required=True, help="the router's --pool-listen"
+    )
+    add_connecting_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status. Raises OutriderError."""
+    if args.action == "add":
+        add_drafter(args.pool, args.address, tls_of(args))
+        sys.stdout.write(f"{args.address} is looked for; `outrider status` tells when it serves\n")
+        return 0
+    removed = remove_drafter(args.pool, args.address, tls_of(args))
+    sys.stdout.write(
+        f"{args.address} is removed and may end: {removed.moved} sessions went to other drafters, "
+        f"{removed.left} decode plainly\n"
+    )
+    return 0
+
+
+def add_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> None:
+    """Have the router whose PoolService is at `pool` look for a drafter. Raises OutriderError."""
+    request = add_drafter_to_pb(address).SerializeToString()
+    _call(pool, "AddDrafter", request, INFO_TIMEOUT_S, tls)
+
+
+def remove_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> Removed:
+    """Have the router give a drafter's sessions to others and forget it. Raises OutriderError."""
+    request = remove_drafter_to_pb(address).SerializeToString()
+    answer = _call(pool, "RemoveDrafter", request, REMOVE_TIMEOUT_S, tls)
+    return removed_from_pb(pb.RemoveDrafterResponse.FromString(answer))
+
+
+def _call(pool: str, method: str, request: bytes, timeout_s: float, tls: TlsConfig | None) -> bytes:
+    metadata = call_metadata(())
+    with Door(pool, tls).channel() as channel:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_SERVICE + method)
+        try:
+            return call(request, timeout=timeout_s, metadata=metadata)
+        except grpc.RpcError as error:
+            raise typed(error, pool) from error

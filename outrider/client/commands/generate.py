@@ -1,0 +1,267 @@
+"""`outrider generate`: answers prompts, through a running router or processes of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from outrider.client.async_client import AsyncClient
+from outrider.client.commands.placement_flags import add_placing_arguments, placing_of
+from outrider.client.commands.prompt_files import Turns, read_prompts
+from outrider.client.commands.request_flags import add_request_arguments, request_options
+from outrider.client.commands.status import simulation_note
+from outrider.client.flags import add_connecting_arguments, at_least, tls_of
+from outrider.client.local.cluster import LocalCluster, say
+from outrider.client.local.config import CPU, LocalConfig
+from outrider.client.local.model_files import DEFAULT_MODEL, ModelFiles, find_model
+from outrider.client.options import GenerateOptions, assistant, user
+from outrider.errors import InvalidRequestError
+from outrider.spec.plan import DraftMethod
+from outrider.transport.tls import TlsConfig
+from outrider.wire.inference import ChatMessage, GenerateResult
+
+KV_TOKENS_PER_PROMPT = 2560
+MIN_KV_TOKENS = 8448
+LOCAL_ONLY = (
+    "model",
+    "head",
+    "draft_model",
+    "dtype",
+    "device",
+    "drafter_device",
+    "placement",
+    "draft_length",
+    "no_cuda_graphs",
+    "awake_cores",
+    "simulated_acceptance",
+)
+
+OnText = Callable[[str], None]
+Answers = list[GenerateResult]
+"""One for each turn of a conversation."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="a user message")
+    source.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        type=Path,
+        help='one {"prompt": TEXT} or {"turns": [TEXT, ...]} a line',
+    )
+    add_request_arguments(parser)
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
+    add_placing_arguments(parser)
+    add("--router", metavar="HOST:PORT", help="use this router instead of starting processes")
+    add_connecting_arguments(parser)
+    add("--json", action="store_true", help="one JSON object a prompt, in input order")
+    add("--concurrency", metavar="N", type=at_least(1), default=1, help="prompts at a time")
+    add("--model", metavar="NAME|DIR|HUB-ID", help=f"default: {DEFAULT_MODEL}")
+    add("--head", metavar="DIR|HUB-ID", help="default: the one that ships for the model")
+    add(
+        "--draft-model",
+        metavar="NAME|DIR|HUB-ID",
+        help="for --drafter model; default: --model",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer every prompt; the exit status. Raises OutriderError."""
+    if args.logprobs is not None and not args.json:
+        raise InvalidRequestError("--logprobs needs --json", reason="INVALID_FLAG")
+    options = request_options(args)
+    prompts = [(args.prompt,)] if args.prompts is None else read_prompts(args.prompts)
+    if args.router is not None:
+        ignored = [name for name in LOCAL_ONLY if getattr(args, name) not in (None, False)]
+        for name in ignored:
+            say(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
+        return asyncio.run(_answer_all(args, prompts, options, args.router, tls_of(args)))
+    concurrency = min(args.concurrency, len(prompts))
+    files = find_model(args.model or DEFAULT_MODEL, head=args.head)
+    if args.drafter is None and files.head is None:
+        say(f"no draft head ships for {files.name}; drafting by n-gram")
+        args.drafter = DraftMethod.NGRAM.value
+        options["drafter"] = args.drafter
+    with LocalCluster(local_config(args, files, concurrency)) as cluster:
+        return asyncio.run(_answer_all(args, prompts, options, cluster.address))
+
+
+def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) -> LocalConfig:
+    """The processes that these flags ask for."""
+    method = DraftMethod(args.drafter or DraftMethod.EAGLE3)
+    draft_model = None
+    if method is DraftMethod.MODEL:
+        draft_model = files.path
+        if args.draft_model is not None:
+            draft_model = find_model(args.draft_model).path
+    placing = placing_of(args)
+    kv_tokens = max(MIN_KV_TOKENS, concurrency * KV_TOKENS_PER_PROMPT)
+    return LocalConfig(
+        model=files.path,
+        model_name=files.name,
+        methods=() if method is DraftMethod.NONE else (method,),
+        head=files.head,
+        draft_model=draft_model,
+        dtype=args.dtype or "",
+        **placing,
+        kv_tokens=kv_tokens if placing["device"] == CPU else None,
+        max_sessions=max(8, concurrency),
+        queue_limit=max(256, concurrency),
+    )
+
+
+async def ask(
+    client: AsyncClient,
+    history: list[ChatMessage],
+    turn: str,
+    options: GenerateOptions,
+    on_text: OnText = lambda text: None,
+) -> GenerateResult:
+    """Ask one turn of a conversation; turn and answer join its history."""
+    history.append(user(turn))
+    async with client.stream(history, **options) as stream:
+        async for delta in stream:
+            on_text(delta.text)
+        answer = await stream.result()
+    history.append(assistant(answer.text))
+    return answer
+
+
+async def converse(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
+    """Ask the turns one after the other in one conversation; the answer to each."""
+    history: list[ChatMessage] = []
+    return [await ask(client, history, turn, options) for turn in turns]
+
+
+def describe(answers: Answers) -> dict[str, object]:
+    """The JSON object of a prompt: its last answer, and all of them if there were several."""
+    described = [_describe_one(answer) for answer in answers]
+    if len(described) == 1:
+        return described[0]
+    return described[-1] | {"turns": described}
+
+
+def _describe_one(answer: GenerateResult) -> dict[str, object]:
+    stats = answer.finish.stats
+    described: dict[str, object] = {
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish.reason.value,
+        "stats": {
+            "rounds": stats.rounds,
+            "emitted": stats.emitted,
+            "proposed": stats.proposed,
+            "accepted": stats.accepted,
+            "mean_emitted_per_round": mean_emitted(stats.emitted, stats.rounds),
+            "fallback_rounds": stats.fallback_rounds,
+            "look_ahead_rounds": stats.look_ahead_rounds,
+            "hit_rounds": stats.hit_rounds,
+            "hit_accepted": stats.hit_accepted,
+            "fresh_rounds": stats.fresh_rounds,
+            "fresh_accepted": stats.fresh_accepted,
+        },
+    }
+    if answer.logprobs:
+        described["logprobs"] = [asdict(entry) for entry in answer.logprobs]
+    return described
+
+
+def mean_emitted(emitted: int, rounds: int) -> float:
+    """Tokens a round; 0 without rounds (a single token comes from prefill)."""
+    return round(emitted / rounds, 4) if rounds else 0.0
+
+
+async def _answer_all(
+    args: argparse.Namespace,
+    prompts: Sequence[Turns],
+    options: GenerateOptions,
+    address: str,
+    tls: TlsConfig | None = None,
+) -> int:
+    started = time.monotonic()
+    async with AsyncClient(address, tls=tls) as client:
+        note = simulation_note(await client.server_info())
+        if note:
+            say(f"{note}: the answers are not the model's")
+        if args.concurrency == 1 and not args.json:
+            done = [await _show_live(client, turns, options) for turns in prompts]
+        else:
+            done = await _answer_concurrently(client, prompts, options, args)
+    _summarize(done, time.monotonic() - started)
+    return 0
+
+
+async def _show_live(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
+    """Answer one prompt and show the text as it comes."""
+    answers: Answers = []
+    history: list[ChatMessage] = []
+    for turn in turns:
+        _write(f"> {turn}\n")
+        answer = await ask(client, history, turn, options, _write)
+        answers.append(answer)
+        _write("\n\n")
+    return answers
+
+
+async def _answer_concurrently(
+    client: AsyncClient,
+    prompts: Sequence[Turns],
+    options: GenerateOptions,
+    args: argparse.Namespace,
+) -> list[Answers]:
+    """Answer with bounded concurrency; print in input order, each as soon as its turn comes."""
+    bound = asyncio.Semaphore(args.concurrency)
+
+    async def one(turns: Turns) -> Answers:
+        async with bound:
+            return await converse(client, turns, options)
+
+    done: list[Answers] = []
+    tasks = [asyncio.create_task(one(turns)) for turns in prompts]
+    try:
+        for turns, task in zip(prompts, tasks, strict=True):
+            answers = await task
+            done.append(answers)
+            if args.json:
+                _write(json.dumps(describe(answers)) + "\n")
+            else:
+                pairs = zip(turns, answers, strict=True)
+                _write("".join(f"> {turn}\n{answer.text}\n\n" for turn, answer in pairs))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return done
+
+
+def _summarize(done: Sequence[Answers], seconds: float) -> None:
+    answers = [answer for answers in done for answer in answers]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    emitted = sum(answer.finish.stats.emitted for answer in answers)
+    rounds = sum(answer.finish.stats.rounds for answer in answers)
+    say(
+        f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s "
+        f"({tokens / max(seconds, 1e-9):.1f} tokens/s), "
+        f"{mean_emitted(emitted, rounds):.2f} tokens a round{_hits(answers)}"
+    )
+
+
+def _hits(answers: Answers) -> str:
+    """What look-ahead gave, if it was on."""
+    rounds = sum(answer.finish.stats.look_ahead_rounds for answer in answers)
+    hits = sum(answer.finish.stats.hit_rounds for answer in answers)
+    return f", {hits / rounds:.0%} of the drafts were made ahead" if rounds else ""
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

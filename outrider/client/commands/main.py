@@ -1,0 +1,138 @@
+"""The `outrider` command.
+
+Exit status: 0 done; 2 bad flags, files or requests; 1 any other error; 130 interrupted. An error
+is one line on stderr, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import outrider
+from outrider.client.commands.module_runner import run_module
+from outrider.errors import (
+    FailedPreconditionError,
+    InvalidRequestError,
+    NotFoundError,
+    OutriderError,
+)
+
+EXIT_FAILED = 1
+EXIT_MISUSE = 2
+EXIT_INTERRUPTED = 130
+
+BENCH_MODULE = "outrider_bench"
+CHAOS_MODULE = "outrider_chaos"
+CONFIG_MODULE = "outrider.config"
+RAY_MODULE = "outrider_ray"
+TRAINING_MODULE = "outrider.engine.training"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except OutriderError as error:
+        sys.stderr.write(f"outrider: {error.message}\n")
+        misuse = (InvalidRequestError, NotFoundError, FailedPreconditionError)
+        return EXIT_MISUSE if isinstance(error, misuse) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone; there is nobody left to tell.
+        sys.stderr.close()
+        return EXIT_FAILED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    # These have parsers of their own: everything after their name is theirs, --help too.
+    if arguments[:1] == ["train-head"]:
+        return run_module(TRAINING_MODULE, arguments[1:])
+    if arguments[:1] == ["bench"]:
+        return run_module(BENCH_MODULE, arguments[1:])
+    if arguments[:1] == ["chaos"]:
+        return run_module(CHAOS_MODULE, arguments[1:])
+    if arguments[:1] == ["config"]:
+        return run_module(CONFIG_MODULE, arguments[1:])
+    if arguments[:1] == ["ray"]:
+        return run_module(RAY_MODULE, arguments[1:])
+    args = parse_arguments(arguments)
+    match args.command:
+        case "generate":
+            from outrider.client.commands import generate
+
+            return generate.run(args)
+        case "serve":
+            from outrider.client.commands import serve
+
+            return serve.run(args)
+        case "status":
+            from outrider.client.commands import status
+
+            return status.run(args)
+        case "certs":
+            from outrider.client.local import certificates
+
+            return certificates.run(args)
+        case "keys":
+            from outrider.client.commands import keys
+
+            return keys.run(args)
+        case "drafters":
+            from outrider.client.commands import drafters
+
+            return drafters.run(args)
+        case _:
+            from outrider.client.commands import models
+
+            return models.run(args)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags of a command; those in the file that `serve --config` names count first. Raises
+    NotFoundError and InvalidRequestError for that file."""
+    args = make_parser().parse_args(arguments)
+    if args.command != "serve" or args.config is None:
+        return args
+    from outrider.client.commands import flags_file, serve
+
+    command, *given = arguments
+    in_file = flags_file.read_flags(args.config, serve.add_arguments)
+    return make_parser().parse_args([command, *in_file, *given])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    from outrider.client.commands import drafters, generate, keys, models, serve, status
+    from outrider.client.local import certificates
+
+    parser = argparse.ArgumentParser(
+        prog="outrider", description="Speculative decoding in separate processes."
+    )
+    parser.add_argument("--version", action="version", version=outrider.__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module, text in (
+        ("serve", serve, "run router, verifier and drafter"),
+        ("generate", generate, "answer prompts"),
+        ("status", status, "show a router and its fleet"),
+        ("drafters", drafters, "add drafters to a running router, or remove them"),
+        ("certs", certificates, "make an authority and certificates for a fleet"),
+        ("keys", keys, "make API keys"),
+        ("models", models, "pull and list models"),
+    ):
+        module.add_arguments(commands.add_parser(name, help=text, allow_abbrev=False))
+    commands.add_parser("config", help="show, check and describe configurations", add_help=False)
+    commands.add_parser("train-head", help="train a draft head for a model", add_help=False)
+    commands.add_parser("bench", help="run a benchmark of this checkout", add_help=False)
+    commands.add_parser(
+        "ray", help="run a fleet on a Ray cluster, look at it, stop it", add_help=False
+    )
+    commands.add_parser("chaos", help="cause faults and check what they change", add_help=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

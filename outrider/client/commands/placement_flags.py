@@ -1,0 +1,61 @@
+"""Flags that say where models compute and where drafts are made; shared by the commands."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TypedDict
+
+from outrider.client.flags import at_least
+from outrider.client.local.config import CPU, DEVICES, PLACEMENTS, SEPARATE
+
+
+class Placing(TypedDict):
+    """The fields of `LocalConfig` that these flags set."""
+
+    device: str
+    drafter_device: str
+    placement: str
+    draft_length: int | None
+    draft_topk: int | None
+    cuda_graphs: bool
+    awake_cores: int | None
+    simulated_acceptance: str
+
+
+def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--device", choices=DEVICES, help="of target and draft models; default: cpu")
+    add(
+        "--drafter-device",
+        metavar="DEVICE",
+        help="of the drafters; default: GPUs of their own where there are enough",
+    )
+    add(
+        "--placement",
+        choices=PLACEMENTS,
+        help="where the head drafts: a drafter (default), or the verifier",
+    )
+    add("--draft-length", type=at_least(1), metavar="K", help="of a head in the verifier")
+    add("--no-cuda-graphs", action="store_true", help="launch kernels one by one (debugging)")
+    add("--awake-cores", type=at_least(0), metavar="N", help="that each model process keeps awake")
+    add(
+        "--simulated-acceptance",
+        metavar="MEAN|R1,R2,...",
+        help="random weights only: drafts stand by chance",
+    )
+
+
+def placing_of(args: argparse.Namespace) -> Placing:
+    """What the flags say."""
+    return {
+        "device": args.device or CPU,
+        "drafter_device": args.drafter_device or "",
+        "placement": args.placement or SEPARATE,
+        "draft_length": args.draft_length,
+        # What else it means is for each command to say, so not all have the flag.
+        "draft_topk": getattr(args, "draft_topk", None),
+        "cuda_graphs": not args.no_cuda_graphs,
+        "awake_cores": args.awake_cores,
+        "simulated_acceptance": args.simulated_acceptance or "",
+    }

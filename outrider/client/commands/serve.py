@@ -1,0 +1,315 @@
+"""`outrider serve`: router, verifiers and drafters on this machine, restarted when one dies."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from outrider.client.commands.module_runner import run_module
+from outrider.client.commands.placement_flags import add_placing_arguments, placing_of
+from outrider.client.commands.ray_flags import add_ray_arguments, ray_flags
+from outrider.client.flags import add_look_ahead_arguments, at_least, fraction, number_from
+from outrider.client.local.cluster import LocalCluster, say
+from outrider.client.local.config import (
+    DRAIN_S,
+    HEALTH_TIMEOUT_S,
+    SHARED_MEMORY_FRACTION,
+    LocalConfig,
+)
+from outrider.client.local.model_files import DEFAULT_MODEL, find_model
+from outrider.client.local.preflight import check_files
+from outrider.client.local.settings_check import ray_warnings
+from outrider.client.local.supervisor import Supervisor
+from outrider.errors import InvalidRequestError
+from outrider.signals import stop_signals
+from outrider.spec.plan import DraftMethod
+from outrider.transport.tls import Role
+
+LOOK_S = 0.2
+"""Time between two looks at the processes."""
+SIGNALLED = 128
+"""What shells add to the number of the signal that ended a process."""
+RAY_MODULE = "outrider_ray"
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+CONFIG_HELP = (
+    "YAML (.yaml, .yml) or TOML file of these flags by their names without dashes; flags of the "
+    "command line override it"
+)
+MODEL_HELP = (
+    "known name, directory, .gguf file, or OWNER/NAME of the Hugging Face hub; "
+    f"default: {DEFAULT_MODEL}"
+)
+SERVED_NAME_HELP = "name that clients ask for; default: the name or hub id of --model"
+MAX_LEN_HELP = "longest prompt plus output; default: the model's own limit"
+UTILIZATION_HELP = (
+    "share of a GPU's memory that a verifier may use, weights included; default: 0.9, or "
+    f"{SHARED_MEMORY_FRACTION:g} beside a drafter"
+)
+HEALTH_TIMEOUT_HELP = (
+    "kill and restart a process that has not answered its health checks for S seconds; 0 never "
+    f"does; default: {HEALTH_TIMEOUT_S:g}"
+)
+DRAIN_HELP = f"that running requests get after SIGTERM; default: {DRAIN_S:g}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--runtime", choices=("processes", "ray"), default="processes", help="default: processes")
+    add("--config", metavar="FILE", type=Path, help=CONFIG_HELP)
+    add("--model", metavar="NAME|DIR|HUB-ID", default=DEFAULT_MODEL, help=MODEL_HELP)
+    add("--revision", metavar="REV", help="branch, tag or commit of a --model from the hub")
+    add("--served-model-name", metavar="NAME", help=SERVED_NAME_HELP)
+    add("--max-model-len", type=at_least(1), metavar="TOKENS", help=MAX_LEN_HELP)
+    add("--head", metavar="DIR|HUB-ID", help="draft head; default: the one that ships for --model")
+    add("--head-revision", metavar="REV", help="branch, tag or commit of a --head from the hub")
+    add("--draft-model", metavar="NAME|DIR|HUB-ID", help="for the draft method `model`")
+    add("--draft-model-revision", metavar="REV", help="likewise, of a --draft-model from the hub")
+    add("--drafter-methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
+    add("--verifiers", type=at_least(1), metavar="N", default=1, help="default: 1")
+    add("--drafters", type=at_least(1), metavar="N", default=1, help="default: 1")
+    add("--routers", type=at_least(1), metavar="N", default=1, help="at one address; default: 1")
+    add("--host", default="127.0.0.1", help="default: 127.0.0.1")
+    add("--port", type=at_least(0), default=50050, help="of the router; default: 50050")
+    add("--http", metavar="HOST:PORT", help="OpenAI's API over HTTP; default: none")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
+    add_placing_arguments(parser)
+    add("--planner", choices=("automatic", "fixed"), help="whether plans follow measurements")
+    add("--draft-topk", type=at_least(1), metavar="K", help="children that head tries of a node")
+    add_look_ahead_arguments(add)
+    add("--gpu-memory-utilization", type=fraction, metavar="F", help=UTILIZATION_HELP)
+    add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of each verifier")
+    add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
+    add("--max-sessions", type=at_least(1), metavar="N", help="that each verifier serves at once")
+    add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
+    add("--drain-s", type=number_from(0.0), metavar="S", default=DRAIN_S, help=DRAIN_HELP)
+    add(
+        "--health-timeout-s",
+        type=number_from(0.0),
+        metavar="S",
+        default=HEALTH_TIMEOUT_S,
+        help=HEALTH_TIMEOUT_HELP,
+    )
+    add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
+    add("--threads", type=at_least(1), metavar="N", help="of each verifier and drafter")
+    add("--tls-dir", type=Path, metavar="DIR", help="certificates, from `outrider certs DIR`")
+    add("--api-keys", type=Path, metavar="FILE", help="keys that clients must have")
+    add("--metrics-port", type=at_least(0), metavar="P", help="of the router, of others P + 1 ...")
+    add("--metrics-compat", choices=("vllm",), help="export its metrics under these names, too")
+    add("--log-level", type=str.upper, choices=LOG_LEVELS, help="of all processes; default: INFO")
+    add("--trace-dir", type=Path, help="verifiers and drafters leave their timelines there")
+    bench = parser.add_argument_group("benchmarks only").add_argument
+    bench(
+        "--exchange-delay-ms",
+        type=number_from(0.0),
+        default=0.0,
+        help="of all between verifier and drafter, each way",
+    )
+    bench(
+        "--drafter-slowdown",
+        type=number_from(1.0),
+        default=1.0,
+        help="how many times as long drafts take",
+    )
+    add_ray_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM, SIGINT or SIGHUP; the exit status. Raises OutriderError, and SystemExit
+    (143, 130, 129) when one of them came before a router was launched: nothing was served."""
+    own = ray_flags(args)
+    config = make_config(args)
+    if args.runtime == "ray":
+        for line in check_files(config):
+            say(line)
+        flags = [*ray_args(config), *own]
+        for line in ray_warnings(flags):
+            say(line)
+        # Ray's launcher is a process of its own: this one imports no Ray.
+        return run_module(RAY_MODULE, flags)
+    stop, enough = threading.Event(), threading.Event()
+    cluster = LocalCluster(config, stop=stop)
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        # A router serves before all others are known to be healthy: its requests are drained.
+        if Role.ROUTER in cluster.members:
+            (enough if stop.is_set() else stop).set()
+        else:
+            _give_up(number)
+
+    _on_stop(on_signal)
+    with (
+        cluster,
+        Supervisor(cluster.members, say, health_timeout_s=config.health_timeout_s) as supervisor,
+    ):
+        while not stop.wait(LOOK_S):
+            supervisor.look()
+        say(f"stopping: what runs gets {config.drain_s:g} s, or until a second signal")
+        supervisor.release(cluster.members[Role.ROUTER])
+        cluster.drain(enough, supervisor.look)
+    return 0
+
+
+def _on_stop(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in stop_signals():
+        signal.signal(number, handler)
+
+
+def _give_up(number: int) -> NoReturn:
+    # Another one must not disturb what stops the processes on the way out.
+    _on_stop(lambda *_: None)
+    say("stopping before all was up")
+    raise SystemExit(SIGNALLED + number)
+
+
+def make_config(args: argparse.Namespace) -> LocalConfig:
+    """The processes that these flags ask for; pulls the model if it is missing. Raises
+    InvalidRequestError (INVALID_FLAG) for flags that would do nothing."""
+    _check_names(args)
+    files = find_model(
+        args.model, head=args.head, revision=args.revision, head_revision=args.head_revision
+    )
+    methods = parse_methods(args.drafter_methods, has_head=files.head is not None)
+    draft_model = None
+    if args.draft_model is not None:
+        draft_model = find_model(args.draft_model, revision=args.draft_model_revision).path
+    return LocalConfig(
+        model=files.path,
+        model_name=args.served_model_name or files.name,
+        max_model_len=args.max_model_len,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        log_level=args.log_level,
+        methods=methods,
+        head=files.head,
+        draft_model=draft_model,
+        verifiers=args.verifiers,
+        drafters=args.drafters,
+        routers=args.routers,
+        dtype=args.dtype or "",
+        **placing_of(args),
+        listen=f"{args.host}:{args.port}",
+        http=args.http,
+        kv_tokens=args.kv_tokens,
+        prefix_cache=not args.no_prefix_cache,
+        max_sessions=args.max_sessions,
+        queue_limit=args.queue_limit,
+        drain_s=args.drain_s,
+        health_timeout_s=args.health_timeout_s,
+        journal=args.journal,
+        planner=args.planner,
+        look_ahead=args.look_ahead,
+        fan_out=args.fan_out,
+        threads=args.threads,
+        exchange_delay_ms=args.exchange_delay_ms,
+        drafter_slowdown=args.drafter_slowdown,
+        trace_dir=args.trace_dir,
+        metrics_port=args.metrics_port,
+        tls_dir=args.tls_dir,
+        api_keys=args.api_keys,
+        metrics_compat=args.metrics_compat,
+        inherit_logs=True,
+    )
+
+
+def _check_names(args: argparse.Namespace) -> None:
+    """Refuse an empty served name, and revisions of what is not given, which nothing would use."""
+    if args.served_model_name is not None and not args.served_model_name.strip():
+        raise InvalidRequestError(
+            "--served-model-name must not be empty; without the flag clients ask for the name or "
+            "hub id of --model",
+            reason="INVALID_FLAG",
+        )
+    revised = (
+        ("--head", args.head, args.head_revision),
+        ("--draft-model", args.draft_model, args.draft_model_revision),
+    )
+    for flag, value, revision in revised:
+        if revision is not None and value is None:
+            raise InvalidRequestError(
+                f"{flag}-revision is for a {flag} from the hub; give {flag} OWNER/NAME, too",
+                reason="INVALID_FLAG",
+            )
+
+
+def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...]:
+    """Draft methods from a flag; without one, all that the files at hand allow."""
+    if text is None:
+        own = (DraftMethod.EAGLE3, DraftMethod.NGRAM)
+        return own if has_head else (DraftMethod.NGRAM,)
+    try:
+        methods = tuple(DraftMethod(name.strip()) for name in text.split(",") if name.strip())
+    except ValueError:
+        allowed = ", ".join(method.value for method in DraftMethod)
+        raise InvalidRequestError(
+            f"--drafter-methods: {text!r} must be a list of {allowed}", reason="INVALID_FLAG"
+        ) from None
+    return tuple(method for method in methods if method is not DraftMethod.NONE)
+
+
+def ray_args(config: LocalConfig) -> list[str]:
+    """Flags of the Ray launcher. Raises InvalidRequestError for what it has not."""
+    if config.exchange_delay_ms or config.drafter_slowdown != 1.0 or config.trace_dir is not None:
+        raise InvalidRequestError(
+            "--exchange-delay-ms, --drafter-slowdown and --trace-dir are for --runtime processes",
+            reason="INVALID_FLAG",
+        )
+    if config.routers > 1:
+        raise InvalidRequestError("--routers is for --runtime processes", reason="INVALID_FLAG")
+    if config.metrics_compat is not None:
+        raise InvalidRequestError(
+            "--metrics-compat is for --runtime processes; for Ray: [router] metrics_compat in the "
+            "file of `outrider ray`",
+            reason="INVALID_FLAG",
+        )
+    if config.max_model_len or config.gpu_memory_utilization or config.log_level:
+        raise InvalidRequestError(
+            "--max-model-len, --gpu-memory-utilization and --log-level are for --runtime "
+            "processes; for Ray: the file of `outrider ray`",
+            reason="INVALID_FLAG",
+        )
+    if config.health_timeout_s != HEALTH_TIMEOUT_S:
+        raise InvalidRequestError(
+            "--health-timeout-s is for --runtime processes", reason="INVALID_FLAG"
+        )
+    if config.tls_dir is not None or config.api_keys is not None:
+        raise InvalidRequestError(
+            "--tls-dir and --api-keys are for --runtime processes", reason="INVALID_FLAG"
+        )
+    values: dict[str, object] = {
+        "model": config.model,
+        "model-name": config.model_name,
+        "head": config.head,
+        "draft-model": config.draft_model,
+        "verifiers": config.verifiers,
+        "drafters": config.drafters,
+        "methods": ",".join(config.methods) or DraftMethod.NONE.value,
+        "dtype": config.element_type,
+        "placement": config.placement,
+        "draft-length": config.draft_length,
+        "draft-topk": config.draft_topk,
+        "planner": config.planner,
+        "look-ahead": config.look_ahead,
+        "fan-out": config.fan_out,
+        "simulated-acceptance": config.simulated_acceptance or None,
+        "device": config.device,
+        "drafter-device": config.drafter_device or None,
+        "listen": config.listen,
+        "http": config.http,
+        "kv-tokens": config.kv_tokens,
+        "max-sessions": config.max_sessions,
+        "queue-limit": config.queue_limit,
+        "drain-s": config.drain_s,
+        "journal": config.journal,
+        "threads": config.threads,
+        "awake-cores": config.awake_cores,
+        "metrics-port": config.metrics_port,
+    }
+    flags = ((f"--{name}", str(value)) for name, value in values.items() if value is not None)
+    switches = [] if config.cuda_graphs else ["--no-cuda-graphs"]
+    switches += [] if config.prefix_cache else ["--no-prefix-cache"]
+    return [part for flag in flags for part in flag] + switches

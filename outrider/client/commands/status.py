@@ -1,0 +1,118 @@
+"""`outrider status`: what a router says of itself and its fleet."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+
+from outrider.client.flags import add_connecting_arguments, tls_of
+from outrider.client.retry import RetryPolicy
+from outrider.client.sync_client import Client
+from outrider.wire.inference import DrafterLink, DrafterSummary, ServerInfo, VerifierSummary
+
+DEFAULT_ROUTER = "127.0.0.1:50050"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("--router", metavar="HOST:PORT", default=DEFAULT_ROUTER, help=f"default: {DEFAULT_ROUTER}")
+    add_connecting_arguments(parser)
+    add("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status. Raises OutriderError."""
+    retry = RetryPolicy(max_attempts=1)
+    with Client(args.router, retry=retry, tls=tls_of(args)) as client:
+        info = client.server_info()
+    if args.json:
+        sys.stdout.write(json.dumps(dataclasses.asdict(info)) + "\n")
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in describe(info)))
+    return 0
+
+
+def describe(info: ServerInfo) -> Iterator[str]:
+    """A line for the router and one for each peer."""
+    yield (
+        f"router {info.version}: {info.running} running, "
+        f"{info.queued} of at most {info.queue_bound} waiting"
+    )
+    yield from (_verifier(verifier) for verifier in info.verifiers)
+    yield from (_drafter(drafter) for drafter in info.drafters)
+
+
+def simulation_note(info: ServerInfo) -> str:
+    """How results obtained from these verifiers must be labelled; "" if all is real."""
+    rates = sorted({v.simulated_acceptance for v in info.verifiers if v.simulated_acceptance})
+    return f"SIMULATED ACCEPTANCE {'; '.join(rates)}" if rates else ""
+
+
+def _verifier(verifier: VerifierSummary) -> str:
+    parts = [
+        f"verifier {verifier.verifier_id} at {verifier.address}: {_health(verifier.healthy)}",
+        verifier.model,
+        f"{verifier.sessions} of {verifier.max_sessions} sessions",
+        f"{verifier.kv_free_blocks} of {verifier.kv_total_blocks} KV blocks free",
+    ]
+    if verifier.draining:
+        parts.append("about to stop")
+    if verifier.waiting_sessions:
+        parts.append(f"{verifier.waiting_sessions} sessions wait for KV blocks")
+    if verifier.preemptions_swap or verifier.preemptions_recompute:
+        parts.append(
+            f"preempted {verifier.preemptions_swap} times by swap, "
+            f"{verifier.preemptions_recompute} by recompute"
+        )
+    if verifier.prefix_tokens_found:
+        share = verifier.prefix_tokens_found / verifier.prefix_tokens_asked
+        parts.append(f"{share:.0%} of prompt tokens were there")
+    if verifier.own_methods:
+        parts.append(f"drafts itself ({', '.join(verifier.own_methods)})")
+    if verifier.simulated_acceptance:
+        parts.append(f"SIMULATED ACCEPTANCE {verifier.simulated_acceptance}")
+    if verifier.planner:
+        parts.append(f"speculation: {verifier.planner}")
+    if verifier.stats.look_ahead_rounds:
+        parts.append(_look_ahead(verifier))
+    return ", ".join(part for part in parts if part)
+
+
+def _look_ahead(verifier: VerifierSummary) -> str:
+    stats = verifier.stats
+    return (
+        f"look-ahead: {stats.hit_rate:.0%} hits, of whose drafts {stats.stood_in_hits:.2f} tokens "
+        f"a round stand ({stats.stood_fresh:.2f} of fresh ones), "
+        f"{verifier.hit_idle_us_p50:.0f} us between rounds of hits"
+    )
+
+
+def _drafter(drafter: DrafterSummary) -> str:
+    parts = [
+        f"drafter {drafter.drafter_id} at {drafter.address}: {_health(drafter.healthy)}",
+        ", ".join(drafter.methods) or "no methods",
+        f"{drafter.sessions} sessions",
+    ]
+    for link in drafter.links:
+        answers = f", answers in {link.answer_ms:.2f} ms" if link.answer_ms else ""
+        parts.append(f"{link.verifier_id} ({link.sessions} sessions{answers}{_quarantine(link)})")
+    if drafter.draining:
+        parts.append("leaving")
+    if drafter.handicap:
+        parts.append(f"SLOWED DOWN: {drafter.handicap}")
+    return ", ".join(parts)
+
+
+def _quarantine(link: DrafterLink) -> str:
+    if not link.quarantine:
+        return ""
+    then = f"probed in {link.probe_in_s:.1f} s" if link.probe_in_s else "being probed"
+    return f", in quarantine ({link.quarantine}, {then})"
+
+
+def _health(healthy: bool) -> str:
+    return "healthy" if healthy else "NOT HEALTHY"

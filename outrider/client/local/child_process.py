@@ -1,0 +1,201 @@
+"""Child processes that say {"event": "ready", "address": ...} on stdout when they serve."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import IO
+
+from outrider.errors import UnavailableError
+
+STOP_S = 5.0
+"""Time that a process with nothing left to do gets to stop before it is killed."""
+NOT_READY = "CHILD_NOT_READY"
+"""Reason of the error of a process that takes longer than was waited."""
+_TAIL_LINES = 12
+_LAST_WORDS_S = 1.0
+"""Time to read what a process that has ended wrote before."""
+_STARTER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-starter")
+"""The thread that starts all children. Linux kills a child with the thread that started it, so that
+this thread has to live as long as the process."""
+
+
+class ChildProcess:
+    """One `python -m MODULE ARGS`; it cannot outlive this process."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        args: Sequence[str],
+        *,
+        listen: str = "127.0.0.1:0",
+        log_dir: Path | None = None,
+    ) -> None:
+        """Its stderr goes to `log_dir`/`name`.log, or to our own stderr without a `log_dir`.
+
+        `listen` is where it shall serve; once it has taken a free port it keeps it when it is
+        started again.
+        """
+        self.name = name
+        self._command = [sys.executable, "-m", "outrider.client.local.parent_watch", module, *args]
+        self._listen = listen
+        self._log_file = None if log_dir is None else log_dir / f"{name}.log"
+        self._process: subprocess.Popen[str] | None = None
+        self._said = threading.Event()
+        self.ready: dict[str, str] = {}
+        """What it said when it began to serve."""
+        self.failure = ""
+        """The reason that it gave when it failed."""
+
+    @property
+    def address(self) -> str:
+        """Where it serves; known once it is ready."""
+        return self.ready["address"]
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while there is a process."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> None:
+        """Start it (again). Raises OSError or RuntimeError where the system has no process, file
+        descriptor or thread to give; it can be tried again then."""
+        self.close()
+        self._said = threading.Event()
+        self.ready = {}
+        self.failure = ""
+        with contextlib.ExitStack() as stack:
+            log: IO[str] | None = None
+            if self._log_file is not None:
+                log = stack.enter_context(self._log_file.open("a", encoding="utf-8"))
+            starting = _STARTER.submit(self._spawn, log)
+            try:
+                starting.result()
+            except BaseException:
+                # A signal may end this wait: whoever closes must see the process.
+                wait([starting])
+                raise
+
+    def _spawn(self, log: IO[str] | None) -> None:
+        """Make the process and its reader; on the starter's thread, which no signal interrupts."""
+        process = self._process = subprocess.Popen(
+            [*self._command, "--listen", self._listen],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            # Ctrl-C in a terminal is ours to handle: children are stopped in order.
+            start_new_session=True,
+        )
+        try:
+            threading.Thread(target=self._read, args=(process, self._said), daemon=True).start()
+        except RuntimeError:
+            self.kill()
+            raise
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Wait until it serves; its address. UnavailableError, with its last words, if not."""
+        if not self._said.wait(timeout_s):
+            raise UnavailableError(
+                f"{self.name} was not ready after {timeout_s:g} s{self.last_words()}",
+                reason=NOT_READY,
+            )
+        if "address" not in self.ready:
+            raise self.died()
+        return self.address
+
+    def died(self) -> UnavailableError:
+        """The error of a process that ended by itself, with the reason that it gave."""
+        status = None if self._process is None else self._process.wait()
+        self._said.wait(_LAST_WORDS_S)
+        why = f": {self.failure}" if self.failure else self.last_words()
+        return UnavailableError(f"{self.name} ended {_describe(status)}{why}", reason="CHILD_DIED")
+
+    def last_words(self) -> str:
+        """The end of its log, for error messages."""
+        if self._log_file is None or not self._log_file.is_file():
+            return ""
+        lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "; its log ends with:\n  " + "\n  ".join(lines[-_TAIL_LINES:]) if lines else ""
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, if it runs, and do not wait."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill it and all that it has started, and do not wait."""
+        if self.exit_status is None and self._process is not None:
+            # It leads a process group of its own, which nobody else can have while it is unreaped.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Stop it: asked first, killed after a while; idempotent."""
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            # One that hangs in the kernel ends when that lets it: nobody else waits for it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+        self._process = None
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+
+    def _read(self, process: subprocess.Popen[str], said: threading.Event) -> None:
+        assert process.stdout is not None
+        # Closed here alone: elsewhere that would wait for whoever holds the other end yet.
+        with contextlib.suppress(ValueError, OSError), process.stdout:
+            for line in process.stdout:
+                message = _parse(line)
+                if message.get("event") == "ready" and process is self._process:
+                    self.ready = message
+                    self._listen = message.get("address", self._listen)
+                    said.set()
+                elif message.get("event") == "failed" and process is self._process:
+                    self.failure = message.get("reason", "")
+        said.set()
+
+
+def check_running(processes: Iterable[ChildProcess]) -> None:
+    """UnavailableError, with its last words, where one of these has ended by itself."""
+    for process in processes:
+        if process.exit_status is not None:
+            raise process.died()
+
+
+def _describe(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"with status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"
+
+
+def _parse(line: str) -> dict[str, str]:
+    try:
+        message = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return message if isinstance(message, dict) else {}

@@ -1,0 +1,253 @@
+"""Router, verifiers and drafters on this machine: started in order, and stopped together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from outrider.client.local.child_process import NOT_READY, STOP_S, ChildProcess, check_running
+from outrider.client.local.config import SEPARATE, LocalConfig
+from outrider.client.local.preflight import check_files
+from outrider.client.local.process_flags import (
+    Place,
+    count_gpus,
+    drafter_args,
+    places,
+    router_args,
+    verifier_args,
+)
+from outrider.client.local.readiness import check_free, check_hosts, wait_healthy
+from outrider.client.local.settings_check import check_settings
+from outrider.errors import UnavailableError
+from outrider.transport.tls import Role
+
+LOOK_S = 1.0
+DRAIN_LOOK_S = 0.05
+START_S = 600.0
+"""Longest wait for a process to load its model and serve."""
+
+
+def say(line: str) -> None:
+    """Write a progress line to stderr; one that nobody can read any more is dropped."""
+    try:
+        sys.stderr.write(f"[outrider] {line}\n")
+        sys.stderr.flush()
+    except OSError:
+        # Its terminal or pipe is gone, which is no reason to stop serving.
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+
+
+class _StoppedError(Exception):
+    """A start that was told to stop while a router was already launched."""
+
+
+class LocalCluster:
+    """The running processes; a context manager that stops them."""
+
+    def __init__(
+        self,
+        config: LocalConfig,
+        *,
+        progress: Callable[[str], None] = say,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """`stop`: once it is set, a start that has launched a router waits for nothing more."""
+        self._config = config
+        self._progress = progress
+        self._stop = stop or threading.Event()
+        self._logs: Path | None = None
+        self._own_logs: Path | None = None
+        self.members: dict[Role, list[ChildProcess]] = {}
+        """What was started: verifiers, drafters (none without drafts), the router."""
+
+    @property
+    def address(self) -> str:
+        """Address of the router's API."""
+        assert Role.ROUTER in self.members, "the cluster is not started"
+        return self.members[Role.ROUTER][0].address
+
+    @property
+    def processes(self) -> tuple[ChildProcess, ...]:
+        """Those that were started, the router first."""
+        return tuple(each for role in reversed(self.members) for each in self.members[role])
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self) -> str:
+        """Start everything and wait until requests can be served; the router's address. A start
+        that was told to stop leaves running what it has started, for `drain`.
+
+        Raises UnavailableError with its reason or the end of its log if a process does not come up,
+        FailedPreconditionError (WRONG_HOST) where no client would believe the certificate, and what
+        `check_files` raises for files that cannot be served.
+        """
+        try:
+            return self._start()
+        except _StoppedError:
+            return self._config.listen
+        except BaseException:
+            self.close()
+            raise
+
+    def drain(self, enough: threading.Event, look: Callable[[], None]) -> None:
+        """Have the routers refuse what is new and wait until they have ended, which they do once
+        running requests have, and after `drain_s` at the latest; when it is `enough` they are told
+        to end those at once.
+
+        All others go on meanwhile, for the requests need them; `look` looks after these.
+        """
+        routers = self.members[Role.ROUTER]
+        for router in routers:
+            router.ask_to_stop()
+        end = time.monotonic() + self._config.drain_s + STOP_S
+        while _running(routers) and time.monotonic() < end and not enough.wait(DRAIN_LOOK_S):
+            look()
+        for router in routers:
+            router.ask_to_stop()
+        end = time.monotonic() + STOP_S
+        while _running(routers) and time.monotonic() < end:
+            time.sleep(DRAIN_LOOK_S)
+
+    def close(self) -> None:
+        """Stop everything, whatever runs; idempotent."""
+        for process in self.processes:
+            process.close()
+        if self._own_logs is not None:
+            shutil.rmtree(self._own_logs, ignore_errors=True)
+            self._own_logs = None
+
+    def _start(self) -> str:
+        config = self._config
+        # The processes would find these out one after another while they load.
+        if config.tls_dir is not None:
+            check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
+        verifying, drafting = places(config, count_gpus() if config.uses_gpus else 0)
+        settings = check_settings(config, verifying, drafting)
+        for line in settings.warnings:
+            self._progress(line)
+        check_free(*settings.addresses)
+        for line in check_files(config):
+            self._progress(line)
+        self._logs = self._log_dir()
+        verifiers, drafters = self._start_peers(verifying, drafting)
+        several = config.routers > 1
+        self._progress(f"starting {config.routers} routers" if several else "starting the router")
+        address = config.listen
+        for index in range(config.routers):
+            name = f"router-{index}" if several else "router"
+            args = router_args(config, verifiers, drafters, index)
+            # The first one may have taken a free port, which the others are to have, too.
+            (router,) = self._launch(Role.ROUTER, {name: args}, address)
+            address = self._ready(router)
+            self._check_stop()
+        wait_healthy(
+            address,
+            self.processes,
+            tls_dir=config.tls_dir,
+            timeout_s=START_S,
+            progress=self._progress,
+            stop=self._stop,
+        )
+        self._check_stop()
+        self._progress(f"ready on {address}")
+        told = self.members[Role.ROUTER][0].ready
+        if "http" in told:
+            self._progress(f"OpenAI's API on http://{told['http']}/v1")
+        return address
+
+    def _ready(self, process: ChildProcess) -> str:
+        """Wait until a process serves; its address. One of several routers serves once it has found
+        a verifier. Raises UnavailableError, also where another process ends meanwhile."""
+        end = time.monotonic() + START_S
+        while True:
+            try:
+                return process.wait_ready(LOOK_S)
+            except UnavailableError as error:
+                if error.reason != NOT_READY:
+                    raise
+            self._check_stop()
+            check_running(self.processes)
+            if time.monotonic() > end:
+                raise UnavailableError(
+                    f"{process.name} was not ready after {START_S:g} s{process.last_words()}",
+                    reason=NOT_READY,
+                )
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set() and Role.ROUTER in self.members:
+            raise _StoppedError
+
+    def _start_peers(
+        self, verifying: Sequence[Place], drafting: Sequence[Place]
+    ) -> tuple[list[str], list[str]]:
+        """Start verifiers and drafters together; their addresses."""
+        config = self._config
+        name = config.model_name or config.model.name
+        where = "" if config.placement == SEPARATE else f", {config.placement} drafting"
+        self._progress(
+            f"starting {_counted(verifying, 'verifier')}: {name}, {config.element_type} on "
+            f"{config.device}{where}"
+        )
+        if config.simulated_acceptance:
+            self._progress(f"SIMULATED ACCEPTANCE {config.simulated_acceptance}: no real text")
+        verifiers = self._launch(
+            Role.VERIFIER, {place.name: verifier_args(config, place) for place in verifying}
+        )
+        if drafting:
+            methods = ", ".join(config.drafter_methods)
+            self._progress(f"starting {_counted(drafting, 'drafter')}: {methods}")
+        drafters = self._launch(
+            Role.DRAFTER, {place.name: drafter_args(config, place) for place in drafting}
+        )
+        return (
+            [self._ready(process) for process in verifiers],
+            [self._ready(process) for process in drafters],
+        )
+
+    def _launch(
+        self, role: Role, args: Mapping[str, Sequence[str]], listen: str = "127.0.0.1:0"
+    ) -> list[ChildProcess]:
+        """Start a process for each name and its arguments."""
+        processes = [
+            ChildProcess(name, f"outrider_{role}", each, listen=listen, log_dir=self._logs)
+            for name, each in args.items()
+        ]
+        self.members[role] = self.members.get(role, []) + processes
+        for process in processes:
+            process.start()
+        return processes
+
+    def _log_dir(self) -> Path | None:
+        if self._config.inherit_logs:
+            return None
+        if self._config.log_dir is not None:
+            self._config.log_dir.mkdir(parents=True, exist_ok=True)
+            return self._config.log_dir
+        self._own_logs = Path(tempfile.mkdtemp(prefix="outrider-"))
+        return self._own_logs
+
+
+def _running(processes: Sequence[ChildProcess]) -> bool:
+    return any(process.exit_status is None for process in processes)
+
+
+def _counted(places: Sequence[Place], kind: str) -> str:
+    return f"the {kind}" if len(places) == 1 else f"{len(places)} {kind}s"

@@ -1,0 +1,98 @@
+"""Health of a child process: what its health service answers, and how long it has not answered."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Final
+
+import grpc
+
+from outrider.client.rpcs import client_options
+
+PROBE_INTERVAL_S: Final = 0.5
+"""Pause between two probes of one process."""
+PROBE_TIMEOUT_S: Final = 2.0
+"""Time that a process gets to answer one probe."""
+MAX_NOT_SERVING_S: Final = 60.0
+"""Longest time that a process may answer that it does not serve: a drain takes that long, too."""
+MAX_LOOK_GAP_S: Final = 2.0
+"""Two looks farther apart than this mean that the supervisor itself was held up."""
+_NO_ANSWER: Final = frozenset(
+    {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+)
+
+
+class Health(Enum):
+    """What one probe found."""
+
+    SERVING = "serving"
+    NOT_SERVING = "not serving"
+    SILENT = "silent"
+
+
+class HealthRecord:
+    """How long one process has been silent, or has not served. Pure: times are given."""
+
+    def __init__(self, health_timeout_s: float, now: float) -> None:
+        """`health_timeout_s`: time without an answer that is too long, in seconds; `now`: time by
+        the monotonic clock."""
+        self._health_timeout_s = health_timeout_s
+        self._answered = self._served = self._looked = now
+
+    def record(self, health: Health | None, now: float) -> None:
+        """Take the newest answer, None if there is no new one. A gap between two calls is time in
+        which the supervisor was held up itself: it counts against nobody."""
+        gap, self._looked = now - self._looked, now
+        if gap > MAX_LOOK_GAP_S:
+            self._answered += gap
+            self._served += gap
+        if health in (Health.SERVING, Health.NOT_SERVING):
+            self._answered = now
+        if health is Health.SERVING:
+            self._served = now
+
+    def complaint(self, now: float) -> str:
+        """Why the process has to be restarted; "" while it does not."""
+        if now - self._answered > self._health_timeout_s:
+            return f"has not answered for {self._health_timeout_s:g} s"
+        if now - self._served > max(MAX_NOT_SERVING_S, self._health_timeout_s):
+            return f"has not served for {MAX_NOT_SERVING_S:g} s"
+        return ""
+
+
+class HealthProbe:
+    """Asks the health service at one address again and again, and never waits for an answer."""
+
+    def __init__(self, address: str, service: str) -> None:
+        """`service`: whose status is asked for; "" is the server as a whole."""
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        self._channel = grpc.insecure_channel(address, options=client_options())
+        self._stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._request = health_pb2.HealthCheckRequest(service=service)
+        self._serving = health_pb2.HealthCheckResponse.SERVING
+        self._call: Any = None
+        self._next = 0.0
+        """When the next probe is due, by the monotonic clock."""
+
+    def poll(self, now: float) -> Health | None:
+        """Send a probe if one is due; the answer to the last one if it has come since."""
+        if self._call is None:
+            if now >= self._next:
+                self._call = self._stub.Check.future(self._request, timeout=PROBE_TIMEOUT_S)
+            return None
+        if not self._call.done():
+            return None
+        call, self._call = self._call, None
+        self._next = now + PROBE_INTERVAL_S
+        if call.code() in _NO_ANSWER:
+            return Health.SILENT
+        if call.code() is not grpc.StatusCode.OK:
+            # Whoever can refuse a probe is alive.
+            return Health.SERVING
+        serves = call.result().status == self._serving
+        return Health.SERVING if serves else Health.NOT_SERVING
+
+    def close(self) -> None:
+        """Give up a probe that is under way, and the connection."""
+        self._channel.close()

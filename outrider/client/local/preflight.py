@@ -1,0 +1,75 @@
+"""Checks of all model files before a process is started.
+
+They are the checks by which the processes load the same files (`outrider.checkpoints`), but read
+only configurations, weight headers and the tokenizer: a second or two instead of a loaded model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.checkpoints.directory import read_model_directory
+from outrider.checkpoints.head_tensors import read_head
+from outrider.checkpoints.model_config import ModelConfig
+from outrider.client.local.config import HEAD_METHODS, LocalConfig
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.extras import needs_packages
+from outrider.spec.plan import DraftMethod
+
+
+def check_files(config: LocalConfig) -> tuple[str, ...]:
+    """Check target, its context length, draft head, small draft model, tokenizer and chat template.
+
+    Returns warnings, a line each, of what can be served only in part.
+    Raises NotFoundError, InvalidRequestError or FailedPreconditionError with the reason for which
+    a verifier, a drafter or the router would not start.
+    """
+    target = read_model_directory(config.model, compare_all=False).config
+    _check_length(config.max_model_len, target)
+    warnings = _check_tokenizer(config.model, target)
+    if config.head is not None:
+        for method in HEAD_METHODS & set(config.methods):
+            read_head(config.head, target, kind=method)
+    if config.draft_model is not None and DraftMethod.MODEL in config.methods:
+        read_model_directory(config.draft_model, compare_all=False)
+        _check_same_tokenizer(config.draft_model, config.model)
+    return warnings
+
+
+def _check_length(max_model_len: int | None, target: ModelConfig) -> None:
+    """Refuse a length that the model has no positions for; the verifier would cut it."""
+    allowed = target.max_position_embeddings
+    if max_model_len is not None and max_model_len > allowed:
+        raise InvalidRequestError(
+            f"--max-model-len must be at most {allowed}, the context length of the model, got "
+            f"{max_model_len}",
+            reason="INVALID_FLAG",
+        )
+
+
+def _check_tokenizer(model: Path, target: ModelConfig) -> tuple[str, ...]:
+    """Load the tokenizer, which compiles the chat template, as the router does; its warnings."""
+    # Imported here: only who starts a router has the packages that tokenizers need.
+    from outrider.text.tokenizer import Tokenizer
+
+    with needs_packages("outrider-router"):
+        tokenizer = Tokenizer.load(model)
+    if tokenizer.num_ids > target.vocab_size:
+        raise FailedPreconditionError(
+            f"{model}: the tokenizer has ids up to {tokenizer.num_ids - 1}, the vocabulary of the "
+            f"model {target.vocab_size} ids",
+            reason="VOCAB_MISMATCH",
+        )
+    if tokenizer.has_chat_template:
+        return ()
+    return (f"{model} has no chat template: chat requests will be refused",)
+
+
+def _check_same_tokenizer(draft_model: Path, model: Path) -> None:
+    from outrider.text.tokenizer import tokenizer_hash
+
+    own = tokenizer_hash(draft_model)
+    if own and own != tokenizer_hash(model):
+        raise FailedPreconditionError(
+            f"{draft_model} has another tokenizer than {model}", reason="TOKENIZER_MISMATCH"
+        )

@@ -1,0 +1,210 @@
+"""Flags of the processes on this machine, and the devices that each computes on.
+
+Nothing of the processes is imported: what is known of them are their flags.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.client.local.certificates import tls_from
+from outrider.client.local.config import (
+    CPU,
+    CUDA,
+    HEAD_METHODS,
+    SEPARATE,
+    SHARED_MEMORY_FRACTION,
+    LocalConfig,
+)
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.spec.plan import DraftMethod
+from outrider.transport.tls import Role
+
+DRIVER_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))
+"""What there is where CUDA has a driver: of servers, of Tegra and of WSL."""
+HEALTH_LISTEN = "127.0.0.1:0"
+"""Where a process tells its supervisor whether it serves: a free port of this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One verifier or drafter, and where it computes."""
+
+    name: str
+    """Its id and the name of its process: verifier-0, drafter-1."""
+    device: str = CPU
+    """Its torch device."""
+    memory_fraction: float | None = None
+    """Share of its GPU's memory that it may take; None is its default."""
+
+
+def count_gpus() -> int:
+    """CUDA devices that processes started here will see. Imports no torch; a driver whose devices
+    cannot be listed counts as one."""
+    present = _count_present()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    names = [name.strip() for name in visible.split(",")]
+    # CUDA takes the names up to the first one that is none.
+    return len(list(itertools.takewhile(lambda name: name not in ("", "-1"), names)))
+
+
+def _count_present() -> int:
+    """CUDA devices of this machine; 1 where a driver is there that does not list them."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30.0, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        count = 0
+    else:
+        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    # Containers may have a driver without its tools, or with tools that fail.
+    return count or int(any(path.exists() for path in DRIVER_FILES))
+
+
+def places(config: LocalConfig, gpus: int) -> tuple[list[Place], list[Place]]:
+    """The verifiers and the drafters of a machine with so many GPUs.
+
+    GPUs are given out in turn, to the verifiers first; one leaves memory to a drafter that is on
+    its GPU. Verifiers on the same one each see what the others hold as taken, so that none could
+    tell what is its own: InvalidRequestError unless they are told how much K/V to hold. Raises
+    FailedPreconditionError (NO_GPU) where a GPU is asked for and there is none.
+    """
+    if config.uses_gpus and not gpus:
+        flag = "--device" if config.device != CPU else "--drafter-device"
+        raise FailedPreconditionError(
+            f"{flag} {CUDA} needs a GPU, and CUDA sees none on this machine (`nvidia-smi -L`, "
+            f"CUDA_VISIBLE_DEVICES); {flag} {CPU} needs none",
+            reason="NO_GPU",
+        )
+    drafters = config.drafters if config.drafter_methods else 0
+    cuda = [f"{CUDA}:{i % gpus}" for i in range(config.verifiers + drafters)] if gpus else []
+    verifying = [CPU] * config.verifiers if config.device == CPU else cuda[: config.verifiers]
+    drafting = [config.drafter_device or CPU] * drafters
+    if config.device != CPU and not config.drafter_device:
+        drafting = cuda[config.verifiers :]
+
+    if config.kv_tokens is None and config.device != CPU and config.verifiers > gpus:
+        raise InvalidRequestError(
+            f"{config.verifiers} verifiers on {gpus} GPUs: give --kv-tokens, what each is to hold, "
+            "or at most as many verifiers as GPUs",
+            reason="TOO_FEW_GPUS",
+        )
+
+    def share(device: str) -> float | None:
+        if config.gpu_memory_utilization is not None and device != CPU:
+            return config.gpu_memory_utilization
+        return SHARED_MEMORY_FRACTION if device != CPU and device in drafting else None
+
+    return (
+        [Place(f"verifier-{i}", device, share(device)) for i, device in enumerate(verifying)],
+        [Place(f"drafter-{i}", device) for i, device in enumerate(drafting)],
+    )
+
+
+def verifier_args(config: LocalConfig, place: Place) -> list[str]:
+    """Flags of a verifier."""
+    uses_head = bool(HEAD_METHODS & set(config.methods))
+    flags = _flags(
+        model=config.model,
+        features_from=config.head if uses_head else None,
+        dtype=config.element_type,
+        device=place.device,
+        placement=config.placement,
+        draft_length=config.draft_length,
+        draft_topk=config.draft_topk if config.placement != SEPARATE else None,
+        planner=config.planner,
+        simulated_acceptance=config.simulated_acceptance or None,
+        kv_tokens=config.kv_tokens,
+        max_context_len=config.max_model_len,
+        memory_fraction=place.memory_fraction,
+        max_sessions=config.max_sessions,
+        bench_round_ms=config.round_ms or None,
+        bench_row_us=config.row_us or None,
+        verifier_id=place.name,
+        **_common_flags(config, place, Role.VERIFIER),
+    )
+    flags += [] if config.prefix_cache else ["--no-prefix-cache"]
+    return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
+
+
+def drafter_args(config: LocalConfig, place: Place) -> list[str]:
+    """Flags of a drafter."""
+    methods = config.drafter_methods
+    flags = _flags(
+        model=config.model,
+        head=config.head if HEAD_METHODS & set(methods) else None,
+        methods=",".join(methods),
+        draft_model=config.draft_model if DraftMethod.MODEL in methods else None,
+        dtype=config.element_type,
+        device=place.device,
+        bench_exchange_delay_ms=config.exchange_delay_ms or None,
+        bench_slowdown=config.drafter_slowdown if config.drafter_slowdown != 1.0 else None,
+        drafter_id=place.name,
+        **_common_flags(config, place, Role.DRAFTER),
+    )
+    return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
+
+
+def router_args(
+    config: LocalConfig, verifiers: Sequence[str], drafters: Sequence[str], index: int = 0
+) -> list[str]:
+    """Flags of the router of peers at these addresses; `index`: of several."""
+    port = config.metrics_port
+    peers = [flag for address in verifiers for flag in ("--verifier", address)]
+    peers += [flag for address in drafters for flag in ("--drafter", address)]
+    if config.routers > 1:
+        peers.append("--share-ports")
+    return peers + _flags(
+        model=config.model,
+        model_name=config.model_name or None,
+        http=config.http,
+        look_ahead=config.look_ahead,
+        fan_out=config.fan_out,
+        queue_limit=config.queue_limit,
+        drain_s=config.drain_s,
+        journal=config.journal,
+        slow_reader_s=config.slow_reader_s,
+        log_level=config.log_level,
+        health_listen=HEALTH_LISTEN,
+        metrics_port=port + index if port else port,
+        metrics_compat=config.metrics_compat,
+        api_keys=config.api_keys,
+        **_tls_flags(config, Role.ROUTER),
+    )
+
+
+def _common_flags(config: LocalConfig, place: Place, role: Role) -> dict[str, object]:
+    """What verifiers and drafters have alike."""
+    trace = None if config.trace_dir is None else config.trace_dir / f"{place.name}.json"
+    return {
+        "threads": config.threads,
+        "awake_cores": config.awake_cores,
+        "trace_file": trace,
+        "log_level": config.log_level,
+        "health_listen": HEALTH_LISTEN,
+        **_tls_flags(config, role),
+    }
+
+
+def _tls_flags(config: LocalConfig, role: Role) -> dict[str, object]:
+    if config.tls_dir is None:
+        return {}
+    tls = tls_from(config.tls_dir, role)
+    return {"tls_cert": tls.cert, "tls_key": tls.key, "tls_ca": tls.ca}
+
+
+def _flags(**values: object) -> list[str]:
+    """--name value for everything that is set."""
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is not None:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    return flags

@@ -1,0 +1,105 @@
+"""Settings of the processes of one machine, checked before any of them is started.
+
+A process takes flags over environment variables over its TOML file, and `outrider serve` gives
+flags: whatever these replace is told, and what a process would refuse is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outrider.client.local.config import LocalConfig
+from outrider.client.local.process_flags import Place, drafter_args, router_args, verifier_args
+from outrider.config.loader import Loaded
+from outrider.config.process_registry import PROCESSES
+from outrider.errors import NotFoundError
+from outrider.transport.tls import Role
+
+_SOMEWHERE: Final = "127.0.0.1:1"
+"""In place of an address that is not known yet."""
+_RAY: Final = "ray"
+_FLAGS: Final[Mapping[str, str]] = {
+    "features_from": "--head",
+    "listen": "--host and --port",
+    "max_context_len": "--max-model-len",
+    "memory_fraction": "--gpu-memory-utilization",
+    "methods": "--drafter-methods",
+    "model_name": "--served-model-name",
+    "speculation.fan_out": "--fan-out",
+    "speculation.look_ahead": "--look-ahead",
+    "tls.ca": "--tls-dir",
+    "tls.cert": "--tls-dir",
+    "tls.key": "--tls-dir",
+}
+"""Flags of `outrider serve` for keys of the processes that are named otherwise."""
+_DECIDED: Final = frozenset(
+    {
+        *("drafter_id", "drafters", "health_listen", "share_ports", "trace_file"),
+        *("verifier_id", "verifiers"),
+    }
+)
+"""Keys that follow from others: no flag sets them alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the processes of a machine will run with."""
+
+    warnings: tuple[str, ...]
+    """One line for each variable, or key of a file, that is overridden by another value."""
+    addresses: tuple[str, ...]
+    """HOST:PORT of the fixed ports that they will listen on."""
+
+
+def check_settings(
+    config: LocalConfig, verifiers: Sequence[Place], drafters: Sequence[Place]
+) -> Settings:
+    """Load the settings of each kind of process as it will do itself.
+
+    Raises InvalidRequestError for settings that a process refuses, of its environment and the files
+    that it reads too, and NotFoundError for a process that is not installed.
+    """
+    warnings: list[str] = []
+    addresses = [config.listen, config.http]
+    commands: dict[Role, list[str]] = {Role.VERIFIER: verifier_args(config, verifiers[0])}
+    if drafters:
+        commands[Role.DRAFTER] = drafter_args(config, drafters[0])
+    peers = [_SOMEWHERE for _ in drafters]
+    commands[Role.ROUTER] = router_args(config, [_SOMEWHERE], peers)
+    counts = {Role.VERIFIER: len(verifiers), Role.DRAFTER: len(drafters), Role.ROUTER: 1}
+    for role, args in commands.items():
+        listen = config.listen if role is Role.ROUTER else "127.0.0.1:0"
+        loaded = PROCESSES[role].load([*args, "--listen", listen])
+        warnings += _warnings(role, loaded)
+        host, port = loaded.config.metrics_host, loaded.config.metrics_port
+        if port > 0:
+            several = range(config.routers) if role is Role.ROUTER else [0] * counts[role]
+            addresses += [f"{host}:{port + index}" for index in several]
+        if role is Role.ROUTER and loaded.config.pool_listen:
+            addresses.append(loaded.config.pool_listen)
+    fixed = [address for address in addresses if address and not address.endswith(":0")]
+    return Settings(tuple(warnings), tuple(fixed))
+
+
+def ray_warnings(args: Sequence[str]) -> list[str]:
+    """One line for each setting of Ray's launcher that these flags override. Raises
+    InvalidRequestError for settings that it refuses."""
+    try:
+        return _warnings(_RAY, PROCESSES[_RAY].load(args))
+    except NotFoundError:
+        # It is found in a checkout by its own process alone, which says what is missing.
+        return []
+
+
+def _warnings(role: str, loaded: Loaded[Any]) -> list[str]:
+    lines: list[str] = []
+    for key, source in loaded.overridden.items():
+        where = source if source.isupper() else f"{key} in {source}"
+        flag = "" if key in _DECIDED else _FLAGS.get(key, f"--{key.replace('_', '-')}")
+        if key == "listen" and role != Role.ROUTER:
+            flag = ""
+        hint = f"; use {flag}" if flag else ""
+        lines.append(f"warning: {where} is ignored: outrider serve sets {key} of the {role}{hint}")
+    return lines

@@ -1,0 +1,146 @@
+"""Restarts processes of this machine that end, fall silent or do not serve any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from outrider.client.local.child_process import ChildProcess
+from outrider.client.local.config import HEALTH_TIMEOUT_S
+from outrider.client.local.health_probe import HealthProbe, HealthRecord
+from outrider.transport.tls import Role
+
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""A process that ran for this long is restarted after the first pause again."""
+MAX_START_S = 600.0
+"""Longest time that a restarted process may take to load its model and serve."""
+_ALIVE = "grpc.health.v1.Health"
+"""The status of whatever answers: a router that has no verifier is no reason to restart it."""
+
+Progress = Callable[[str], None]
+
+
+class Keeper:
+    """Restarts one process when it has ended, after a pause that grows while it keeps ending, and
+    kills it when it does not answer its health probes any more."""
+
+    def __init__(
+        self,
+        process: ChildProcess,
+        progress: Progress,
+        *,
+        health_timeout_s: float = HEALTH_TIMEOUT_S,
+        service: str = "",
+    ) -> None:
+        """`health_timeout_s`: time without an answer that is too long, 0 never kills; `service`:
+        whose health is asked for."""
+        self._process = process
+        self._progress = progress
+        self._health_timeout_s = health_timeout_s
+        self._service = service
+        self._pause_s = FIRST_PAUSE_S
+        self._started = time.monotonic()
+        self._restart_at: float | None = None
+        self._probe: HealthProbe | None = None
+        self._record = HealthRecord(health_timeout_s, self._started)
+
+    def look(self, now: float) -> None:
+        """Notice an end or silence; restart when the pause is over. `now`: monotonic, seconds."""
+        if self._restart_at is not None:
+            if now >= self._restart_at:
+                self._restart(now)
+            return
+        status = self._process.exit_status
+        if status is not None:
+            self._plan_restart(f"ended with status {status}", now)
+        elif complaint := self._complaint(now):
+            self._process.kill()
+            self._plan_restart(f"{complaint} and was killed", now)
+
+    def close(self) -> None:
+        """Look no more; the process is left as it is."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def _plan_restart(self, why: str, now: float) -> None:
+        self.close()
+        if now - self._started > STEADY_S:
+            self._pause_s = FIRST_PAUSE_S
+        self._progress(f"{self._process.name} {why}; starting it again")
+        self._restart_at = now + self._pause_s
+        self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
+
+    def _restart(self, now: float) -> None:
+        self._started = now
+        try:
+            self._process.start()
+        except (OSError, RuntimeError) as error:
+            # No memory, descriptors or threads now: others serve, and there may be some later.
+            self._plan_restart(f"could not be started: {error}", now)
+            return
+        self._restart_at = None
+
+    def _complaint(self, now: float) -> str:
+        """Why the process that runs has to be killed; "" while it does not."""
+        if not self._health_timeout_s:
+            return ""
+        if self._probe is None:
+            ready = self._process.ready
+            if not ready:
+                late = now - self._started > MAX_START_S
+                return f"was not ready after {MAX_START_S:g} s" if late else ""
+            if "health" not in ready:
+                return ""
+            self._probe = HealthProbe(ready["health"], self._service)
+            self._record = HealthRecord(self._health_timeout_s, now)
+        self._record.record(self._probe.poll(now), now)
+        return self._record.complaint(now)
+
+
+class Supervisor:
+    """Keeps the processes of a fleet running; a context manager that stops looking at its end."""
+
+    def __init__(
+        self,
+        members: Mapping[Role, Sequence[ChildProcess]],
+        progress: Progress,
+        *,
+        health_timeout_s: float = HEALTH_TIMEOUT_S,
+    ) -> None:
+        """`health_timeout_s`: see `Keeper`."""
+        self._keepers = {
+            process: Keeper(
+                process,
+                progress,
+                health_timeout_s=health_timeout_s,
+                service=_ALIVE if role is Role.ROUTER else "",
+            )
+            for role, processes in members.items()
+            for process in processes
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release(list(self._keepers))
+
+    def look(self) -> None:
+        """Look after every process once; never waits for one that is not healthy."""
+        for keeper in self._keepers.values():
+            keeper.look(time.monotonic())
+
+    def release(self, processes: Iterable[ChildProcess]) -> None:
+        """Leave these processes to themselves."""
+        for process in processes:
+            self._keepers.pop(process).close()

@@ -1,0 +1,130 @@
+"""The RPCs of InferenceService as bytes in and dataclasses out, shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+import grpc
+
+from outrider.client.collected_stream import Collected
+from outrider.errors import InternalError, InvalidMessageError, OutriderError
+from outrider.ids import RequestId
+from outrider.transport.grpc.error_status import lost_call_error
+from outrider.transport.grpc.options import GrpcConfig, channel_options
+from outrider.wire.answer_codec import event_from_pb, result_from_pb, resumed_event_from_pb
+from outrider.wire.inference import (
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    ServerInfo,
+    StreamEvent,
+    StreamPosition,
+)
+from outrider.wire.inference_codec import position_to_pb, request_to_pb, stream_request_to_pb
+from outrider.wire.server_info_codec import (
+    abort_request_to_pb,
+    abort_response_from_pb,
+    models_from_pb,
+    server_info_from_pb,
+)
+from outrider.wire.v1 import inference_pb2 as pb
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+Metadata = tuple[tuple[str, str], ...]
+"""What goes with a call beside its message: (key, value), keys in lower case."""
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Of a request, retries included."""
+INFO_TIMEOUT_S = 10.0
+"""Of everything that generates nothing."""
+ABORT_TIMEOUT_S = 2.0
+"""Of telling the router that a request that is left is not wanted; without it, that takes the
+router's grace time."""
+_RECONNECT_MS = 200
+"""Longest pause between two attempts to reach a router: it may have been restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rpc(Generic[RequestT, ResponseT]):
+    """One method: its path, and how its messages are written and read."""
+
+    name: str
+    encode: Callable[[RequestT], bytes]
+    _decode: Callable[[bytes], ResponseT]
+
+    @property
+    def path(self) -> str:
+        """Path of the method on the wire."""
+        return f"/outrider.wire.v1.InferenceService/{self.name}"
+
+    def decode(self, data: bytes) -> ResponseT:
+        """Read an answer; a malformed one is the server's fault, not the caller's."""
+        try:
+            return self._decode(data)
+        except InvalidMessageError as error:
+            raise InternalError(
+                f"the server's answer is malformed: {error.message}", reason="BAD_RESPONSE"
+            ) from error
+
+
+GENERATE: Rpc[GenerateRequest, GenerateResult] = Rpc(
+    "Generate",
+    lambda request: request_to_pb(request).SerializeToString(),
+    lambda data: result_from_pb(pb.GenerateResponse.FromString(data)),
+)
+GENERATE_STREAM: Rpc[GenerateRequest, StreamEvent] = Rpc(
+    "GenerateStream",
+    lambda request: stream_request_to_pb(request).SerializeToString(),
+    lambda data: event_from_pb(pb.GenerateStreamResponse.FromString(data)),
+)
+RESUME_STREAM: Rpc[StreamPosition, StreamEvent] = Rpc(
+    "ResumeStream",
+    lambda position: position_to_pb(position).SerializeToString(),
+    lambda data: resumed_event_from_pb(pb.ResumeStreamResponse.FromString(data)),
+)
+ABORT: Rpc[Iterable[RequestId], tuple[RequestId, ...]] = Rpc(
+    "Abort",
+    lambda ids: abort_request_to_pb(ids).SerializeToString(),
+    lambda data: abort_response_from_pb(pb.AbortResponse.FromString(data)),
+)
+SERVER_INFO: Rpc[None, ServerInfo] = Rpc(
+    "GetServerInfo",
+    lambda _: b"",
+    lambda data: server_info_from_pb(pb.GetServerInfoResponse.FromString(data)),
+)
+LIST_MODELS: Rpc[None, tuple[ModelInfo, ...]] = Rpc(
+    "ListModels",
+    lambda _: b"",
+    lambda data: models_from_pb(pb.ListModelsResponse.FromString(data)),
+)
+
+
+def stream_call(
+    request: GenerateRequest, collected: Collected, *, resume: bool
+) -> tuple[str, bytes, Callable[[bytes], StreamEvent]]:
+    """The call that begins a request's stream, or goes on behind what was collected of it: its
+    path, its message, and how to read what it answers."""
+    if not resume:
+        return GENERATE_STREAM.path, GENERATE_STREAM.encode(request), GENERATE_STREAM.decode
+    assert request.request_id is not None, "a resumable request is named by its client"
+    position = collected.position(request.request_id)
+    return RESUME_STREAM.path, RESUME_STREAM.encode(position), RESUME_STREAM.decode
+
+
+def client_options() -> list[tuple[str, int]]:
+    """Channel options: keepalive, message bounds, quick reconnection."""
+    options = dict(channel_options(GrpcConfig()))
+    options["grpc.max_reconnect_backoff_ms"] = _RECONNECT_MS
+    # A channel that replaces a broken one must not inherit its connection's back-off.
+    options["grpc.use_local_subchannel_pool"] = 1
+    return list(options.items())
+
+
+def typed(error: grpc.RpcError, address: str) -> OutriderError:
+    """The typed error behind a failed call, of either client."""
+    # A failed call of the synchronous client has the same accessors as an AioRpcError.
+    return lost_call_error(cast("grpc.aio.AioRpcError", error), peer=address)

@@ -1,0 +1,393 @@
+"""The synchronous client; the twin of `outrider.client.async_client`. Thread-safe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+
+from outrider.client.arguments import (
+    check_address,
+    check_kind,
+    check_request_ids,
+    check_timeout_s,
+)
+from outrider.client.attempts import Attempts
+from outrider.client.channels import Channels
+from outrider.client.collected_stream import Collected, left_error
+from outrider.client.connection import Door, call_metadata, check_metadata
+from outrider.client.options import GenerateOptions, PromptLike, make_request
+from outrider.client.pending_requests import Wanted
+from outrider.client.retry import RetryPolicy, remaining
+from outrider.client.rpcs import (
+    ABORT,
+    DEFAULT_TIMEOUT_S,
+    GENERATE,
+    INFO_TIMEOUT_S,
+    LIST_MODELS,
+    SERVER_INFO,
+    Metadata,
+    Rpc,
+    stream_call,
+    typed,
+)
+from outrider.client.sync_calls import calling, pause, replace, say_farewell, say_farewells, wait
+from outrider.client.tracing import with_trace
+from outrider.errors import OutriderError
+from outrider.transport.tls import TlsConfig
+from outrider.wire.inference import (
+    Delta,
+    FinishInfo,
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    PromptInfo,
+    ServerInfo,
+    StreamEvent,
+)
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+class Client:
+    """Client of one router; close it when done."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy | None = None,
+        metadata: Metadata = (),
+        tls: TlsConfig | None = None,
+        api_key: str | None = None,
+        tenant: str | None = None,
+    ) -> None:
+        """Nothing is connected before the first call.
+
+        Args:
+            address: HOST:PORT of the router.
+            timeout_s: seconds of each request, its retries included; None: no bound.
+            retry: which calls are tried again, and when.
+            metadata: goes with each call; (key, value), keys in lower case.
+            tls: encrypts the connection, mutually if it has a `cert`; None: plain text.
+            api_key: shown with each call; None: that of the variable OUTRIDER_API_KEY, if there
+                is one.
+            tenant: whose the requests are, for a router that takes its callers' word for it.
+
+        Raises:
+            FailedPreconditionError: certificates are no good (BAD_TLS).
+            InvalidRequestError: an argument of another kind, or a key, tenant or metadata that no
+                header can carry.
+        """
+        self.address = check_address(address)
+        self._metadata = call_metadata(metadata, api_key=api_key, tenant=tenant)
+        self._timeout_s = check_timeout_s(timeout_s)
+        self._retry = check_kind("retry", retry, RetryPolicy) or RetryPolicy()
+        self._channels = Channels(Door(address, check_kind("tls", tls, TlsConfig)).channel)
+        self._wanted = Wanted()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; running requests are aborted, whoever reads their answers."""
+        channels = self._channels.take()
+        if left := self._wanted.take():
+            say_farewells(channels[0], left)
+        for channel in channels:
+            channel.close()
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
+    ) -> GenerateResult:
+        """Continue a prompt and return the complete answer.
+
+        Args:
+            prompt: a text, token ids, or a conversation.
+            timeout_s: in place of the client's.
+            metadata: goes with this request, beside the client's.
+            options: see `GenerateOptions`.
+
+        Raises:
+            OutriderError: of any kind; `reason` tells programs why.
+        """
+        said = self._said(metadata)
+        request, deadline = make_request(prompt, options), self._deadline(timeout_s)
+        attempts = Attempts(self._retry, resumable=request.resumable)
+        self._wanted.add(attempts, request, said)
+        try:
+            answer = self._attempt(request, attempts, deadline, said)
+        except OutriderError:
+            raise
+        except BaseException:
+            # An interrupt: nobody waits for the answer any more.
+            say_farewell(self._channels, self._wanted.done(attempts))
+            raise
+        finally:
+            self._wanted.done(attempts)
+        if answer is not None:
+            return answer
+        # The request has arrived, its answer has not: that is taken up as a stream.
+        with self._open(request, attempts, deadline, said, resume=True) as stream:
+            return stream.result()
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
+    ) -> Stream:
+        """Continue a prompt and iterate over the text as it comes; the arguments of `generate`.
+
+        The request is sent with the first step of the iteration, which raises what goes wrong.
+        """
+        request = make_request(prompt, options)
+        attempts = Attempts(self._retry, resumable=request.resumable)
+        return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
+
+    def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """Cancel requests by id; those of the ids that were queued or running."""
+        ids = check_request_ids(request_ids)
+        return self._call(ABORT, ids, INFO_TIMEOUT_S)
+
+    def server_info(self) -> ServerInfo:
+        """The router's state and that of its fleet."""
+        return self._call(SERVER_INFO, None, INFO_TIMEOUT_S)
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """Served models."""
+        return self._call(LIST_MODELS, None, INFO_TIMEOUT_S)
+
+    def _said(self, metadata: Metadata) -> Metadata:
+        """What goes with a request, the caller's trace included."""
+        return with_trace((*self._metadata, *check_metadata(metadata)))
+
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        limit_s = self._timeout_s if timeout_s is None else check_timeout_s(timeout_s)
+        return None if limit_s is None else time.monotonic() + limit_s
+
+    def _open(
+        self,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        metadata: Metadata,
+        *,
+        resume: bool = False,
+    ) -> Stream:
+        return Stream(
+            self._channels,
+            self.address,
+            request,
+            attempts,
+            deadline,
+            wanted=self._wanted,
+            metadata=metadata,
+            resume=resume,
+        )
+
+    def _attempt(
+        self,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        metadata: Metadata,
+    ) -> GenerateResult | None:
+        """The answer to a request; None if its stream is to be asked for instead."""
+        method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+        data = GENERATE.encode(request)
+        while True:
+            channel = self._channels.current
+            try:
+                with calling(self._channels):
+                    method = channel.unary_unary(GENERATE.path)
+                    timeout_s = remaining(deadline, time.monotonic())
+                    answer = method(data, timeout=timeout_s, metadata=metadata)
+                return GENERATE.decode(answer)
+            except grpc.RpcError as error:
+                problem = typed(error, self.address)
+            replace(self._channels, channel, problem)
+            if wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
+                return None
+
+    def _call(
+        self, rpc: Rpc[RequestT, ResponseT], request: RequestT, timeout_s: float | None
+    ) -> ResponseT:
+        data = rpc.encode(request)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+        attempt = 1
+        while True:
+            channel = self._channels.current
+            try:
+                with calling(self._channels):
+                    method = channel.unary_unary(rpc.path)
+                    left_s = remaining(deadline, time.monotonic())
+                    answer = method(data, timeout=left_s, metadata=self._metadata)
+                return rpc.decode(answer)
+            except grpc.RpcError as error:
+                problem = typed(error, self.address)
+            replace(self._channels, channel, problem)
+            pause(self._retry, attempt, problem, deadline)
+            attempt += 1
+
+
+class Stream:
+    """An answer as it comes: an iterator of deltas and a context manager.
+
+    Leaving the context before the end cancels the request. A lost connection is made again and the
+    stream goes on where it was, unless the request said `resume=False`.
+    """
+
+    def __init__(
+        self,
+        channels: Channels[grpc.Channel],
+        address: str,
+        request: GenerateRequest,
+        attempts: Attempts,
+        deadline: float | None,
+        *,
+        wanted: Wanted,
+        metadata: Metadata,
+        resume: bool = False,
+    ) -> None:
+        self._channels = channels
+        self._channel: grpc.Channel
+        """That of the call."""
+        self._address = address
+        self._request = request
+        self._attempts = attempts
+        self._deadline = deadline
+        self._wanted = wanted
+        self._metadata = metadata
+        self._resume = resume
+        self._collected = Collected()
+        self._call: grpc._CallIterator[bytes] | None = None
+        self._decode: Callable[[bytes], StreamEvent]
+        self._over = False
+
+    @property
+    def info(self) -> PromptInfo | None:
+        """The request's id and prompt length, once the server admitted it."""
+        return self._collected.info
+
+    @property
+    def finish(self) -> FinishInfo | None:
+        """How the answer ended, once it has."""
+        return self._collected.finish
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return self._collected.text
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        while not self._over:
+            problem: OutriderError | None = None
+            try:
+                delta = self._step()
+            except grpc.RpcError as error:
+                delta, problem = None, typed(error, self._address)
+            except OutriderError as error:
+                # An answer that makes no sense, or a client that was closed.
+                if not self._over:
+                    self._collected.fail(error)
+                    self._leave()
+                raise
+            if delta is not None:
+                return delta
+            if problem is not None and not self._over:
+                self._recover(problem)
+        raise StopIteration
+
+    def result(self) -> GenerateResult:
+        """Read to the end and return the complete answer."""
+        for _ in self:
+            pass
+        return self._collected.result()
+
+    def close(self) -> None:
+        """End the request; idempotent."""
+        if not self._over:
+            self._leave()
+
+    def _step(self) -> Delta | None:
+        if self._call is None:
+            path, data, self._decode = stream_call(
+                self._request, self._collected, resume=self._resume
+            )
+            method: grpc.UnaryStreamMultiCallable[bytes, bytes]
+            self._channel = self._channels.current
+            with calling(self._channels):
+                method = self._channel.unary_stream(path)
+                timeout_s = remaining(self._deadline, time.monotonic())
+                self._wanted.add(self._attempts, self._request, self._metadata)
+                self._call = method(data, timeout=timeout_s, metadata=self._metadata)
+        message = next(self._call, None)
+        if message is not None:
+            self._attempts.heard()
+            return self._collected.add(self._decode(message))
+        self._end()
+        return None
+
+    def _recover(self, problem: OutriderError) -> None:
+        self._call = None
+        try:
+            replace(self._channels, self._channel, problem)
+            again = self._attempts.after(
+                problem,
+                informed=self._collected.info is not None,
+                told=self._collected.heard_tokens,
+                now=time.monotonic(),
+            )
+            self._resume = wait(again, problem, self._deadline)
+        except OutriderError as error:
+            self._collected.fail(error)
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        self._over = True
+        self._wanted.done(self._attempts)
+
+    def _leave(self) -> None:
+        """Want no more, and have the router told."""
+        self._over = True
+        self._collected.fail(left_error())
+        if self._call is not None:
+            self._call.cancel()
+        say_farewell(self._channels, self._wanted.done(self._attempts))

@@ -1,0 +1,167 @@
+"""What a configuration's dataclass says of itself: its fields, their types, defaults and texts."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Union
+
+from outrider.config.annotations import KeysOf, OneOf
+
+CHOSEN = object()
+"""The default of a field whose value is chosen anew in every process."""
+NEEDED = object()
+"""Of one that must be given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The type of a value, without whether it may be unset."""
+
+    word: str
+    """boolean, integer, number, text, path, list, table, tables (by name) or keys (some of a
+    table)."""
+    choices: tuple[str, ...] = ()
+    """Of a text: what it may be; none: anything."""
+    item: Kind | None = None
+    """Of a list: what its items are; of tables by name: what each is."""
+    table: Table | None = None
+    """Of a table: its keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One key."""
+
+    name: str
+    kind: Kind
+    default: object
+    """As TOML has it (None: unset), CHOSEN or NEEDED."""
+    text: str
+    """What it means, in one paragraph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A dataclass of a configuration."""
+
+    text: str
+    fields: tuple[Field, ...]
+
+
+def describe(cls: type) -> Table:
+    """The keys of a configuration's dataclass, in their order.
+
+    Raises TypeError for a field of a type that TOML has no value for.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+    texts = _texts(cls)
+    fields = tuple(
+        Field(field.name, _kind(hints[field.name]), _default(field), texts.get(field.name, ""))
+        for field in dataclasses.fields(cls)
+        if field.init
+    )
+    return Table(_paragraph(inspect.getdoc(cls) or ""), fields)
+
+
+def keys_of(table: Table, where: str = "") -> Iterator[tuple[str, Field]]:
+    """Every key that is no table, by its dotted name; NAME stands for a name that is free."""
+    for field in table.fields:
+        kind, name = field.kind, f"{where}{field.name}"
+        if kind.item is not None and kind.item.table is not None:
+            kind, name = kind.item, f"{name}.NAME"
+        if kind.table is None or kind.word == "keys":
+            yield name, field
+        else:
+            yield from keys_of(kind.table, f"{name}.")
+
+
+def plain(value: object) -> object:
+    """A field's value as TOML has it; None where TOML has nothing for it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def _kind(hint: Any) -> Kind:
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        for mark in hint.__metadata__:
+            if isinstance(mark, OneOf):
+                return dataclasses.replace(_kind(hint.__origin__), choices=mark.choices)
+            if isinstance(mark, KeysOf):
+                return Kind("keys", table=_without(describe(mark.config), mark.but))
+        return _kind(hint.__origin__)
+    if origin is Union or origin is types.UnionType:
+        members = [each for each in typing.get_args(hint) if each is not type(None)]
+        if len(members) != 1:
+            raise TypeError(f"a field of more than one type: {hint}")
+        return _kind(members[0])
+    if origin is tuple:
+        return Kind("list", item=_kind(typing.get_args(hint)[0]))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return Kind("tables", item=_kind(typing.get_args(hint)[1]))
+    if isinstance(hint, typing.NewType):
+        return _kind(hint.__supertype__)
+    if isinstance(hint, type):
+        if dataclasses.is_dataclass(hint):
+            return Kind("table", table=describe(hint))
+        if issubclass(hint, Enum):
+            return Kind("text", choices=tuple(str(member.value) for member in hint))
+    words = {bool: "boolean", int: "integer", float: "number", str: "text", Path: "path"}
+    if hint not in words:
+        raise TypeError(f"a field of a type that is not for configurations: {hint}")
+    return Kind(words[hint])
+
+
+def _without(table: Table, names: frozenset[str]) -> Table:
+    fields = tuple(field for field in table.fields if field.name not in names)
+    return dataclasses.replace(table, fields=fields)
+
+
+def _default(field: dataclasses.Field[Any]) -> object:
+    factory = field.default_factory
+    if factory is not dataclasses.MISSING:
+        value = factory()
+        return plain(value) if value == factory() else CHOSEN
+    return NEEDED if field.default is dataclasses.MISSING else plain(field.default)
+
+
+def _texts(cls: type) -> dict[str, str]:
+    """The strings under the fields of a class and its bases."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(each):
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for above, below in zip(tree.body, tree.body[1:], strict=False):
+            if (
+                isinstance(above, ast.AnnAssign)
+                and isinstance(above.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                # Python's None is a key that the file leaves out.
+                found[above.target.id] = re.sub(r"\bNone\b", "unset", _paragraph(below.value.value))
+    return found
+
+
+def _paragraph(text: str) -> str:
+    return " ".join(text.split())

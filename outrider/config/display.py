@@ -1,0 +1,62 @@
+"""The effective values of a configuration, as TOML, each with where it came from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+
+from outrider.config.description import Kind, describe, plain
+from outrider.config.loader import Loaded
+from outrider.config.toml import toml_key, toml_value
+
+REDACTED = "(redacted)"
+DEFAULT = "default"
+# A field that holds a secret is named like one. Fields that hold the path of a file with secrets
+# say so in another way (`api_keys`, `key`) and may be shown; so may whatever is named by a user.
+_SECRET = re.compile(r"(^|_)(secret|password|passphrase|token|api_key|headers)$")
+
+
+def as_toml(loaded: Loaded[object]) -> str:
+    """A file that gives the same configuration; what is unset is a comment."""
+    lines = []
+    for key, value, source in _values(loaded):
+        text = f"# {key} is unset" if value is None else f"{key} = {toml_value(value)}"
+        lines.append(f"{text}  # {source}")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(loaded: Loaded[object]) -> str:
+    """One object: by dotted key the `value` and its `source`."""
+    values = {key: {"value": value, "source": source} for key, value, source in _values(loaded)}
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _values(loaded: Loaded[object]) -> Iterator[tuple[str, object, str]]:
+    root, kind = plain(loaded.config), Kind("table", table=describe(type(loaded.config)))
+    assert isinstance(root, Mapping)
+    yield from _walk(root, kind, loaded.sources, (), secret=False)
+
+
+def _walk(
+    values: Mapping[str, object],
+    kind: Kind,
+    sources: Mapping[str, str],
+    above: tuple[str, ...],
+    *,
+    secret: bool,
+) -> Iterator[tuple[str, object, str]]:
+    """`kind`: of these values, a table of some sort; `secret`: whether it is one as a whole."""
+    fields = {field.name: field.kind for field in kind.table.fields} if kind.table else {}
+    for name, value in values.items():
+        path = (*above, name)
+        below = fields.get(name) or kind.item
+        assert below is not None, "every value is of a field, or named by a user"
+        hidden = secret or (name in fields and _SECRET.search(name) is not None)
+        if isinstance(value, Mapping) and value:
+            yield from _walk(value, below, sources, path, secret=hidden)
+            continue
+        key = ".".join(toml_key(part) for part in path)
+        if hidden and value not in (None, "", [], {}):
+            value = REDACTED
+        yield key, value, sources.get(".".join(path), DEFAULT)

@@ -1,0 +1,143 @@
+"""The layers of a configuration: defaults < TOML file < environment < flags."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from outrider.config.builder import from_plain, invalid
+from outrider.config.environment import Environment
+from outrider.errors import NotFoundError
+
+ConfigT = TypeVar("ConfigT")
+
+FLAG = "flag"
+"""Where a value came from that an override gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[ConfigT]):
+    """A configuration, and where its values came from."""
+
+    config: ConfigT
+    sources: Mapping[str, str]
+    """By dotted key: the file's path, the variable's name, or `flag`; defaults are not in it."""
+    overridden: Mapping[str, str] = field(default_factory=dict)
+    """By dotted key: the file or the variable whose value a flag has replaced by another one."""
+
+
+def load_config(
+    cls: type[ConfigT],
+    toml_path: str | Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    environment: Environment | None = None,
+) -> ConfigT:
+    """Build `cls` from a TOML file, environment variables and overrides; the last one wins.
+
+    An override's key may be dotted (`"limits.max_queue"`) to reach into a nested table; one of None
+    means "not given". Without a path the environment may name the file.
+    Raises NotFoundError if the file is missing, InvalidRequestError (reason INVALID_CONFIG) for
+    bad TOML, unknown keys, wrong types and values that the dataclass refuses (ValueError).
+    """
+    return load(cls, toml_path, overrides, environment=environment).config
+
+
+def load(
+    cls: type[ConfigT],
+    toml_path: str | Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    environment: Environment | None = None,
+) -> Loaded[ConfigT]:
+    """`load_config`, and where the values came from."""
+    layers = _Layers()
+    path = toml_path if toml_path is not None or environment is None else environment.file
+    if path is not None:
+        layers.add(_read_toml(Path(path)), str(path))
+    if environment is not None:
+        for setting in environment.settings(cls):
+            layers.add(_nested(setting.path, setting.value), setting.variable)
+    flags = {key: value for key, value in (overrides or {}).items() if value is not None}
+    overridden = {
+        key: layers.sources[key]
+        for key, value in flags.items()
+        if key in layers.sources and str(layers.value_of(key)) != str(value)
+    }
+    for key, value in flags.items():
+        layers.add(_nested(tuple(key.split(".")), value), FLAG)
+    return Loaded(from_plain(cls, layers.values), layers.sources, overridden)
+
+
+def parse_config(
+    cls: type[ConfigT],
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    role: str,
+) -> Loaded[ConfigT]:
+    """The configuration of a process by its command line: `--config` and flags named like fields.
+
+    Raises like `load_config`; ends the process as argparse does for what is no flag.
+    """
+    flags = vars(parser.parse_args(argv))
+    path = flags.pop("config")
+    return load(cls, path, flags, environment=Environment.of(role))
+
+
+def comma_list(text: str) -> list[str]:
+    """Type of a flag that takes A,B,...."""
+    return [part for part in text.split(",") if part]
+
+
+@dataclass(slots=True)
+class _Layers:
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, Any], source: str) -> None:
+        """Lay `values` over what is there; tables are merged, all else is replaced."""
+        self._merge(self.values, values, source, "")
+
+    def value_of(self, key: str) -> object:
+        """The value of a dotted key that is there."""
+        value: Any = self.values
+        for name in key.split("."):
+            value = value[name]
+        return value
+
+    def _merge(
+        self, below: dict[str, Any], above: Mapping[str, Any], source: str, where: str
+    ) -> None:
+        for key, value in above.items():
+            name = f"{where}{key}"
+            if isinstance(value, Mapping):
+                table = below.get(key)
+                if not isinstance(table, dict):
+                    below[key] = table = {}
+                self._merge(table, value, source, f"{name}.")
+            else:
+                below[key] = value
+                self.sources[name] = source
+
+
+def _nested(path: tuple[str, ...], value: object) -> dict[str, object]:
+    for name in reversed(path):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except (FileNotFoundError, IsADirectoryError):
+        raise NotFoundError(f"no configuration file at {path}", reason="NO_CONFIG") from None
+    except OSError as error:
+        raise invalid(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"{path} is not TOML: {error}") from error

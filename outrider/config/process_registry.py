@@ -1,0 +1,77 @@
+"""The processes that have a configuration, found by the names of their packages.
+
+The library imports no process: it asks for a package by its name when a command wants it, as it
+starts processes by their names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.config.description import Table, describe
+from outrider.config.loader import Loaded, parse_config
+from outrider.errors import NotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One kind of process."""
+
+    role: str
+    """Its name here, in variables (OUTRIDER_<ROLE>_...) and of its files."""
+    title: str
+    package: str
+    config_name: str
+
+    @property
+    def config(self) -> type[Any]:
+        """The dataclass. Raises NotFoundError if the package is not installed."""
+        found = getattr(self._module("config"), self.config_name)
+        assert isinstance(found, type)
+        return found
+
+    @property
+    def parser(self) -> argparse.ArgumentParser:
+        """Its command line. Raises NotFoundError."""
+        parser = self._module("__main__").make_parser()
+        assert isinstance(parser, argparse.ArgumentParser)
+        return parser
+
+    def load(self, argv: Sequence[str]) -> Loaded[Any]:
+        """Its configuration by this command line, its environment and its file; the further files
+        that it reads before it loads a model are checked, too. Raises NotFoundError,
+        InvalidRequestError and FailedPreconditionError."""
+        loaded = parse_config(self.config, self.parser, argv, self.role)
+        check_files = getattr(self._module("__main__"), "check_files", None)
+        if check_files is not None:
+            check_files(loaded.config)
+        return loaded
+
+    @property
+    def table(self) -> Table:
+        """Its keys. Raises NotFoundError."""
+        return describe(self.config)
+
+    def _module(self, name: str) -> Any:
+        try:
+            return importlib.import_module(f"{self.package}.{name}")
+        except ModuleNotFoundError as error:
+            raise NotFoundError(
+                f"{self.package} cannot be imported here: no module {error.name}",
+                reason="NOT_INSTALLED",
+            ) from error
+
+
+PROCESSES = {
+    process.role: process
+    for process in (
+        Process("router", "Router", "outrider_router", "RouterConfig"),
+        Process("verifier", "Verifier", "outrider_verifier", "VerifierConfig"),
+        Process("drafter", "Drafter", "outrider_drafter", "DrafterConfig"),
+        Process("ray", "Ray launcher", "outrider_ray", "LaunchConfig"),
+    )
+}

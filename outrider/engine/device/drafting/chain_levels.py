@@ -1,0 +1,100 @@
+"""Own chains that are drafted level by level, because only the host knows what may be drafted at
+each: what the head thinks of a place does not depend on that, so it runs while the host finds out.
+
+X session slots, B sessions of a pass, n own drafts, H hidden size, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.engine.device.drafting.draft_forward import NewRows
+from outrider.engine.device.drafting.draft_masks import DraftMasks
+from outrider.engine.device.drafting.draft_program import DraftProgram
+from outrider.engine.device.drafting.eagle_weights import HeadWeights
+from outrider.engine.device.drafting.recent_rows import KeptRows
+from outrider.engine.device.slots.logits_slots import WarpSlots
+from outrider.engine.device.slots.session_slots import SessionSlots
+from outrider.engine.kernels.acceptance.randomized import ChainLaw
+from outrider.engine.kernels.drafts.in_process_distributions import put_own_laws
+from outrider.engine.kernels.logits_processor.draft_path import TokenPath
+from outrider.engine.kernels.logits_processor.process import warp_drafts
+from outrider.engine.kernels.sampling import choose_tokens
+
+
+class ChainLevels:
+    """`see`, or `step`, then `choose`, for each level; all look at no value."""
+
+    def __init__(
+        self,
+        program: DraftProgram,
+        weights: HeadWeights,
+        slots: SessionSlots,
+        *,
+        kept: KeptRows,
+        tokens: Tensor,
+        law: ChainLaw,
+        warp: WarpSlots,
+    ) -> None:
+        """weights: of the head that `program` drafts by; tokens int32 [X, n]: the chains; law: what
+        they are drawn from; both are written."""
+        self._program, self._slots, self._kept = program, slots, kept
+        self._tokens, self._law, self._warp = tokens, law, warp
+        dtype, device = weights.lm_head.dtype, weights.lm_head.device
+        size = (len(tokens), weights.config.hidden_size)
+        self._features = torch.zeros(size, dtype=dtype, device=device)
+        """[X, H]: what the head made of the newest row of each session,"""
+        if dtype is torch.float16:
+            dtype = torch.float32
+        self._logits = torch.zeros(
+            (len(tokens), len(weights.target_ids)), dtype=dtype, device=device
+        )
+        """[X, Vd]: and what it thinks of the token behind it."""
+
+    def see(self, rows: NewRows) -> None:
+        """Run the head over new rows, for what may follow the last of each session."""
+        x, places = self._program.catch_up(rows), rows.slots.long()
+        self._features.index_copy_(0, places, x)
+        self._logits.index_copy_(0, places, self._program.forward.logits(x))
+
+    def step(self, slots: Tensor, levels: Tensor) -> None:
+        """Run it over the tokens at the levels before these; slots, levels: int32 [B], levels from
+        1."""
+        places = slots.long()
+        tokens = self._tokens[places].gather(1, (levels - 1).long()[:, None])
+        self.see(
+            NewRows(
+                slots=slots,
+                tables=self._slots.sequence.tables,
+                tokens=tokens,
+                features=self._features[places][:, None],
+                counts=((slots != self._slots.padding) & (tokens[:, 0] >= 0)).int(),
+                starts=self._kept.newest(slots) + levels,
+            )
+        )
+
+    def choose(self, slots: Tensor, levels: Tensor, legal: DraftMasks) -> Tensor:
+        """Draft the tokens at these levels, int32 [B], under their masks; they end the chains. By
+        each session's rule, as `DraftProgram.chain` does; slots, levels: int32 [B]."""
+        places, state, vocabulary = (
+            slots.long(),
+            self._slots.sampling,
+            self._program.forward.vocabulary,
+        )
+        ids = vocabulary.target_ids
+        earlier = torch.arange(self._tokens.shape[1], device=slots.device) < levels[:, None]
+        known = torch.where(earlier, self._tokens[places], -1)
+        path = TokenPath(vocabulary.columns_of(known), seen=known.shape[1])
+        # The newest row pairs a feature with the token behind it, and thinks of the next one.
+        following = self._kept.newest(slots) + 2 + levels
+        logits = legal.cut(self._logits[places], 0, ids)
+        logits = warp_drafts(logits, self._warp.state, state, slots, following, path)
+        chosen = choose_tokens(
+            logits, state, slots, following, rows_per_slot=1, side="draft", ids=ids
+        )
+        drafted = ids[chosen.long()].int()
+        known.scatter_(1, levels.long()[:, None], drafted[:, None])
+        self._tokens.index_copy_(0, places, known)
+        put_own_laws(self._law.probs, logits, state, slots, levels)
+        return drafted

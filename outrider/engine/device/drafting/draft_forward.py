@@ -1,0 +1,201 @@
+"""What drafts on a device: one interface for heads over features and for small models.
+
+Every function launches kernels and looks at no value, so that a whole draft can be one CUDA graph;
+on a CPU the same code runs on the kernels' torch twins.
+
+B sessions, R new rows a session, N nodes of a given tree, P = 1 + N places (the root's, then the
+nodes'), F width of a feature, H width of an output, V target vocabulary, Vd draft vocabulary, L
+layers, G key/value heads, S pool slots, d head dimension, X session slots, T blocks of a table.
+Row r of a session has K/V slot and draft position r. The live row is the newest one, the only one
+whose prediction is wanted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.attention.rotary import rotary_table
+from outrider.engine.kernels.drafts.inputs import DraftLayout, draft_layout
+from outrider.engine.kernels.drafts.proposal_layout import GivenLayout, given_layout
+
+
+class NewRows(NamedTuple):
+    """New draft rows of a batch of sessions: the first `counts` of each session's R rows."""
+
+    slots: Tensor
+    """int32 [B]: rows of `tables`."""
+    tables: Tensor
+    """int32 [X, T]: K/V blocks of every session slot."""
+    tokens: Tensor
+    """int32 [B, R]: the token of each row; -1 where there is none."""
+    features: Tensor
+    """[B, R, F]: the feature of each row."""
+    counts: Tensor
+    """int32 [B]: rows that are there; 0 for padding."""
+    starts: Tensor
+    """int32 [B]: draft position of the first one."""
+
+
+class GivenNodes(NamedTuple):
+    """The nodes of proposals, parents before their children."""
+
+    tokens: Tensor
+    """int32 [B, N]: target ids; negative: there is no node."""
+    parents: Tensor
+    """int32 [B, N]: the node above, ROOT (-1) below the root. Nodes that are not there have one
+    too."""
+    are_chains: bool = False
+    """Whether every node is the parent of the next one."""
+
+
+class Places(NamedTuple):
+    """Where the rows of one forward stand."""
+
+    positions: Tensor
+    """int32 [M]."""
+    table: Tensor
+    """[M, 2, d/2]: cos and sin."""
+    write_slots: Tensor
+    """int64 [M]."""
+
+    def at(self, rows: slice) -> Places:
+        """Those of some rows."""
+        return Places(self.positions[rows], self.table[rows], self.write_slots[rows])
+
+
+class Seen(NamedTuple):
+    """What attention needs beside the queries."""
+
+    tables: Tensor
+    slots: Tensor
+    context: Tensor
+    """int32 [B]: K/V rows that every row sees."""
+
+
+class DraftVocabulary(NamedTuple):
+    """Which target ids can be drafted."""
+
+    target_ids: Tensor
+    """int64 [Vd]: target id of every draft id."""
+    draft_columns: Tensor
+    """int32 [V]: draft id of every target id, -1 where there is none."""
+
+    @classmethod
+    def whole(cls, vocab_size: int, device: torch.device) -> DraftVocabulary:
+        """All of so many ids."""
+        ids = torch.arange(vocab_size, device=device)
+        return cls(ids, ids.int())
+
+    def columns_of(self, tokens: Tensor) -> Tensor:
+        """Draft ids of target ids, int32 as `tokens`; -1 where there is none."""
+        columns = self.draft_columns[tokens.clamp(min=0).long()]
+        return torch.where(tokens >= 0, columns, -1)
+
+
+class DraftForward(ABC):
+    """Forwards of what drafts. K/V lives in a paged storage of the caller.
+
+    A session's table must hold all rows that are written: what is past its end is not kept. Rows of
+    a session with count 0 (padding) are written nowhere; what is computed for them is not defined.
+    """
+
+    feature_size: int
+    """F; 0: rows are made of tokens alone."""
+    keeps_given_chains: bool = False
+    """Whether K/V of given chains is as if their tokens were new rows, so that what is drafted
+    below need not run them again."""
+
+    def __init__(
+        self,
+        vocabulary: DraftVocabulary,
+        inv_freq: Tensor,
+        *,
+        storage: Tensor,
+        block_tokens: int,
+        max_len: int,
+    ) -> None:
+        """inv_freq float32 [d/2]; storage [2, L, G, S, d]: keys and values, finite; max_len: most
+        rows of a session."""
+        self.vocabulary = vocabulary
+        self.block_tokens = block_tokens
+        self._storage, self._inv_freq, self._max_len = storage, inv_freq, max_len
+
+    @property
+    def first_token(self) -> int:
+        """Index in its text of the token of row 0: a feature stands beside the token after it."""
+        return 1 if self.feature_size else 0
+
+    def layout(self, rows: NewRows, *, num_steps: int = 0, step_rows: int = 1) -> DraftLayout:
+        """Where new rows go, and the rows of the steps after them; see `draft_layout`."""
+        found = draft_layout(
+            rows.counts,
+            rows.starts,
+            rows.tables,
+            rows.slots,
+            num_rows=rows.tokens.shape[1],
+            num_steps=num_steps,
+            step_rows=step_rows,
+            block_tokens=self.block_tokens,
+        )
+        return found if self.first_token else found._replace(following=found.following - 1)
+
+    def given_layout(self, given: GivenNodes, live: Tensor) -> GivenLayout:
+        """Where given nodes stand below live rows int32 [B]; see `given_layout`."""
+        found = given_layout(given.parents, live)
+        return found if self.first_token else found._replace(following=found.following - 1)
+
+    def places(self, positions: Tensor, write_slots: Tensor) -> Places:
+        """Of rows at draft positions int32 [M], with pool slots int64 [M]."""
+        return Places(positions, rotary_table(positions, self._inv_freq), write_slots)
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy K/V blocks of all layers, sources and targets int32 [B]; no block is both."""
+        width = self._storage.shape[-1]
+        blocks = self._storage.view(
+            -1, self._storage.shape[3] // self.block_tokens, self.block_tokens, width
+        )
+        blocks.index_copy_(1, targets.long(), blocks.index_select(1, sources.long()))
+
+    @abstractmethod
+    def write(self, rows: NewRows) -> None:
+        """Write the K/V of new rows; nothing else is wanted of them."""
+
+    @abstractmethod
+    def catch_up(
+        self, rows: NewRows, layout: DraftLayout, places: Places, *, prune: bool = True
+    ) -> Tensor:
+        """Write the K/V of new rows; x [B, H], the output of each session's live row.
+
+        places: of the new rows at least, which come first. prune: rows that are not live need not
+        be run further than that.
+        """
+
+    @abstractmethod
+    def step(
+        self,
+        columns: Tensor,
+        x: Tensor,
+        places: Places,
+        session: Seen,
+        *,
+        num_nodes: int,
+        mask: Tensor | None = None,
+        parents: Tensor | None = None,
+    ) -> Tensor:
+        """Run drafted tokens: draft ids [M], each below the row of x [B * any, H] that `parents`
+        int32 [M] names (None: its own); x [M, H]. mask: as in `tree_attention`."""
+
+    @abstractmethod
+    def given(
+        self, rows: NewRows, given: GivenNodes, layout: DraftLayout, below: GivenLayout, sweeps: int
+    ) -> Tensor:
+        """Catch up and run given nodes, laid out as one step; outputs [B, P, H] of all places.
+        sweeps: how often nodes are run whose outputs depend on those of their parents."""
+
+    @abstractmethod
+    def logits(self, x: Tensor) -> Tensor:
+        """Draft logits [M, Vd] of outputs [M, H]: float32 or bfloat16."""

@@ -1,0 +1,110 @@
+"""What grammars allow a head to draft: bits that are uploaded for the sessions that have any.
+
+L levels that can be masked, B rows of a launch, C rows of bits, W words of 32 target ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.inputs.round_inputs import zeros
+from outrider.engine.device.transfer.buffers import Uploader
+from outrider.engine.device.transfer.uploads import upload
+from outrider.engine.kernels.drafts.token_masks import mask_drafts
+from outrider.engine.kernels.session_tensors import LegalBits
+
+Masks = NDArray[np.uint32]
+"""[<= L, W]: what may be drafted at the first levels; at those beyond, anything."""
+
+
+class DraftMasks:
+    """Static tensors, filled before a launch, in the order of the stream. Launches of drafts that
+    nobody masks upload nothing."""
+
+    def __init__(
+        self,
+        *,
+        levels: int,
+        max_rows: int,
+        vocab_size: int,
+        target_ids: Tensor,
+        device: torch.device,
+        num_beside: int = 0,
+        ring: int = 0,
+    ) -> None:
+        """`target_ids`: int [Vd], those of the draft vocabulary; `num_beside`: words that go up
+        with the masks; `ring`: most uploads that are under way, 0: any number of them."""
+        self.levels = levels
+        self.words = -(-vocab_size // 32)
+        drafted = np.zeros(32 * self.words, dtype=np.bool_)
+        drafted[target_ids.cpu().numpy()] = True
+        self._drafted = np.packbits(drafted, bitorder="little").view("<u4").astype(np.uint32)
+        # The first row of bits belongs to rows that may have anything; places stand in the next.
+        self._first = 1 + -(-(levels * max_rows + num_beside) // self.words)
+        size = (self._first + levels * max_rows) * self.words
+        self._bits = zeros(size, device).view(-1, self.words)
+        self._told = self._bits[1:].view(-1)
+        self._places = self._told[: levels * max_rows]
+        self.beside = self._told[levels * max_rows : levels * max_rows + num_beside]
+        """int32 [num_beside]: what the last `fill` was given beside the masks."""
+        self._uploads = Uploader(self._told.numel(), device, ring=ring) if ring else None
+        self._masked = False
+        """Whether any place names bits."""
+
+    def cut(self, logits: Tensor, level: int, ids: Tensor) -> Tensor:
+        """Logits [B, Vd] of a level without what must not be drafted there; ids: int64 [Vd], the
+        target id of each column. Float32; the same tensor, changed, if it is that already."""
+        if level >= self.levels:
+            return logits
+        rows, logits = len(logits), logits.to(torch.float32)
+        places = self._places[level * rows : (level + 1) * rows]
+        mask_drafts(logits, LegalBits(self._bits, places), ids)
+        return logits
+
+    def knows(self, token: int) -> bool:
+        """Whether a target id is in the draft vocabulary."""
+        return bool(int(self._drafted[token >> 5]) >> (token & 31) & 1)
+
+    def fill(
+        self,
+        masks: Sequence[Masks | None],
+        rows: int,
+        beside: NDArray[np.int32] | None = None,
+    ) -> None:
+        """The rows of the next launch that are masked, with None in the place of others; what is
+        not given may have anything, as may a level whose mask leaves nothing of the draft
+        vocabulary. `beside`: int32 [<= num_beside]."""
+        given = [mask for each in masks if each is not None for mask in each[: self.levels]]
+        known = np.bitwise_or.reduce(np.stack(given) & self._drafted, axis=1) if given else ()
+        told, bits = iter(zip(given, known, strict=True)), list[NDArray[np.int32]]()
+        header = np.zeros((self._first - 1) * self.words, dtype=np.int32)
+        places = header[: self.levels * rows].reshape(self.levels, rows)
+        for row, each in enumerate(masks):
+            for level in range(0 if each is None else min(len(each), self.levels)):
+                mask, known_ids = next(told)
+                if known_ids:
+                    places[level, row] = self._first + len(bits)
+                    bits.append(mask.view(np.int32))
+        if beside is not None:
+            start = len(self._places)
+            header[start : start + len(beside)] = beside
+        if bits or self._masked or beside is not None:
+            self._send(header, bits)
+        self._masked = bool(bits)
+
+    def _send(self, header: NDArray[np.int32], bits: Sequence[NDArray[np.int32]]) -> None:
+        told = self._told[: header.size + len(bits) * self.words]
+        if self._uploads is None:
+            upload(told, header, *bits)
+            return
+        staged = self._uploads.stage()
+        staged[: header.size] = header
+        for place, words in enumerate(bits):
+            start = header.size + place * self.words
+            staged[start : start + self.words] = words
+        self._uploads.send(told)

@@ -1,0 +1,214 @@
+"""The forwards of an EAGLE-3 head (Li et al. 2025): one layer over features of the target.
+
+B sessions, R new rows a session, H hidden size, M rows of a step. Row i pairs feature f_i with
+token t_{i+1}.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.engine.device.drafting.draft_forward import (
+    DraftForward,
+    DraftVocabulary,
+    GivenNodes,
+    NewRows,
+    Places,
+    Seen,
+)
+from outrider.engine.device.drafting.eagle_weights import HeadWeights
+from outrider.engine.kernels.attention.rotary import rotary_write
+from outrider.engine.kernels.attention.tree import tree_attention
+from outrider.engine.kernels.drafts.inputs import BlockInputs, DraftLayout, head_inputs
+from outrider.engine.kernels.drafts.proposal_layout import GivenLayout
+from outrider.engine.kernels.linear.fused import SKINNY_ROWS, add_linear, fused_linear
+from outrider.engine.kernels.norm import rms_norm
+
+
+class HeadForward(DraftForward):
+    """A head; x is its output feature, which stands in the place of the target's own."""
+
+    def __init__(
+        self, weights: HeadWeights, *, storage: Tensor, block_tokens: int, max_len: int
+    ) -> None:
+        """See `DraftForward`; of one layer."""
+        super().__init__(
+            DraftVocabulary(weights.target_ids, weights.draft_columns),
+            weights.inv_freq,
+            storage=storage,
+            block_tokens=block_tokens,
+            max_len=max_len,
+        )
+        self.weights = weights
+        self.feature_size = weights.config.hidden_size
+        self._keys, self._values = storage[0, 0], storage[1, 0]
+
+    def write(self, rows: NewRows) -> None:
+        """Write the K/V of new rows and compute nothing else."""
+        layout = self.layout(rows)
+        places = self.places(layout.positions, layout.write_slots)
+        self._write_kv(self._inputs(rows).inputs, places)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Draft logits [M, Vd] of features [M, H]: float32 or bfloat16."""
+        w = self.weights
+        norm = None if w.config.norm_output else w.final_norm
+        dtype = torch.float32 if x.dtype == torch.float16 else None
+        eps = w.config.rms_norm_eps
+        return fused_linear(x, w.lm_head, norm_weight=norm, eps=eps, out_dtype=dtype)
+
+    def step(
+        self,
+        columns: Tensor,
+        x: Tensor,
+        places: Places,
+        session: Seen,
+        *,
+        num_nodes: int,
+        mask: Tensor | None = None,
+        parents: Tensor | None = None,
+    ) -> Tensor:
+        """Run drafted tokens, each with its parent's output as its feature."""
+        block = self._block_inputs(columns, x, ids=self.weights.target_ids, rows=parents)
+        return self._step(block, places, session, num_nodes=num_nodes, mask=mask)
+
+    def given(
+        self, rows: NewRows, given: GivenNodes, layout: DraftLayout, below: GivenLayout, sweeps: int
+    ) -> Tensor:
+        """All nodes of a proposal run together, `sweeps` times: at first each with the output of
+        the root in the place of its parent's, then with what its parent gave in the sweep before.
+        So after k sweeps what stands at the first k levels is exact, and what is below them
+        nearly."""
+        (batch, num_nodes), new = given.tokens.shape, rows.tokens.numel()
+        positions = torch.cat((layout.positions[:new], below.positions))
+        places = self.places(positions, layout.write_slots)
+        x = self.catch_up(rows, layout, places)
+        session = Seen(rows.tables, rows.slots, layout.live + 1)
+        mask = None if given.are_chains else below.seen[:, 1:]
+        tokens, nodes = given.tokens.flatten(), places.at(slice(new, None))
+        features = x[:, None].expand(-1, 1 + num_nodes, -1)
+        for _ in range(min(sweeps, num_nodes)):
+            block = self._block_inputs(tokens, features.flatten(0, 1), rows=below.sources)
+            step = self._step(block, nodes, session, num_nodes=num_nodes, mask=mask)
+            features = torch.cat((x[:, None], step.view(batch, num_nodes, -1)), dim=1)
+        return features
+
+    def catch_up(
+        self, rows: NewRows, layout: DraftLayout, places: Places, *, prune: bool = True
+    ) -> Tensor:
+        """prune: dead rows stop after their K/V write, else they run through the block."""
+        block = self._inputs(rows)
+        session = Seen(rows.tables, rows.slots, rows.starts)
+        num_rows = rows.tokens.shape[1]
+        new = places.at(slice(0, rows.tokens.numel()))
+        if num_rows == 1 or not prune:
+            x = self._step(block, new, session, num_nodes=num_rows, mask=None)
+            return x if num_rows == 1 else x[layout.live_rows]
+        session = session._replace(context=layout.live)
+        if rows.tokens.numel() <= SKINNY_ROWS:
+            # So few rows cost one pass over the weights: queries of dead rows come free.
+            query = self._project(block.inputs, new)[layout.live_rows]
+        else:
+            self._write_kv(block.inputs, new)
+            query = self._query(block.inputs[layout.live_rows], new.table[layout.live_rows])
+        attended = self._attend(query, session, num_nodes=1, mask=None)
+        return self._finish(block.residual[layout.live_rows], attended)
+
+    def _inputs(self, rows: NewRows) -> BlockInputs:
+        return self._block_inputs(rows.tokens.reshape(-1), rows.features.flatten(0, 1))
+
+    def _block_inputs(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        *,
+        ids: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> BlockInputs:
+        w = self.weights
+        return head_inputs(
+            tokens,
+            features,
+            w.embedding,
+            w.input_norm,
+            w.hidden_norm,
+            eps=w.config.rms_norm_eps,
+            ids=ids,
+            rows=rows,
+            norm_before_residual=w.config.norm_before_residual,
+        )
+
+    def _step(
+        self,
+        block: BlockInputs,
+        places: Places,
+        session: Seen,
+        *,
+        num_nodes: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """The whole block for every row; x [N, H]."""
+        query = self._project(block.inputs, places)
+        attended = self._attend(query, session, num_nodes=num_nodes, mask=mask)
+        return self._finish(block.residual, attended)
+
+    def _project(self, inputs: Tensor, places: Places) -> Tensor:
+        """Queries [N, Q, d] of all rows; their K/V is written."""
+        w = self.weights
+        qkv = fused_linear(inputs, w.qkv, bias=w.qkv_bias)
+        return self._rotate(qkv, places, num_heads=w.config.num_heads)
+
+    def _write_kv(self, inputs: Tensor, places: Places) -> None:
+        weight, bias = self.weights.kv
+        self._rotate(fused_linear(inputs, weight, bias=bias), places, num_heads=0)
+
+    def _query(self, inputs: Tensor, table: Tensor) -> Tensor:
+        weight, bias = self.weights.query
+        config = self.weights.config
+        query = fused_linear(inputs, weight, bias=bias)
+        nowhere = torch.full(query.shape[:1], -1, dtype=torch.int64, device=query.device)
+        return rotary_write(
+            query.view(-1, config.num_heads, config.head_dim),
+            table,
+            nowhere,
+            self._keys[:0],
+            self._values[:0],
+            num_heads=config.num_heads,
+            interleaved=False,
+        )
+
+    def _rotate(self, projected: Tensor, places: Places, *, num_heads: int) -> Tensor:
+        return rotary_write(
+            projected.view(projected.shape[0], -1, self.weights.config.head_dim),
+            places.table,
+            places.write_slots,
+            self._keys,
+            self._values,
+            num_heads=num_heads,
+            interleaved=False,
+        )
+
+    def _attend(
+        self, query: Tensor, session: Seen, *, num_nodes: int, mask: Tensor | None
+    ) -> Tensor:
+        return tree_attention(
+            query,
+            self._keys,
+            self._values,
+            tables=session.tables,
+            slots=session.slots,
+            context=session.context,
+            num_nodes=num_nodes,
+            mask=mask,
+            block_tokens=self.block_tokens,
+            positions=None,
+            max_len=self._max_len,
+        )
+
+    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        w, eps = self.weights, self.weights.config.rms_norm_eps
+        h, normed = add_linear(attended, w.o_proj, residual, norm_weight=w.post_norm, eps=eps)
+        gated = fused_linear(normed, w.gate_up, gated=True)
+        x = fused_linear(gated, w.down, residual=h)
+        return rms_norm(x, w.final_norm, eps) if w.config.norm_output else x

@@ -1,0 +1,176 @@
+"""A draft head in the verifier's own process (colocated and fused placement).
+
+X session slots, n drafts, Vd draft vocabulary. The head's K/V has the slots of the target's pool
+and is addressed by the same block tables.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.device.drafting.chain_levels import ChainLevels
+from outrider.engine.device.drafting.draft_forward import NewRows
+from outrider.engine.device.drafting.draft_masks import DraftMasks
+from outrider.engine.device.drafting.draft_program import DraftProgram
+from outrider.engine.device.drafting.eagle_forward import HeadForward
+from outrider.engine.device.drafting.eagle_weights import HeadWeights
+from outrider.engine.device.drafting.recent_rows import KeptRows
+from outrider.engine.device.slots.logits_slots import WarpSlots
+from outrider.engine.device.slots.session_slots import SessionSlots
+from outrider.engine.heads import DraftHead
+from outrider.engine.kernels.acceptance.randomized import ChainLaw
+from outrider.engine.kernels.attention.layout import PADDING_NODE
+from outrider.engine.kv_cache import KVPool
+from outrider.spec.plan import default_depth
+
+
+class OwnShape(NamedTuple):
+    """What the head drafts for every round of every session."""
+
+    num_nodes: int
+    """n: drafts, the root not counted."""
+    top_k: int = 1
+    """Children tried of a node; 1: a chain."""
+    depth: int = 0
+    """Levels of a tree; 0: as many as `default_depth` says."""
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether drafts have branches."""
+        return self.top_k > 1
+
+    @property
+    def levels(self) -> int:
+        """Levels of the drafts."""
+        if not self.is_tree:
+            return self.num_nodes
+        return min(self.depth or default_depth(self.num_nodes), self.num_nodes)
+
+    @property
+    def extra_slots(self) -> int:
+        """K/V slots that may be written past those that the host knows to be committed: two rounds
+        may be unsettled, and the steps of the next drafts stand behind them."""
+        width = min(self.top_k, self.num_nodes) if self.is_tree else 1
+        return 2 * (1 + self.num_nodes) + max(0, self.levels - 1) * width
+
+
+class OwnHead:
+    """Drafts for every session, on the device."""
+
+    def __init__(
+        self, head: DraftHead, slots: SessionSlots, pool: KVPool, *, shape: OwnShape, max_len: int
+    ) -> None:
+        self.shape = shape
+        self.weights = weights = HeadWeights.from_head(head)
+        device, config = pool.storage.device, head.config
+        self._slots = slots
+        self.storage = torch.zeros(
+            (2, 1, config.num_kv_heads, pool.storage.shape[3], config.head_dim),
+            dtype=pool.storage.dtype,
+            device=device,
+        )
+        """[2, 1, G, S, d]: the head's K/V."""
+        forward = HeadForward(
+            weights,
+            storage=self.storage,
+            block_tokens=pool.block_tokens,
+            max_len=max_len,
+        )
+        self.program = DraftProgram(forward)
+        count = slots.sequence.lengths.shape[0]
+        size = (count, shape.num_nodes)
+        self.tokens = torch.full(size, -1, dtype=torch.int32, device=device)
+        """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
+        self.parents: Tensor | None = None
+        """int32 [X, n]: their parents (see `DraftTree`), PADDING_NODE: no node. None: chains."""
+        self.law: ChainLaw | None = None
+        """The laws that chains were drawn from, kept with the session until they are used. Trees
+        have none: the rejection rule judges them target-only."""
+        self.warp = WarpSlots(
+            count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
+        )
+        """What the sessions do to the head's logits."""
+        self.kept = KeptRows(
+            slots,
+            most_rows=1 + shape.num_nodes,
+            hidden_size=config.hidden_size,
+            dtype=pool.storage.dtype,
+        )
+        """What rounds committed in which a session may be in a grammar."""
+        self.levels: ChainLevels | None = None
+        """Chains that are drafted level by level; None: trees."""
+        self.padding = slots.padding
+        """The slot of padding rows."""
+        if shape.is_tree:
+            self.parents = torch.full(size, PADDING_NODE, dtype=torch.int32, device=device)
+            return
+        laws = (count, shape.num_nodes, config.draft_vocab_size)
+        self.law = ChainLaw(
+            probs=torch.zeros(laws, dtype=torch.float32, device=device),
+            draft_columns=weights.draft_columns,
+            target_ids=weights.target_ids,
+        )
+        self.levels = ChainLevels(
+            self.program,
+            weights,
+            slots,
+            kept=self.kept,
+            tokens=self.tokens,
+            law=self.law,
+            warp=self.warp,
+        )
+
+    def forget(self, slot: int) -> None:
+        """Let the next round of a slot's session verify no draft, in the order of the stream."""
+        self.tokens[slot].fill_(-1)
+        if self.parents is not None:
+            self.parents[slot].fill_(PADDING_NODE)
+
+    def draft(self, rows: NewRows, *, sampled: bool) -> None:
+        """Catch up on real rows and draft for each of their sessions. sampled: whether any session
+        may warp its logits or need the laws of its drafts."""
+        if sampled:
+            self.kept.keep(rows)
+        if self.parents is not None:
+            self._draft_trees(rows, sampled=sampled)
+            return
+        chain = self.program.chain(
+            rows,
+            length=self.shape.num_nodes,
+            state=self._slots.sampling,
+            warp=self.warp.state if sampled else None,
+            own_laws=self.law.probs if sampled and self.law is not None else None,
+        )
+        self.tokens.index_copy_(0, rows.slots.long(), chain.tokens)
+
+    def catch_up(self, rows: NewRows) -> None:
+        """Keep these rows of each session for drafts that are made later, and begin chains."""
+        self.kept.keep(rows)
+        if self.levels is not None:
+            self.levels.see(rows)
+
+    def draft_kept(self, slots: Tensor, legal: DraftMasks) -> None:
+        """Catch up on what was kept and draft trees, under masks of their first level, for sessions
+        whose last drafts nobody has verified; slots: int32 [B]."""
+        self._draft_trees(self.kept.of(slots), sampled=True, legal=legal)
+
+    def _draft_trees(
+        self, rows: NewRows, *, sampled: bool, legal: DraftMasks | None = None
+    ) -> None:
+        assert self.parents is not None
+        tree = self.program.tree(
+            rows,
+            state=self._slots.sampling,
+            num_nodes=self.shape.num_nodes,
+            top_k=self.shape.top_k,
+            depth=self.shape.levels,
+            warp=self.warp.state if sampled else None,
+            coupled=True,
+            legal=legal,
+        )
+        places = rows.slots.long()
+        self.tokens.index_copy_(0, places, tree.tokens)
+        self.parents.index_copy_(0, places, tree.parents)

@@ -1,0 +1,150 @@
+"""Drafting for what has not happened, on static device tensors.
+
+A live proposal is run once more as it stands, its tokens given (`score`): the outputs at its places
+say what may follow there, and a head's are the own features of the branches that begin there. A
+branch is drafted like a session (`DraftProgram.chain`, `tree`) over a block table of its own, which
+begins with the blocks of the session (`fork`): of the prefix at most one partly filled block is
+copied.
+
+B sessions or branches, R rows of a branch's path, N nodes of a proposal, P = 1 + N places (the
+root's, then the nodes'), c candidates a place, F width of a feature, X session slots, T blocks of a
+table, S blocks of a branch's own, V branches that there are blocks for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.device.drafting.alternatives import ranked_ids
+from outrider.engine.device.drafting.draft_forward import GivenNodes, NewRows
+from outrider.engine.device.drafting.draft_program import DraftProgram
+from outrider.engine.device.drafting.draft_row_state import Drawing
+from outrider.engine.kernels.logits_processor.draft_path import TokenPath
+from outrider.engine.kernels.logits_processor.process import warp_drafts
+from outrider.engine.kernels.session_tensors import SamplingState, WarpState
+
+
+class Scores(NamedTuple):
+    """What may follow at each place; places without a node have anything."""
+
+    tokens: Tensor
+    """int32 [B, P, c]: target ids, best first; -1: there is none."""
+    logprobs: Tensor
+    """float32 [B, P, c]; -inf: there is none."""
+    features: Tensor
+    """[B, P, F]: what rows below each place begin with."""
+
+
+class BranchRows(NamedTuple):
+    """Paths of branches; those of a row past its count are not there, but must be finite."""
+
+    owners: Tensor
+    """int32 [B]: the session slot of each branch."""
+    counts: Tensor
+    """int32 [B]: new rows, the outcome's own the last of them; 0 for padding."""
+    starts: Tensor
+    """int32 [B]: draft position of the first one."""
+    tokens: Tensor
+    """int32 [B, R]: target ids; -1 where there is none."""
+    sources: Tensor
+    """int32 [B, R]: each row's feature among the held ones."""
+    draft_keys: Tensor
+    """int64 [B]: keys of the DRAFT noise."""
+
+
+class AheadProgram(DraftProgram):
+    """A `DraftProgram` that also drafts for outcomes."""
+
+    def score(
+        self,
+        rows: NewRows,
+        given: GivenNodes,
+        *,
+        state: SamplingState,
+        count: int,
+        sweeps: int,
+        warp: WarpState | None = None,
+    ) -> Scores:
+        """Catch up, run given proposals and offer `count` tokens at every place, by the law of
+        softmax(logits / T), those of coupled sessions by shared noise. warp: as for `chain`.
+
+        sweeps: see `DraftForward.given`. A session's table must hold the rows up to live + N.
+        """
+        forward, vocabulary, num_nodes = (
+            self.forward,
+            self.forward.vocabulary,
+            given.tokens.shape[1],
+        )
+        layout = forward.layout(rows, num_steps=1, step_rows=num_nodes)
+        below = forward.given_layout(given, layout.live)
+        x = forward.given(rows, given, layout, below, sweeps)
+        # The tokens are known: one pass over the output projection serves all places.
+        logits, following = forward.logits(x.flatten(0, 1)), below.following
+        if warp is not None:
+            columns = vocabulary.columns_of(given.tokens)
+            path = TokenPath(columns, None if given.are_chains else below.seen)
+            logits = warp_drafts(logits, warp, state, rows.slots, following, path)
+        heat = state.temperatures[rows.slots.long()].repeat_interleave(1 + num_nodes)
+        found, logprobs = ranked_ids(
+            logits,
+            count,
+            state,
+            rows.slots,
+            following,
+            ids=vocabulary.target_ids,
+            temperatures=heat,
+        )
+        shape = (*x.shape[:2], count)
+        features = x[..., : forward.feature_size]
+        return Scores(found.view(shape), logprobs.view(shape), features)
+
+    def fork(
+        self,
+        rows: BranchRows,
+        *,
+        tables: Tensor,
+        scratch: Tensor,
+        held: Tensor,
+        counted: bool,
+        below_chains: bool,
+    ) -> tuple[NewRows, Drawing]:
+        """What to draft branches from, as new rows of sessions of their own.
+
+        tables int32 [X, T]; scratch int32 [V, S + 1]: blocks of each branch's own, the last one
+        the padding block; held [any, F]: features. A branch must find room in its own blocks for
+        all that it writes, from the block of its first row on. counted: whether penalties are to
+        count the paths' tokens. below_chains: whether the paths are of scored chains, which some
+        forwards need not run again.
+        """
+        uncounted = self.forward.vocabulary.columns_of(rows.tokens) if counted else None
+        if below_chains and self.forward.keeps_given_chains:
+            rows = _outcomes_alone(rows)
+        size, owners = self.forward.block_tokens, rows.owners.long()
+        first = (rows.starts // size)[:, None]
+        theirs, own = tables[owners], scratch[: len(owners)]
+        beyond = torch.arange(tables.shape[1], device=owners.device) - first
+        forked = own.gather(1, beyond.clamp(0, own.shape[1] - 1).long())
+        self.forward.copy_blocks(theirs.gather(1, first.long())[:, 0], own[:, 0])
+        new = NewRows(
+            slots=torch.arange(len(owners), dtype=torch.int32, device=owners.device),
+            tables=torch.where(beyond < 0, theirs, forked),
+            tokens=rows.tokens,
+            features=held[rows.sources.long()],
+            counts=rows.counts,
+            starts=rows.starts,
+        )
+        return new, Drawing(rows.owners, rows.draft_keys, uncounted)
+
+
+def _outcomes_alone(rows: BranchRows) -> BranchRows:
+    """The last row of each path; what is above it stands in the session's own table."""
+    last = (rows.counts - 1).clamp(min=0)
+    return rows._replace(
+        counts=rows.counts.clamp(max=1),
+        starts=rows.starts + last,
+        tokens=rows.tokens.gather(1, last[:, None].long()),
+        sources=rows.sources.gather(1, last[:, None].long()),
+    )

@@ -1,0 +1,52 @@
+"""The newest draft rows of every session, by slot: what drafts begin from that are made later.
+
+X session slots, R rows of a session at most, B sessions of a pass, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.engine.device.drafting.draft_forward import NewRows
+from outrider.engine.device.slots.session_slots import SessionSlots
+
+
+class KeptRows:
+    """Static tensors, written and read in the order of the stream."""
+
+    def __init__(
+        self, slots: SessionSlots, *, most_rows: int, hidden_size: int, dtype: torch.dtype
+    ) -> None:
+        self._slots = slots
+        tables = slots.sequence.tables
+        size = (tables.shape[0], most_rows, hidden_size)
+        self._features = torch.zeros(size, dtype=dtype, device=tables.device)
+        """[X, R, H];"""
+        self._words = torch.zeros((size[0], 2 + most_rows), dtype=torch.int32, device=tables.device)
+        """how many rows they are, where they begin, and their tokens, int32 [X, 2 + R]."""
+
+    def keep(self, rows: NewRows) -> None:
+        """Keep these of each session, in place of what was kept."""
+        slots, width = rows.slots.long(), rows.tokens.shape[1]
+        self._features[:, :width].index_copy_(0, slots, rows.features.to(self._features.dtype))
+        words = torch.cat((rows.counts[:, None], rows.starts[:, None], rows.tokens), dim=1)
+        self._words[:, : 2 + width].index_copy_(0, slots, words.int())
+
+    def of(self, slots: Tensor) -> NewRows:
+        """Those of these slots, int32 [B]."""
+        words = self._words[slots.long()]
+        # Kernels take vectors and matrices that lie as they are counted.
+        return NewRows(
+            slots=slots,
+            tables=self._slots.sequence.tables,
+            tokens=words[:, 2:].contiguous(),
+            features=self._features[slots.long()],
+            counts=torch.where(slots != self._slots.padding, words[:, 0], 0),
+            starts=words[:, 1].contiguous(),
+        )
+
+    def newest(self, slots: Tensor) -> Tensor:
+        """int32 [B]: draft position of the last of each."""
+        words = self._words[slots.long()]
+        return words[:, 1] + words[:, 0].clamp(min=1) - 1

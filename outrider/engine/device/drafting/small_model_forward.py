@@ -1,0 +1,160 @@
+"""The forwards of a small model that drafts: rows are tokens, and every row is exact.
+
+B sessions, R new rows a session, N nodes of a given tree, H hidden size, M rows of a step, V target
+vocabulary. Row r holds token t_r at position r.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from outrider.engine.device.drafting.draft_forward import (
+    DraftForward,
+    DraftVocabulary,
+    GivenNodes,
+    NewRows,
+    Places,
+    Seen,
+)
+from outrider.engine.device.target_program import RowGroup, TargetProgram
+from outrider.engine.kernels.attention.layout import RoundLayout
+from outrider.engine.kernels.drafts.inputs import DraftLayout
+from outrider.engine.kernels.drafts.proposal_layout import GivenLayout
+from outrider.engine.target import TargetModel
+
+_PIECE_ROWS: Final = 64
+"""Rows of a long catch-up that attend together."""
+
+
+class ModelForward(DraftForward):
+    """A language model with the target's tokenizer; x is the output of its last layer."""
+
+    feature_size = 0
+    keeps_given_chains = True
+
+    def __init__(
+        self,
+        model: TargetModel,
+        *,
+        vocab_size: int,
+        storage: Tensor,
+        block_tokens: int,
+        max_len: int,
+    ) -> None:
+        """`vocab_size`: the target's, at most the model's; for the rest see `DraftForward`. The
+        model needs plain weights, and attention to the whole context: trees are masked, which a
+        window does not allow."""
+        super().__init__(
+            DraftVocabulary.whole(vocab_size, storage.device),
+            model.inverse_frequencies,
+            storage=storage,
+            block_tokens=block_tokens,
+            max_len=max_len,
+        )
+        assert model.pool.block_tokens == block_tokens
+        self._vocab_size = vocab_size
+        self._program = TargetProgram(model, storage=storage)
+
+    def write(self, rows: NewRows) -> None:
+        """Run new rows for their K/V."""
+        layout, size = self.layout(rows), rows.tokens.shape[1]
+        pieces = -(-size // _PIECE_ROWS)
+        assert size % pieces == 0, size
+        firsts = torch.arange(pieces, dtype=torch.int32, device=rows.starts.device)
+        context = rows.starts[:, None] + firsts * (size // pieces)
+        group = RowGroup(
+            slots=rows.slots.repeat_interleave(pieces),
+            context=context.flatten(),
+            layout=RoundLayout(layout.positions, layout.write_slots, None),
+            num_nodes=size // pieces,
+        )
+        self._run(rows.tokens, [group], rows.tables)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits float32 [M, V] of outputs [M, H]; ids beyond the target's are cut off."""
+        found = self._program.logits_of(x)
+        return (
+            found
+            if found.shape[1] == self._vocab_size
+            else found[:, : self._vocab_size].contiguous()
+        )
+
+    def catch_up(
+        self, rows: NewRows, layout: DraftLayout, places: Places, *, prune: bool = True
+    ) -> Tensor:
+        """All rows are run as they are: whose prediction is wanted changes little."""
+        return self._run(rows.tokens, [_new(rows, layout)], rows.tables)[layout.live_rows]
+
+    def step(
+        self,
+        columns: Tensor,
+        x: Tensor,
+        places: Places,
+        session: Seen,
+        *,
+        num_nodes: int,
+        mask: Tensor | None = None,
+        parents: Tensor | None = None,
+    ) -> Tensor:
+        """Run drafted tokens; `x` and `parents` say nothing that the K/V does not."""
+        group = RowGroup(
+            slots=session.slots,
+            context=session.context,
+            layout=RoundLayout(places.positions, places.write_slots, mask),
+            num_nodes=num_nodes,
+        )
+        return self._run(columns, [group], session.tables)
+
+    def given(
+        self, rows: NewRows, given: GivenNodes, layout: DraftLayout, below: GivenLayout, sweeps: int
+    ) -> Tensor:
+        """One forward for new rows and nodes, exact whatever `sweeps` says."""
+        if given.are_chains:
+            return self._given_chains(rows, given)
+        (batch, num_nodes), new = given.tokens.shape, rows.tokens.numel()
+        nodes = RowGroup(
+            slots=rows.slots,
+            context=layout.live + 1,
+            layout=RoundLayout(
+                below.positions,
+                layout.write_slots[new:],
+                None if given.are_chains else below.seen[:, 1:],
+            ),
+            num_nodes=num_nodes,
+        )
+        tokens = torch.cat((rows.tokens.flatten(), given.tokens.flatten()))
+        x = self._run(tokens, [_new(rows, layout), nodes], rows.tables)
+        live = x[layout.live_rows][:, None]
+        return torch.cat((live, x[new:].view(batch, num_nodes, -1)), dim=1)
+
+    def _given_chains(self, rows: NewRows, given: GivenNodes) -> Tensor:
+        """Chains stand behind the new rows as further ones: one attention a layer, not two."""
+        (batch, num_nodes), width = given.tokens.shape, rows.tokens.shape[1]
+        device, counts = rows.counts.device, rows.counts[:, None]
+        places = torch.arange(width + num_nodes, device=device).expand(batch, -1)
+        both = torch.cat((rows.tokens, given.tokens), dim=1)
+        source = torch.where(places < counts, places, places - counts + width)
+        tokens = both.gather(1, source.clamp(max=width + num_nodes - 1).long())
+        there = torch.where(rows.counts > 0, rows.counts + num_nodes, 0)
+        joined = rows._replace(tokens=tokens, counts=there)
+        x = self._run(tokens, [_new(joined, self.layout(joined))], rows.tables)
+        last = (counts - 1).clamp(min=0) + torch.arange(1 + num_nodes, device=device)
+        return x.view(batch, width + num_nodes, -1)[
+            torch.arange(batch, device=device)[:, None], last
+        ]
+
+    def _run(self, tokens: Tensor, groups: list[RowGroup], tables: Tensor) -> Tensor:
+        return self._program.outputs(tokens.flatten(), groups, tables, max_len=self._max_len)
+
+
+def _new(rows: NewRows, layout: DraftLayout) -> RowGroup:
+    new = rows.tokens.numel()
+    return RowGroup(
+        slots=rows.slots,
+        context=rows.starts,
+        layout=RoundLayout(layout.positions[:new], layout.write_slots[:new], None),
+        num_nodes=rows.tokens.shape[1],
+    )

@@ -1,0 +1,106 @@
+"""CUDA graphs by key, with an eager mode of the same code."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.engine.device.transfer.cuda_driver import calls_of
+from outrider.watchdog import unbounded_step
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class GraphCache:
+    """Replays functions of static tensors.
+
+    A function reads only tensors that stay where they are, never waits for the device and never
+    looks at values on the host; what it returns (a tensor, or tuples of tensors and None) is
+    written anew by every run.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
+        self.enabled = enabled and device.type == "cuda"
+        self.sealed = False
+        """Whether nothing is captured any more: what is not, runs as it is."""
+        self._calls = calls_of(device)
+        self._captured: dict[Hashable, tuple[Any, Any, torch.cuda.CUDAGraph]] = {}
+        """By key: what `Calls.launch` takes, what a run returns, and what both belong to."""
+        self._missed: set[Hashable] = set()
+        """What was asked for since, and is not captured."""
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def run(self, key: Hashable, fn: Callable[[], T]) -> T:
+        """The outcome of `fn`; the same tensors for a key whenever graphs are on.
+
+        The first call for a key runs eagerly, which also compiles the kernels, and captures the
+        graph afterwards: a capture executes nothing, so effects happen once.
+        """
+        if not self.enabled:
+            return fn()
+        entry = self._captured.get(key)
+        if entry is None:
+            return self._run_uncaptured(key, fn) if self.sealed else self._first_run(key, fn)
+        prepared, static, _ = entry
+        self._calls.launch(prepared)
+        result: T = static
+        return result
+
+    def _run_uncaptured(self, key: Hashable, fn: Callable[[], T]) -> T:
+        if key not in self._missed:
+            self._missed.add(key)
+            # Compiling its kernels may hold everybody up for seconds.
+            logger.warning("no graph was captured for this", extra={"key": str(key)})
+            with unbounded_step():
+                return fn()
+        return fn()
+
+    @torch.inference_mode()
+    def _first_run(self, key: Hashable, fn: Callable[[], T]) -> T:
+        # In inference mode, because what a function returns may have been made in it.
+        with unbounded_step():
+            eager = fn()
+            graph, static = self._capture(fn)
+        for to, source in zip(_tensors(static), _tensors(eager), strict=True):
+            to.copy_(source)
+        self._captured[key] = (self._calls.prepare(graph), static, graph)
+        return static
+
+    def _capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (a drafter's, a server's) may use the device meanwhile. The collector must
+        # not: memory that it gave back in this thread would void the capture.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                static = fn()
+        finally:
+            if collects:
+                gc.enable()
+        return graph, static
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Tensors of nested tuples, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)

@@ -1,0 +1,117 @@
+"""Draft laws from outside on their way to the device.
+
+B rows of a bucket, N nodes a row, E law entries of all rows of a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.transfer.buffers import Uploader
+from outrider.engine.draft_sampling import LAW_ENTRIES_BUDGET
+from outrider.engine.kernels.acceptance.randomized import DeviceLaw
+from outrider.spec.draft_distribution import DraftLaw
+
+MOST_FULL_LAWS: Final = 64
+"""Rows of a launch whose laws may all be as large as a drafter makes them."""
+_STEP: Final = 4096
+"""Entries are sent in multiples of this: uploads of few sizes."""
+
+
+class LawInputs:
+    """Static memory for the laws of one launch, shared by the graphs of all shapes.
+
+    A graph reads its offsets and, between them, the entries; laws that find no room are left out,
+    and their rows are judged target-only.
+    """
+
+    def __init__(self, *, max_rows: int, device: torch.device) -> None:
+        """`max_rows`: most rows of a launch that may bring laws."""
+        capacity = min(max_rows, MOST_FULL_LAWS) * LAW_ENTRIES_BUDGET
+        self._device = device
+        self._ids, self._counts = _zeros((capacity,), device), _zeros((capacity,), device)
+        self._id_uploads, self._count_uploads = (Uploader(capacity, device) for _ in range(2))
+        self._offsets: dict[tuple[int, int], _Offsets] = {}
+
+    def law(self, rows: int, nodes: int) -> DeviceLaw:
+        """What the graph of a bucket reads."""
+        return DeviceLaw(self._ids, self._counts, self._offsets_of(rows, nodes).tensor)
+
+    def fill(self, laws: Sequence[DraftLaw | None], rows: int, nodes: int, part: int = 0) -> None:
+        """Tell the laws of n <= B rows of a bucket, in the order of the stream. Each belongs to a
+        tree of fewer than N nodes. `part`: which launch of its round they are."""
+        offsets = self._offsets_of(rows, nodes)
+        held = self._placed(laws) if laws else []
+        if not held:
+            offsets.clear(part)
+            return
+        ids, counts = self._id_uploads.stage(part), self._count_uploads.stage(part)
+        words = offsets.stage(part)
+        used = 0
+        for row, law in held:
+            end = used + len(law.ids)
+            ids[used:end], counts[used:end] = law.ids, law.counts
+            known = len(law.offsets)
+            words[row, :known] = law.offsets
+            words[row, known:] = len(law.ids)
+            words[row] += used
+            used = end
+        sent = min(-(-used // _STEP) * _STEP, len(ids))
+        self._id_uploads.send(self._ids[:sent])
+        self._count_uploads.send(self._counts[:sent])
+        offsets.send()
+
+    def _placed(self, laws: Sequence[DraftLaw | None]) -> list[tuple[int, DraftLaw]]:
+        """The laws that there is room for, with their rows."""
+        held, room = [], len(self._ids)
+        for row, law in enumerate(laws):
+            if law is not None and 0 < len(law.ids) <= min(room, LAW_ENTRIES_BUDGET):
+                held.append((row, law))
+                room -= len(law.ids)
+        return held
+
+    def _offsets_of(self, rows: int, nodes: int) -> _Offsets:
+        found = self._offsets.get((rows, nodes))
+        if found is None:
+            found = self._offsets[rows, nodes] = _Offsets(rows, nodes, self._device)
+        return found
+
+
+class _Offsets:
+    """Where the entries of a bucket's nodes begin and end: int32 [B, N + 1]; no law is all 0."""
+
+    def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
+        self.tensor = _zeros((rows, nodes + 1), device)
+        self._flat = self.tensor.view(-1)
+        self._uploads = Uploader(self.tensor.numel(), device)
+        self._empty = True
+
+    def stage(self, part: int) -> NDArray[np.int32]:
+        """Zeros [B, N + 1] for the next `send`."""
+        words = self._uploads.stage(part).reshape(self.tensor.shape)
+        words[:] = 0
+        self._empty = False
+        return words
+
+    def send(self) -> None:
+        """Upload what was staged."""
+        self._uploads.send(self._flat)
+
+    def clear(self, part: int) -> None:
+        """No row has a law."""
+        if not self._empty:
+            self.stage(part)
+            self.send()
+            self._empty = True
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    # Made in inference mode, they could be written in that mode only.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=torch.int32, device=device)

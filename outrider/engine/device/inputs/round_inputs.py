@@ -1,0 +1,90 @@
+"""What the host tells the device of a bucket's rows: static tensors, uploaded when they change.
+
+B rows of the bucket, N nodes a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.graphs.shapes import Drafts
+from outrider.engine.device.inputs.distribution_inputs import LawInputs
+from outrider.engine.device.inputs.round_rows import RoundRows
+from outrider.engine.device.transfer.buffers import Uploader
+from outrider.engine.kernels.attention.layout import PADDING_NODE
+
+NO_TOKEN = -1
+
+
+class RoundInputs:
+    """Slots and drafts of a bucket's rows; rows beyond the given ones are padding."""
+
+    def __init__(
+        self, rows: int, nodes: int, laws: LawInputs, *, padding: int, device: torch.device
+    ) -> None:
+        """`laws`: where drafts from outside bring theirs; `padding`: the slot of padding rows."""
+        self.laws = laws
+        self._rows, self._drafted, self._padding = rows, nodes - 1, padding
+        slots_end, drafts_end = rows, rows * nodes
+        size = drafts_end + rows * self._drafted
+        buffer = zeros(size, device)
+        self.slots = buffer[:slots_end]
+        """int32 [B]."""
+        self.drafts = buffer[slots_end:drafts_end].view(rows, self._drafted)
+        """int32 [B, N - 1]; NO_TOKEN where there is no node."""
+        self.parents = buffer[drafts_end:].view(rows, self._drafted)
+        """int32 [B, N - 1]; PADDING_NODE where there is no node. Of trees only."""
+        # What a round of a kind does not read need not be sent.
+        self._chains, self._trees = buffer[:drafts_end], buffer
+        self._uploader = Uploader(size, device)
+        self._told: list[int] | None = None
+        """The slots that the device knows of."""
+
+    def fill(self, rows: RoundRows, drafts: Drafts, part: int = 0) -> None:
+        """Describe n <= B rows by their slots and drafts, in the order of the stream; `part`: which
+        launch of its round they are."""
+        slots = rows.slots
+        if drafts is Drafts.CHAIN or drafts is Drafts.TREE:
+            words = self._stage(slots, part)
+            self._stage_drafts(words, rows, with_parents=drafts is Drafts.TREE)
+            self._uploader.send(self._trees if drafts is Drafts.TREE else self._chains)
+        elif slots != self._told:
+            self._stage(slots, part)
+            self._uploader.send(self.slots)
+        self._told = slots
+
+    def _stage(self, slots: list[int], part: int) -> NDArray[np.int32]:
+        words = self._uploader.stage(part)
+        words[: len(slots)] = slots
+        words[len(slots) : self._rows] = self._padding
+        return words
+
+    def _stage_drafts(
+        self, words: NDArray[np.int32], rows: RoundRows, *, with_parents: bool
+    ) -> None:
+        drafted = self._drafted
+        grids = words[self._rows :].reshape(2, self._rows, drafted)
+        grids[0] = NO_TOKEN
+        if with_parents:
+            grids[1] = PADDING_NODE
+        count = len(rows.slots)
+        if len(rows.tokens) == count * drafted:
+            # Every draft is full.
+            grids[0, :count] = rows.tokens.reshape(count, drafted)
+            if with_parents:
+                grids[1, :count] = rows.parents.reshape(count, drafted)
+            return
+        cells = np.arange(drafted) < rows.counts[:, None]
+        grids[0, :count][cells] = rows.tokens
+        if with_parents:
+            grids[1, :count][cells] = rows.parents
+
+
+def zeros(size: int, device: torch.device) -> Tensor:
+    """int32 [size] for static inputs, writable in and out of inference mode."""
+    # Made in inference mode, they could be written in that mode only.
+    with torch.inference_mode(False):
+        return torch.zeros(size, dtype=torch.int32, device=device)

@@ -1,0 +1,82 @@
+"""The sessions of a round and the host's drafts for them, in columns.
+
+n rows, D nodes of all drafts together (roots are not counted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engine.device.graphs.shapes import Drafts
+from outrider.spec.draft_distribution import DraftLaw
+from outrider.spec.flat_trees import chain_parents
+from outrider.spec.tree import DraftTree
+
+_NONE: Final = np.empty(0, dtype=np.int32)
+
+
+class RowInput(NamedTuple):
+    """One session's row of a round."""
+
+    slot: int
+    tree: DraftTree | None = None
+    """The host's draft."""
+    law: DraftLaw | None = None
+    """What it was drawn from; only the rejection rule looks at it."""
+
+
+class RoundRows(NamedTuple):
+    """Rows of one launch."""
+
+    slots: list[int]
+    counts: NDArray[np.int64]
+    """[n]: nodes of each row's draft, 0 without one."""
+    tokens: NDArray[np.int32]
+    """[D], row after row."""
+    parents: NDArray[np.int32]
+    """[D], within the same draft."""
+    laws: Sequence[DraftLaw | None] | None = None
+    """[n]; None: no row has one."""
+    legal: Sequence[NDArray[np.uint32] | None] | None = None
+    """[n], each [1 + its nodes, W]: what grammars allow after roots and nodes; None: there are
+    none."""
+
+    @classmethod
+    def of(cls, rows: Sequence[RowInput]) -> RoundRows:
+        """Rows that were put together one by one."""
+        trees = [row.tree for row in rows if row.tree is not None]
+        return cls(
+            slots=[row.slot for row in rows],
+            counts=np.array([0 if row.tree is None else len(row.tree) for row in rows], np.int64),
+            tokens=np.concatenate([_NONE, *(tree.tokens for tree in trees)]),
+            parents=np.concatenate([_NONE, *(tree.parents for tree in trees)]),
+            laws=[row.law for row in rows] if any(row.law is not None for row in rows) else None,
+        )
+
+    @classmethod
+    def plain(cls, slots: list[int]) -> RoundRows:
+        """Rows without drafts from the host."""
+        return cls(slots, np.zeros(len(slots), dtype=np.int64), _NONE, _NONE)
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the largest draft."""
+        if len(self.slots) == 1:
+            return len(self.tokens)
+        return int(self.counts.max()) if len(self.tokens) else 0
+
+    @property
+    def drafts(self) -> Drafts:
+        """What the drafts have in common."""
+        if not len(self.tokens):
+            return Drafts.NONE
+        if len(self.slots) == 1:
+            # Plain numbers are faster than arrays.
+            alone = self.parents.tolist() == list(range(-1, len(self.tokens) - 1))
+            return Drafts.CHAIN if alone else Drafts.TREE
+        chains = bool((self.parents == chain_parents(self.counts)).all())
+        return Drafts.CHAIN if chains else Drafts.TREE

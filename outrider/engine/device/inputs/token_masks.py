@@ -1,0 +1,94 @@
+"""What grammars allow at the rows of a launch: bits that are uploaded for the rows that have any.
+
+R rows of logits, Q pieces, C rows of bits, W words of 32 ids. Launches without sessions in a
+grammar upload nothing, and their kernels read nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.engine.device.graphs.shapes import MOST_TOKEN_ROWS, PIECE_BUCKETS
+from outrider.engine.device.inputs.round_inputs import zeros
+from outrider.engine.device.transfer.uploads import upload
+from outrider.engine.kernels.session_tensors import LegalBits
+
+Masks = NDArray[np.uint32]
+"""[n, W], id i is bit i % 32 of word i // 32."""
+
+
+def legal_bytes(max_sessions: int, max_nodes: int, own_nodes: int, vocab_size: int) -> int:
+    """Memory of `LegalRows`."""
+    rows, words = _rows(max_sessions, max_nodes, own_nodes), -(-vocab_size // 32)
+    return 4 * words * (_first(rows, words) + rows)
+
+
+def _rows(max_sessions: int, max_nodes: int, own_nodes: int) -> int:
+    """R + Q: rows of a launch that may have bits."""
+    decoding = max(min(max_sessions * max_nodes, MOST_TOKEN_ROWS), max_nodes)
+    # Launches with own drafts are not split.
+    return max(decoding, max_sessions * own_nodes) + PIECE_BUCKETS[-1]
+
+
+def _first(rows: int, words: int) -> int:
+    """The first row of bits that is uploaded with a launch."""
+    return 1 + -(-rows // words)
+
+
+class LegalRows:
+    """Static tensors of what is legal, filled before a launch, in the order of the stream: one
+    upload of where the bits of each row are, and of the bits behind that."""
+
+    def __init__(
+        self,
+        *,
+        max_sessions: int,
+        max_nodes: int,
+        own_nodes: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """`max_nodes`: of a row, the root included; `own_nodes`: of one with own drafts, 0 if there
+        are none."""
+        rows, words = _rows(max_sessions, max_nodes, own_nodes), -(-vocab_size // 32)
+        self._first = _first(rows, words)
+        bits = zeros((self._first + rows) * words, device).view(-1, words)
+        with torch.inference_mode(False):
+            # The first row of bits is for rows that nobody looks at; places stand in the next ones.
+            bits[0] = -1
+        self._told = bits[1:].view(-1)
+        self._places, places = rows, self._told[:rows]
+        self.pieces = LegalBits(bits, places[: PIECE_BUCKETS[-1]])
+        """By piece."""
+        self.decoding = LegalBits(bits, places[PIECE_BUCKETS[-1] :])
+        """By row of logits of the sessions that decode."""
+
+    def fill(
+        self, rows: Sequence[Masks | None], nodes: int, pieces: Sequence[Masks | None]
+    ) -> None:
+        """Rows of a launch, each with the masks of its root and nodes, `nodes` being those that the
+        launch has for every row; and pieces, each with the mask of what follows it. None: the
+        session is in no grammar, or nobody looks."""
+        given = [masks for masks in (*rows, *pieces) if masks is not None]
+        if not given:
+            return
+        words = self.decoding.bits.shape[1]
+        header = np.zeros((self._first - 1) * words, dtype=np.int32)
+        ends = header[: PIECE_BUCKETS[-1]]
+        decoding = header[PIECE_BUCKETS[-1] : self._places]
+        index = decoding[: len(rows) * nodes].reshape(len(rows), nodes)
+        place = self._first
+        for row, masks in enumerate(rows):
+            if masks is not None:
+                index[row, : len(masks)] = np.arange(place, place + len(masks))
+                place += len(masks)
+        for piece, masks in enumerate(pieces):
+            if masks is not None:
+                ends[piece] = place
+                place += 1
+        told = self._told[: (place - 1) * words]
+        upload(told, header, *(masks.view(np.int32) for masks in given))

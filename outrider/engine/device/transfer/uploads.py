@@ -1,0 +1,87 @@
+"""Uploads that are not tied to rounds, of which any number can be under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.device.transfer.cuda_driver import Mark, calls_of
+
+_LEAST_WORDS: Final = 256
+"""Words of the smallest memory that is taken."""
+
+
+class _Staging(NamedTuple):
+    """Pinned memory, and the end of the last copy from it."""
+
+    device: torch.device
+    tensor: Tensor
+    array: NDArray[np.int32]
+    free: Mark
+
+
+_held: dict[tuple[torch.device, int], deque[_Staging]] = {}
+"""By device and size, the one whose use is longest ago first, for all threads: what one takes is
+not in it. As much stays as was ever under way at once."""
+
+
+def upload(out: Tensor, *parts: NDArray[np.int32]) -> None:
+    """Copy `parts`, one behind the other, into `out` int32 [n], n being all their words, in the
+    order of the stream; they are free at once.
+
+    On a CUDA device each call takes pinned memory that no copy reads, so nothing waits and nothing
+    is overwritten. It is written by numpy: torch would wake its pool of threads for more than
+    32,768 words, which took up to 5 ms of a round.
+    """
+    assert out.dtype is torch.int32
+    count = out.shape[0]
+    if not out.is_cuda:
+        _fill(out.numpy(), parts)
+        return
+    if not count:
+        _fill(np.empty(0, np.int32), parts)
+        return
+    staging = _take(out.device, count)
+    _fill(staging.array[:count], parts)
+    calls_of(out.device).copy(out, staging.tensor[:count])
+    staging.free.record()
+    _give(staging)
+
+
+def _fill(words: NDArray[np.int32], parts: tuple[NDArray[np.int32], ...]) -> None:
+    end = 0
+    for part in parts:
+        start, end = end, end + part.size
+        words[start:end] = part.reshape(-1)
+    assert end == len(words)
+
+
+def _take(device: torch.device, count: int) -> _Staging:
+    """Memory for so many words that nothing is copied from, for the caller alone."""
+    size = max(_LEAST_WORDS, 1 << (count - 1).bit_length())
+    held = _held.setdefault((device, size), deque())
+    try:
+        staging = held.popleft()
+    except IndexError:
+        return _staging(device, size)
+    if staging.free.over:
+        return staging
+    held.appendleft(staging)
+    return _staging(device, size)
+
+
+def _give(staging: _Staging) -> None:
+    """Let it be taken again, once the copy from it that was begun is over."""
+    _held[staging.device, len(staging.array)].append(staging)
+
+
+def _staging(device: torch.device, size: int) -> _Staging:
+    # A tensor made in inference mode could be written in that mode only.
+    with torch.inference_mode(False):
+        tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)
+    return _Staging(device, tensor, tensor.numpy(), calls_of(device).mark())

@@ -1,0 +1,360 @@
+"""Acceptance on the device for sessions of any rule, those that toss coins among them.
+
+The decisions are those of `outrider.engine.acceptance`: same coins, same streams, same residual;
+log-sum-exps are summed in another order, so a coin within 1e-6 of its probability may fall on the
+other side. `matching` is the cheaper function for buckets in which every session compares tokens.
+
+Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows,
+X session slots, V vocabulary, D draft vocabulary, K draft length, E law entries of all sessions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.acceptance.matching import DeviceAcceptance, TorchWalk, chain_parents
+from outrider.engine.kernels.acceptance.randomized_kernels import HUGE_SCORE
+from outrider.engine.kernels.acceptance.randomized_launch import (
+    LaunchArguments,
+    Laws,
+    launch_accept_sampled,
+)
+from outrider.engine.kernels.noise import row_keys
+from outrider.engine.kernels.sampling import scaled_scores
+from outrider.engine.kernels.session_tensors import RULE_REJECTION, RULE_TARGET_ONLY, SamplingState
+from outrider.engine.noise import noise_bits, perturbed_argmax, uniform_from_bits
+from outrider.engine.residual import ResidualWalk
+from outrider.errors import InvalidRequestError
+from outrider.spec.noise import SHARED_COIN_ID, Stream
+
+
+class ChainLaw(NamedTuple):
+    """Dense draft laws that never left the device; chains only."""
+
+    probs: Tensor
+    """float32 [X, K, D]: by session slot and step the probabilities that the draft token of that
+    step was drawn from; K is at least N - 1. A row without probability at its own draft token (all
+    zero, or not finite) is no law: there the session is judged target-only."""
+    draft_columns: Tensor
+    """int32 [V]: the draft column of a target id, -1 if it has none."""
+    target_ids: Tensor
+    """int32 [D]: the target id of a draft column."""
+
+
+class DeviceLaw(NamedTuple):
+    """Sparse laws of remote drafters (`outrider.spec.draft_distribution.DraftLaw`), one after the
+    other."""
+
+    ids: Tensor
+    """int32 [E]: target ids, strictly increasing within a node's entries."""
+    counts: Tensor
+    """int32 [E]: quantised weights in [1, 65535]."""
+    offsets: Tensor
+    """int32 [B, N + 1]: the children of row j of session b were drawn from the entries
+    offsets[b, j] .. offsets[b, j + 1]; a session without any entry has no law."""
+
+
+def accept_sampled(
+    logits: Tensor,
+    chosen: Tensor,
+    tokens: Tensor,
+    parents: Tensor | None,
+    *,
+    num_nodes: int,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    law: DeviceLaw | ChainLaw | None,
+) -> DeviceAcceptance:
+    """Judge the drafts of sessions of any rule.
+
+    logits: float32 or bfloat16 [M, V], columns contiguous. Divided by the temperature they are
+    the law that is sampled: sessions with penalties, bans, top-k, top-p or min-p must come warped
+    already, with temperature 1 in `state`, or go another way.
+    chosen: int32 [M], `choose_tokens` of these logits, side "target": what greedy and coupled
+    sessions compare with, and the token that a coin session emits if nothing was rejected; -1
+    where the row has no finite logit, below which nothing stands.
+    tokens: int32 [M], each row's own token (the root's is not looked at); -1 (no node) and ids
+    from V on never stand. parents: int32 [B, N - 1] (-1: the root, -2: no node); None: chains.
+    Siblings are tried in row order, which is the order in which they were drawn.
+    slots: int32 [B]; positions: int32 [M], of the token that follows each row.
+    law: what the drafts of rejection sessions were drawn from; a session without a law is judged
+    target-only. Raises InvalidRequestError for a ChainLaw with trees or of fewer than N - 1 steps.
+    """
+    if isinstance(law, ChainLaw) and (parents is not None or law.probs.shape[1] < num_nodes - 1):
+        raise InvalidRequestError(
+            f"a chain law of {law.probs.shape[1]} steps for {num_nodes - 1} nodes"
+            + (" of a tree" if parents is not None else ""),
+            reason="KERNEL_SHAPES",
+        )
+    function = accept_sampled_triton if logits.is_cuda else accept_sampled_torch
+    return function(
+        logits,
+        chosen,
+        tokens,
+        parents,
+        num_nodes=num_nodes,
+        state=state,
+        slots=slots,
+        positions=positions,
+        law=law,
+    )
+
+
+def accept_sampled_triton(
+    logits: Tensor,
+    chosen: Tensor,
+    tokens: Tensor,
+    parents: Tensor | None,
+    *,
+    num_nodes: int,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    law: DeviceLaw | ChainLaw | None,
+    tile: int | None = None,
+) -> DeviceAcceptance:
+    """See `accept_sampled`. tile: columns a program, a power of two; None picks it."""
+    laws = Laws()
+    if isinstance(law, DeviceLaw):
+        laws = Laws(ids=law.ids, counts=law.counts, offsets=law.offsets)
+    elif law is not None:
+        laws = Laws(probs=law.probs, draft_columns=law.draft_columns)
+    arguments = LaunchArguments(
+        logits, chosen, tokens, parents, num_nodes, state, slots, positions, laws
+    )
+    return launch_accept_sampled(arguments, tile=tile)
+
+
+def accept_sampled_torch(
+    logits: Tensor,
+    chosen: Tensor,
+    tokens: Tensor,
+    parents: Tensor | None,
+    *,
+    num_nodes: int,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    law: DeviceLaw | ChainLaw | None,
+) -> DeviceAcceptance:
+    """See `accept_sampled`; level by level on the host, for the CPU only."""
+    batch = len(slots)
+    if parents is None:
+        parents = chain_parents(batch, num_nodes, logits.device)
+    owners = slots.long()
+    rules, temperatures = state.rules[owners], state.temperatures[owners]
+    coin = (temperatures > 0) & ((rules == RULE_TARGET_ONLY) | (rules == RULE_REJECTION))
+    judge = _CoinJudge(
+        logits=logits,
+        tokens_BN=tokens.view(batch, num_nodes),
+        parents_BN=parents,
+        temperatures=temperatures,
+        stream_keys=state.stream_keys[owners],
+        slots=owners,
+        positions_BN=positions.view(batch, num_nodes),
+        law=law,
+        rejection=rules == RULE_REJECTION,
+    )
+    chosen_BN = chosen.view(batch, num_nodes)
+    node = torch.zeros(batch, dtype=torch.int64, device=logits.device)
+    walk = TorchWalk(batch, num_nodes, logits.device)
+    for row in range(1, num_nodes):
+        drafted = judge.tokens_BN[:, row]
+        below = (parents[:, row - 1] == node - 1) & (drafted >= 0)
+        wanted = chosen_BN.gather(1, node[:, None])[:, 0]
+        tossed = (below & coin & (drafted < logits.shape[1]) & (wanted >= 0)).nonzero()[:, 0]
+        stands = below & (drafted == wanted) & ~coin
+        stands[tossed] = judge.toss(tossed, node[tossed], row)
+        node = walk.step(row, node, drafted, below, stands)
+    walk.fallback = judge.fallback & coin
+    final = chosen_BN.gather(1, node[:, None])[:, 0].clone()
+    changed = coin & (judge.changed_at == node)
+    changed = (changed | (coin & (final >= 0) & judge.is_huge(node))).nonzero()[:, 0]
+    if len(changed):
+        final[changed] = judge.draw(changed, node[changed], final[changed])
+    return walk.finish(final)
+
+
+class _CoinJudge:
+    """The coins and residuals of sessions under the target-only and the rejection rule."""
+
+    def __init__(
+        self,
+        *,
+        logits: Tensor,
+        tokens_BN: Tensor,
+        parents_BN: Tensor,
+        temperatures: Tensor,
+        stream_keys: Tensor,
+        slots: Tensor,
+        positions_BN: Tensor,
+        law: DeviceLaw | ChainLaw | None,
+        rejection: Tensor,
+    ) -> None:
+        self.tokens_BN, self.parents_BN = tokens_BN, parents_BN
+        self._logits, self._temperatures = logits, temperatures
+        self._stream_keys, self._slots = stream_keys, slots
+        self._positions_BN = positions_BN
+        self._law = law
+        self._uses_law = rejection.clone()
+        if isinstance(law, DeviceLaw):
+            self._uses_law &= law.offsets[:, -1] > law.offsets[:, 0]
+        elif law is None:
+            self._uses_law.zero_()
+        self.fallback = rejection & ~self._uses_law & (tokens_BN[:, 1:] >= 0).any(dim=1)
+        """Whether a law was missing where the rejection rule asked for one."""
+        batch = len(slots)
+        self.changed_at = torch.full((batch,), -1, dtype=torch.int64, device=logits.device)
+        """Row at which a rejection changed what is drawn there, or -1."""
+        self._lawless_at = self.changed_at.clone()
+        """Row at which the session's dense law was no law, or -1."""
+        self._mass_at = self.changed_at.clone()
+        self._mass = torch.zeros(batch, dtype=torch.float64, device=logits.device)
+        self._tried_at = self.changed_at.clone()
+        self._winners = self.changed_at.clone()
+        self._changes: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
+
+    def toss(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
+        """Whether the child at `row` of each session's node stands, bool [A]."""
+        stands = torch.zeros(len(sessions), dtype=torch.bool, device=sessions.device)
+        with_law = self._uses_law[sessions]
+        plain = (~with_law).nonzero()[:, 0]
+        if len(plain):
+            stands[plain] = self._target_only(sessions[plain], node[plain], row)
+        judged = with_law.nonzero()[:, 0]
+        if len(judged):
+            rule = self._dense if isinstance(self._law, ChainLaw) else self._sparse
+            stands[judged] = rule(sessions[judged], node[judged], row)
+        return stands
+
+    def _logprobs(self, sessions: Tensor, node: Tensor) -> Tensor:
+        num_nodes = self.tokens_BN.shape[1]
+        logits_AV = self._logits[sessions * num_nodes + node]
+        return scaled_scores(logits_AV, self._temperatures[sessions]).log_softmax(dim=-1)
+
+    def _probs(self, sessions: Tensor, node: Tensor, tokens: Tensor) -> Tensor:
+        logprobs_AV = self._logprobs(sessions, node)
+        return logprobs_AV.gather(1, tokens.long()[:, None])[:, 0].to(torch.float64).exp()
+
+    def _coins(self, sessions: Tensor, node: Tensor, ids: Tensor) -> Tensor:
+        keys = self._keys(sessions, node, Stream.ACCEPT)
+        return uniform_from_bits(noise_bits(keys, ids.long()))
+
+    def _keys(self, sessions: Tensor, node: Tensor, stream: Stream) -> Tensor:
+        positions = self._positions_BN[sessions, node]
+        return row_keys(self._stream_keys[sessions, stream - 1], positions)
+
+    def _siblings(self, sessions: Tensor, node: Tensor) -> Tensor:
+        """bool [A, N]: the rows that are children, in range, of each session's node."""
+        drafted = self.tokens_BN[sessions]
+        below = torch.zeros_like(drafted, dtype=torch.bool)
+        below[:, 1:] = self.parents_BN[sessions] == node[:, None] - 1
+        return below & (drafted >= 0) & (drafted < self._logits.shape[1])
+
+    def _target_only(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
+        drafted = self.tokens_BN[sessions, row]
+        earlier = self._siblings(sessions, node)[:, :row]
+        seen = (earlier & (self.tokens_BN[sessions, :row] == drafted[:, None])).any(dim=1)
+        before = self._mass[sessions].masked_fill(self._mass_at[sessions] != node, 0.0)
+        gained = self._probs(sessions, node, drafted).masked_fill(seen, 0.0)
+        self._mass[sessions] = before + gained
+        self._mass_at[sessions] = node
+        self.changed_at[sessions] = node
+        coins = self._coins(sessions, node, torch.full_like(node, SHARED_COIN_ID))
+        return coins < before + gained
+
+    def _dense(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
+        assert isinstance(self._law, ChainLaw)
+        drafted = self.tokens_BN[sessions, row]
+        columns = self._law.draft_columns[drafted.long()].long()
+        weights = self._law.probs[self._slots[sessions], node, columns.clamp(min=0)]
+        coins = self._coins(sessions, node, drafted)
+        drawn = columns >= 0
+        stands = coins * weights.to(torch.float64) < self._probs(sessions, node, drafted)
+        self.changed_at[sessions] = torch.where(drawn, node, self.changed_at[sessions])
+        stands &= drawn
+        # A law that does not have the token it is said to have given is no law.
+        lawless = (drawn & ~((weights > 0) & (weights < math.inf))).nonzero()[:, 0]
+        if len(lawless):
+            self.fallback[sessions[lawless]] = True
+            self._lawless_at[sessions[lawless]] = node[lawless]
+            stands[lawless] = self._target_only(sessions[lawless], node[lawless], row)
+        return stands
+
+    def _sparse(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
+        fresh = (self._tried_at[sessions] != node).nonzero()[:, 0]
+        if len(fresh):
+            self._walk_residuals(sessions[fresh], node[fresh])
+        return self._winners[sessions] == row
+
+    def _walk_residuals(self, sessions: Tensor, node: Tensor) -> None:
+        """Try all children of each session's node."""
+        assert isinstance(self._law, DeviceLaw)
+        logprobs_AV = self._logprobs(sessions, node)
+        siblings = self._siblings(sessions, node)
+        coins = self._coins(sessions[:, None], node[:, None], self.tokens_BN[sessions])
+        for index, (session, at) in enumerate(zip(sessions.tolist(), node.tolist(), strict=True)):
+            rows = siblings[index].nonzero()[:, 0].tolist()
+            candidates = [(r, int(self.tokens_BN[session, r])) for r in rows]
+            begin, end = self._law.offsets[session, at : at + 2].tolist()
+            ids, counts = self._law.ids[begin:end].numpy(), self._law.counts[begin:end].numpy()
+            probs = [math.exp(float(logprobs_AV[index, token])) for _, token in candidates]
+            walk = ResidualWalk(logprobs_AV[index], ids, counts.astype(np.uint16))
+            winner, change = walk.run(candidates, probs, coins[index, rows].tolist())
+            self._winners[session] = -1 if winner is None else winner[0]
+            self._changes[session] = change
+            self.changed_at[session] = at if change is not None else -1
+        self._tried_at[sessions] = node
+
+    def is_huge(self, node: Tensor) -> Tensor:
+        """Sessions, bool [B], whose scores at `node` int64 [B] are too large for their noise."""
+        rows = torch.arange(len(node), device=node.device) * self.tokens_BN.shape[1] + node
+        tops = self._logits[rows].nan_to_num(nan=-math.inf, posinf=math.inf).amax(dim=-1)
+        return scaled_scores(tops[:, None], self._temperatures)[:, 0] > HUGE_SCORE
+
+    def draw(self, sessions: Tensor, node: Tensor, bonus: Tensor) -> Tensor:
+        """The last token, int32 [A], of sessions whose law a rejection changed or whose scores are
+        huge.
+
+        bonus: int32 [A], the token where nothing is left of the law.
+        """
+        scores_AV = self._logprobs(sessions, node)
+        changed = self.changed_at[sessions] == node  # else only huge
+        by_law = self._uses_law[sessions] & (self._lawless_at[sessions] != node)
+        self._without_children(scores_AV, changed & ~by_law, sessions, node)
+        if isinstance(self._law, ChainLaw):
+            self._without_dense_law(scores_AV, changed & by_law, sessions, node)
+        else:
+            for index in (changed & by_law).nonzero()[:, 0].tolist():
+                change = self._changes[int(sessions[index])]
+                assert change is not None
+                values = torch.from_numpy(change[1].astype(np.float32))
+                scores_AV[index, torch.from_numpy(change[0])] = values
+        keys = self._keys(sessions, node, Stream.RECOVER)
+        drawn = perturbed_argmax(scores_AV, keys).to(torch.int32)
+        return torch.where(drawn >= 0, drawn, bonus)
+
+    def _without_children(
+        self, scores_AV: Tensor, where: Tensor, sessions: Tensor, node: Tensor
+    ) -> None:
+        """Take the node's children out of the rows bool [A] of log-probs [A, V]."""
+        siblings = self._siblings(sessions, node) & where[:, None]
+        rows, columns = siblings.nonzero().unbind(dim=1)
+        scores_AV[rows, self.tokens_BN[sessions[rows], columns].long()] = -math.inf
+
+    def _without_dense_law(
+        self, scores_AV: Tensor, where: Tensor, sessions: Tensor, node: Tensor
+    ) -> None:
+        """log max(p - q, 0) in the rows bool [A] of log-probs [A, V]."""
+        assert isinstance(self._law, ChainLaw)
+        rows = where.nonzero()[:, 0]
+        probs = scores_AV[rows].exp()
+        weights = self._law.probs[self._slots[sessions[rows]], node[rows]]
+        probs.index_add_(1, self._law.target_ids.long(), -weights)
+        scores_AV[rows] = probs.clamp(min=0.0).log()

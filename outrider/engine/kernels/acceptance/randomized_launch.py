@@ -1,0 +1,234 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+"""Launches of `outrider.engine.kernels.acceptance.randomized_kernels`.
+
+Shape suffixes as in `outrider.engine.kernels.acceptance.randomized`; P tiles of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.acceptance.matching import DeviceAcceptance, new_acceptance
+from outrider.engine.kernels.acceptance.randomized_kernels import (
+    DENSE_LAW,
+    NO_LAW,
+    SPARSE_LAW,
+    draw_in_tile,
+    put_drawn,
+    sum_tiles,
+    walk,
+)
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
+from outrider.engine.kernels.sampling import tile_columns, warps_of
+from outrider.engine.kernels.session_tensors import SamplingState
+
+
+class Laws(NamedTuple):
+    """The tensors of a `DeviceLaw` or a `ChainLaw`, None where there are none."""
+
+    ids: Tensor | None = None
+    counts: Tensor | None = None
+    offsets: Tensor | None = None
+    probs: Tensor | None = None
+    draft_columns: Tensor | None = None
+
+    @property
+    def kind(self) -> int:
+        """NO_LAW, SPARSE_LAW or DENSE_LAW."""
+        if self.ids is not None:
+            return SPARSE_LAW
+        return NO_LAW if self.probs is None else DENSE_LAW
+
+    @property
+    def entries(self) -> int:
+        """Entries of all sparse laws."""
+        return 0 if self.ids is None else self.ids.shape[0]
+
+
+class LaunchArguments(NamedTuple):
+    """Arguments of `accept_sampled`, in its order."""
+
+    logits: Tensor
+    chosen: Tensor
+    tokens: Tensor
+    parents: Tensor | None
+    num_nodes: int
+    state: SamplingState
+    slots: Tensor
+    positions: Tensor
+    laws: Laws
+
+
+class _Workspace(NamedTuple):
+    maxima: Tensor
+    """float32 [M, P]"""
+    sums: Tensor
+    """float32 [M, P]: sums of exp(score - maximum)."""
+    inside: Tensor
+    """float64 [E]: the residual on the law's ids; in the end its log over the outside's scale."""
+    draft: Tensor
+    """float64 [E]: the draft law that is left."""
+    modes: Tensor
+    """int32 [B]: what changed at the last node."""
+    nodes: Tensor
+    """int32 [B]: its row."""
+    tops: Tensor
+    """float32 [B]: its largest score."""
+    logs: Tensor
+    """float32 [B]: its log-sum-exp less that."""
+    scores: Tensor
+    """float64 [B, P]"""
+    winners: Tensor
+    """int32 [B, P]"""
+
+
+def _workspace(rows: int, batch: int, tiles: int, entries: int, device: torch.device) -> _Workspace:
+    shapes = {
+        torch.float32: [(rows, tiles), (rows, tiles), (batch,), (batch,)],
+        torch.float64: [(max(entries, 1),), (max(entries, 1),), (batch, tiles)],
+        torch.int32: [(batch,), (batch,), (batch, tiles)],
+    }
+    floats, doubles, ints = (
+        [torch.empty(shape, dtype=dtype, device=device) for shape in shapes[dtype]]
+        for dtype in (torch.float32, torch.float64, torch.int32)
+    )
+    return _Workspace(
+        maxima=floats[0],
+        sums=floats[1],
+        inside=doubles[0],
+        draft=doubles[1],
+        modes=ints[0],
+        nodes=ints[1],
+        tops=floats[2],
+        logs=floats[3],
+        scores=doubles[2],
+        winners=ints[2],
+    )
+
+
+def launch_accept_sampled(arguments: LaunchArguments, *, tile: int | None) -> DeviceAcceptance:
+    """Run the kernels; tile: columns a program, None picks it."""
+    logits, num_nodes, laws = arguments.logits, arguments.num_nodes, arguments.laws
+    rows, columns = logits.shape
+    batch = rows // num_nodes
+    result = new_acceptance(batch, num_nodes, logits.device)
+    if batch == 0:
+        return result
+    tile = tile or tile_columns(rows, columns)
+    tiles = cdiv(columns, tile)
+    work = _workspace(rows, batch, tiles, laws.entries, logits.device)
+    state, slots = arguments.state, arguments.slots
+    sum_tiles[(rows, tiles)](
+        logits,
+        logits.stride(0),
+        columns,
+        state.temperatures,
+        state.rules,
+        slots,
+        work.maxima,
+        work.sums,
+        NODES=num_nodes,
+        TILE=tile,
+        num_warps=warps_of(tile),
+    )
+    _launch_walks(arguments, work, result, tiles)
+    _launch_draws(arguments, work, (batch, tiles), tile)
+    put_drawn[(batch,)](
+        work.modes,
+        work.scores,
+        work.winners,
+        result.counts,
+        result.tokens,
+        tiles,
+        NODES=num_nodes,
+        BLOCK=next_power_of_2(tiles),
+        num_warps=1,
+    )
+    return result
+
+
+def _launch_walks(
+    arguments: LaunchArguments, work: _Workspace, result: DeviceAcceptance, tiles: int
+) -> None:
+    laws, state = arguments.laws, arguments.state
+    walk[(len(arguments.slots),)](
+        arguments.logits,
+        arguments.logits.stride(0),
+        arguments.logits.shape[1],
+        arguments.chosen,
+        arguments.tokens,
+        arguments.parents,
+        state.stream_keys,
+        state.temperatures,
+        state.rules,
+        arguments.slots,
+        arguments.positions,
+        work.maxima,
+        work.sums,
+        tiles,
+        laws.ids,
+        laws.counts,
+        laws.offsets,
+        work.inside,
+        work.draft,
+        laws.probs,
+        0 if laws.probs is None else laws.probs.stride(0),
+        0 if laws.probs is None else laws.probs.stride(1),
+        laws.draft_columns,
+        result.counts,
+        result.rows,
+        result.tokens,
+        result.flags,
+        work.modes,
+        work.nodes,
+        work.tops,
+        work.logs,
+        NODES=arguments.num_nodes,
+        BLOCK=next_power_of_2(arguments.num_nodes),
+        TILES=next_power_of_2(tiles),
+        CHAIN=arguments.parents is None,
+        LAW=laws.kind,
+        ENTRIES=min(max(next_power_of_2(laws.entries), 16), 1024),
+        num_warps=4 if laws.kind == SPARSE_LAW else 1,
+    )
+
+
+def _launch_draws(
+    arguments: LaunchArguments, work: _Workspace, grid: tuple[int, int], tile: int
+) -> None:
+    logits, laws, state = arguments.logits, arguments.laws, arguments.state
+    draw_in_tile[grid](
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        arguments.tokens,
+        arguments.parents,
+        state.stream_keys,
+        state.temperatures,
+        arguments.slots,
+        arguments.positions,
+        laws.ids,
+        laws.offsets,
+        work.inside,
+        laws.probs,
+        0 if laws.probs is None else laws.probs.stride(0),
+        0 if laws.probs is None else laws.probs.stride(1),
+        laws.draft_columns,
+        work.modes,
+        work.nodes,
+        work.tops,
+        work.logs,
+        work.scores,
+        work.winners,
+        NODES=arguments.num_nodes,
+        CHAIN=arguments.parents is None,
+        LAW=laws.kind,
+        # A node's entries are distinct columns.
+        SEARCH_STEPS=min(laws.entries, logits.shape[1]).bit_length(),
+        TILE=tile,
+        num_warps=warps_of(tile),
+    )

@@ -1,0 +1,175 @@
+"""Draft tokens drawn on the device from laws that can be shipped: truncated, quantised, exact.
+
+The law of a row is the one that `outrider.engine.draft_sampling.quantise` makes of it, and the
+token is drawn from its integer counts with the session's DRAFT noise, keyed by target id.
+
+Shape suffixes: R rows, V columns, L most entries of a law, P tiles of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.draft_sampling import MAX_COUNT, LawLimits, law_weights, quantise
+from outrider.engine.kernels.drafts.distribution_kernels import (
+    count_tiles,
+    cut_and_draw,
+    gather_tiles,
+    max_tiles,
+)
+from outrider.engine.kernels.noise import row_keys
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
+from outrider.engine.kernels.sampling import scaled_scores, tile_columns, warps_of
+from outrider.engine.kernels.session_tensors import RULE_REJECTION, SamplingState
+from outrider.engine.noise import gumbel_from_bits, noise_bits
+from outrider.spec.noise import Stream
+
+
+class DrawnLaws(NamedTuple):
+    """Tokens and the laws that they were drawn from; rows of other rules have column 0, no law."""
+
+    columns: Tensor
+    """int32 [R]: the columns that were drawn."""
+    sizes: Tensor
+    """int32 [R]: entries of each law."""
+    entries: Tensor
+    """int32 [2, R, L]: columns, increasing, and counts in [1, 65535]; anything behind the size."""
+
+
+class ChainLaws(NamedTuple):
+    """The laws of chains of K tokens, one chain a row."""
+
+    sizes: Tensor
+    """int32 [R, K]: entries of each law; 0 of sessions of other rules."""
+    entries: Tensor
+    """int32 [2, R, K, L]: columns, increasing, and counts; anything behind the size."""
+
+
+def stack_laws(drawn: Sequence[DrawnLaws]) -> ChainLaws:
+    """The laws of chains from those of their steps."""
+    return ChainLaws(
+        sizes=torch.stack([law.sizes for law in drawn], dim=1),
+        entries=torch.stack([law.entries for law in drawn], dim=2),
+    )
+
+
+def draw_from_laws(
+    logits: Tensor,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    ids: Tensor,
+    limits: LawLimits,
+) -> DrawnLaws:
+    """Draw a token for each row whose session samples by the rejection rule.
+
+    logits: float32 or bfloat16 [R, V], columns contiguous; NaN counts as -inf, +inf as 1e30, and a
+    row without a finite score as one whose first column is certain. slots: int32 [R]; positions:
+    int32 [R], absolute, of the token that is drawn; ids: integer [V], the columns' target ids.
+    """
+    function = draw_from_laws_triton if logits.is_cuda else draw_from_laws_torch
+    return function(logits, state, slots, positions, ids=ids, limits=limits)
+
+
+def draw_from_laws_torch(
+    logits: Tensor,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    ids: Tensor,
+    limits: LawLimits,
+) -> DrawnLaws:
+    """See `draw_from_laws`; row by row on the host, for the CPU only."""
+    rows, width = logits.shape[0], _width(limits, logits.shape[1])
+    owners = slots.long()
+    temperatures = state.temperatures[owners]
+    scores = scaled_scores(logits, temperatures)
+    scores[scores.amax(dim=-1) == -torch.inf, 0] = 0.0
+    weights = law_weights(scores).numpy()
+    keys = row_keys(state.stream_keys[owners, Stream.DRAFT - 1], positions)
+    drawn = _new_laws(rows, width, logits.device)
+    drawing = (temperatures > 0) & (state.rules[owners] == RULE_REJECTION)
+    for row in drawing.nonzero()[:, 0].tolist():
+        kept, counts = quantise(weights[row], limits, at_least=1)
+        columns = torch.from_numpy(kept)
+        noise = gumbel_from_bits(noise_bits(keys[row], ids[columns].long()))
+        values = torch.from_numpy(counts.astype(np.int64))
+        size = len(kept)
+        drawn.entries[0, row, :size], drawn.entries[1, row, :size] = columns, values
+        drawn.columns[row] = columns[(values.double().log() + noise).argmax()]
+        drawn.sizes[row] = size
+    return drawn
+
+
+def draw_from_laws_triton(
+    logits: Tensor,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    ids: Tensor,
+    limits: LawLimits,
+    tile: int | None = None,
+    block: int = 1024,
+) -> DrawnLaws:
+    """See `draw_from_laws`. tile: columns a program, None picks it; block: entries of a step."""
+    rows, columns = logits.shape
+    tile = tile or tile_columns(rows, columns)
+    tiles = cdiv(columns, tile)
+    drawn = _new_laws(rows, _width(limits, columns), logits.device)
+    if rows == 0:
+        return drawn
+    maxima = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
+    found = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
+    possible = torch.empty(2, rows, columns, dtype=torch.int32, device=logits.device)
+    shared = (logits, logits.stride(0), columns, state.temperatures, state.rules, slots, maxima)
+    options = {"TILE": tile, "num_warps": warps_of(tile)}
+    parts = next_power_of_2(tiles)
+    max_tiles[(rows, tiles)](*shared, **options)
+    count_tiles[(rows, tiles)](*shared, found, TILES=parts, **options)
+    gather_tiles[(rows, tiles)](*shared, found, possible[0], possible[1], TILES=parts, **options)
+    cut_and_draw[(rows,)](
+        state.temperatures,
+        state.rules,
+        state.stream_keys,
+        slots,
+        positions,
+        ids,
+        found,
+        tiles,
+        possible[0],
+        possible[1],
+        columns,
+        drawn.columns,
+        drawn.sizes,
+        drawn.entries[0],
+        drawn.entries[1],
+        drawn.entries.shape[2],
+        MASS=limits.mass,
+        TILES=parts,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return drawn
+
+
+def _width(limits: LawLimits, columns: int) -> int:
+    return min(limits.max_ids, columns)
+
+
+def _new_laws(rows: int, width: int, device: torch.device) -> DrawnLaws:
+    return DrawnLaws(
+        columns=torch.zeros(rows, dtype=torch.int32, device=device),
+        sizes=torch.zeros(rows, dtype=torch.int32, device=device),
+        entries=torch.empty(2, rows, width, dtype=torch.int32, device=device),
+    )
+
+
+assert MAX_COUNT == 65535, "the kernels search in 16 bits"

@@ -1,0 +1,140 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""The laws that the chains of a verifier's own head are drawn from, kept with their sessions.
+
+Only the rejection rule asks for them: rows of other sessions cost two early returns.
+
+R rows, X session slots, K draft length, V draft vocabulary, P tiles of a row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.acceptance.randomized_kernels import HUGE_SCORE, logsumexp, sum_tiles
+from outrider.engine.kernels.drafts.distribution_kernels import draws
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
+from outrider.engine.kernels.sampling import (
+    scaled_scores,
+    scaled_tile,
+    tile_columns,
+    warps_of,
+)
+from outrider.engine.kernels.session_tensors import RULE_REJECTION, SamplingState
+
+_HUGE_SCORE = tl.constexpr(HUGE_SCORE)
+
+
+def put_own_laws(
+    laws: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
+) -> None:
+    """Write each rejection session's law of one level, as `own_law` has it.
+
+    laws: float32 [X, K, V], by slot and level; logits: float32 or bfloat16 [R, V], columns
+    contiguous, those that `choose_tokens` drew from; slots: int32 [R]; levels: int32 [R], or the
+    level of all. Rows of other rules, or of T = 0, leave what is there.
+    """
+    function = put_own_laws_triton if logits.is_cuda else put_own_laws_torch
+    function(laws, logits, state, slots, levels)
+
+
+def own_law(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
+    """The law that `choose_tokens` draws from, float32 [R, V]; T = 0 counts as 1.
+
+    A row is zero where there is no such law: where no score is finite, or where several are so
+    large that noise does not tell them apart and always the first of them is drawn.
+    """
+    heat = state.temperatures[slots.long()]
+    scores = scaled_scores(logits, torch.where(heat > 0, heat, torch.ones_like(heat)))
+    law, tops = scores.softmax(dim=-1), scores.amax(dim=-1)
+    sound = (tops > -math.inf) & ((tops <= HUGE_SCORE) | (law.amax(dim=-1) == 1.0))
+    return law.where(sound[:, None], 0.0)
+
+
+def put_own_laws_torch(
+    laws: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
+) -> None:
+    """See `put_own_laws`."""
+    owners = slots.long()
+    asked = (state.rules[owners] == RULE_REJECTION) & (state.temperatures[owners] > 0)
+    rows = asked.nonzero()[:, 0]
+    where = torch.as_tensor(levels, device=laws.device).long().expand(len(owners))
+    laws[owners[rows], where[rows]] = own_law(logits[rows], state, slots[rows])
+
+
+def put_own_laws_triton(
+    laws: Tensor,
+    logits: Tensor,
+    state: SamplingState,
+    slots: Tensor,
+    levels: Tensor | int,
+    *,
+    tile: int | None = None,
+) -> None:
+    """See `put_own_laws`. tile: columns a program, a power of two; None picks it."""
+    rows, columns = logits.shape
+    if rows == 0:
+        return
+    tile = tile or tile_columns(rows, columns)
+    tiles = cdiv(columns, tile)
+    maxima, sums = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits.device)
+    shared = (logits, logits.stride(0), columns, state.temperatures, state.rules, slots)
+    options = {"TILE": tile, "num_warps": warps_of(tile)}
+    sum_tiles[(rows, tiles)](*shared, maxima, sums, NODES=1, REJECTION_ONLY=True, **options)
+    by_row = isinstance(levels, Tensor)
+    _put_tiles[(rows, tiles)](
+        *shared,
+        maxima,
+        sums,
+        laws if by_row else laws[:, levels],
+        laws.stride(0),
+        laws.stride(1),
+        levels if by_row else None,
+        BY_ROW=by_row,
+        TILES=next_power_of_2(tiles),
+        **options,
+    )
+
+
+@triton.jit
+def _put_tiles(
+    logits_ptr,
+    logits_stride,
+    num_columns,
+    temperatures_ptr,
+    rules_ptr,
+    slots_ptr,
+    maxima_ptr,
+    sums_ptr,
+    laws_ptr,
+    slot_stride,
+    level_stride,
+    levels_ptr,
+    BY_ROW: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The law of one tile of one row, by the maxima and sums of `sum_tiles`."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    tiles = tl.num_programs(1)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if draws(temperatures_ptr, rules_ptr, slot):
+        top, log_sum = logsumexp(maxima_ptr, sums_ptr, row, tiles, TILES)
+        sound = (top <= _HUGE_SCORE) | (log_sum == 0.0)
+        scale = tl.where(sound, tl.exp(-log_sum), 0.0).to(tl.float32)
+        columns = part * TILE + tl.arange(0, TILE)
+        inside = columns < num_columns
+        temperature = tl.load(temperatures_ptr + slot)
+        scores = scaled_tile(logits_ptr + row * logits_stride, columns, inside, temperature)
+        laws_ptr += slot * slot_stride
+        if BY_ROW:
+            laws_ptr += tl.load(levels_ptr + row) * level_stride
+        # Of a row without a score all is exp(-inf).
+        tl.store(laws_ptr + columns, tl.exp(scores - top.to(tl.float32)) * scale, mask=inside)

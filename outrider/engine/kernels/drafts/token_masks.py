@@ -1,0 +1,67 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""What grammars leave of a head's logits.
+
+B rows, Vd draft vocabulary; C rows of bits, of W words of 32 target ids each.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.session_tensors import LegalBits
+
+_TILE = 2048
+
+
+def mask_drafts(logits: Tensor, legal: LegalBits, ids: Tensor) -> None:
+    """Make logits float32 [B, Vd], in place, -inf where the bits of a row do not have the target id
+    (ids: int64 [Vd]) of a column. Rows whose place is 0 are left as they are, whatever is there.
+    """
+    function = mask_drafts_triton if logits.is_cuda else mask_drafts_torch
+    function(logits, legal, ids)
+
+
+def mask_drafts_torch(logits: Tensor, legal: LegalBits, ids: Tensor) -> None:
+    """See `mask_drafts`."""
+    places = legal.places[: len(logits)].long()
+    words = legal.bits.index_select(0, places).index_select(1, ids >> 5)
+    allowed = ((words >> (ids & 31).int()) & 1) != 0
+    logits.masked_fill_(~allowed & (places > 0)[:, None], -math.inf)
+
+
+def mask_drafts_triton(logits: Tensor, legal: LegalBits, ids: Tensor) -> None:
+    """See `mask_drafts`; programs of rows without bits return at once."""
+    rows, columns = logits.shape
+    _mask_kernel[(rows, triton.cdiv(columns, _TILE))](
+        logits,
+        logits.stride(0),
+        columns,
+        legal.bits,
+        legal.bits.shape[1],
+        legal.places,
+        ids,
+        TILE=_TILE,
+    )
+
+
+@triton.jit
+def _mask_kernel(
+    logits_ptr, logits_stride, columns, bits_ptr, words, places_ptr, ids_ptr, TILE: tl.constexpr
+):
+    row = tl.program_id(0)
+    place = tl.load(places_ptr + row)
+    if place > 0:
+        column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = column < columns
+        ids = tl.load(ids_ptr + column, mask=inside, other=0)
+        here = place.to(tl.int64) * words + (ids >> 5)
+        bits = tl.load(bits_ptr + here, mask=inside, other=-1)
+        allowed = ((bits >> (ids & 31).to(tl.int32)) & 1) != 0
+        to = logits_ptr + row.to(tl.int64) * logits_stride + column
+        tl.store(to, tl.full((TILE,), float("-inf"), tl.float32), mask=inside & (allowed == 0))

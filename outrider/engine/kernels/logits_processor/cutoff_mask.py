@@ -1,0 +1,88 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""The last of the warper's kernels: what is cut becomes -inf, and every row keeps a column."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.engine.kernels.logits_processor.token_masks import first_free, first_legal
+from outrider.engine.kernels.logits_processor.truncation import peak_of, score_of
+from outrider.engine.kernels.sampling import scaled_tile
+from outrider.engine.kernels.session_tensors import WARP_CUTS, WARP_LEGAL
+
+_CUTS = tl.constexpr(WARP_CUTS)
+_LEGAL = tl.constexpr(WARP_LEGAL)
+
+
+@triton.jit
+def finish(
+    logits_ptr,
+    logits_stride,
+    num_columns,
+    flags_ptr,
+    temperatures_ptr,
+    slots_ptr,
+    entry_counts_ptr,
+    entry_columns_ptr,
+    entry_ends_ptr,
+    entries,
+    positions_ptr,
+    bits_ptr,
+    words,
+    legal_index_ptr,
+    maxima_ptr,
+    lowest_ptr,
+    rows_per_slot,
+    HAS_LEGAL: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """-inf below the row's lowest score; a row without any gets 0 at its first allowed column."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(slots_ptr + row // rows_per_slot).to(tl.int64)
+    flags = tl.load(flags_ptr + slot)
+    if flags != 0:
+        logits_ptr += row * logits_stride
+        if peak_of(maxima_ptr, row, tl.num_programs(1), TILES) == float("-inf"):
+            if part == 0:
+                free = first_free(
+                    entry_counts_ptr,
+                    entry_columns_ptr,
+                    entry_ends_ptr,
+                    entries,
+                    tl.load(positions_ptr + row),
+                    slot,
+                    flags,
+                )
+                if HAS_LEGAL:  # noqa: SIM102 (decided when it is compiled)
+                    if (flags & _LEGAL) != 0:
+                        free = first_legal(
+                            bits_ptr,
+                            words,
+                            legal_index_ptr,
+                            row,
+                            num_columns,
+                            entry_counts_ptr,
+                            entry_columns_ptr,
+                            entry_ends_ptr,
+                            entries,
+                            tl.load(positions_ptr + row),
+                            slot,
+                            flags,
+                            TILE,
+                        )
+                tl.store(logits_ptr + tl.where(free < num_columns, free, 0), 0.0)
+        elif (flags & _CUTS) != 0:
+            columns = part * TILE + tl.arange(0, TILE)
+            valid = columns < num_columns
+            temperature, lowest = tl.load(temperatures_ptr + slot), tl.load(lowest_ptr + row)
+            best = tl.load(maxima_ptr + row * tl.num_programs(1) + part)
+            below = valid
+            if score_of(best, temperature) >= lowest:
+                scores = scaled_tile(logits_ptr, columns, valid, temperature)
+                below = valid & (scores < lowest)
+            tl.store(logits_ptr + columns, float("-inf"), mask=below)

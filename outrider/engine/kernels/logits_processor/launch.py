@@ -1,0 +1,205 @@
+"""The launches of the warper's kernels (`edit`, `cut`, `finish`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.logits_processor import cutoff_mask, penalties, truncation
+from outrider.engine.kernels.logits_processor.draft_path import TokenPath
+from outrider.engine.kernels.runtime import cdiv, next_power_of_2
+from outrider.engine.kernels.sampling import tile_columns, warps_of
+from outrider.engine.kernels.session_tensors import LegalBits, SamplingState, WarpState
+
+
+def launch_warp(
+    logits: Tensor,
+    warp: WarpState,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    rows_per_slot: int,
+    path: TokenPath | None = None,
+    legal: LegalBits | None = None,
+    tile: int | None = None,
+    block: int = 512,
+) -> None:
+    """`warp_logits` in six launches. tile: columns a program, a power of two, None picks it;
+    block: candidates that the search looks at at once."""
+    rows, columns = logits.shape
+    if rows == 0:
+        return
+    launches = _Launches(
+        _Sampling(warp, state, slots, positions, rows_per_slot, legal),
+        logits,
+        tile or tile_columns(rows, columns),
+    )
+    launches.edit(path)
+    launches.cut(block)
+    launches.finish()
+
+
+class _Sampling(NamedTuple):
+    """What the rows of one call are sampled by; see `warp_logits`."""
+
+    warp: WarpState
+    state: SamplingState
+    slots: Tensor
+    positions: Tensor
+    rows_per_slot: int
+    legal: LegalBits | None
+
+
+class _Launches:
+    """The launches of one call, over R rows of C columns in T tiles, and what they hand on."""
+
+    def __init__(self, sampling: _Sampling, logits: Tensor, tile: int) -> None:
+        rows, columns = logits.shape
+        tiles, device = cdiv(columns, tile), logits.device
+        self._sampling = sampling
+        self._grid, self._tile = (rows, tiles), tile
+        self._parts = next_power_of_2(tiles)
+        self._logits = logits, logits.stride(0), columns
+        self._maxima = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+        self._found = torch.empty(rows, dtype=torch.int32, device=device)
+        self._lowest = torch.empty(rows, dtype=torch.float32, device=device)
+
+    def edit(self, path: TokenPath | None) -> None:
+        """Penalties, biases, bans, grammars, and each tile's maximum."""
+        warp, _, slots, positions, rows_per_slot, legal = self._sampling
+        mask = None if path is None else path.mask
+        penalties.edit[self._grid](
+            *self._logits,
+            warp.flags,
+            warp.penalties,
+            warp.counts,
+            warp.entry_counts,
+            warp.entry_columns,
+            warp.entry_amounts,
+            warp.entry_ends,
+            warp.entry_columns.shape[1],
+            slots,
+            positions,
+            None if path is None else path.columns,
+            0 if path is None else path.columns.stride(0),
+            0 if path is None else path.columns.shape[1],
+            0 if path is None else path.seen,
+            mask,
+            0 if mask is None else mask.stride(0),
+            0 if mask is None else mask.stride(1),
+            *_legal_arguments(legal),
+            self._maxima,
+            self._found,
+            rows_per_slot=rows_per_slot,
+            HAS_PATH=path is not None,
+            HAS_MASK=mask is not None,
+            HAS_LEGAL=legal is not None,
+            TILE=self._tile,
+            num_warps=warps_of(self._tile),
+        )
+
+    def cut(self, block: int) -> None:
+        """Each row's lowest score that top-k, top-p and min-p leave."""
+        warp, state, slots, _, rows_per_slot, _ = self._sampling
+        (rows, tiles), columns, device = self._grid, self._logits[2], self._maxima.device
+        guides = torch.empty(2, rows, tiles, truncation.GUIDES, dtype=torch.float32, device=device)
+        brackets = torch.empty(rows, 3, dtype=torch.float32, device=device)
+        sums = torch.empty(rows, tiles, 2, dtype=torch.int64, device=device)
+        candidates = torch.empty(rows, columns, dtype=torch.float32, device=device)
+        cuts = (warp.top_ks, warp.top_ps)
+        head = (*self._head, *cuts, self._maxima)
+        for level in (0, 1):
+            truncation.guide[self._grid](
+                *head, guides[0], guides[level], brackets, LEVEL=level, **self._shapes
+            )
+        truncation.gather[self._grid](
+            *head, guides[1], brackets, sums, candidates, self._found, **self._shapes
+        )
+        truncation.search[(rows,)](
+            columns,
+            warp.flags,
+            state.temperatures,
+            slots,
+            *cuts,
+            warp.min_p_floors,
+            self._maxima,
+            sums,
+            candidates,
+            self._found,
+            self._lowest,
+            tiles,
+            rows_per_slot=rows_per_slot,
+            TILES=self._parts,
+            BLOCK=block,
+            num_warps=8,
+        )
+
+    def finish(self) -> None:
+        """-inf for all that is cut off."""
+        warp, _, _, positions, _, legal = self._sampling
+        cutoff_mask.finish[self._grid](
+            *self._head,
+            warp.entry_counts,
+            warp.entry_columns,
+            warp.entry_ends,
+            warp.entry_columns.shape[1],
+            positions,
+            *_legal_arguments(legal),
+            self._maxima,
+            self._lowest,
+            HAS_LEGAL=legal is not None,
+            **self._shapes,
+        )
+
+    @property
+    def _head(self) -> tuple[Tensor | int, ...]:
+        """What the kernels behind `edit` begin with."""
+        warp, state, slots, *_ = self._sampling
+        return (*self._logits, warp.flags, state.temperatures, slots)
+
+    @property
+    def _shapes(self) -> dict[str, int]:
+        """What they end with."""
+        return {
+            "rows_per_slot": self._sampling.rows_per_slot,
+            "TILE": self._tile,
+            "TILES": self._parts,
+            "num_warps": warps_of(self._tile),
+        }
+
+
+def _legal_arguments(legal: LegalBits | None) -> tuple[Tensor | None, int, Tensor | None]:
+    """Bits, words of a row of them, places."""
+    return (None, 0, None) if legal is None else (legal.bits, legal.bits.shape[1], legal.places)
+
+
+def launch_count(
+    tokens: Tensor,
+    counts: Tensor,
+    warp: WarpState,
+    slots: Tensor,
+    *,
+    columns: Tensor | None = None,
+) -> None:
+    """`count_tokens`, a program a session."""
+    batch, width = tokens.shape
+    if batch == 0:
+        return
+    penalties.add_counts[(batch,)](
+        tokens,
+        tokens.stride(0),
+        counts,
+        warp.flags,
+        warp.counts,
+        warp.counts.shape[1],
+        slots,
+        columns,
+        warp.counts.shape[1] if columns is None else len(columns),
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        HAS_COLUMNS=columns is not None,
+        num_warps=1,
+    )

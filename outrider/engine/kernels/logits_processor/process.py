@@ -1,0 +1,213 @@
+"""The warper on the device: penalties, biases, bans, grammars, top-k, top-p and min-p, in place.
+
+What `outrider.engine.logits_processor` does to a row, bit for bit, but for the division by the
+temperature and the clamp at MAX_LOGIT before it, which the kernels that read the logits do
+themselves. Rows of sessions that ask for nothing cost an early return.
+
+Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, W path tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kernels.logits_processor.draft_path import TokenPath
+from outrider.engine.kernels.logits_processor.launch import launch_count, launch_warp
+from outrider.engine.kernels.sampling import scaled_scores
+from outrider.engine.kernels.session_tensors import (
+    WARP_CUTS,
+    WARP_ENTRIES,
+    WARP_LEGAL,
+    WARP_PENALTIES,
+    LegalBits,
+    SamplingState,
+    WarpState,
+)
+from outrider.engine.truncation import MAX_COLUMNS, edges
+from outrider.errors import InvalidRequestError
+
+
+def warp_logits(
+    logits: Tensor,
+    warp: WarpState,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    rows_per_slot: int,
+    path: TokenPath | None = None,
+    legal: LegalBits | None = None,
+) -> None:
+    """Warp rows in place; what is cut or banned becomes -inf, NaN too.
+
+    logits: float32 [R, V], columns contiguous, rows of any stride; row r belongs to the session of
+    slot slots[r // rows_per_slot], slots int32 [B]. positions: int32 [R], the absolute position of
+    the token that is being chosen; path: drafted tokens before it, None if there are none.
+    legal: what grammars allow, None if no session of the launch can be in one.
+    Every row that is warped keeps a column: one without any finite logit gets 0 at its first column
+    that is not banned; of those that its grammar allows, if it has one. Raises InvalidRequestError
+    for other shapes or types.
+    """
+    if logits.dtype != torch.float32 or logits.shape[0] != rows_per_slot * slots.shape[0]:
+        raise InvalidRequestError(
+            f"{logits.shape[0]} rows of {logits.dtype} for {slots.shape[0]} slots of "
+            f"{rows_per_slot}",
+            reason="KERNEL_SHAPES",
+        )
+    if logits.shape[1] != warp.counts.shape[1] or logits.shape[1] > MAX_COLUMNS:
+        raise InvalidRequestError(
+            f"{logits.shape[1]} columns, the state has {warp.counts.shape[1]}, at most "
+            f"{MAX_COLUMNS} can be warped",
+            reason="KERNEL_SHAPES",
+        )
+    function = launch_warp if logits.is_cuda else warp_logits_torch
+    assert path is None or path.columns.shape[1] < 2 or path.columns.stride(1) == 1
+    function(
+        logits, warp, state, slots, positions, rows_per_slot=rows_per_slot, path=path, legal=legal
+    )
+
+
+def warp_drafts(
+    logits: Tensor,
+    warp: WarpState,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    path: TokenPath | None,
+) -> Tensor:
+    """Draft logits [R, V], float32 or bfloat16, warped as `warp_logits` does it: float32, the same
+    tensor if it is that already."""
+    warped = logits.to(torch.float32)
+    rows = logits.shape[0] // slots.shape[0]
+    warp_logits(warped, warp, state, slots, positions, rows_per_slot=rows, path=path)
+    return warped
+
+
+def warp_logits_torch(
+    logits: Tensor,
+    warp: WarpState,
+    state: SamplingState,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    rows_per_slot: int,
+    path: TokenPath | None = None,
+    legal: LegalBits | None = None,
+) -> None:
+    """See `warp_logits`; row by row."""
+    for row in range(logits.shape[0]):
+        slot = int(slots[row // rows_per_slot])
+        flags = int(warp.flags[slot])
+        if not flags:
+            continue
+        values = logits[row]
+        if flags & WARP_PENALTIES:
+            on_path = _path_of(path, row, rows_per_slot)
+            values = _penalised(values, warp, slot, on_path)
+        banned = torch.zeros(len(values), dtype=torch.bool)
+        if flags & WARP_ENTRIES:
+            count = int(warp.entry_counts[slot])
+            columns = warp.entry_columns[slot, :count].long()
+            values = values.index_add(0, columns, warp.entry_amounts[slot, :count])
+            banned[columns] = positions[row] < warp.entry_ends[slot, :count]
+            values = values.masked_fill(banned, -math.inf)
+        allowed = torch.ones(len(values), dtype=torch.bool)
+        if legal is not None and flags & WARP_LEGAL:
+            allowed = _allowed(legal, row, len(values))
+            values = values.masked_fill(~allowed, -math.inf)
+        values = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        if values.amax() == -math.inf:
+            free = allowed & ~banned
+            values[(free if free.any() else allowed).int().argmax()] = 0.0
+        if flags & WARP_CUTS:
+            values = _cut(values, warp, state.temperatures[slot], slot)
+        logits[row] = values
+
+
+def _path_of(path: TokenPath | None, row: int, rows_per_slot: int) -> Tensor:
+    """Columns on a row's path, int64."""
+    if path is None:
+        return torch.zeros(0, dtype=torch.int64)
+    owner, place = divmod(row, rows_per_slot)
+    columns = path.columns[owner]
+    if path.mask is None:
+        columns = columns[: path.seen + place]
+    else:
+        columns = columns[path.mask[owner, place].bool()]
+    return columns[columns >= 0].long()
+
+
+def _allowed(legal: LegalBits, row: int, columns: int) -> Tensor:
+    """bool [V]."""
+    ids = torch.arange(columns)
+    bits = legal.bits[int(legal.places[row])]
+    words = ids >> 5
+    inside = words < len(bits)
+    found = (bits[words.clamp(max=len(bits) - 1)] >> (ids & 31).int()) & 1
+    return inside & (found != 0)
+
+
+def _penalised(values: Tensor, warp: WarpState, slot: int, on_path: Tensor) -> Tensor:
+    counts = warp.counts[slot].clone()
+    counts.index_add_(0, on_path, torch.full_like(on_path, 2, dtype=torch.int32))
+    repetition, frequency, presence = warp.penalties[slot].double().tolist()
+    divisor = torch.full_like(values, repetition)
+    repeated = torch.where(values > 0, values / divisor, values * divisor)
+    values = torch.where(counts > 0, repeated, values)
+    amounts = ((counts >> 1).double() * frequency + presence).float()
+    return torch.where(counts > 1, values - amounts, values)
+
+
+def _cut(values: Tensor, warp: WarpState, temperature: Tensor, slot: int) -> Tensor:
+    scores = scaled_scores(values[None], temperature[None])
+    lowest = edges(
+        scores,
+        [int(warp.top_ks[slot])],
+        [float(warp.top_ps[slot])],
+        [float(warp.min_p_floors[slot])],
+    )
+    return values.masked_fill(scores[0] < lowest, -math.inf)
+
+
+def count_tokens(
+    tokens: Tensor,
+    counts: Tensor,
+    warp: WarpState,
+    slots: Tensor,
+    *,
+    columns: Tensor | None = None,
+) -> None:
+    """Add a round's tokens to the output of their sessions, for sessions with penalties.
+
+    tokens: int32 [B, N], target ids, the first `counts` (int32 [B]) of each row are new; slots:
+    int32 [B]. columns: int32, the column of every target id, -1 where it has none; None: the id.
+    """
+    function = launch_count if tokens.is_cuda else count_tokens_torch
+    function(tokens, counts, warp, slots, columns=columns)
+
+
+def count_tokens_torch(
+    tokens: Tensor,
+    counts: Tensor,
+    warp: WarpState,
+    slots: Tensor,
+    *,
+    columns: Tensor | None = None,
+) -> None:
+    """See `count_tokens`."""
+    width = warp.counts.shape[1]
+    owners = slots.long()[:, None].expand_as(tokens)
+    new = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+    new &= (warp.flags[owners] & WARP_PENALTIES) > 0
+    ids, owners = tokens[new].long(), owners[new]
+    limit = width if columns is None else len(columns)
+    known = (ids >= 0) & (ids < limit)
+    ids, owners = ids[known], owners[known]
+    if columns is not None:
+        ids = columns[ids].long()
+        ids, owners = ids[ids >= 0], owners[ids >= 0]
+    twos = torch.full_like(ids, 2, dtype=torch.int32)
+    warp.counts.view(-1).index_add_(0, owners * width + ids, twos)

@@ -1,0 +1,73 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""What grammars allow, read on the device (`outrider.engine.kernels.session_tensors.LegalBits`)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.engine.kernels.session_tensors import WARP_ENTRIES
+
+_ENTRIES = tl.constexpr(WARP_ENTRIES)
+
+
+@triton.jit
+def legal_tile(bits_ptr, words, index_ptr, row, columns):
+    """Whether the grammar of a row allows these columns."""
+    word = columns >> 5
+    here = tl.load(index_ptr + row).to(tl.int64) * words + word
+    bits = tl.load(bits_ptr + here, mask=word < words, other=0)
+    return ((bits >> (columns & 31)) & 1) != 0
+
+
+@triton.jit
+def first_free(entry_counts_ptr, entry_columns_ptr, entry_ends_ptr, entries, position, slot, flags):
+    """The first column that no entry of the slot bans."""
+    free = tl.full((), 0, tl.int32)
+    count = tl.full((), 0, tl.int32)
+    if (flags & _ENTRIES) != 0:
+        count = tl.load(entry_counts_ptr + slot)
+    for entry in range(count):
+        here = slot * entries + entry
+        banned = position < tl.load(entry_ends_ptr + here)
+        taken = banned & (tl.load(entry_columns_ptr + here) == free)
+        free += tl.where(taken, 1, 0)
+    return free
+
+
+@triton.jit
+def first_legal(
+    bits_ptr,
+    words,
+    index_ptr,
+    row,
+    num_columns,
+    entry_counts_ptr,
+    entry_columns_ptr,
+    entry_ends_ptr,
+    entries,
+    position,
+    slot,
+    flags,
+    TILE: tl.constexpr,
+):
+    """The first column that the row's grammar allows and no entry bans; the first that it allows
+    where all of these are banned: bans yield."""
+    legal = tl.full((), 0, tl.int32) + num_columns
+    free = tl.full((), 0, tl.int32) + num_columns
+    count = tl.full((), 0, tl.int32)
+    if (flags & _ENTRIES) != 0:
+        count = tl.load(entry_counts_ptr + slot)
+    for start in range(0, num_columns, TILE):
+        columns = start + tl.arange(0, TILE)
+        allowed = legal_tile(bits_ptr, words, index_ptr, row, columns) & (columns < num_columns)
+        legal = tl.minimum(legal, tl.min(tl.where(allowed, columns, num_columns), 0))
+        for entry in range(count):
+            here = slot * entries + entry
+            banned = position < tl.load(entry_ends_ptr + here)
+            column = tl.load(entry_columns_ptr + here)
+            allowed = allowed & ((banned & (columns == column)) == 0)
+        free = tl.minimum(free, tl.min(tl.where(allowed, columns, num_columns), 0))
+    return tl.where(free < num_columns, free, legal)

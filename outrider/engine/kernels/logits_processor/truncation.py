@@ -1,0 +1,364 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""top-k, top-p and min-p on the device (`outrider.engine.kernels.logits_processor.process`), behind
+`edit`.
+
+1. guide, twice: float sums of the mass (top-k: the number) of ids within 15 distances of the peak,
+   then within 15 more around the edge. They only say where the edge must be, rounding included.
+2. gather: exact integer masses above that bracket, and the scores inside it as a short list.
+3. search: the edge among these, 16 ways at a time, over the floats' order-preserving integers.
+4. `finish.finish`: what is below the edge becomes -inf.
+
+Programs of rows with nothing to do return at once. P tiles of a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from outrider.engine.kernels.sampling import scaled_tile
+from outrider.engine.kernels.session_tensors import WARP_CUTS
+from outrider.engine.logits_processor import MAX_LOGIT, MIN_TEMPERATURE
+from outrider.engine.truncation import FARTHEST, OCTAVE, STEP_BITS, STEPS_PER_NAT
+
+GUIDES = 16
+"""Sums of a tile: within 15 distances, and of all."""
+_GUIDES = tl.constexpr(GUIDES)
+_CUTS = tl.constexpr(WARP_CUTS)
+_MAX_LOGIT = tl.constexpr(MAX_LOGIT)
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+_LAST_INT32 = tl.constexpr(2**31 - 1)
+_FAR = tl.constexpr(3.0e38)
+"""A distance beyond all finite ones."""
+_REACH = tl.constexpr(24.0)
+"""Farthest distance of the first guide, nats; ids beyond it only matter to a top_p next to 1."""
+_STRIDE = tl.constexpr(8.0)
+"""Step of the second guide where the first one found no end, nats."""
+_ERROR = tl.constexpr(5e-5)
+"""Bound on the relative difference of a guide and the integer masses."""
+_MARGIN = tl.constexpr(1e-4)
+_SCORE_ERROR = tl.constexpr(2.0**-21)
+"""Bound on a score's absolute error per unit of the peak's size, in the guides' arithmetic."""
+_FARTHEST = tl.constexpr(FARTHEST)
+_STEPS_PER_NAT = tl.constexpr(STEPS_PER_NAT)
+_STEP_BITS = tl.constexpr(STEP_BITS)
+_LAST_STEP = tl.constexpr(2**STEP_BITS - 1)
+_C0 = tl.constexpr(OCTAVE[0])
+_C1 = tl.constexpr(OCTAVE[1])
+_C2 = tl.constexpr(OCTAVE[2])
+_C3 = tl.constexpr(OCTAVE[3])
+_C4 = tl.constexpr(OCTAVE[4])
+_C5 = tl.constexpr(OCTAVE[5])
+_NO_KEY = tl.constexpr(-(2**40))
+
+
+@triton.jit
+def peak_of(maxima_ptr, row, tiles, TILES: tl.constexpr):
+    """The largest logit of a row."""
+    parts = tl.arange(0, TILES)
+    maxima = tl.load(maxima_ptr + row * tiles + parts, mask=parts < tiles, other=float("-inf"))
+    return tl.max(maxima, 0)
+
+
+@triton.jit
+def score_of(logit, temperature):
+    """The score of a logit, as `scaled_tile` has it."""
+    return tl.div_rn(logit, tl.maximum(temperature, _MIN_TEMPERATURE))
+
+
+@triton.jit
+def _searches(flags, top_k, top_p):
+    return ((flags & _CUTS) != 0) & ((top_k > 0) | (top_p < 1.0))
+
+
+@triton.jit
+def _totals(guides_ptr, row, tiles, TILES: tl.constexpr):
+    """A guide's sums over a row, float32 [GUIDES]."""
+    parts = tl.arange(0, TILES)[:, None]
+    which = tl.arange(0, _GUIDES)[None, :]
+    where = (row * tiles + parts) * _GUIDES + which
+    return tl.sum(tl.load(guides_ptr + where, mask=parts < tiles, other=0.0), 0)
+
+
+@triton.jit
+def _distances_of(low, high, LEVEL: tl.constexpr):
+    """The distances within which a guide sums, ascending; the last one takes all."""
+    which = tl.arange(0, _GUIDES)
+    steps = (which + 1).to(tl.float32)
+    if LEVEL == 0:
+        distances = steps * steps * (_REACH / 225.0)
+    else:
+        width = tl.where(high < _FAR, (high - low) * 0.0625, _STRIDE)
+        distances = low + steps * width
+    return tl.where(which == _GUIDES - 1, _FAR, distances)
+
+
+@triton.jit
+def _narrowed(totals, distances, need, error, low, high):
+    """The bracket (low, high] of the edge's distance after a guide."""
+    below = (totals < need * (1.0 - error)) & (distances < _FAR)
+    enough = totals >= need * (1.0 + error)
+    low = tl.maximum(low, tl.max(tl.where(below, distances, 0.0), 0))
+    high = tl.minimum(high, tl.min(tl.where(enough, distances, _FAR), 0))
+    return low, high
+
+
+@triton.jit
+def guide(
+    logits_ptr,
+    logits_stride,
+    num_columns,
+    flags_ptr,
+    temperatures_ptr,
+    slots_ptr,
+    top_ks_ptr,
+    top_ps_ptr,
+    maxima_ptr,
+    above_ptr,
+    guides_ptr,
+    brackets_ptr,
+    rows_per_slot,
+    LEVEL: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Sums of one tile of one row; `above`: the guide of level 0."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    tiles = tl.num_programs(1)
+    slot = tl.load(slots_ptr + row // rows_per_slot)
+    top_k, top_p = tl.load(top_ks_ptr + slot), tl.load(top_ps_ptr + slot)
+    if _searches(tl.load(flags_ptr + slot), top_k, top_p):
+        temperature = tl.load(temperatures_ptr + slot)
+        peak = peak_of(maxima_ptr, row, tiles, TILES)
+        if peak > float("-inf"):
+            low = tl.full((), 0.0, tl.float32)
+            high = tl.full((), 0.0, tl.float32) + _FAR
+            if LEVEL == 1:
+                totals = _totals(above_ptr, row, tiles, TILES)
+                distances = _distances_of(low, high, 0)
+                total = tl.max(totals, 0)
+                need = tl.where(top_k > 0, top_k.to(tl.float32), top_p.to(tl.float32) * total)
+                error = _ERROR + tl.abs(score_of(peak, temperature)) * _SCORE_ERROR
+                low, high = _narrowed(totals, distances, need, error, low, high)
+                if part == 0:
+                    tl.store(brackets_ptr + 3 * row, low)
+                    tl.store(brackets_ptr + 3 * row + 1, high)
+                    tl.store(brackets_ptr + 3 * row + 2, need)
+            bounds = _distances_of(low, high, LEVEL)
+            scale = 1.0 / tl.maximum(temperature, _MIN_TEMPERATURE)
+            which = tl.arange(0, _GUIDES)
+            where = (row * tiles + part) * _GUIDES + which
+            sums = tl.zeros((_GUIDES,), tl.float32)
+            near = True
+            if LEVEL == 1:
+                # Most tiles have nothing within the bracket; what is beyond it was summed before.
+                nearest = (peak - tl.load(maxima_ptr + row * tiles + part)) * scale
+                near = nearest <= tl.max(tl.where(which == _GUIDES - 1, 0.0, bounds), 0)
+            if near:
+                columns = part * TILE + tl.arange(0, TILE)
+                valid = columns < num_columns
+                logits_ptr += row * logits_stride
+                values = tl.load(logits_ptr + columns, mask=valid, other=float("-inf"))
+                values = tl.where(values > _MAX_LOGIT, _MAX_LOGIT, values)
+                reach = (peak - values) * scale
+                weights = tl.where(top_k > 0, 1.0, tl.exp(-reach))
+                inside = reach[None, :] <= bounds[:, None]
+                sums = tl.sum(tl.where(inside, weights[None, :], 0.0), 1)
+            tl.store(guides_ptr + where, sums)
+
+
+@triton.jit
+def _masses(distances):
+    """`outrider.engine.truncation.masses`: int64."""
+    bounded = tl.minimum(tl.maximum(distances, 0.0), _FARTHEST)
+    steps = (bounded * _STEPS_PER_NAT).to(tl.int32).to(tl.int64)
+    fractions = steps & _LAST_STEP
+    mass = ((fractions * _C5) >> _STEP_BITS) + _C4
+    mass = ((fractions * mass) >> _STEP_BITS) + _C3
+    mass = ((fractions * mass) >> _STEP_BITS) + _C2
+    mass = ((fractions * mass) >> _STEP_BITS) + _C1
+    mass = ((fractions * mass) >> _STEP_BITS) + _C0
+    return mass >> tl.minimum(steps >> _STEP_BITS, 62)
+
+
+@triton.jit
+def gather(
+    logits_ptr,
+    logits_stride,
+    num_columns,
+    flags_ptr,
+    temperatures_ptr,
+    slots_ptr,
+    top_ks_ptr,
+    top_ps_ptr,
+    maxima_ptr,
+    guides_ptr,
+    brackets_ptr,
+    sums_ptr,
+    candidates_ptr,
+    found_ptr,
+    rows_per_slot,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Mass above the bracket and in all of one tile of one row; scores in it join the row's list.
+
+    Under top-k all that is above the bracket's end joins, for top-p looks at it again.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    tiles = tl.num_programs(1)
+    slot = tl.load(slots_ptr + row // rows_per_slot)
+    top_k, top_p = tl.load(top_ks_ptr + slot), tl.load(top_ps_ptr + slot)
+    if _searches(tl.load(flags_ptr + slot), top_k, top_p):
+        temperature = tl.load(temperatures_ptr + slot)
+        peak = peak_of(maxima_ptr, row, tiles, TILES)
+        if peak > float("-inf"):
+            peak = score_of(peak, temperature)
+            slack = tl.abs(peak) * _SCORE_ERROR
+            low = tl.load(brackets_ptr + 3 * row)
+            high = tl.load(brackets_ptr + 3 * row + 1)
+            need = tl.load(brackets_ptr + 3 * row + 2)
+            bounds = _distances_of(low, high, 1)
+            totals = _totals(guides_ptr, row, tiles, TILES)
+            low, high = _narrowed(totals, bounds, need, _ERROR + slack, low, high)
+            low -= _MARGIN + slack + low * 1e-5
+            high = tl.where(high < _FAR, high + _MARGIN + slack + high * 1e-5, _FAR)
+            columns = part * TILE + tl.arange(0, TILE)
+            valid = columns < num_columns
+            scores = scaled_tile(logits_ptr + row * logits_stride, columns, valid, temperature)
+            distances = peak - scores
+            above = (distances < low) & (top_k == 0)
+            if top_k == 0:
+                masses = _masses(distances)
+                where = (row * tiles + part) * 2
+                tl.store(sums_ptr + where, tl.sum(masses, 0))
+                tl.store(sums_ptr + where + 1, tl.sum(tl.where(above, masses, 0), 0))
+            joins = (scores > float("-inf")) & (distances <= high) & (above == 0)
+            count = tl.sum(joins.to(tl.int32), 0)
+            if count > 0:
+                places = tl.cumsum(joins.to(tl.int32), axis=0)
+                first = tl.atomic_add(found_ptr + row, count)
+                tl.store(candidates_ptr + row * num_columns + first + places - 1, scores, joins)
+
+
+@triton.jit
+def _key(scores):
+    """int64 that sort as the float32 scores do (no NaN)."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & _LAST_INT32)).to(tl.int64)
+
+
+@triton.jit
+def _of_key(key):
+    """The score of a key."""
+    order = key.to(tl.int32)
+    return (order ^ ((order >> 31) & _LAST_INT32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weigh(scores, inside, peak, floor, BY_COUNT: tl.constexpr):
+    """What each listed score counts for, int64: 1 or its mass, nothing below the key `floor`."""
+    keys = _key(scores)
+    weights = tl.zeros_like(keys) + 1
+    if not BY_COUNT:
+        weights = _masses(peak - scores)
+    return keys, tl.where(inside & (keys >= floor), weights, 0)
+
+
+@triton.jit
+def _edge(
+    candidates_ptr,
+    count,
+    need,
+    base,
+    peak,
+    floor,
+    BY_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The lowest key, from `floor` on, with less than `need` above it."""
+    high = _key(peak)
+    low = high
+    for start in range(0, count, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        scores = tl.load(candidates_ptr + index, mask=index < count, other=_FAR)
+        low = tl.minimum(low, tl.min(_key(scores), 0))
+    low = tl.maximum(low, floor)
+    ways = tl.arange(0, _GUIDES).to(tl.int64)
+    while low < high:
+        pivots = low + (high - low) * ways // _GUIDES
+        sums = tl.zeros((_GUIDES,), tl.int64) + base
+        for start in range(0, count, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            inside = index < count
+            scores = tl.load(candidates_ptr + index, mask=inside, other=0.0)
+            keys, weights = _weigh(scores, inside, peak, floor, BY_COUNT)
+            over = keys[None, :] > pivots[:, None]
+            sums += tl.sum(tl.where(over, weights[None, :], 0), 1)
+        enough = sums < need
+        new_high = tl.min(tl.where(enough, pivots, high), 0)
+        low = tl.max(tl.where(enough, low, pivots + 1), 0)
+        high = new_high
+    return high
+
+
+@triton.jit
+def search(
+    num_columns,
+    flags_ptr,
+    temperatures_ptr,
+    slots_ptr,
+    top_ks_ptr,
+    top_ps_ptr,
+    floors_ptr,
+    maxima_ptr,
+    sums_ptr,
+    candidates_ptr,
+    found_ptr,
+    lowest_ptr,
+    tiles,
+    rows_per_slot,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The lowest score that one row keeps."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row // rows_per_slot)
+    if (tl.load(flags_ptr + slot) & _CUTS) != 0:
+        peak = score_of(peak_of(maxima_ptr, row, tiles, TILES), tl.load(temperatures_ptr + slot))
+        top_k = tl.load(top_ks_ptr + slot)
+        top_p = tl.load(top_ps_ptr + slot)
+        lowest = peak + tl.load(floors_ptr + slot)
+        candidates_ptr += row * num_columns
+        floor = tl.full((), 0, tl.int64) + _NO_KEY
+        if (peak > float("-inf")) & ((top_k > 0) | (top_p < 1.0)):
+            count = tl.load(found_ptr + row)
+            parts = tl.arange(0, TILES)
+            where = sums_ptr + (row * tiles + parts) * 2
+            none = tl.full((), 0, tl.int64)
+            # Under top-k nobody wrote these sums.
+            total = tl.sum(tl.load(where, mask=parts < tiles, other=0), 0)
+            total = tl.where(top_k > 0, none, total)
+            base = tl.sum(tl.load(where + 1, mask=parts < tiles, other=0), 0)
+            base = tl.where(top_k > 0, none, base)
+            if top_k > 0:
+                floor = _edge(
+                    candidates_ptr, count, top_k.to(tl.int64), none, peak, floor, True, BLOCK
+                )
+                lowest = tl.maximum(lowest, _of_key(floor))
+                if top_p < 1.0:
+                    for start in range(0, count, BLOCK):
+                        index = start + tl.arange(0, BLOCK)
+                        inside = index < count
+                        scores = tl.load(candidates_ptr + index, mask=inside, other=0.0)
+                        _, weights = _weigh(scores, inside, peak, floor, False)
+                        total += tl.sum(weights, 0)
+            if top_p < 1.0:
+                need = tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
+                edge = _edge(candidates_ptr, count, need, base, peak, floor, False, BLOCK)
+                lowest = tl.maximum(lowest, _of_key(edge))
+        tl.store(lowest_ptr + row, lowest)

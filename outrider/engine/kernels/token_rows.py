@@ -1,0 +1,87 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The token rows of a round: each session's root, then its drafts.
+
+B rows, N nodes a row, X session slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.runtime import next_power_of_2
+from outrider.engine.kernels.session_tensors import SequenceState
+
+
+def assemble(
+    sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
+) -> tuple[Tensor, Tensor]:
+    """Tokens int32 [B * N] and the context int32 [B] (K/V slots written) of every row.
+
+    drafts: int32 [B, >= N - 1], or [X, >= N - 1] addressed by slot where `by_slot`.
+    """
+    function = assemble_triton if slots.is_cuda else assemble_torch
+    return function(sequence, slots, drafts, num_nodes=num_nodes, by_slot=by_slot)
+
+
+def assemble_torch(
+    sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
+) -> tuple[Tensor, Tensor]:
+    """The twin of `assemble_triton`."""
+    roots = sequence.roots.index_select(0, slots)
+    if by_slot:
+        drafts = drafts.index_select(0, slots)
+    tokens = torch.cat((roots[:, None], drafts[:, : num_nodes - 1]), dim=1)
+    return tokens.reshape(-1), sequence.lengths.index_select(0, slots) - 1
+
+
+def assemble_triton(
+    sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
+) -> tuple[Tensor, Tensor]:
+    """One program a row."""
+    rows = slots.shape[0]
+    tokens = torch.empty(rows * num_nodes, dtype=torch.int32, device=slots.device)
+    context = torch.empty(rows, dtype=torch.int32, device=slots.device)
+    _assemble[(rows,)](
+        sequence.roots,
+        sequence.lengths,
+        slots,
+        drafts,
+        drafts.stride(0),
+        tokens,
+        context,
+        NODES=num_nodes,
+        BLOCK=next_power_of_2(num_nodes),
+        BY_SLOT=by_slot,
+        num_warps=1,
+    )
+    return tokens, context
+
+
+@triton.jit
+def _assemble(
+    roots,
+    lengths,
+    slots,
+    drafts,
+    drafts_stride,
+    tokens,
+    context,
+    NODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    source = slot if BY_SLOT else row
+    node = tl.arange(0, BLOCK)
+    drafted = tl.load(
+        drafts + source.to(tl.int64) * drafts_stride + node - 1,
+        mask=(node > 0) & (node < NODES),
+        other=0,
+    )
+    root = tl.load(roots + slot)
+    tl.store(tokens + row * NODES + node, tl.where(node == 0, root, drafted), mask=node < NODES)
+    tl.store(context + row, tl.load(lengths + slot) - 1)

@@ -1,0 +1,295 @@
+"""The warper: from raw logits to the law that is sampled, in one place for both sides.
+
+Order: penalties, logit bias, banned ids, what a grammar does not allow, division by the
+temperature, top-k, top-p, min-p; what is cut is -inf. The verifier warps target logits, the drafter
+warps its own with the same parameters; at a tree node the draft tokens on its path count as output.
+At temperature 0 only penalties, biases, bans and grammars apply (`edit_logits`). A row's result
+depends on that row only, bit for bit, and its arithmetic is defined to the bit (`penalties_of`,
+`outrider.engine.truncation`), so that `outrider.engine.kernels.logits_processor.process` can do the
+same on a device.
+
+Ties at a boundary of top-k, top-p or min-p are all kept: the kept set is then a function of the
+values alone and not of a sorting order, so all devices and both sides agree on it.
+
+Shape suffixes: R rows, V columns. A column is a target id, or the draft id whose target id is
+`target_ids[column]` where a draft head has a vocabulary of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from outrider.engine.truncation import edges, min_p_floor
+from outrider.spec.sampling import SamplingParams
+
+MAX_LOGIT = 1e30
+"""Larger logits (+inf too) are clamped before they are divided by a temperature, so that this
+cannot overflow. Greedy rows, which divide nothing, compare logits as they are."""
+MIN_TEMPERATURE = 1e-6
+"""Smaller positive temperatures act as this one; float32 cannot tell them from greedy."""
+
+
+def _no_ids() -> NDArray[np.int32]:
+    return np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenHistory:
+    """What penalties look at: target ids of the prompt, the output and the path to a node."""
+
+    prompt_ids: NDArray[np.int32] = field(default_factory=_no_ids)
+    output_ids: NDArray[np.int32] = field(default_factory=_no_ids)
+    path_ids: tuple[int, ...] = ()
+    """Draft tokens between the root and the node, the node's own included."""
+    banned_now: tuple[int, ...] = ()
+    """Ids banned at this position only (stop tokens before the minimum length)."""
+    legal: NDArray[np.uint32] | None = None
+    """uint32 [W]: target ids that a grammar allows at this position, id i is bit i % 32 of word
+    i // 32; ids beyond the words are not allowed. None: all are."""
+
+    def output_and_path(self) -> NDArray[np.int32]:
+        """Output ids with the path appended, int32."""
+        if not self.path_ids:
+            return self.output_ids
+        return np.concatenate([self.output_ids, np.array(self.path_ids, dtype=np.int32)])
+
+
+EMPTY_HISTORY = TokenHistory()
+
+
+def warp(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[TokenHistory],
+    *,
+    target_ids: Tensor | None = None,
+) -> Tensor:
+    """Warp float32 logits [R, V] row by row; returns [R, V] float32 without NaN or +inf.
+
+    Every row of the result has at least one finite entry: a row without any (all NaN, everything
+    banned) keeps its first column that is not banned. The input is returned itself when there is
+    nothing to do, so the caller must not write to either. Where bans leave nothing of what a
+    grammar allows, the first column that it allows is kept: the grammar wins.
+    """
+    warped = _edited(logits_RV, params, histories, target_ids)
+    warped = _tamed(warped, params, histories, target_ids, limit=MAX_LOGIT)
+    temperatures = [max(p.temperature, MIN_TEMPERATURE) if p.temperature else 1.0 for p in params]
+    if any(t != 1.0 for t in temperatures):
+        # A tensor and not a scalar: a scalar may be turned into a product with its reciprocal.
+        divisors = torch.tensor(temperatures, dtype=torch.float32, device=warped.device)
+        warped = warped / divisors[:, None]
+    cut = [row for row, p in enumerate(params) if p.temperature and truncates(p)]
+    if len(cut) == len(params):
+        return _truncated(warped, params)
+    if cut:
+        if warped is logits_RV:
+            warped = warped.clone()
+        warped[cut] = _truncated(warped[cut], [params[row] for row in cut])
+    return warped
+
+
+def edit_logits(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[TokenHistory],
+    *,
+    target_ids: Tensor | None = None,
+) -> Tensor:
+    """Apply penalties, biases, bans and grammars to float32 logits [R, V], and nothing else.
+
+    Returns [R, V] float32 without NaN, of which greedy rows take the argmax. No logit is clamped:
+    a ban of one id must not change which of the others is the largest. A row of which nothing is
+    left keeps a column as `warp` says.
+    """
+    edited = _edited(logits_RV, params, histories, target_ids)
+    return _tamed(edited, params, histories, target_ids, limit=math.inf)
+
+
+def plain_argmax(logits_RV: Tensor) -> Tensor:
+    """argmax of every row, int64 [R], first of equals; NaN never wins (a row of NaN gives 0)."""
+    best = _raw_argmax(logits_RV)
+    if bool(logits_RV.gather(1, best[:, None]).isnan().any()):
+        best = logits_RV.nan_to_num(nan=-math.inf, posinf=math.inf).argmax(dim=-1)
+    return best
+
+
+def has_finite(logits_RV: Tensor) -> Tensor:
+    """Whether each row has a finite logit, bool [R]."""
+    # Nearly always the largest one is, and argmax is the cheapest look at a row.
+    best = _raw_argmax(logits_RV)
+    found = logits_RV.gather(1, best[:, None])[:, 0].isfinite()
+    if not bool(found.all()):
+        others = (~found).nonzero()[:, 0]
+        found[others] = logits_RV[others].isfinite().any(dim=-1)
+    return found
+
+
+def _raw_argmax(logits_RV: Tensor) -> Tensor:
+    """argmax of every row, int64 [R]; a NaN counts as the largest."""
+    if logits_RV.device.type == "cpu":
+        return torch.from_numpy(logits_RV.numpy().argmax(axis=-1))  # ten times torch's speed
+    return logits_RV.argmax(dim=-1)
+
+
+def needs_edits(params: SamplingParams, history: TokenHistory) -> bool:
+    """Whether penalties, biases, bans or a grammar touch the row: if not, greedy rows are a bare
+    argmax."""
+    return bool(
+        params.banned_ids
+        or params.logit_bias
+        or history.banned_now
+        or history.legal is not None
+        or has_penalties(params)
+    )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether the tokens so far matter."""
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
+
+
+def truncates(params: SamplingParams) -> bool:
+    """Whether top-k, top-p or min-p is on."""
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+_inverse_maps: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+
+def _columns(ids: NDArray[np.integer], logits_V: Tensor, target_ids: Tensor | None) -> Tensor:
+    """Columns of target ids, int64; ids without a column are left out."""
+    wanted = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int64)).to(logits_V.device)
+    if target_ids is None:
+        return wanted[(wanted >= 0) & (wanted < logits_V.shape[0])]
+    inverse = _inverse_maps.get(target_ids)
+    if inverse is None:
+        size = int(target_ids.max()) + 1
+        inverse = torch.full((size,), -1, dtype=torch.int64, device=target_ids.device)
+        inverse[target_ids] = torch.arange(target_ids.shape[0], device=target_ids.device)
+        _inverse_maps[target_ids] = inverse
+    columns = inverse[wanted[(wanted >= 0) & (wanted < inverse.shape[0])]]
+    return columns[columns >= 0]
+
+
+def _edited(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[TokenHistory],
+    target_ids: Tensor | None,
+) -> Tensor:
+    """The rows with their edits; the input itself when there are none."""
+    if not any(needs_edits(p, h) for p, h in zip(params, histories, strict=True)):
+        return logits_RV
+    edited = logits_RV.clone()
+    for row, (row_params, history) in enumerate(zip(params, histories, strict=True)):
+        if needs_edits(row_params, history):
+            _edit_(edited[row], row_params, history, target_ids)
+    return edited
+
+
+def _edit_(
+    logits_V: Tensor, params: SamplingParams, history: TokenHistory, target_ids: Tensor | None
+) -> None:
+    """Apply penalties, biases, bans and the grammar to one row in place."""
+    output = history.output_and_path()
+    if params.repetition_penalty != 1.0:
+        # Repeated columns are written with one and the same value: no need to make them unique.
+        columns = _columns(np.concatenate([history.prompt_ids, output]), logits_V, target_ids)
+        old = logits_V[columns]
+        # A tensor and not a scalar: a scalar may be turned into a product with its reciprocal.
+        penalty = torch.full_like(old, params.repetition_penalty)
+        logits_V[columns] = torch.where(old > 0, old / penalty, old * penalty)
+    if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+        ids, counts = np.unique(output, return_counts=True)
+        by_id = dict(zip(ids.tolist(), counts.tolist(), strict=True))
+        columns = _columns(ids, logits_V, target_ids)
+        owners = columns if target_ids is None else target_ids[columns]
+        counts = np.array([by_id[i] for i in owners.tolist()], dtype=np.int64)
+        amounts = torch.from_numpy(penalties_of(counts, params))
+        logits_V[columns] -= amounts.to(logits_V.device)
+    for id_, amount in params.logit_bias:
+        logits_V[_columns(np.array([id_]), logits_V, target_ids)] += amount
+    banned = _banned(params, history)
+    if banned.size:
+        logits_V[_columns(banned, logits_V, target_ids)] = -math.inf
+    if history.legal is not None:
+        logits_V[~_legal_columns(history.legal, logits_V, target_ids)] = -math.inf
+
+
+def _legal_columns(
+    legal: NDArray[np.uint32], logits_V: Tensor, target_ids: Tensor | None
+) -> Tensor:
+    """bool [V]: columns that a grammar allows."""
+    bits = np.unpackbits(legal.astype("<u4", copy=False).view(np.uint8), bitorder="little")
+    allowed = torch.from_numpy(bits).to(logits_V.device, torch.bool)
+    if target_ids is not None:
+        missing = int(target_ids.max()) + 1 - allowed.shape[0]
+        if missing > 0:
+            allowed = torch.nn.functional.pad(allowed, (0, missing))
+        return allowed[target_ids]
+    missing = logits_V.shape[0] - allowed.shape[0]
+    if missing > 0:
+        return torch.nn.functional.pad(allowed, (0, missing))
+    return allowed[: logits_V.shape[0]]
+
+
+def penalties_of(counts: NDArray[np.int64], params: SamplingParams) -> NDArray[np.float32]:
+    """What frequency and presence penalty take from logits of ids with these counts > 0.
+
+    The penalties are float32 values and the sum is rounded once: with or without a fused
+    multiply-add the result is the same.
+    """
+    frequency = float(np.float32(params.frequency_penalty))
+    presence = float(np.float32(params.presence_penalty))
+    return (counts * frequency + presence).astype(np.float32)
+
+
+def _banned(params: SamplingParams, history: TokenHistory) -> NDArray[np.int64]:
+    return np.array((*params.banned_ids, *history.banned_now), dtype=np.int64)
+
+
+def _tamed(
+    logits_RV: Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[TokenHistory],
+    target_ids: Tensor | None,
+    *,
+    limit: float,
+) -> Tensor:
+    """NaN to -inf, what is larger than `limit` to that, and one entry above -inf in every row."""
+    peaks = logits_RV.amax(dim=-1)
+    if bool(((peaks > -math.inf) & (peaks <= limit)).all()):  # false for NaN
+        return logits_RV
+    tamed = logits_RV.nan_to_num(nan=-math.inf, posinf=limit, neginf=-math.inf)
+    tamed.clamp_(max=limit)
+    for row in (tamed.amax(dim=-1) == -math.inf).nonzero()[:, 0].tolist():
+        legal = torch.ones(tamed.shape[1], dtype=torch.bool, device=tamed.device)
+        if (bits := histories[row].legal) is not None:
+            legal = _legal_columns(bits, tamed[row], target_ids)
+        allowed = legal.clone()
+        allowed[_columns(_banned(params[row], histories[row]), tamed[row], target_ids)] = False
+        tamed[row, (allowed if bool(allowed.any()) else legal).int().argmax()] = 0.0
+    return tamed
+
+
+def _truncated(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """A copy cut by top-k, then top-p and min-p of what top-k left."""
+    lowest = edges(
+        scores_RV,
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+        [min_p_floor(p.min_p) for p in params],
+    )
+    return scores_RV.masked_fill(scores_RV < lowest[:, None], -math.inf)

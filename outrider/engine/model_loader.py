@@ -1,0 +1,200 @@
+"""Loading a target (or a small draft model) into fused, packed weights.
+
+Tensors are read, fused and packed one layer at a time, so that the peak is the packed model and
+one layer. Only the packed copy of a projection stays. The embedding stays plain, for its rows are
+looked up; when the output projection is tied to it, that is a second, packed copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.checkpoints.model_config import ModelConfig
+from outrider.checkpoints.model_tensors import EMBEDDING, FINAL_NORM_WEIGHT, LM_HEAD
+from outrider.engine.checkpoint import TensorSource, load_model_config, open_checkpoint
+from outrider.engine.kv_cache import KVPool
+from outrider.engine.layers import LayerWeights, interleave_pairs
+from outrider.engine.linear import Linear, make_linear
+from outrider.engine.matmul_tuning import room_for_copies
+from outrider.engine.target import ModelWeights, TargetModel
+from outrider.errors import InvalidRequestError
+
+
+def load_target(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    kv_tokens: int | Callable[[ModelConfig], int] = 8192,
+    block_tokens: int = 16,
+    packed: bool = True,
+) -> TargetModel:
+    """Load a model from a safetensors directory or a `.gguf` file.
+
+    `kv_tokens` is the size of the KV pool in tokens, rounded up to blocks of `block_tokens`, or
+    says it once the weights are loaded. `packed=False` keeps plain weights. Raises NotFoundError
+    and InvalidRequestError.
+    """
+    source = open_checkpoint(path)
+    config = load_model_config(path)
+    weights = WeightLoader(source, config, dtype, torch.device(device), packed).load()
+    tokens = kv_tokens(config) if callable(kv_tokens) else kv_tokens
+    pool = KVPool(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_blocks=max(1, -(-tokens // block_tokens)),
+        block_tokens=block_tokens,
+        dtype=dtype,
+        device=device,
+    )
+    return TargetModel(config, weights, pool)
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token occupies in the pool, over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights that products are taken with."""
+    heads = 2 * (config.num_heads + config.num_kv_heads)
+    a_layer = heads * config.head_dim + 3 * config.intermediate_size
+    rows = config.num_layers * a_layer + config.vocab_size
+    return rows * config.hidden_size * dtype.itemsize
+
+
+def load_embedding(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Only the embedding [V, H], as a draft head in another process needs it."""
+    return open_checkpoint(path).get(EMBEDDING).to(device=device, dtype=dtype)
+
+
+def load_lm_head(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Only the output projection [V, H]; the embedding where the two are tied."""
+    source = open_checkpoint(path)
+    return _lm_head(source, load_model_config(path)).to(device=device, dtype=dtype)
+
+
+def _lm_head(source: TensorSource, config: ModelConfig) -> Tensor:
+    return source.get(EMBEDDING if config.tie_word_embeddings else LM_HEAD)
+
+
+class WeightLoader:
+    """Fuses and places the weights of a model from any source of tensors."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        packed: bool,
+    ) -> None:
+        self._source = source
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        size = _weight_bytes(config, dtype) if packed else 0
+        self._make = partial(make_linear, packed=packed, keep_plain=room_for_copies(size))
+
+    def load(self) -> ModelWeights:
+        """Everything, layer by layer. Raises InvalidRequestError for shapes that do not fit."""
+        config = self._config
+        head = _lm_head(self._source, config)
+        self._expect(LM_HEAD, head, (config.vocab_size, config.hidden_size))
+        # A damaged or foreign checkpoint should fail on its small tensors, before the large ones.
+        final_norm = self._vector(FINAL_NORM_WEIGHT, config.hidden_size)
+        layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
+        embedding = self._matrix(EMBEDDING, config.vocab_size, config.hidden_size)
+        return ModelWeights(
+            embedding=embedding,
+            layers=layers,
+            final_norm=final_norm,
+            lm_head=self._make(self._convert(head), None),
+        )
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        config, attention, mlp = self._config, prefix + "self_attn.", prefix + "mlp."
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        return LayerWeights(
+            input_norm=self._vector(prefix + "input_layernorm.weight", hidden),
+            qkv=self._qkv(attention, q_size, kv_size),
+            qk_norms=self._qk_norms(attention) if config.qk_norm else None,
+            o_proj=self._linear([(attention + "o_proj", hidden)], q_size, config.o_bias),
+            post_norm=self._vector(prefix + "post_attention_layernorm.weight", hidden),
+            gate_up=self._linear(
+                [(mlp + "gate_proj", inner), (mlp + "up_proj", inner)], hidden, config.mlp_bias
+            ),
+            down=self._linear([(mlp + "down_proj", hidden)], inner, config.mlp_bias),
+        )
+
+    def _qkv(self, prefix: str, q_size: int, kv_size: int) -> Linear:
+        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        dim, hidden = self._config.head_dim, self._config.hidden_size
+        weights: list[Tensor] = []
+        biases: list[Tensor] = []
+        for name, size in sizes.items():
+            parts = [self._matrix(f"{prefix}{name}.weight", size, hidden)]
+            if self._config.qkv_bias:
+                parts.append(self._vector(f"{prefix}{name}.bias", size))
+            if name != "v_proj":
+                parts = [interleave_pairs(part, dim) for part in parts]
+            weights.append(parts[0])
+            biases.extend(parts[1:])
+        bias = torch.cat(biases) if biases else None
+        return self._make(torch.cat(weights), bias)
+
+    def _qk_norms(self, prefix: str) -> Tensor:
+        config = self._config
+        heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+        rows = [
+            interleave_pairs(
+                self._vector(f"{prefix}{name}.weight", config.head_dim), config.head_dim
+            ).expand(count, -1)
+            for name, count in heads.items()
+        ]
+        return torch.cat(rows)
+
+    def _linear(self, parts: list[tuple[str, int]], width: int, has_bias: bool) -> Linear:
+        weight = torch.cat([self._matrix(f"{name}.weight", size, width) for name, size in parts])
+        bias = None
+        if has_bias:
+            bias = torch.cat([self._vector(f"{name}.bias", size) for name, size in parts])
+        return self._make(weight, bias)
+
+    def _matrix(self, name: str, rows: int, width: int) -> Tensor:
+        tensor = self._source.get(name)
+        self._expect(name, tensor, (rows, width))
+        return self._convert(tensor)
+
+    def _vector(self, name: str, size: int) -> Tensor:
+        tensor = self._source.get(name)
+        self._expect(name, tensor, (size,))
+        return self._convert(tensor)
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    @staticmethod
+    def _expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape:
+            raise InvalidRequestError(
+                f"{name} must have shape {shape}, not {tuple(tensor.shape)}: "
+                "config and weights do not belong together"
+            )

@@ -1,0 +1,143 @@
+"""Held-out figures of a head: accuracy by draft step and simulated tokens a round of chains.
+
+The answers must be the target's greedy ones. While every earlier draft was right, the
+teacher-forced forward sees exactly what a drafter would, so the accepted length of a chain from
+any root is the run of right drafts there, and walking an answer with it gives the rounds a server
+would need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.engine.training.data import (
+    Batch,
+    PackShape,
+    Sample,
+    make_batch,
+    pack_rows,
+    repeated_share,
+)
+from outrider.engine.training.head import TrainableHead
+from outrider.engine.training.target import Target
+from outrider.engine.training.unrolled_forward import MAX_STEPS, UnrolledForward, labels_from_ids
+
+Hits = NDArray[np.bool_]
+
+
+@torch.no_grad()
+def hits_by_sample(
+    target: Target, head: TrainableHead, samples: Sequence[Sample], steps: int
+) -> dict[int, Hits]:
+    """For each sample, bool [steps, len(answer)]: is the draft of step j from that root right?"""
+    tokens = 16384 if target.device.type == "cuda" else 2048
+    forward = UnrolledForward(head, target.embedding, dtype=target.embedding.dtype)
+    row_len = max(len(s) for s in samples)
+    longest = max(len(s.answer) for s in samples)
+    shape = PackShape(rows=max(1, tokens // row_len), row_len=row_len, selected_len=longest)
+    hits: dict[int, Hits] = {}
+    for batch in _all_batches(samples, shape):
+        batch = batch.to(target.device)
+        final, taps = target.forward(
+            batch.ids_BS, batch.positions_BS, batch.attention_mask(), head.config.tap_layers
+        )
+        selected = batch.selected_BQ
+        chosen = final.gather(1, selected[:, :, None].expand(-1, -1, final.shape[-1]))
+        truth = batch.next_ids_BS.gather(1, selected)
+        labels = labels_from_ids(head, target.logits(chosen), truth)
+        result = forward(batch, taps, labels, steps)
+        right = torch.stack(
+            [c & v for c, v in zip(result.correct, result.valid, strict=True)]
+        ).cpu()
+        documents = batch.selected_documents_BQ.cpu()
+        for index in sorted(set(documents[documents >= 0].tolist())):
+            rows, columns = (documents == index).nonzero(as_tuple=True)
+            hits[int(index)] = right[:, rows, columns].numpy()
+    return hits
+
+
+def _all_batches(samples: Sequence[Sample], shape: PackShape) -> Iterator[Batch]:
+    """Every sample once, also those of a ragged last batch."""
+    rows = pack_rows(samples, shape, np.random.default_rng(0))
+    for start in range(0, len(rows), shape.rows):
+        yield make_batch(samples, rows[start : start + shape.rows], shape)
+
+
+def tokens_per_round(hits: Sequence[Hits], chain: int, *, look_ahead: bool = False) -> float:
+    """Mean tokens emitted a round by a greedy chain of `chain` drafts over whole answers.
+
+    With look-ahead every chain but the first goes on from the own features of the round before:
+    its first draft is as many steps deep as that round emitted tokens. `hits` then has at least
+    2 * chain + 1 steps.
+    """
+    rounds = emitted = 0
+    for sample in hits:
+        root, last, known = 0, sample.shape[1] - 1, 0
+        while root < last:
+            right = sample[root - known :, known][:chain]
+            step = min(int(right.cumprod().sum()) + 1, last - root)
+            known = root if look_ahead else root + step
+            root, rounds, emitted = root + step, rounds + 1, emitted + step
+    return emitted / max(1, rounds)
+
+
+def step_accuracies(hits: Sequence[Hits]) -> dict[str, list[float]]:
+    """Teacher-forced accuracy by step, and the same given that all earlier steps were right."""
+    steps = len(hits[0])
+    plain, given = [], []
+    for j in range(steps):
+        # A draft of step j from the root at column s predicts column s + j + 1.
+        rows = [h[:, : h.shape[1] - j - 1] for h in hits if h.shape[1] > j + 1]
+        total = sum(r.shape[1] for r in rows)
+        plain.append(sum(int(r[j].sum()) for r in rows) / max(1, total))
+        before = sum(int(r[:j].all(axis=0).sum()) for r in rows)
+        given.append(sum(int(r[: j + 1].all(axis=0).sum()) for r in rows) / max(1, before))
+    return {"accuracy": plain, "conditional": given}
+
+
+def held_out_report(
+    target: Target,
+    head: TrainableHead,
+    tasks: Mapping[str, Sequence[Sample]],
+    *,
+    steps: int = MAX_STEPS,
+    chains: Sequence[int] = (2, 3, 4, 5, 6),
+) -> dict[str, Any]:
+    """Figures by task and over all tasks, looping answers counted apart; those of look-ahead for
+    the chains that `steps` cover.
+    """
+    per_task: dict[str, list[tuple[Hits, bool]]] = {}
+    for task, samples in tasks.items():
+        usable = [s for s in samples if len(s.answer) >= 2]
+        if usable:
+            hits = hits_by_sample(target, head, usable, steps)
+            per_task[task] = [
+                (hits[i], repeated_share(s.answer) > 0.5) for i, s in enumerate(usable)
+            ]
+    every = [entry for entries in per_task.values() for entry in entries]
+    named = {**per_task, "all": every}
+    return {name: _figures(entries, chains) for name, entries in named.items() if entries}
+
+
+def _figures(entries: Sequence[tuple[Hits, bool]], chains: Sequence[int]) -> dict[str, Any]:
+    clean = [hits for hits, loops in entries if not loops]
+    everything = [hits for hits, _ in entries]
+    result: dict[str, Any] = {"answers": len(everything), "loops": len(everything) - len(clean)}
+    for name, hits in (("loops_excluded", clean), ("loops_included", everything)):
+        if hits:
+            steps = len(hits[0])
+            result[name] = {
+                "tokens_per_round": {str(k): tokens_per_round(hits, k) for k in chains},
+                "look_ahead_tokens_per_round": {
+                    str(k): tokens_per_round(hits, k, look_ahead=True)
+                    for k in chains
+                    if 2 * k < steps
+                },
+                **step_accuracies(hits),
+            }
+    return result

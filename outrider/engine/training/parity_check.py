@@ -1,0 +1,186 @@
+"""Parity check: one prompt through the training forward and through the serving pieces.
+
+Both run on the same target features. The first tensor that differs is named; what is compared, in
+order of computation: feature, key, value, inputs, query, attention, x, logits, step by step.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outrider.engine.heads import DraftHead, FeatureProjection, load_feature_projection, load_head
+from outrider.engine.training.data import (
+    Batch,
+    ChatTokenizer,
+    Ids,
+    PackShape,
+    Sample,
+    make_batch,
+)
+from outrider.engine.training.head import TrainableHead
+from outrider.engine.training.target import Target, load_target
+from outrider.engine.training.unrolled_forward import Trace, UnrolledForward, make_labels
+
+logger = logging.getLogger(__name__)
+
+_STEPS = 5
+
+
+Pair = tuple[DraftHead, FeatureProjection]
+"""The two serving sides of one checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first tensor in which the two forwards disagree."""
+
+    step: int
+    name: str
+    largest: float
+
+
+class _Recorder(Trace):
+    """Keeps the traced tensors of the one sample, batch dim dropped."""
+
+    wanted = True
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[int, str], Tensor] = {}
+
+    def add(self, step: int, name: str, value: Tensor) -> None:
+        self.tensors[step, name] = value[0].detach()
+
+
+def check_head(
+    target_dir: Path, head_dir: Path, prompt: str, *, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Compare and log the outcome: 0 when all tensors agree, 1 otherwise."""
+    target = load_target(target_dir, dtype=dtype, device=device)
+    ids = ChatTokenizer(target_dir).encode_turns([prompt])[0]
+    head = load_head(
+        head_dir,
+        embedding=target.embedding,
+        lm_head=target.lm_head,
+        num_target_layers=target.config.num_layers,
+        dtype=dtype,
+        device=device,
+    )
+    projection = load_feature_projection(
+        head_dir, num_target_layers=target.config.num_layers, dtype=dtype, device=device
+    )
+    found = compare(target, load_trainable(head_dir, head), head, projection, ids)
+    if found is None:
+        logger.info("all tensors are equal over %d draft steps", _STEPS)
+        return 0
+    logger.error("draft step %d: %r differs by up to %.3g", found.step, found.name, found.largest)
+    return 1
+
+
+def load_trainable(head_dir: Path, head: DraftHead) -> TrainableHead:
+    """The checkpoint's tensors as a TrainableHead, read without the serving loader's renaming."""
+    config = head.config
+    unsupported = (
+        config.fc_norm,
+        config.norm_before_fc,
+        config.norm_output,
+        config.norm_before_residual,
+        config.fc_bias,
+        config.qkv_bias,
+        config.kind != "eagle3",
+    )
+    if any(unsupported):
+        raise ValueError("the check covers plain EAGLE-3 heads only (no variant flags, no biases)")
+    stored = load_file(head_dir / "model.safetensors")
+    trainable = TrainableHead(config, head.target_ids)
+    with torch.no_grad():
+        for name, parameter in trainable.named_parameters():
+            parameter.copy_(stored[name.replace("__", ".")].float())
+    return trainable.to(head.target_ids.device)
+
+
+@torch.no_grad()
+def compare(
+    target: Target,
+    trainable: TrainableHead,
+    head: DraftHead,
+    projection: FeatureProjection,
+    ids: Ids,
+) -> Difference | None:
+    """Run both forwards over `ids`, every position drafted from, and compare what they trace."""
+    sample = Sample(ids[:1], ids[1:])
+    shape = PackShape(rows=1, row_len=len(ids), selected_len=len(ids) - 1)
+    batch = make_batch([sample], [[0]], shape).to(target.device)
+    final, taps = target.forward(
+        batch.ids_BS, batch.positions_BS, batch.attention_mask(), trainable.config.tap_layers
+    )
+    recorder = _Recorder()
+    forward = UnrolledForward(trainable, target.embedding, dtype=target.embedding.dtype)
+    steps = min(_STEPS, len(ids) - 2)
+    forward(batch, taps, make_labels(trainable, target, final, batch), steps, recorder)
+    served = serve(head, projection, batch, taps, steps)
+    tolerance = 1e-4 if taps.dtype in (torch.float32, torch.float64) else 5e-2
+    for (step, name), value in recorder.tensors.items():
+        other = served[step, name]
+        rows = min(len(value), len(other))
+        value, other = value[:rows].double(), other[:rows].double()
+        worst = float((value - other).abs().max()) if rows else 0.0
+        if not worst <= tolerance * max(1.0, float(value.abs().max())):
+            return Difference(step, name, worst)
+    return None
+
+
+def serve(
+    head: DraftHead, projection: FeatureProjection, batch: Batch, taps: Tensor, steps: int
+) -> dict[tuple[int, str], Tensor]:
+    """The serving pieces with a naive attention: step j drafts from the roots that still have a
+    true token to read, so it holds j rows fewer than step 0.
+    """
+    tokens, raw = batch.next_ids_BS[0], taps[0]
+    size = len(tokens) - 1
+    features = projection(raw)
+    inputs = head.inputs(tokens, features)
+    positions = torch.arange(len(tokens), device=tokens.device)
+    keys, values = head.kv(inputs, features, positions)
+    traced = {(0, "feature"): features, (0, "key"): keys, (0, "value"): values}
+    own_keys: list[Tensor] = []
+    own_values: list[Tensor] = []
+    residual, inputs = head.residual(inputs, features)[:size], inputs[:size]
+    for step in range(steps):
+        rows = size - step
+        at = positions[:rows] + step
+        if step:
+            inputs = head.inputs(tokens[step : step + rows], features[:rows])
+            residual = head.residual(inputs, features[:rows])
+            k, v = head.kv(inputs, features[:rows], at)
+            own_keys, own_values = [*own_keys, k], [*own_values, v]
+        query = head.query(inputs, at)
+        attended = torch.stack(
+            [
+                _attend_row(
+                    query[i],
+                    torch.cat([keys[: i + 1], *(k[i : i + 1] for k in own_keys)]),
+                    torch.cat([values[: i + 1], *(v[i : i + 1] for v in own_values)]),
+                )
+                for i in range(rows)
+            ]
+        )
+        features = head.finish(residual, attended)
+        parts = (inputs, query, attended, features, head.logits(features))
+        for name, value in zip(("inputs", "query", "attention", "x", "logits"), parts, strict=True):
+            traced[step, name] = value
+    return traced
+
+
+def _attend_row(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One query [nq, hd] over K/V [L, nkv, hd]; softmax in fp32 or better."""
+    group = query.shape[0] // keys.shape[1]
+    keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
+    scores = torch.einsum("hd,lhd->hl", query, keys) * query.shape[-1] ** -0.5
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return torch.einsum("hl,lhd->hd", scores.to(wide).softmax(-1).to(values.dtype), values)

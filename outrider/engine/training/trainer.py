@@ -1,0 +1,289 @@
+"""The optimisation loop: short trial runs over learning rates, then one long run."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.engine.training.data import Batch, PackShape, Sample, epoch_batches
+from outrider.engine.training.head import TrainableHead
+from outrider.engine.training.target import Target
+from outrider.engine.training.unrolled_forward import (
+    MAX_STEPS,
+    DeepSteps,
+    UnrolledForward,
+    make_labels,
+)
+
+logger = logging.getLogger(__name__)
+
+
+UNROLL = (7, 13)
+"""Draft steps in the first and in the second half of a run: look-ahead grows a draft below an
+unverified one, which is twice its depth plus one."""
+WHOLE_STEPS = 5
+DEEP_SHARE = 0.25
+STEP_DECAY = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One optimisation run."""
+
+    steps: int
+    """Number of updates; the schedule ends earlier if `seconds` pass first."""
+    seconds: float | None = None
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    clip_norm: float = 0.5
+    step_decay: float = STEP_DECAY
+    """Weight of draft step j is step_decay ** j."""
+    unroll_early: int = UNROLL[0]
+    unroll_late: int = UNROLL[1]
+    unroll_switch: float = 0.5
+    """Share of the run after which `unroll_late` steps are unrolled."""
+    whole_steps: int = WHOLE_STEPS
+    """Draft steps on the whole batch; deeper ones run on `deep_share` of its rows."""
+    deep_share: float = DEEP_SHARE
+    seed: int = 0
+    log_every: int = 50
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.unroll_early <= self.unroll_late <= MAX_STEPS:
+            raise ValueError(
+                f"the unroll must rise within 1..{MAX_STEPS}, "
+                f"not from {self.unroll_early} to {self.unroll_late}"
+            )
+        if not 0.0 < self.step_decay <= 1.0:
+            raise ValueError(f"the decay of steps must be within (0, 1], not {self.step_decay}")
+        DeepSteps(first=self.whole_steps, share=self.deep_share)
+
+    @property
+    def deep(self) -> DeepSteps:
+        """Which draft steps run on a part of a batch."""
+        return DeepSteps(first=self.whole_steps, share=self.deep_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEntry:
+    """State of a run at one of its steps; accuracies are against the target's argmax."""
+
+    step: int
+    seconds: float
+    learning_rate: float
+    loss: float
+    accuracy: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a run came to."""
+
+    steps: int
+    seconds: float
+    tokens: int
+    """Packed positions seen, prompts included."""
+    epochs: float
+    final_loss: float
+    """Mean loss of the last fifth of the logged steps, first draft step only."""
+    log: list[LogEntry]
+
+
+Checkpoint = Callable[[int], None]
+
+
+class Trainer:
+    """A frozen target, samples, and one head being trained on them."""
+
+    def __init__(
+        self,
+        target: Target,
+        samples: Sequence[Sample],
+        shape: PackShape,
+        *,
+        compile: bool = False,
+    ) -> None:
+        self._target = target.compiled() if compile else target
+        self._samples = samples
+        self._shape = shape
+        self._compile = compile
+
+    def pick_learning_rate(
+        self, head: TrainableHead, rates: Sequence[float], steps: int, config: TrainConfig
+    ) -> tuple[float, dict[str, float]]:
+        """Run each rate from the same start for `steps`; the lowest final loss wins."""
+        losses: dict[str, float] = {}
+        for rate in rates:
+            trial = copy.deepcopy(head)
+            warmup = min(config.warmup_steps, steps // 4)
+            setting = replace(
+                config,
+                learning_rate=rate,
+                steps=steps,
+                seconds=None,
+                warmup_steps=warmup,
+                log_every=min(10, config.log_every),
+            )
+            losses[f"{rate:g}"] = self.run(trial, setting).final_loss
+            logger.info("learning rate %g: loss %.4f", rate, losses[f"{rate:g}"])
+        best = min(losses, key=losses.__getitem__)
+        return float(best), losses
+
+    def run(
+        self,
+        head: TrainableHead,
+        config: TrainConfig,
+        checkpoint: Checkpoint | None = None,
+        checkpoint_s: float = 120.0,
+    ) -> RunResult:
+        """Train `head` in place."""
+        device = self._target.device
+        forward = UnrolledForward(
+            head,
+            self._target.embedding,
+            dtype=self._target.embedding.dtype,
+            compile=self._compile,
+            max_steps=config.unroll_late,
+            deep=config.deep,
+        )
+        optimiser = _optimiser(head, device)
+        log: list[LogEntry] = []
+        started = saved = time.monotonic()
+        tokens = step = 0
+        for step, batch in enumerate(self._stream(config.seed)):
+            elapsed = time.monotonic() - started
+            progress = _progress(step, elapsed, config)
+            if progress >= 1.0:
+                break
+            unroll = config.unroll_late if progress >= config.unroll_switch else config.unroll_early
+            rate = _learning_rate(step, progress, config)
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            entry = self._update(forward, optimiser, batch.to(device), unroll, config, step)
+            tokens += int((batch.documents_BS >= 0).sum())
+            if entry is not None:
+                log.append(replace(entry, seconds=time.monotonic() - started, learning_rate=rate))
+                _report(log[-1], tokens)
+            if checkpoint is not None and time.monotonic() - saved > checkpoint_s:
+                saved = time.monotonic()
+                checkpoint(step)
+        tail = log[-max(1, len(log) // 5) :]
+        return RunResult(
+            steps=step,
+            seconds=time.monotonic() - started,
+            tokens=tokens,
+            epochs=tokens / max(1, sum(len(s) for s in self._samples)),
+            final_loss=sum(e.loss for e in tail) / max(1, len(tail)),
+            log=log,
+        )
+
+    def _update(
+        self,
+        forward: UnrolledForward,
+        optimiser: torch.optim.Optimizer,
+        batch: Batch,
+        unroll: int,
+        config: TrainConfig,
+        step: int,
+    ) -> LogEntry | None:
+        """One optimiser step; returns an entry when this step is to be logged."""
+        with torch.no_grad():
+            final, taps = self._target.forward(
+                batch.ids_BS,
+                batch.positions_BS,
+                batch.attention_mask(),
+                forward.head.config.tap_layers,
+            )
+            labels = make_labels(forward.head, self._target, final, batch)
+        result = forward(batch, taps, labels, unroll)
+        weights = [config.step_decay**j for j in range(unroll)]
+        loss = torch.stack([w * v for w, v in zip(weights, result.losses, strict=True)]).sum()
+        optimiser.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(forward.head.parameters(), config.clip_norm)
+        optimiser.step()
+        if step % config.log_every and step:
+            return None
+        accuracy = [
+            float((c & v).sum() / v.sum().clamp_min(1))
+            for c, v in zip(result.correct, result.valid, strict=True)
+        ]
+        return LogEntry(
+            step=step,
+            seconds=0.0,
+            learning_rate=0.0,
+            loss=float(result.losses[0].detach()),
+            accuracy=accuracy,
+        )
+
+    def _stream(self, seed: int) -> Iterator[Batch]:
+        """Endless batches, laid out ahead of use by a background thread."""
+        ready: queue.Queue[Batch] = queue.Queue(maxsize=8)
+        stop = threading.Event()
+
+        def produce() -> None:
+            epoch = 0
+            while not stop.is_set():
+                for batch in epoch_batches(self._samples, self._shape, seed + epoch):
+                    while not stop.is_set():
+                        try:
+                            ready.put(batch, timeout=0.2)
+                            break
+                        except queue.Full:
+                            continue
+                    if stop.is_set():
+                        return
+                epoch += 1
+
+        thread = threading.Thread(target=produce, name="batches", daemon=True)
+        thread.start()
+        try:
+            while True:
+                yield ready.get()
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _optimiser(head: TrainableHead, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW over the fp32 masters; the schedule sets the rate before every step."""
+    return torch.optim.AdamW(
+        head.parameters(),
+        lr=1.0,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        fused=device.type == "cuda",
+    )
+
+
+def _progress(step: int, elapsed: float, config: TrainConfig) -> float:
+    """Share of the run done: by steps, or by time where that is further."""
+    by_steps = step / max(1, config.steps)
+    return by_steps if config.seconds is None else max(by_steps, elapsed / config.seconds)
+
+
+def _learning_rate(step: int, progress: float, config: TrainConfig) -> float:
+    """Linear warm-up, then a cosine to a hundredth."""
+    warm = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return config.learning_rate * warm * max(0.01, cosine)
+
+
+def _report(entry: LogEntry, tokens: int) -> None:
+    logger.info(
+        "step %d: %.0f s, %.1f M tokens, lr %.2g, loss %.4f, accuracy %s",
+        entry.step,
+        entry.seconds,
+        tokens / 1e6,
+        entry.learning_rate,
+        entry.loss,
+        " ".join(f"{a:.3f}" for a in entry.accuracy),
+    )

@@ -1,0 +1,218 @@
+"""The grammars of one tokenizer: compiled once each, kept while they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from outrider.errors import FailedPreconditionError
+from outrider.grammar.compiler import Cancellation, GrammarCompiler
+from outrider.grammar.constraint import mask_words
+from outrider.grammar.digit_bound import DigitBound
+from outrider.grammar.grammar_constraint import FormConstraint
+from outrider.grammar.limits import CompileLimits, MaskLimits
+from outrider.grammar.mask_jobs import MaskMeter
+from outrider.grammar.matcher_compiler import (
+    NICE,
+    call_with_stack,
+    compile_matcher,
+    is_installed,
+    load_tokenizer,
+)
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_KEPT: Final = 256
+"""Compiled grammars that are kept."""
+MAX_KEPT_BYTES: Final = 512 << 20
+"""Memory that the kept grammars may take together, besides the newest."""
+
+_JSON_KINDS: Final = (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT)
+
+
+class Grammar:
+    """A compiled grammar; sessions begin from copies of it. Thread-safe."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        *,
+        vocab_size: int,
+        end_id: int,
+        masks: MaskLimits,
+        may_be_ambiguous: bool,
+        digits: DigitBound | None = None,
+        memory_bytes: int = 0,
+    ) -> None:
+        """`masks`: limits of each session; `may_be_ambiguous`: see `MaskMeter`; `digits`: bounds
+        numbers, if the answer is JSON; `memory_bytes`: what the grammar takes, as far as that is
+        known."""
+        self._digits = digits
+        self._matcher, self._vocab_size, self._end_id = matcher, vocab_size, end_id
+        self._masks, self._may_be_ambiguous = masks, may_be_ambiguous
+        self.memory_bytes = memory_bytes
+
+    def begin(self, stop_ids: Sequence[int]) -> FormConstraint:
+        """The constraint of a session that begins; `stop_ids`, below the vocabulary's size, end
+        it."""
+        return FormConstraint(
+            self._matcher.deep_copy(),
+            vocab_size=self._vocab_size,
+            end_id=self._end_id,
+            stop_ids=stop_ids,
+            meter=MaskMeter(self._masks, may_be_ambiguous=self._may_be_ambiguous),
+            digits=self._digits,
+        )
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Thread-safe; compiling takes milliseconds to seconds, so
+    it does not belong on an event loop."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        *,
+        vocab_size: int,
+        limits: CompileLimits | None = None,
+        masks: MaskLimits | None = None,
+    ) -> None:
+        """`tokenizer_json`: the content of a tokenizer.json; `vocab_size`: of the logits, which may
+        be padded beyond the tokenizer's ids."""
+        self._json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._masks = masks or MaskLimits()
+        self.compiler = GrammarCompiler(tokenizer_json, vocab_size=vocab_size, limits=limits)
+        """Tries out what was not compiled yet: a grammar that stops or kills it is not compiled
+        here."""
+        self._tokenizer: LLTokenizer | None = None
+        self._digits: DigitBound | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._compiling: dict[StructuredOutput, Future[Grammar]] = {}
+        self._lock = threading.Lock()
+        """Of what is kept and what is being compiled."""
+
+    @classmethod
+    def load(
+        cls,
+        tokenizer_file: Path,
+        *,
+        vocab_size: int,
+        limits: CompileLimits | None = None,
+        masks: MaskLimits | None = None,
+    ) -> Grammars | None:
+        """Of a tokenizer.json; None without the file, or without the library. Takes a third of a
+        second for 50,000 ids, and holds all other threads up: before anybody is served."""
+        if not is_installed() or not tokenizer_file.is_file():
+            return None
+        text = tokenizer_file.read_text(encoding="utf-8")
+        found = cls(text, vocab_size=vocab_size, limits=limits, masks=masks)
+        with contextlib.suppress(FailedPreconditionError):
+            # Who asks for a form is told.
+            found._llguidance_tokenizer()
+        return found
+
+    def close(self) -> None:
+        """End the compile process; idempotent."""
+        self.compiler.close()
+
+    def known(self, structured: StructuredOutput) -> Grammar | None:
+        """The grammar, if it was compiled already; never waits for one that is being compiled."""
+        with self._lock:
+            found = self._kept.get(structured)
+            if found is not None:
+                self._kept.move_to_end(structured)
+            return found
+
+    def compile(
+        self, structured: StructuredOutput, cancellation: Cancellation | None = None
+    ) -> Grammar:
+        """The grammar of a text; threads that ask for the same one share its compiling, which the
+        first one's `cancellation` ends for all.
+
+        Raises InvalidRequestError, with the library's reason, for what cannot be compiled within
+        the limits; FailedPreconditionError for a tokenizer that the library cannot read;
+        UnavailableError where no compile process can be started; CancelledRequestError.
+        """
+        with self._lock:
+            found = self._kept.get(structured)
+            if found is not None:
+                self._kept.move_to_end(structured)
+                return found
+            future = self._compiling.get(structured)
+            is_mine = future is None
+            if future is None:
+                future = self._compiling[structured] = Future()
+        if is_mine:
+            self._compile_into(future, structured, cancellation)
+        return future.result()
+
+    def _compile_into(
+        self,
+        future: Future[Grammar],
+        structured: StructuredOutput,
+        cancellation: Cancellation | None,
+    ) -> None:
+        try:
+            grammar = self._compile(structured, cancellation)
+        except BaseException as error:
+            with self._lock:
+                del self._compiling[structured]
+            future.set_exception(error)
+            return
+        with self._lock:
+            del self._compiling[structured]
+            self._kept[structured] = grammar
+            while len(self._kept) > 1 and self._is_full():
+                self._kept.popitem(last=False)
+        future.set_result(grammar)
+
+    def _is_full(self) -> bool:
+        taken = sum(grammar.memory_bytes for grammar in self._kept.values())
+        return len(self._kept) > MOST_KEPT or taken > MAX_KEPT_BYTES
+
+    def _compile(self, structured: StructuredOutput, cancellation: Cancellation | None) -> Grammar:
+        verdict = self.compiler.validate(structured, cancellation)
+        tokenizer = self._llguidance_tokenizer()
+
+        def compile_here() -> LLMatcher:
+            _yield_to_serving()
+            return compile_matcher(tokenizer, structured)
+
+        return Grammar(
+            call_with_stack(compile_here),
+            vocab_size=self._vocab_size,
+            end_id=tokenizer.eos_token,
+            masks=self._masks,
+            may_be_ambiguous=structured.kind is StructuredKind.GRAMMAR,
+            digits=self._digit_bound() if structured.kind in _JSON_KINDS else None,
+            memory_bytes=verdict.memory_bytes,
+        )
+
+    def _digit_bound(self) -> DigitBound:
+        tokenizer = self._llguidance_tokenizer()
+        with self._tokenizer_lock:
+            if self._digits is None:
+                self._digits = DigitBound(tokenizer, mask_words(self._vocab_size))
+            return self._digits
+
+    def _llguidance_tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(self._json, vocab_size=self._vocab_size)
+            return self._tokenizer
+
+
+def _yield_to_serving() -> None:
+    """Let other threads have a core first; Linux has a niceness for each thread."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,250 @@
+"""Where a session is in its grammar, and which ids may follow there and along a draft.
+
+Masks as in `outrider.grammar.constraint`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.grammar.constraint import Mask, allows, mask_of, mask_words
+from outrider.grammar.digit_bound import DigitBound, JsonPosition
+from outrider.grammar.error_messages import plain_reason
+from outrider.grammar.limits import MaskLimits
+from outrider.grammar.mask_jobs import (
+    MaskJob,
+    MaskMeter,
+    background_workers,
+    consume_without_lock,
+)
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class FormConstraint:
+    """One session's way through its grammar.
+
+    The ids that end the session are legal where the output is complete, and nowhere else unless
+    the grammar has them as text. What stands is never taken back; drafts are tried and undone.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        *,
+        vocab_size: int,
+        end_id: int,
+        stop_ids: Sequence[int],
+        meter: MaskMeter | None = None,
+        digits: DigitBound | None = None,
+    ) -> None:
+        """`matcher`: at the beginning, of this object alone; `end_id`: the id by which the matcher
+        says that the output is complete; `meter`: bounds what masks cost; `digits`: bounds the
+        digits of numbers, if the output is JSON."""
+        self._matcher = matcher
+        self._vocab_size, self._end_id = vocab_size, end_id
+        self._words = mask_words(vocab_size)
+        self._stops = mask_of(stop_ids, self._words)
+        self._seen = self._entered = 0
+        self._meter = meter or MaskMeter(MaskLimits(), may_be_ambiguous=False)
+        self._digits = digits
+        self._positions = [JsonPosition()]
+        """Behind what stands, and behind each token that was entered, for `digits`."""
+        self._job: MaskJob | None = None
+        """Computes what may follow in the background; meanwhile nothing else uses the matcher."""
+        self.is_given_up = False
+        """Whether it has failed because its masks, or following its tokens, took too long."""
+        self._here: tuple[int, Mask] | None = None
+        """What may follow so many tokens, those that stand and those that were entered."""
+        self.failed = ""
+        """Why the session cannot go on; empty while it can."""
+
+    def follow(self, output_ids: NDArray[np.int32]) -> None:
+        """See `Constraint`. What the grammar does not allow makes it `failed`."""
+        self._finish_job()
+        new = output_ids[self._seen :].tolist()
+        self._seen = len(output_ids)
+        if not new or self.failed:
+            return
+        self._here = None
+        taken = self._matcher.try_consume_tokens(new)
+        if taken < len(new):
+            self._fail_at(f"token {new[taken]}")
+            return
+        self._advance(new)
+
+    def resume(self, output_ids: NDArray[np.int32]) -> None:
+        """Follow what was emitted elsewhere, however long; takes up to seconds and lets other
+        threads run meanwhile. What the grammar does not allow, or takes too long, makes it
+        `failed`."""
+        self._seen = len(output_ids)
+        for token in output_ids.tolist():
+            began = time.monotonic()
+            if not consume_without_lock(self._matcher, [token]):
+                self._fail_at(f"token {token}")
+            elif why := self._meter.record_consumption(time.monotonic() - began):
+                self.give_up(why)
+            if self.failed:
+                return
+        self._advance(output_ids.tolist())
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        """Note the position behind tokens that stand."""
+        if self._digits is not None:
+            position = self._positions[-1]
+            for token in tokens:
+                position = self._digits.advance(position, token)
+            self._positions = [position]
+
+    def stand(self) -> None:
+        """See `Constraint`."""
+        self._seen += self._entered
+        self._entered = 0
+        del self._positions[:-1]
+
+    @property
+    def here(self) -> Mask | None:
+        """See `Constraint`."""
+        if self._here is None or self._here[0] != self._seen + self._entered:
+            return None
+        return self._here[1]
+
+    @property
+    def words(self) -> int:
+        """See `Constraint`."""
+        return self._words
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """See `Constraint`."""
+        self._finish_job()
+        return None if self.failed else self._matcher
+
+    @property
+    def meter(self) -> MaskMeter:
+        """See `Constraint`."""
+        return self._meter
+
+    def prepare(self, output_ids: NDArray[np.int32]) -> bool:
+        """See `Constraint`."""
+        if self._job is not None:
+            background_workers().check_late(self._job)
+            if not (self._job.done.is_set() or self._job.is_late):
+                return False
+            self._finish_job()
+        if self.failed or (self._seen == len(output_ids) and self.here is not None):
+            return True
+        new = output_ids[self._seen :].tolist()
+        self._seen, self._here = len(output_ids), None
+        self._advance(new)
+        self._job = MaskJob(self._matcher, self._meter, self._words, output=new)
+        background_workers().start(self._job)
+        return False
+
+    def _finish_job(self) -> None:
+        """Wait for what is computed in the background, and take it over."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        background_workers().wait(job)
+        if why := self._meter.record(job):
+            self.give_up(why)
+        elif job.consumed < job.num_output:
+            self._fail_at("a token")
+        else:
+            self.finish(job.masks, ())
+
+    def give_up(self, why: str) -> None:
+        """See `Constraint`."""
+        self.is_given_up = True
+        self._fail(why)
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Constraint`."""
+        return self._vocab_size
+
+    def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
+        """See `Constraint`."""
+        if not self.failed and self._matcher.is_error():
+            self._fail(self._matcher.get_error())
+        position = self._positions[-1]
+        for depth, mask in enumerate(masks):
+            goes_on = not self.failed and depth < len(tokens)
+            # Its own end id, which the library does not count as text, is none of the session's.
+            goes_on = goes_on and tokens[depth] != self._end_id and allows(mask, tokens[depth])
+            known = self._finish(mask, drafted=depth + self._entered > 0)
+            if known and self._digits is not None:
+                self._digits.restrict(mask, position)
+                goes_on = goes_on and allows(mask, tokens[depth])
+                position = self._digits.advance(position, tokens[depth]) if goes_on else position
+            if not depth:
+                at = self._seen + self._entered
+                self._here = (at, mask) if known else None
+            if not goes_on:
+                return depth
+        return len(tokens)
+
+    def _finish(self, mask: Mask, *, drafted: bool) -> bool:
+        """Whether that is the same if what is drafted comes to stand."""
+        if self.failed:
+            # The session is about to end by an error; whatever is emitted until then ends it too.
+            mask[:] = self._stops
+            return False
+        complete = allows(mask, self._end_id)
+        mask[self._end_id >> 5] &= ~np.uint32(1 << (self._end_id & 31))
+        if complete:
+            mask |= self._stops
+        elif not mask.any():
+            # Behind a draft it is no failure: there is nothing that could be drafted.
+            if not drafted:
+                self._fail("the tokenizer has no id with which the output could go on")
+            mask[:] = self._stops
+            return False
+        return True
+
+    def enter(self, tokens: Sequence[int]) -> int:
+        """See `Constraint`; it stops, too, before a token that the grammar does not have here."""
+        self._finish_job()
+        if self.failed or not tokens:
+            return 0
+        inside = tokens
+        for count, token in enumerate(tokens):
+            if token == self._end_id or not 0 <= token < self._vocab_size:
+                inside = tokens[:count]
+                break
+        count = int(self._matcher.try_consume_tokens(list(inside))) if inside else 0
+        self._entered += count
+        if self._digits is not None:
+            for token in inside[:count]:
+                self._positions.append(self._digits.advance(self._positions[-1], token))
+        return count
+
+    def leave(self, count: int) -> None:
+        """See `Constraint`."""
+        if count:
+            if not self.is_given_up:
+                self._matcher.rollback(count)
+            self._entered -= count
+            if self._digits is not None:
+                del self._positions[-count:]
+            self._here = None
+
+    def forced(self) -> Sequence[int]:
+        """See `Constraint`."""
+        self._finish_job()
+        return () if self.failed else self._matcher.compute_ff_tokens()
+
+    def _fail_at(self, token: str) -> None:
+        """Fail because the matcher did not take a token: by an error of its own, if it has one."""
+        error = self._matcher.get_error() if self._matcher.is_error() else ""
+        self._fail(error or f"{token} does not fit the grammar")
+
+    def _fail(self, why: str) -> None:
+        self.failed = plain_reason(why).splitlines()[0] if why else "unknown"

@@ -1,0 +1,172 @@
+"""Calls of the grammar library that compile: its tokenizer, its source text, its limits.
+
+The compile process and the processes that serve compile by the same functions, so a text that
+compiled in one compiles in the other. No numpy, so that the compile process starts fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.grammar.complexity import check_complexity
+from outrider.grammar.error_messages import plain_reason
+from outrider.grammar.special_tokens import hide_special_tokens
+from outrider.spec.structured_output import StructuredKind, StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+ResultT = TypeVar("ResultT")
+
+STACK_BYTES: Final = 256 << 20
+"""Stack of the thread that compiles: the library recurses by rules and references."""
+NICE: Final = 5
+"""Compiling yields to serving where both want the same core."""
+MAX_GRAMMAR_SYMBOLS: Final = 100_000
+INITIAL_LEXER_FUEL: Final = 1_000_000
+"""Work that building the lexer of a grammar may take; some tens of milliseconds."""
+MAX_STEP_ITEMS: Final = 10_000
+"""Parser items that one mask may create; valid grammars in use need up to 5,000."""
+MAX_LEXER_STATES: Final = 50_000
+"""Lexer states of one grammar, about 1 KiB each; valid grammars in use need up to 5,000."""
+MAX_ERROR_CHARS: Final = 500
+WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between the parts of a JSON value. Without a bound a model that likes line breaks never comes to
+an end."""
+
+_stack_size_lock = threading.Lock()
+"""The stack size of new threads is one setting of the whole process."""
+
+
+def call_with_stack(function: Callable[[], ResultT], stack_bytes: int = STACK_BYTES) -> ResultT:
+    """Call a function in a thread with a large stack; returns or raises what the function does."""
+    results: list[ResultT] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="grammar-compile", daemon=True)
+    with _stack_size_lock:
+        usual = threading.stack_size(stack_bytes)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def load_tokenizer(tokenizer_json: str, *, vocab_size: int) -> LLTokenizer:
+    """The library's tokenizer. Raises FailedPreconditionError for one that it cannot read."""
+    from llguidance import LLTokenizer
+
+    try:
+        # Which ids end a session is the session's: one that is no text stands for them.
+        added = json.loads(tokenizer_json).get("added_tokens", ())
+        specials = [token["id"] for token in added if token.get("special")]
+        hidden = hide_special_tokens(tokenizer_json)
+        return LLTokenizer(hidden, n_vocab=vocab_size, eos_token=min(specials, default=None))
+    except ValueError as error:
+        raise FailedPreconditionError(
+            f"structured output cannot be had with this tokenizer: {error}",
+            reason="UNSUPPORTED_TOKENIZER",
+        ) from error
+
+
+def compile_matcher(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLMatcher:
+    """A matcher at the beginning of a grammar, whose lexer is built.
+
+    Raises InvalidRequestError, with the library's reason, for what cannot be compiled within the
+    limits.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    check_complexity(structured)
+    limits = LLParserLimits(
+        max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        step_max_items=MAX_STEP_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
+    try:
+        matcher = LLMatcher(tokenizer, _source(structured), log_level=0, limits=limits)
+    except ValueError as error:
+        raise refusal(structured, str(error)) from error
+    if not matcher.is_error():
+        # The first mask builds the lexer: a session would wait for it.
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise refusal(structured, matcher.get_error())
+    return matcher
+
+
+def refusal(structured: StructuredOutput, why: str) -> InvalidRequestError:
+    """The error of a text that cannot be used."""
+    # Their texts are hidden from the library, so its list of them would say nothing.
+    known = why.find("; following special tokens are available")
+    if known >= 0:
+        why = f"{why[:known]}; grammars cannot name special tokens"
+    return InvalidRequestError(
+        f"structured output: the {structured.kind} cannot be used: "
+        f"{plain_reason(why)[:MAX_ERROR_CHARS]}",
+        reason="INVALID_STRUCTURE",
+        param="structured_outputs",
+    )
+
+
+def is_installed() -> bool:
+    """Whether the library can be imported."""
+    with contextlib.suppress(ImportError):
+        import llguidance  # noqa: F401
+
+        return True
+    return False
+
+
+def _source(structured: StructuredOutput) -> str:
+    """The grammar in the library's own form."""
+    from llguidance import LLMatcher
+
+    match structured.kind:
+        case StructuredKind.JSON_SCHEMA:
+            return _json_source(_schema(structured.text))
+        case StructuredKind.JSON_OBJECT:
+            return _json_source({"type": "object"})
+        case StructuredKind.REGEX:
+            return LLMatcher.grammar_from_regex(structured.text)
+        case StructuredKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(structured.text)
+
+
+def _json_source(schema: dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    overrides: Any = {"whitespace_pattern": WHITESPACE}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+
+
+def _schema(text: str) -> dict[str, Any]:
+    """A schema as an object. Raises ValueError for what is none."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if found is True:
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError("it must be an object or a boolean, and not `false`, which nothing fits")
+    return found

@@ -1,0 +1,90 @@
+"""What rows emit under look-ahead over what they emit in lock-step, on the same text (pure).
+
+Texts differ in how many draft tokens stand, answers by half and more, so that what the text of now
+emits one way says nothing beside what many texts emitted the other way. So rounds are compared in
+pairs: those of one way with their neighbours of the other, before and after. What the text gives
+cancels out, and what remains is how much older features cost, which changes slowly if at all: so
+many pairs tell it, and until there are some, what heads were seen to lose.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+from outrider.speculation.measurements import Emitted, Seen
+
+STALE: Final = 0.95
+STALE_DEVIATION: Final = 0.08
+"""What a row emits under look-ahead over lock-step, as heads were seen to do it: some drafts are
+made from features of a round ago."""
+LEAST_DEVIATION: Final = 0.015
+"""How uncertain it stays after however many pairs: drafts may change."""
+NEAR_ROUNDS: Final = 16.0
+"""Rounds after which one before a change of way counts half, and rounds after the last change with
+which a pair is complete."""
+WANDER: Final = 0.07
+"""Deviation of what one text gives, from some rounds to their neighbours."""
+
+
+class Share(NamedTuple):
+    """What rows emit under look-ahead over lock-step."""
+
+    log: float
+    """Its natural logarithm."""
+    variance: float
+    """Of that."""
+
+
+class StaleShare:
+    """Tokens of a row under look-ahead over those of a row in lock-step, for a kind of session;
+    rows that went without a draft are of neither."""
+
+    def __init__(self) -> None:
+        self._log, self._variance = math.log(STALE), STALE_DEVIATION**2
+        self._near = {False: Emitted(), True: Emitted()}
+        """Rows of the pair under way, by whether they were of look-ahead."""
+        self._ahead = False
+        """What the last row was."""
+        self._since = 0.0
+        """Rounds since the last change of way."""
+        self._sessions = 1
+
+    def estimate(self) -> Share:
+        """What is known by now."""
+        stale, fresh = self._near[True], self._near[False]
+        if not (stale.rows and fresh.rows):
+            return Share(self._log, self._variance)
+        noise = WANDER**2 / self._sessions
+        noise += stale.variance / stale.mean**2 + fresh.variance / fresh.mean**2
+        weight = self._variance / (self._variance + noise)
+        seen = math.log(stale.mean / fresh.mean)
+        log = self._log + weight * (seen - self._log)
+        return Share(log, (1.0 - weight) * self._variance)
+
+    def observe(self, seen: Seen, *, ahead: bool) -> None:
+        """Rows with drafts, of sessions that had gone over to this way before."""
+        if ahead is not self._ahead:
+            self._ahead, self._since = ahead, 0.0
+        mine, other = self._near[ahead], self._near[not ahead]
+        if not other.rows:
+            mine.fade(seen.rounds / NEAR_ROUNDS)
+        mine.see(seen)
+        self._since += seen.rounds
+        self._sessions = max(1, seen.sessions)
+        if other.rows and self._since >= NEAR_ROUNDS:
+            self._complete()
+
+    def begins(self, sessions: int) -> None:
+        """Another text begins, of so many that share their rounds: what came before it is no
+        neighbour of what follows."""
+        if sessions <= 1:
+            self._complete()
+            return
+        for rows in self._near.values():
+            rows.fade(-math.log2(1.0 - 1.0 / sessions))
+
+    def _complete(self) -> None:
+        self._log, variance = self.estimate()
+        self._variance = max(variance, LEAST_DEVIATION**2)
+        self._near = {False: Emitted(), True: Emitted()}

@@ -1,0 +1,137 @@
+"""Look-ahead against lock-step for sessions of one kind: whichever emits more tokens per second is
+in force (pure).
+
+A model would have to know what a hit hides and what it costs: the drafter is late for a miss
+because it drafts ahead, stale drafts stand less often, and on CPUs drafting ahead takes the
+verifier's cores. So both ways are tried. What rounds take is judged at each load (`spec.ways`),
+what they emit is compared on the same text (`spec.stale`), whatever the load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from outrider.spec.decoding_mode import Mode
+from outrider.speculation.look_ahead_acceptance import StaleShare
+from outrider.speculation.look_ahead_probe import Lap, Ways
+from outrider.speculation.measurements import Emitted, Seen
+from outrider.speculation.speculation_controller import Contest
+
+HALF_LIFE: Final = 256.0
+"""Rounds after which what rows with drafts emitted counts half."""
+CLEAR: Final = 1.2
+"""How much faster one way must be for the other to be left out where speculation is in doubt."""
+COUNTED_ROWS: Final = 4096.0
+"""Rows after which hits are counted anew."""
+
+
+class LookAhead:
+    """Which way is in force at each load, for one kind of session."""
+
+    def __init__(self, *, first: bool) -> None:
+        """`first`: whether sessions begin with look-ahead."""
+        self._first = first
+        self.forget()
+
+    def forget(self) -> None:
+        """Another drafter takes over: what was found tells nothing of it."""
+        self._ways: dict[int, Ways] = {}
+        self._stale = StaleShare()
+        self._drafted = Emitted()
+        """Of rows that had a draft, either way."""
+        self._hits = self._rows = 0.0
+
+    def ahead(self, load: int) -> bool:
+        """Whether sessions are to be drafted for ahead of their verdicts now."""
+        return self._at(load).ahead
+
+    def trying(self, load: int) -> bool:
+        """Whether that is only to see what the other way gives."""
+        return self._at(load).trying
+
+    def gain(self, load: int) -> float:
+        """Tokens per second under look-ahead over lock-step; nan while one is unknown."""
+        return self._at(load).gain
+
+    @property
+    def misses(self) -> float:
+        """Share of the rounds under look-ahead whose draft was not there when they were due, in
+        [0, 1]; 1 while nothing is known."""
+        return 1.0 - self._hits / self._rows if self._rows else 1.0
+
+    def begins(self, sessions: int) -> None:
+        """A session begins, one of so many of its kind."""
+        self._stale.begins(sessions)
+
+    def observe(
+        self, load: int, seen: Seen, *, ahead: bool, hits: int = 0, missed: int = 0
+    ) -> bool:
+        """Rows of a round that was run so; `hits` of them had a draft that was made ahead,
+        `missed` went without any. Returns whether another way is in force from now on, trials
+        aside."""
+        if not (seen.rows > 0 and seen.seconds > 0.0):
+            return False
+        if ahead and seen.settled:
+            self._count(seen.rows, hits)
+        lap = self._lap(seen, missed)
+        if seen.settled and seen.rows > missed:
+            self._stale.observe(_drafted(seen, missed), ahead=ahead)
+        ways = self._at(load)
+        before = ways.in_force
+        ways.observe(lap, self._stale.estimate(), ahead=ahead)
+        return ways.in_force is not before
+
+    def follow(self, speculation: Contest, before: Mode, load: int) -> None:
+        """The contest of speculation with plain decoding has changed its mode; `before`: what was
+        in force there.
+
+        Where speculation was left and look-ahead is not known to be much better than lock-step,
+        that gets its turn against plain decoding. And while nobody speculates, it is tried now and
+        then one way and now the other, unless that is known to be much worse.
+        """
+        ways = self._at(load)
+        if ways.trying or (ways.gain if ways.in_force else 1.0 / ways.gain) > CLEAR:
+            return
+        left = before is Mode.SPECULATE and speculation.in_force is Mode.PLAIN
+        if left and ways.in_force:
+            ways.in_force = False
+            speculation.renew()
+        elif speculation.trying and speculation.mode is Mode.SPECULATE:
+            ways.in_force = not ways.in_force
+
+    def _lap(self, seen: Seen, missed: int) -> Lap:
+        """The round by what rows with drafts emit: one without emits a token."""
+        drafted = _drafted(seen, missed)
+        self._drafted.fade(seen.rounds / HALF_LIFE)
+        self._drafted.see(drafted)
+        usual = self._drafted.mean
+        rows = drafted.rows + missed / (usual if usual > 1.0 else 1.0)
+        return Lap(rows / max(1, seen.sessions), seen.seconds / rows, seen.settled, seen.timed)
+
+    def _count(self, rows: int, hits: int) -> None:
+        if self._rows > COUNTED_ROWS:
+            self._rows, self._hits = self._rows / 2.0, self._hits / 2.0
+        self._rows += rows
+        self._hits += hits
+
+    def _at(self, load: int) -> Ways:
+        """That of a load; where nothing is known it begins with what was found at the nearest."""
+        ways = self._ways.get(load)
+        if ways is None:
+            decided = [known for known, found in self._ways.items() if found.decided]
+            if decided:
+                near = min(decided, key=lambda known: abs(known - load))
+                ways = Ways.beside(self._ways[near], near - load)
+            else:
+                ways = Ways(ahead=self._first, waits=not self._first)
+            self._ways[load] = ways
+        return ways
+
+
+def _drafted(seen: Seen, missed: int) -> Seen:
+    """The rows with drafts; each of the others emitted a token."""
+    if not missed:
+        return seen
+    rows, tokens, squares = seen.rows - missed, seen.tokens - missed, seen.squares - missed
+    return replace(seen, rows=rows, tokens=tokens, squares=squares)

@@ -1,0 +1,99 @@
+"""Typed errors as gRPC statuses with google.rpc details, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+from outrider.errors import (
+    CancelledRequestError,
+    ConnectionLostError,
+    InternalError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.transport.error_codec import ErrorStatus, from_status, to_status
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+DOMAIN = "outrider"
+"""Domain of ErrorInfo."""
+_DETAILS_KEY = "grpc-status-details-bin"
+_KIND_KEY = "type"
+_NANOS = 1_000_000_000
+
+
+def _packed(message: ErrorInfo | RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+async def abort(context: Context, error: BaseException) -> NoReturn:
+    """End the RPC with the status that describes the error."""
+    status = to_status(error)
+    details = [
+        _packed(ErrorInfo(reason=status.reason, domain=DOMAIN, metadata={_KIND_KEY: status.kind}))
+    ]
+    if status.retry_after_s is not None and math.isfinite(status.retry_after_s):
+        nanos = max(0, round(status.retry_after_s * _NANOS))
+        delay = Duration(seconds=nanos // _NANOS, nanos=nanos % _NANOS)
+        details.append(_packed(RetryInfo(retry_delay=delay)))
+    code = getattr(grpc.StatusCode, status.code)
+    message = Status(code=code.value[0], message=status.message, details=details)
+    await context.abort_with_status(rpc_status.to_status(message))
+    raise AssertionError("abort_with_status always raises")
+
+
+def _details(error: grpc.aio.AioRpcError) -> tuple[ErrorInfo, float | None]:
+    """Our ErrorInfo (empty without one) and the retry delay; the peer may have sent anything."""
+    found, retry_after_s = ErrorInfo(), None
+    for key, value in error.trailing_metadata() or ():
+        if key != _DETAILS_KEY or not isinstance(value, bytes):
+            continue
+        with contextlib.suppress(DecodeError):
+            for detail in Status.FromString(value).details:
+                info, retry = ErrorInfo(), RetryInfo()
+                if detail.Unpack(info):
+                    found = info if info.domain == DOMAIN else found
+                elif detail.Unpack(retry):
+                    retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / _NANOS
+    return found, retry_after_s
+
+
+def typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderError:
+    """The typed error behind a failed RPC; `peer` names it in errors that gRPC itself made."""
+    info, retry_after_s = _details(error)
+    kind, reason = info.metadata.get(_KIND_KEY, ""), info.reason
+    message = error.details() or error.code().name
+    return from_status(
+        ErrorStatus(
+            code=error.code().name,
+            kind=kind,
+            message=message if reason or not peer else f"{peer}: {message}",
+            reason=reason or "TRANSPORT",
+            retry_after_s=retry_after_s,
+        )
+    )
+
+
+def lost_call_error(error: grpc.aio.AioRpcError, *, peer: str) -> OutriderError:
+    """Like `typed_error`, for a call that its caller has not cancelled: unavailability is a lost
+    connection, and so is a cancellation that is nobody's: a server that ends cancels the calls that
+    it has left, those included that it has not begun to answer. So is an internal error of gRPC
+    itself ("Internal error from Core"): a write that met a dead peer."""
+    typed = typed_error(error, peer=peer)
+    lost = isinstance(typed, CancelledRequestError | InternalError)
+    lost = lost or type(typed) is UnavailableError
+    if lost and typed.reason == "TRANSPORT":
+        return ConnectionLostError(typed.message, reason="PEER_LOST")
+    return typed

@@ -1,0 +1,54 @@
+"""How both ends of a stream of sessions come to a lane: by the metadata of its call.
+
+The client listens and offers; the server joins before it answers, and its answer says so. So which
+way the frames go is settled before the first of them. A server on another host finds no such
+listener, and the call carries the frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from outrider.errors import OutriderError
+from outrider.transport.grpc.draining_channel import Metadata
+from outrider.transport.shm import Lane, join_lane_soon
+from outrider.wire.messages import LaneOffer
+
+logger = logging.getLogger(__name__)
+
+_KEY: Final = "outrider-lane"
+_OFFER: Final = re.compile(r"([0-9a-f]{32}):([0-9a-f]{32})")
+_JOINED: Final = "joined"
+
+
+def offering(offer: LaneOffer) -> Metadata:
+    """The metadata of a call whose frames may go by a lane."""
+    return ((_KEY, f"{offer.name}:{offer.token.hex()}"),)
+
+
+def answering(lane: Lane | None) -> Metadata:
+    """The initial metadata that a server answers with."""
+    return () if lane is None else ((_KEY, _JOINED),)
+
+
+def was_joined(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+    """Whether a server's initial metadata say that it has joined the lane."""
+    return any([(key, value) == (_KEY, _JOINED) for key, value in metadata])
+
+
+async def join_offered(metadata: Iterable[tuple[str, str | bytes]]) -> Lane | None:
+    """The lane that a call offers, joined; None without an offer, or where there is no way to it:
+    then the call carries everything."""
+    offered = next((value for key, value in metadata if key == _KEY), None)
+    found = _OFFER.fullmatch(offered) if isinstance(offered, str) else None
+    if found is None:
+        return None
+    offer = LaneOffer(name=found[1], token=bytes.fromhex(found[2]))
+    try:
+        return await join_lane_soon(offer)
+    except OutriderError as error:
+        logger.debug("no lane: %s", error.message)
+        return None

@@ -1,0 +1,340 @@
+"""In-process transport: endpoints and dialers that share one event loop.
+
+Used by tests and by fused placement. With `encoded`, exchange messages go through the wire codec
+(what tests want); without, objects are handed over as they are (what fused placement wants).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from outrider.errors import (
+    AlreadyExistsError,
+    ConnectionLostError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.ids import SessionId
+from outrider.spec.plan import Plan
+from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.error_codec import typed
+from outrider.transport.framed_connection import drafter_end, router_end, serving_end, verifier_end
+from outrider.transport.heartbeat import HeartbeatConfig, with_heartbeat
+from outrider.transport.interface import (
+    Connection,
+    DrafterConnection,
+    DrafterEndpoint,
+    RouterConnection,
+    VerifierEndpoint,
+)
+from outrider.transport.session_stream import SessionIterators
+from outrider.wire.messages import (
+    DrafterInfo,
+    DrafterMessage,
+    SessionsMessage,
+    SessionsRequest,
+    VerifierInfo,
+    VerifierMessage,
+)
+
+SendT = TypeVar("SendT")
+ReceiveT = TypeVar("ReceiveT")
+EndpointT = TypeVar("EndpointT")
+
+_ENDPOINT_GRACE_S = 2.0
+"""How long an endpoint may take to notice that its exchange is gone."""
+
+
+def _lost(peer: str) -> ConnectionLostError:
+    return ConnectionLostError(f"lost {peer}", reason="PEER_LOST")
+
+
+class _End(Generic[SendT, ReceiveT]):
+    """One end of a pipe of two mailboxes."""
+
+    def __init__(self, peer: str, outbox: Mailbox[SendT], inbox: Mailbox[ReceiveT]) -> None:
+        self._peer = peer
+        self._outbox, self._inbox = outbox, inbox
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def send(self, message: SendT) -> None:
+        await self._outbox.put(message)
+
+    def offer(self, *messages: SendT) -> bool:
+        return self._outbox.offer(*messages)
+
+    async def receive(self) -> ReceiveT:
+        return await self._inbox.get()
+
+    def ready(self) -> list[ReceiveT]:
+        return self._inbox.take_all()
+
+    async def close(self) -> None:
+        closed = ConnectionLostError(f"connection to {self._peer} is closed", reason="CLOSED")
+        self._outbox.close(ConnectionLostError("the peer ended the exchange", reason="PEER_CLOSED"))
+        self._inbox.close(closed, discard=True)
+
+    def end(self, error: OutriderError) -> None:
+        """The peer reads what was sent, then this error; both sides can send no more."""
+        self._outbox.close(error)
+        self._inbox.close(_lost(self._peer))
+
+
+class _Process:
+    """What runs on behalf of one address."""
+
+    def __init__(self) -> None:
+        self.verifier: VerifierEndpoint | None = None
+        self.drafter: DrafterEndpoint | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.ends: set[_End[Any, Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def die(self, address: str) -> None:
+        """Break everything that others hold of this address, then end what is left."""
+        for end in list(self.ends):
+            end.end(_lost(address))
+        if self.tasks:
+            _done, pending = await asyncio.wait(self.tasks, timeout=_ENDPOINT_GRACE_S)
+            for task in pending:
+                task.cancel()
+
+
+class InprocNetwork:
+    """The endpoints of one process by address."""
+
+    def __init__(self, *, heartbeat: HeartbeatConfig | None = None, encoded: bool = True) -> None:
+        self.heartbeat = heartbeat or HeartbeatConfig()
+        self._encoded = encoded
+        self._processes: dict[str, _Process] = {}
+
+    def serve_verifier(self, address: str, endpoint: VerifierEndpoint) -> None:
+        """Make a verifier reachable."""
+        process = self._processes.setdefault(address, _Process())
+        if process.verifier is not None:
+            raise AlreadyExistsError(f"{address} is taken", reason="ADDRESS_IN_USE")
+        process.verifier = endpoint
+
+    def serve_drafter(self, address: str, endpoint: DrafterEndpoint) -> None:
+        """Make a drafter reachable."""
+        process = self._processes.setdefault(address, _Process())
+        if process.drafter is not None:
+            raise AlreadyExistsError(f"{address} is taken", reason="ADDRESS_IN_USE")
+        process.drafter = endpoint
+
+    async def withdraw(self, address: str) -> None:
+        """Make an address unreachable and break its streams, as if its process had died."""
+        process = self._processes.pop(address, None)
+        if process is not None:
+            await process.die(address)
+
+    def dialer(self) -> InprocDialer:
+        """A dialer within this network."""
+        return InprocDialer(self)
+
+    def process(self, address: str) -> _Process:
+        """What serves an address; UnavailableError if nothing does."""
+        process = self._processes.get(address)
+        if process is None:
+            raise UnavailableError(f"nothing serves {address}", reason="UNREACHABLE")
+        return process
+
+    def verifier(self, address: str) -> VerifierEndpoint:
+        """The verifier at an address; UnavailableError if there is none."""
+        return _found(self.process(address).verifier, "verifier", address)
+
+    def drafter(self, address: str) -> DrafterEndpoint:
+        """The drafter at an address; UnavailableError if there is none."""
+        return _found(self.process(address).drafter, "drafter", address)
+
+    def connect(self, address: str) -> DrafterConnection:
+        """Start an exchange with the verifier at an address."""
+        endpoint, process = self.verifier(address), self.process(address)
+        far: _End[Any, Any]
+        if self._encoded:
+            far, near_end = _byte_pipe(address, "inproc:drafter")
+            connection = verifier_end(far, self.heartbeat)
+            near = drafter_end(near_end, self.heartbeat)
+        else:
+            requests: Mailbox[DrafterMessage] = Mailbox()
+            responses: Mailbox[VerifierMessage] = Mailbox()
+            far = _End("inproc:drafter", responses, requests)
+            connection = with_heartbeat(far, self.heartbeat)
+            near = with_heartbeat(_End(address, requests, responses), self.heartbeat)
+        process.ends.add(far)
+        process.start(_serve(endpoint.exchange, connection, far, process))
+        return near
+
+    def connect_sessions(self, address: str) -> RouterConnection:
+        """Start a stream of sessions with the verifier at an address."""
+        endpoint, process = self.verifier(address), self.process(address)
+        far: _End[Any, Any]
+        if self._encoded:
+            far, near_end = _byte_pipe(address, "inproc:router")
+            connection = serving_end(far, self.heartbeat)
+            near = router_end(near_end, self.heartbeat)
+        else:
+            far, plain = _session_pipe(address)
+            connection = with_heartbeat(far, self.heartbeat)
+            near = with_heartbeat(plain, self.heartbeat)
+        process.ends.add(far)
+        process.start(_serve(endpoint.serve_sessions, connection, far, process))
+        return near
+
+
+def local_sessions(endpoint: VerifierEndpoint) -> RouterConnection:
+    """A stream of sessions with an endpoint of this process, without codec and heartbeats."""
+    process = _Process()
+    far, near = _session_pipe("inproc:verifier")
+    serving = process.start(_serve(endpoint.serve_sessions, far, far, process))
+    _LOCAL.add(serving)
+    serving.add_done_callback(_LOCAL.discard)
+    return near
+
+
+_LOCAL: set[asyncio.Task[None]] = set()
+"""Endpoints that serve a local stream; they end with it."""
+
+
+def _byte_pipe(
+    address: str, peer: str
+) -> tuple[_End[Any, Any], _End[bytes | memoryview, bytes | memoryview]]:
+    up: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
+    down: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
+    return _End(peer, down, up), _End(address, up, down)
+
+
+def _session_pipe(
+    address: str,
+) -> tuple[_End[Any, Any], _End[SessionsRequest, SessionsMessage]]:
+    up: Mailbox[SessionsRequest] = Mailbox()
+    down: Mailbox[SessionsMessage] = Mailbox()
+    return _End("inproc:router", down, up), _End(address, up, down)
+
+
+def _found(endpoint: EndpointT | None, kind: str, address: str) -> EndpointT:
+    if endpoint is None:
+        raise UnavailableError(f"no {kind} serves {address}", reason="UNREACHABLE")
+    return endpoint
+
+
+@contextmanager
+def _typed_errors() -> Generator[None]:
+    """What a bug in the endpoint looks like from another process."""
+    try:
+        yield
+    except Exception as error:
+        raise typed(error) from error
+
+
+async def _serve(
+    serve: Callable[[Any], Awaitable[None]],
+    connection: Connection[Any, Any],
+    far: _End[Any, Any],
+    process: _Process,
+) -> None:
+    error: OutriderError = _lost("the verifier")
+    try:
+        await serve(connection)
+        error = ConnectionLostError("the verifier ended the stream", reason="PEER_CLOSED")
+    except Exception as failure:
+        error = typed(failure)
+    finally:
+        far.end(error)
+        process.ends.discard(far)
+        await connection.close()
+
+
+class InprocVerifier(SessionIterators):
+    """Control client of a verifier in this process."""
+
+    def __init__(self, network: InprocNetwork, address: str) -> None:
+        self._network = network
+        self._address = address
+
+    async def info(self) -> VerifierInfo:
+        """Identity, capacity and load."""
+        endpoint = self._network.verifier(self._address)
+        with _typed_errors():
+            return await endpoint.info()
+
+    async def sessions(self) -> RouterConnection:
+        """Open a stream of sessions. Raises UnavailableError."""
+        return self._network.connect_sessions(self._address)
+
+    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+        """Change a session's plan."""
+        endpoint = self._network.verifier(self._address)
+        with _typed_errors():
+            await endpoint.set_plan(session_id, plan)
+
+    async def close_session(self, session_id: SessionId) -> None:
+        """End a session."""
+        endpoint = self._network.verifier(self._address)
+        with _typed_errors():
+            await endpoint.close_session(session_id)
+
+
+class InprocDrafter:
+    """Control client of a drafter in this process."""
+
+    def __init__(self, network: InprocNetwork, address: str) -> None:
+        self._network = network
+        self._address = address
+
+    async def info(self) -> DrafterInfo:
+        """Identity and load."""
+        endpoint = self._network.drafter(self._address)
+        with _typed_errors():
+            return await endpoint.info()
+
+    async def attach(self, verifier_address: str) -> None:
+        """Connect to a verifier."""
+        endpoint = self._network.drafter(self._address)
+        with _typed_errors():
+            await endpoint.attach(verifier_address)
+
+    async def detach(self, verifier_address: str) -> None:
+        """Drop the connection to a verifier."""
+        endpoint = self._network.drafter(self._address)
+        with _typed_errors():
+            await endpoint.detach(verifier_address)
+
+    async def drain(self, draining: bool) -> None:
+        """Have it say that it leaves, or stays."""
+        endpoint = self._network.drafter(self._address)
+        with _typed_errors():
+            await endpoint.drain(draining)
+
+
+class InprocDialer:
+    """Reaches the endpoints of its network."""
+
+    def __init__(self, network: InprocNetwork) -> None:
+        self._network = network
+
+    async def exchange(self, verifier_address: str) -> DrafterConnection:
+        """Open an exchange connection to a verifier. Raises UnavailableError."""
+        return self._network.connect(verifier_address)
+
+    async def verifier(self, address: str) -> InprocVerifier:
+        """A control client of the verifier at `address`."""
+        return InprocVerifier(self._network, address)
+
+    async def drafter(self, address: str) -> InprocDrafter:
+        """A control client of the drafter at `address`."""
+        return InprocDrafter(self._network, address)
+
+    async def close(self) -> None:
+        """Nothing to close: connections belong to their holders."""

@@ -1,0 +1,70 @@
+"""Messages from code that cannot wait, kept in order on their way into a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from outrider.transport.interface import Connection
+from outrider.wire.limits import MAX_BUNDLE_BYTES
+
+SendT = TypeVar("SendT")
+
+
+class Outgoing(Generic[SendT]):
+    """Hands messages to the connection at once while that has room, else to a queue that `pump`
+    empties. The owner looks at `len` or `size` and bounds the queue."""
+
+    def __init__(
+        self, connection: Connection[SendT, Any], *, size_of: Callable[[SendT], int] = lambda _: 0
+    ) -> None:
+        self._connection = connection
+        self._size_of = size_of
+        self._queue: deque[SendT] = deque()
+        self._sending = False
+        self._wake = asyncio.Event()
+        self.size = 0
+        """Size of all that is queued."""
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, *messages: SendT) -> None:
+        """Send or queue messages, in order; what is sent now crosses together. Raises
+        ConnectionLostError."""
+        for group in self._groups(messages):
+            if self._queue or self._sending or not self._connection.offer(*group):
+                self._queue.extend(group)
+                self.size += sum(map(self._size_of, group))
+                self._wake.set()
+
+    def _groups(self, messages: Sequence[SendT]) -> Iterator[Sequence[SendT]]:
+        """Cut where a connection would otherwise take more at once than a frame holds: what it
+        cannot take is for the queue, whose size is known."""
+        first = size = 0
+        for place, message in enumerate(messages):
+            needs = self._size_of(message)
+            if place > first and size + needs > MAX_BUNDLE_BYTES:
+                yield messages[first:place]
+                first, size = place, 0
+            size += needs
+        if messages:
+            yield messages[first:]
+
+    def drop_oldest(self) -> None:
+        """Forget the message that has been queued for longest."""
+        self.size -= self._size_of(self._queue.popleft())
+
+    async def pump(self) -> None:
+        """Send what is queued until the connection is lost, then raise ConnectionLostError."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                message = self._queue[0]
+                self.drop_oldest()
+                self._sending = True
+                await self._connection.send(message)
+                self._sending = False

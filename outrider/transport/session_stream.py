@@ -1,0 +1,394 @@
+"""Sessions over a router's stream: who listens to which handle, and iterators over one session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from outrider.errors import (
+    ConnectionLostError,
+    InternalError,
+    InvalidMessageError,
+    OutriderError,
+)
+from outrider.ids import DrafterId
+from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.error_codec import ErrorStatus, from_status, to_status
+from outrider.transport.interface import RouterConnection
+from outrider.transport.send_queue import Outgoing
+from outrider.wire.messages import (
+    DRAFTER_ATTACHED,
+    FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
+    MALFORMED_ROW,
+    PLANNED,
+    REASONS,
+    TARGET_ONLY,
+    Heartbeat,
+    SessionEvent,
+    SessionEvents,
+    SessionFailure,
+    SessionLeave,
+    SessionMove,
+    SessionMoved,
+    SessionOpen,
+    SessionsDraining,
+    SessionsMessage,
+    SessionSpec,
+    SessionsRequest,
+    SpecStats,
+)
+from outrider.wire.spec_stats_accumulator import add_round
+
+logger = logging.getLogger(__name__)
+
+ListenerT = TypeVar("ListenerT", bound="Listener")
+
+
+class Listener(Protocol):
+    """Whoever follows a session."""
+
+    def fail(self, error: OutriderError) -> None:
+        """The session was refused or failed, or the stream that carried it is lost."""
+        ...
+
+    def moved(self, drafter_id: DrafterId | None) -> None:
+        """This drafter has the session now that it was to be moved, be that done or not."""
+        ...
+
+
+Deliver = Callable[[SessionEvents, Mapping[int, ListenerT]], None]
+"""Takes a message of events and the listeners by handle; listeners that left are not in it."""
+
+
+class Opened(Protocol):
+    """A session that was opened on a stream."""
+
+    def leave(self) -> None:
+        """Nobody listens any more; idempotent, also after the session's end."""
+        ...
+
+    def move(self, drafter_id: DrafterId | None) -> None:
+        """Ask for another drafter, or for none; the listener hears of the outcome, unless the
+        session ends."""
+        ...
+
+
+class SessionStream(Generic[ListenerT]):
+    """The sessions that one process has opened at one verifier, over one connection.
+
+    The connection is made when it is first needed, and again after it was lost; all sessions of
+    a lost one fail.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[RouterConnection]],
+        deliver: Deliver[ListenerT],
+        *,
+        on_lost: Callable[[OutriderError], None] = lambda _: None,
+        on_draining: Callable[[float], None] = lambda _: None,
+        lasting: bool = True,
+    ) -> None:
+        """`deliver` hears all events; unless `lasting`, the connection ends with its last
+        session. `on_lost` hears of a connection that broke or could not be made, before its
+        sessions do; `on_draining` that the verifier stops in so many seconds."""
+        self._connect = connect
+        self._hooks = _Hooks(deliver, on_lost, on_draining)
+        self._lasting = lasting
+        self._handles = itertools.count(1)
+        self._live: _Live[ListenerT] | None = None
+
+    def open(self, spec: SessionSpec, listener: ListenerT) -> Opened:
+        """Start a session.
+
+        Every error goes to the listener, UnavailableError if the verifier cannot be reached.
+        """
+        live = self._live
+        if live is None or live.lost:
+            live = self._live = _Live(self._connect, self._hooks)
+        handle = next(self._handles)
+        live.listeners[handle] = listener
+        live.say(SessionOpen(handle, spec))
+        return _Opened(self, live, handle)
+
+    def drop(self) -> None:
+        """Close the connection, in the background; sessions that are open fail now."""
+        live, self._live = self._live, None
+        if live is not None and not live.lost:
+            live.hang_up()
+
+    async def close(self) -> None:
+        """Close the connection; sessions that are open fail."""
+        live, self._live = self._live, None
+        if live is not None:
+            await live.close()
+
+    def leave(self, live: _Live[ListenerT], handle: int) -> None:
+        """See `Opened.leave`."""
+        if live.listeners.pop(handle, None) is not None:
+            live.say(SessionLeave(handle))
+        if not (self._lasting or live.listeners) and live is self._live:
+            self.drop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooks(Generic[ListenerT]):
+    """Who hears of what comes over a connection, beside its listeners."""
+
+    deliver: Deliver[ListenerT]
+    on_lost: Callable[[OutriderError], None]
+    on_draining: Callable[[float], None]
+
+
+class _Opened(Generic[ListenerT]):
+    def __init__(
+        self, stream: SessionStream[ListenerT], live: _Live[ListenerT], handle: int
+    ) -> None:
+        self._stream, self._live, self._handle = stream, live, handle
+
+    def leave(self) -> None:
+        self._stream.leave(self._live, self._handle)
+
+    def move(self, drafter_id: DrafterId | None) -> None:
+        if self._handle in self._live.listeners:
+            self._live.say(SessionMove(self._handle, drafter_id))
+
+
+class _Live(Generic[ListenerT]):
+    """One connection, from the attempt to make it, and what is open on it."""
+
+    def __init__(
+        self, connect: Callable[[], Awaitable[RouterConnection]], hooks: _Hooks[ListenerT]
+    ) -> None:
+        self.listeners: dict[int, ListenerT] = {}
+        self.lost = False
+        """Whether nothing is opened on it any more; what still comes is heard by nobody."""
+        self._connect = connect
+        self._hooks = hooks
+        self._early: list[SessionsRequest] = []
+        """What was said before there was a connection."""
+        self._outgoing: Outgoing[SessionsRequest] | None = None
+        self._task = asyncio.create_task(self._run(), name="outrider-sessions")
+
+    def say(self, message: SessionsRequest) -> None:
+        """Send a message; when the connection is lost its reader tells the listeners."""
+        if self._outgoing is None:
+            self._early.append(message)
+            return
+        with contextlib.suppress(OutriderError):
+            self._outgoing.put(message)
+
+    def hang_up(self) -> None:
+        """Close without waiting for it; what was said before still leaves."""
+        self._lose(ConnectionLostError("the stream is closed", reason="CLOSED"))
+        closing = asyncio.create_task(self.close())
+        _CLOSING.add(closing)
+        closing.add_done_callback(_CLOSING.discard)
+
+    async def close(self) -> None:
+        """Close the connection, whatever its state."""
+        self.lost = True
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    async def _run(self) -> None:
+        error: OutriderError = ConnectionLostError("the stream is closed", reason="CLOSED")
+        connection: RouterConnection | None = None
+        try:
+            connection = await self._connect()
+            await self._serve(connection)
+        except InvalidMessageError as malformed:
+            # Nobody knows whose events are gone.
+            error = ConnectionLostError(malformed.message, reason="INVALID_EVENTS")
+        except OutriderError as lost:
+            error = lost
+        except Exception:
+            logger.exception("events could not be delivered")
+            error = InternalError("internal error", reason="INTERNAL")
+        finally:
+            # First, for closing may take a while where nobody answers.
+            self._end(error)
+            if connection is not None:
+                await connection.close()
+
+    async def _serve(self, connection: RouterConnection) -> None:
+        self._outgoing = Outgoing(connection)
+        self._outgoing.put(*self._early)
+        writer = asyncio.create_task(self._outgoing.pump(), name="outrider-sessions-write")
+        try:
+            while True:
+                message = await connection.receive()
+                for one in (message, *connection.ready()):
+                    self._hear(one)
+        finally:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    def _hear(self, message: SessionsMessage) -> None:
+        if self.lost:
+            return
+        match message:
+            case SessionEvents():
+                self._take(message)
+            case SessionFailure():
+                self._fail(message.handle, _error_of(message))
+            case SessionMoved():
+                listener = self.listeners.get(message.handle)
+                if listener is not None:
+                    listener.moved(message.drafter_id)
+            case SessionsDraining():
+                self._hooks.on_draining(message.seconds)
+            case Heartbeat():
+                pass
+
+    def _take(self, events: SessionEvents) -> None:
+        self._hooks.deliver(events, self.listeners)
+        if not events.finish_reasons.any():
+            return
+        for row in events.finish_reasons.nonzero()[0].tolist():
+            handle = int(events.handles[row])
+            if events.finish_reasons[row] == MALFORMED_ROW:
+                self.say(SessionLeave(handle))
+                self._fail(handle, InternalError("malformed events", reason="INVALID_EVENTS"))
+            else:
+                self.listeners.pop(handle, None)
+
+    def _fail(self, handle: int, error: OutriderError) -> None:
+        listener = self.listeners.pop(handle, None)
+        if listener is not None:
+            listener.fail(error)
+
+    def _end(self, error: OutriderError) -> None:
+        """The connection is over; nobody hears of one that was closed from here."""
+        if not self.lost:
+            self.lost = True
+            self._hooks.on_lost(error)
+        self._lose(error)
+
+    def _lose(self, error: OutriderError) -> None:
+        self.lost = True
+        while self.listeners:
+            _handle, listener = self.listeners.popitem()
+            listener.fail(error.copy())
+
+
+_CLOSING: set[asyncio.Task[None]] = set()
+"""Connections that are being closed by nobody who waits for it."""
+
+
+def failure_of(handle: int, error: BaseException) -> SessionFailure:
+    """What a router is told of a session that failed."""
+    status = to_status(error)
+    return SessionFailure(
+        handle=handle,
+        code=status.code,
+        kind=status.kind,
+        message=status.message,
+        reason=status.reason,
+        retry_after_s=status.retry_after_s,
+    )
+
+
+def _error_of(failure: SessionFailure) -> OutriderError:
+    return from_status(
+        ErrorStatus(
+            code=failure.code,
+            kind=failure.kind,
+            message=failure.message,
+            reason=failure.reason,
+            retry_after_s=failure.retry_after_s,
+        )
+    )
+
+
+class _Followed:
+    """One session of an iterator."""
+
+    def __init__(self, spec: SessionSpec) -> None:
+        self.spec = spec
+        self.stats = SpecStats()
+        # Bounded by the tokens that the session may emit.
+        self.events: Mailbox[SessionEvent] = Mailbox(max_items=spec.max_new_tokens + 2)
+
+    def fail(self, error: OutriderError) -> None:
+        """Events that came before are still handed out."""
+        self.events.close(error)
+
+    def moved(self, drafter_id: DrafterId | None) -> None:
+        """Who drafts is nothing to whoever follows one session."""
+
+
+class SessionIterators:
+    """Adds `open_session` to whatever has `sessions`."""
+
+    _followed: SessionStream[_Followed] | None = None
+
+    async def sessions(self) -> RouterConnection:
+        """Open a stream of sessions."""
+        raise NotImplementedError
+
+    async def open_session(self, spec: SessionSpec) -> AsyncGenerator[SessionEvent]:
+        """Follow one session; errors are raised by the first step, closing ends the session."""
+        if self._followed is None:
+            self._followed = SessionStream(self.sessions, _deliver, lasting=False)
+        followed = _Followed(spec)
+        opened = self._followed.open(spec, followed)
+        try:
+            while True:
+                event = await followed.events.get()
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            opened.leave()
+
+
+def _deliver(events: SessionEvents, listeners: Mapping[int, _Followed]) -> None:
+    start = 0
+    counts = events.counts.tolist()
+    told = [] if events.logprobs is None else list(events.logprobs.rows(counts))
+    for row, (handle, count) in enumerate(zip(events.handles.tolist(), counts, strict=True)):
+        end = start + count
+        followed = listeners.get(handle)
+        if followed is not None and events.finish_reasons[row] != MALFORMED_ROW:
+            tokens = tuple(events.tokens[start:end].tolist())
+            event = _event(events, row, tokens, followed)
+            if told:
+                event = replace(event, logprobs=tuple(told[row]))
+            if not followed.events.offer(event):
+                followed.fail(InternalError("more events than tokens", reason="INVALID_EVENTS"))
+        start = end
+
+
+def _event(
+    events: SessionEvents, row: int, tokens: tuple[int, ...], followed: _Followed
+) -> SessionEvent:
+    round_id, flags = int(events.round_ids[row]), int(events.flags[row])
+    if round_id and tokens:
+        followed.stats = add_round(
+            followed.stats,
+            proposed=int(events.proposed[row]),
+            accepted_len=int(events.accepted[row]),
+            emitted=len(tokens),
+            fallback=bool(flags & FALLBACK),
+            target_only=bool(flags & TARGET_ONLY),
+            planned=flags & PLANNED,
+            looked_ahead=bool(flags & LOOKED_AHEAD),
+            hit=bool(flags & HIT),
+        )
+    return SessionEvent(
+        session_id=followed.spec.session_id,
+        epoch=followed.spec.epoch,
+        round_id=round_id,
+        tokens=tokens,
+        finish_reason=REASONS[events.finish_reasons[row]],
+        stats=followed.stats,
+        drafter_attached=bool(flags & DRAFTER_ATTACHED),
+    )

@@ -1,0 +1,253 @@
+"""A lane: frames from one working thread to another, of two processes on one host."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
+from outrider.transport.shm.ring_buffer import RING_BYTES, Ring
+from outrider.wire.limits import MAX_MESSAGE_BYTES
+from outrider.wire.messages import Encoded
+
+Frame = bytes | Encoded
+"""Encoded: one that may lie in pieces, which are copied before `Lane.send` returns, but for what
+lies in the lane's own memory (`Lane.reserve`)."""
+
+FrameT = TypeVar("FrameT", bytes, bytes | memoryview)
+
+PART_BYTES: Final = RING_BYTES // 4
+"""Larger frames cross in parts of this size: for these a ring has room again and again."""
+INLINE_BYTES: Final = 32 << 10
+"""Frames up to this size cross in the packet itself."""
+_INLINE, _IN_RING, _GOES_ON = b"\0", b"\1", b"\2"
+"""A frame in the packet; a frame or its last part in the ring; a part that is not the last."""
+_PLACE: Final = struct.Struct("<QQ")
+"""Offset and size of a frame in the ring."""
+RING_LOOK_S: Final = 0.001
+"""How often it is looked whether a ring that is full has room: nobody says so."""
+_LOST: Final = "LANE_LOST"
+_MOST_READ: Final = 64
+_MOST_READ_BYTES: Final = RING_BYTES
+"""Packets, and bytes of frames, taken at once: a peer that never stops must not keep its reader
+from all else, nor fill its memory."""
+
+
+class LaneClosedError(ConnectionLostError):
+    """The peer has closed its end of a lane, or has ended: its connection ends, too."""
+
+
+class Lane:
+    """One end. Used by one thread at a time; nothing blocks."""
+
+    def __init__(self, connected: socket.socket, outgoing: Ring, incoming: Ring) -> None:
+        """`connected` keeps packets apart (SOCK_SEQPACKET)."""
+        connected.setblocking(False)
+        self._socket = connected
+        self._outgoing, self._incoming = outgoing, incoming
+        self._unsent: deque[bytes] = deque()
+        self._begun = 0
+        """Bytes of the first of these that have left in parts."""
+        self._parts: list[bytes] = []
+        """Of a frame that is not here as a whole yet; all are of PART_BYTES."""
+        self._broken: OutriderError | None = None
+        """What ended what can be received, behind the frames before it."""
+        self.ring_full = False
+        """Whether it is the ring in which what is unsent finds no room: a socket that can be
+        written to says nothing of that."""
+        self.unsent_bytes = 0
+        """Size of the frames that did not find room yet; their sender bounds it."""
+        self.closed = False
+
+    def fileno(self) -> int:
+        """What to wait for: readable when frames, or the end, are there."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> int:
+        """Frames that did not find room yet; `flush` tries again."""
+        return len(self._unsent)
+
+    def send(self, *frames: Frame) -> None:
+        """Hand frames over, in order, or keep them until there is room. Raises ConnectionLostError
+        when the peer is gone, InvalidMessageError for a frame that no lane carries."""
+        sizes = [_size(frame) for frame in frames]
+        if (most := max(sizes, default=0)) > MAX_MESSAGE_BYTES:
+            raise InvalidMessageError(
+                f"a frame of {most} bytes, a lane carries {MAX_MESSAGE_BYTES}", reason="LANE_FRAME"
+            )
+        for frame, size in zip(frames, sizes, strict=True):
+            pieces = frame.pieces if isinstance(frame, Encoded) else (frame,)
+            if self._unsent or not self._left_at_once(pieces, size):
+                self._unsent.append(frame.data if isinstance(frame, Encoded) else frame)
+                self.unsent_bytes += size
+        self.flush()
+
+    def open_for(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
+        """From here on places can be reserved, if `pin` can have the memory written to by whoever
+        will write into them (`Ring.pin`)."""
+        self._outgoing.pin(pin)
+
+    def read_by(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
+        """Have what is borrowed pinned for a device that reads it there (`Ring.pin`)."""
+        self._incoming.pin(pin)
+
+    def reserve(self, size: int) -> NDArray[np.uint8] | None:
+        """A place for what others write into a frame, which is then sent as it lies there
+        (`Ring.reserve`); None where there is none, or copying is as good."""
+        if size <= 2 * INLINE_BYTES or self._unsent:
+            return None
+        return self._outgoing.reserve(size)
+
+    def flush(self) -> None:
+        """Send what there is room for by now. Raises ConnectionLostError."""
+        while self._unsent and self._left_in_part(self._unsent[0]):
+            if self._begun >= len(self._unsent[0]):
+                self._begun = 0
+                self.unsent_bytes -= len(self._unsent.popleft())
+
+    def drop_oldest(self) -> None:
+        """Forget the frame that has been unsent for longest, but for one that is under way."""
+        place = int(self._begun > 0)
+        if place < len(self._unsent):
+            self.unsent_bytes -= len(self._unsent[place])
+            del self._unsent[place]
+
+    def receive(self) -> list[bytes]:
+        """The frames that have arrived. Raises ConnectionLostError at the end, and at a packet of
+        no known form, behind which nothing counts: once the frames before it were given."""
+        return self._receive(self._incoming.read)
+
+    def borrow(self) -> list[bytes | memoryview]:
+        """As `receive`, but what crossed in the ring as a whole is given where it lies: its sender
+        may change it at any time, and finds no room while it is kept (`Ring.lend`)."""
+        return self._receive(self._incoming.lend)
+
+    def _receive(self, take: Callable[[int, int], FrameT]) -> list[bytes | FrameT]:
+        frames: list[bytes | FrameT] = []
+        size = 0
+        try:
+            for _ in range(_MOST_READ):
+                packet = self._next_packet()
+                frame = None if packet is None else self._frame(packet, take)
+                if frame is not None:
+                    frames.append(frame)
+                    size += len(frame)
+                if packet is None or size >= _MOST_READ_BYTES:
+                    break
+        except ConnectionLostError as error:
+            self._broken = error
+            if not frames:
+                raise
+        return frames
+
+    def _next_packet(self) -> bytes | None:
+        """None if there is none now. Raises ConnectionLostError."""
+        if self._broken is not None:
+            raise self._broken.copy()
+        while True:
+            try:
+                packet = self._socket.recv(INLINE_BYTES + 1)
+            except (BlockingIOError, InterruptedError):
+                return None
+            except ConnectionResetError:
+                # Said once where a peer went without having read all; what it sent is there still.
+                continue
+            except OSError as error:
+                raise _lost(str(error)) from None
+            if not packet:
+                raise LaneClosedError("the peer closed its end of the lane", reason=_LOST)
+            return packet
+
+    def close(self) -> None:
+        """Close this end; idempotent. The peer is told."""
+        if self.closed:
+            return
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self._socket.close()
+        self._unsent.clear()
+        self._outgoing.close()
+        self._incoming.close()
+
+    def _left_at_once(self, pieces: Sequence[bytes | memoryview], size: int) -> bool:
+        """Whether a frame needs no parts, and there was room for it."""
+        if size <= INLINE_BYTES:
+            return self._posted(b"".join((_INLINE, *pieces)))
+        return size <= PART_BYTES and self._through_ring(_IN_RING, pieces, size)
+
+    def _left_in_part(self, frame: bytes) -> bool:
+        """Whether there was room for a frame, or its next part."""
+        if not self._begun and self._left_at_once((frame,), len(frame)):
+            self._begun = len(frame)
+            return True
+        if len(frame) <= PART_BYTES:
+            return False
+        part = memoryview(frame)[self._begun : self._begun + PART_BYTES]
+        last = self._begun + len(part) == len(frame)
+        if not self._through_ring(_IN_RING if last else _GOES_ON, (part,), len(part)):
+            return False
+        self._begun += len(part)
+        return True
+
+    def _through_ring(self, kind: bytes, pieces: Sequence[bytes | memoryview], size: int) -> bool:
+        """Whether there was room for a frame or a part of one in the ring, and for word of it."""
+        offset = self._outgoing.write(pieces, size)
+        self.ring_full = offset is None
+        if offset is None:
+            return False
+        if not self._posted(kind + _PLACE.pack(offset, size)):
+            self._outgoing.take_back()
+            return False
+        return True
+
+    def _posted(self, packet: bytes) -> bool:
+        """Whether there was room for a packet."""
+        try:
+            self._socket.send(packet)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            raise LaneClosedError("the peer closed its end of the lane", reason=_LOST) from None
+        except OSError as error:
+            raise _lost(str(error)) from None
+        return True
+
+    def _frame(self, packet: bytes, take: Callable[[int, int], FrameT]) -> bytes | FrameT | None:
+        """The frame that a packet completes."""
+        kind, parts = packet[:1], self._parts
+        if kind == _INLINE and not parts:
+            return packet[1:]
+        if kind not in (_IN_RING, _GOES_ON) or len(packet) != 1 + _PLACE.size:
+            raise _lost("a packet of no known form")
+        offset, size = _PLACE.unpack_from(packet, 1)
+        try:
+            if kind == _IN_RING and not parts:
+                return take(offset, size)
+            part = self._incoming.read(offset, size)
+        except OutriderError as error:
+            raise _lost(error.message) from None
+        if kind == _GOES_ON and size != PART_BYTES:
+            raise _lost("a part of another size than parts have")
+        if len(parts) * PART_BYTES + size > MAX_MESSAGE_BYTES:
+            raise _lost("a frame that is larger than any message")
+        parts.append(part)
+        if kind == _GOES_ON:
+            return None
+        self._parts = []
+        return b"".join(parts)
+
+
+def _size(frame: Frame) -> int:
+    return frame.nbytes if isinstance(frame, Encoded) else len(frame)
+
+
+def _lost(why: str) -> ConnectionLostError:
+    return ConnectionLostError(f"the lane is lost: {why}", reason=_LOST)

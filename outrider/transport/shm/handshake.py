@@ -1,0 +1,237 @@
+"""How two processes of one host come to a lane: one listens, the other joins with a token.
+
+The listener's socket lies in the abstract namespace (Linux): it has no file, belongs to the network
+namespace, and is gone with its process. Whoever joins must be of the same user and know the token,
+which crossed the exchange connection; the listener then sends the memory of both rings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from outrider.errors import UnavailableError
+from outrider.transport.shm.channel import Lane
+from outrider.transport.shm.ring_buffer import Ring
+from outrider.wire.messages import LaneOffer
+
+JoinLane = Callable[[LaneOffer], Lane]
+"""A way of joining the lane that a peer offers, as `join_lane`."""
+
+_TOKEN_BYTES: Final = 16
+_JOIN_S: Final = 2.0
+"""How long either side waits for the other one."""
+_MOST_STRANGERS: Final = 32
+"""Connections that have not shown a token yet."""
+_WELCOME: Final = b"\1"
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+def lanes_exist() -> bool:
+    """Whether this system has what lanes are made of."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def _address(name: str) -> str:
+    return f"\0outrider-{name}"
+
+
+class LaneListener:
+    """Takes in peers that were offered a lane; belongs to the event loop that runs."""
+
+    def __init__(self) -> None:
+        """Raises OSError where there are no such sockets."""
+        self._name = secrets.token_hex(_TOKEN_BYTES)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._socket.bind(_address(self._name))
+        self._socket.listen()
+        self._expected: dict[bytes, asyncio.Future[Lane]] = {}
+        self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._accept)
+
+    @classmethod
+    def open(cls) -> LaneListener | None:
+        """A listener; None where this system has no lanes."""
+        if not lanes_exist():
+            return None
+        try:
+            return cls()
+        except OSError:
+            return None
+
+    def offer(self) -> LaneOffer:
+        """A lane for one peer; `joined` waits for it, `withdraw` forgets it."""
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._expected[token] = self._loop.create_future()
+        return LaneOffer(name=self._name, token=token)
+
+    async def joined(self, offer: LaneOffer) -> Lane:
+        """The lane of a peer that says it has joined. Raises UnavailableError."""
+        waiting = self._expected.get(offer.token)
+        if waiting is None:
+            raise UnavailableError("the lane is not offered any more", reason="LANE_NOT_JOINED")
+        try:
+            async with asyncio.timeout(_JOIN_S):
+                return await waiting
+        except TimeoutError:
+            raise UnavailableError("nobody joined the lane", reason="LANE_NOT_JOINED") from None
+        finally:
+            self._expected.pop(offer.token, None)
+
+    def withdraw(self, offer: LaneOffer) -> None:
+        """Nobody will join: close the lane if somebody did; idempotent."""
+        self._forget_offer(offer.token)
+
+    def _forget_offer(self, token: bytes) -> None:
+        waiting = self._expected.pop(token, None)
+        if waiting is not None and waiting.done() and not waiting.cancelled():
+            waiting.result().close()
+
+    def close(self) -> None:
+        """Stop listening; idempotent."""
+        for token in list(self._expected):
+            self._forget_offer(token)
+        for stranger in list(self._strangers):
+            self._forget(stranger).close()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        try:
+            stranger, _ = self._socket.accept()
+        except OSError:
+            return
+        if len(self._strangers) >= _MOST_STRANGERS or _user_of(stranger) != os.getuid():
+            stranger.close()
+            return
+        stranger.setblocking(False)
+        self._strangers[stranger] = self._loop.call_later(_JOIN_S, self._give_up, stranger)
+        self._loop.add_reader(stranger, self._let_in, stranger)
+
+    def _forget(self, stranger: socket.socket) -> socket.socket:
+        self._strangers.pop(stranger).cancel()
+        self._loop.remove_reader(stranger)
+        return stranger
+
+    def _give_up(self, stranger: socket.socket) -> None:
+        self._forget(stranger).close()
+
+    def _let_in(self, stranger: socket.socket) -> None:
+        self._forget(stranger)
+        try:
+            token = stranger.recv(_TOKEN_BYTES + 1)
+            waiting = self._expected.get(token)
+            if waiting is None or waiting.done():
+                stranger.close()
+                return
+            waiting.set_result(_make_lane(stranger))
+        except OSError:
+            stranger.close()
+
+
+def _user_of(connected: socket.socket) -> int:
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(raw)[1]
+    return user
+
+
+def lane_pair() -> tuple[Lane, Lane]:
+    """Both ends of a lane in one process, for benchmarks and tests. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine = _make_lane(ours)
+    return mine, _welcomed(theirs)
+
+
+def _make_lane(connected: socket.socket) -> Lane:
+    """The listener's end; both rings are made here. Raises OSError."""
+    descriptors: list[int] = []
+    try:
+        descriptors += [Ring.make(), Ring.make()]
+        rings = [Ring.of(descriptor) for descriptor in descriptors]
+        socket.send_fds(connected, [_WELCOME], descriptors)
+    finally:
+        _close_all(descriptors)
+    return Lane(connected, outgoing=rings[0], incoming=rings[1])
+
+
+def join_lane(offer: LaneOffer) -> Lane:
+    """Join the lane that a peer offers; blocks for a moment. Raises UnavailableError where there
+    is no such listener here (the peer is on another host), InvalidMessageError for memory that is
+    no good."""
+    with _joining() as connected:
+        connected.settimeout(_JOIN_S)
+        _ask(connected, offer)
+        return _welcomed(connected)
+
+
+async def join_lane_soon(offer: LaneOffer) -> Lane:
+    """As `join_lane`, for an event loop, which nothing holds up: neither a listener that is slow to
+    answer, nor one that takes in nobody."""
+    with _joining() as connected:
+        connected.setblocking(False)
+        _ask(connected, offer)
+        await _readable(connected)
+        return _welcomed(connected)
+
+
+@contextlib.contextmanager
+def _joining() -> Iterator[socket.socket]:
+    """A socket to join with, which is closed unless a lane has it. Raises UnavailableError also for
+    what goes wrong with it."""
+    if not lanes_exist():
+        raise UnavailableError("this system has no lanes", reason="NO_LANES")
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        yield connected
+    except OSError as error:
+        connected.close()
+        raise UnavailableError(f"no lane: {error}", reason="NO_LANE") from None
+    except BaseException:
+        connected.close()
+        raise
+
+
+def _ask(connected: socket.socket, offer: LaneOffer) -> None:
+    connected.connect(_address(offer.name))
+    connected.send(offer.token)
+
+
+async def _readable(connected: socket.socket) -> None:
+    """Wait until there is something to read. Raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    there = asyncio.Event()
+    loop.add_reader(connected, there.set)
+    try:
+        async with asyncio.timeout(_JOIN_S):
+            await there.wait()
+    finally:
+        loop.remove_reader(connected)
+
+
+def _welcomed(connected: socket.socket) -> Lane:
+    """The joiner's end; both rings were made by the listener. Raises OSError, UnavailableError,
+    InvalidMessageError."""
+    descriptors: list[int] = []
+    try:
+        answer, descriptors, _, _ = socket.recv_fds(connected, len(_WELCOME), 2)
+        if answer != _WELCOME or len(descriptors) != 2:
+            raise UnavailableError("the lane was refused", reason="LANE_REFUSED")
+        incoming, outgoing = [Ring.of(descriptor) for descriptor in descriptors]
+        return Lane(connected, outgoing=outgoing, incoming=incoming)
+    finally:
+        _close_all(descriptors)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

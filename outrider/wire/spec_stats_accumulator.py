@@ -1,0 +1,82 @@
+"""Speculation statistics of a session, accumulated round by round."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from outrider.spec.decoding_mode import Mode, Reason
+from outrider.wire.messages import (
+    DECISION_SHIFT,
+    PAUSED,
+    SpecStats,
+)
+
+_REASONS: Final = ("", *Reason)
+REASON_FLAGS: Final = {why: code << DECISION_SHIFT for code, why in enumerate(_REASONS)}
+"""Why the mode of a round is in force, as flags of its event."""
+
+
+def decision_of(flags: int) -> str:
+    """What a planner had in force for a round and why: "speculate/faster"; "" where it decides
+    nothing. `flags` as in `SessionEvents`."""
+    return _DECISIONS[flags & _DECISION_BITS]
+
+
+def _decision(flags: int) -> str:
+    why = _REASONS[flags >> DECISION_SHIFT & 3]
+    return f"{Mode.PLAIN if flags & PAUSED else Mode.SPECULATE}/{why}" if why else ""
+
+
+_DECISION_BITS: Final = PAUSED | 3 << DECISION_SHIFT
+# Every round of every session asks.
+_DECISIONS: Final = {
+    flags: _decision(flags) for flags in range(_DECISION_BITS + 1) if not flags & ~_DECISION_BITS
+}
+
+
+def add_round(
+    stats: SpecStats,
+    proposed: int,
+    accepted_len: int,
+    emitted: int,
+    fallback: bool,
+    target_only: bool = False,
+    planned: int = 0,
+    looked_ahead: bool = False,
+    hit: bool = False,
+) -> SpecStats:
+    """The statistics after one more round.
+
+    proposed: nodes verified; accepted_len: nodes accepted (<= proposed); emitted: tokens that
+    reached the stream, usually accepted_len + 1, fewer when a stop cut the round short;
+    fallback: the plan is speculative but there was no proposal; target_only: the rejection rule
+    was asked for and judged without its draft law; planned: flags of what the planner had in
+    force, 0 where it decides nothing; looked_ahead: the plan has look-ahead, and a proposal was
+    used or wanted in vain; hit: it had come before its prefix did.
+    """
+    assert 0 <= accepted_len <= proposed, (accepted_len, proposed)
+    per_depth = stats.accepted_per_depth
+    if accepted_len:
+        missing = (0,) * (accepted_len - len(per_depth))
+        stood = [count + 1 for count in (*per_depth, *missing)[:accepted_len]]
+        per_depth = (*stood, *per_depth[accepted_len:])
+    hit_now = looked_ahead and hit
+    fresh_now = looked_ahead and not (hit or fallback)
+    # Not `replace`, which takes several times as long.
+    return SpecStats(
+        rounds=stats.rounds + 1,
+        emitted=stats.emitted + emitted,
+        proposed=stats.proposed + proposed,
+        accepted=stats.accepted + accepted_len,
+        fallback_rounds=stats.fallback_rounds + int(fallback),
+        target_only_rounds=stats.target_only_rounds + int(target_only),
+        paused_rounds=stats.paused_rounds + int(planned & PAUSED > 0),
+        decision=decision_of(planned),
+        accepted_per_depth=per_depth,
+        look_ahead_rounds=stats.look_ahead_rounds + int(looked_ahead),
+        hit_rounds=stats.hit_rounds + int(hit_now),
+        hit_accepted=stats.hit_accepted + hit_now * accepted_len,
+        fresh_rounds=stats.fresh_rounds + int(fresh_now),
+        fresh_accepted=stats.fresh_accepted + fresh_now * accepted_len,
+        drafted_rounds=stats.drafted_rounds + int(proposed > 0),
+    )

@@ -1,0 +1,282 @@
+"""The gate of both fronts: who may come in, and how much each API key may ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import (
+    InvalidRequestError,
+    OutriderError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+)
+from outrider.ids import TenantId
+from outrider.wire.inference import GenerateRequest
+from outrider_router.base.api_keys import (
+    ANYBODY,
+    ApiKey,
+    Caller,
+    check_operator,
+    find_key,
+    read_keys,
+)
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.base.tenants import AUTHORIZATION_KEY, TokenBucket, tenant_of
+from outrider_router.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+"""Time between two looks whether the file of keys has changed."""
+KEY_RATE_LIMITED, KEY_BUSY, KEY_TOO_MANY = "KEY_RATE_LIMITED", "KEY_BUSY", "KEY_TOO_MANY"
+_BUSY_S = 1.0
+"""Hint of a key that has as many requests as it may: one may have ended by then."""
+
+
+class Pass:
+    """One request that was let in; left when that is over, however it ends."""
+
+    __slots__ = ("_left", "request")
+
+    def __init__(self, request: GenerateRequest, left: Callable[[], None]) -> None:
+        self.request = request
+        """The request as its key allows it."""
+        self._left: Callable[[], None] | None = left
+
+    def leave(self) -> None:
+        """It is over; idempotent."""
+        left, self._left = self._left, None
+        if left is not None:
+            left()
+
+
+class Gate:
+    """Judges callers by their API keys, if there are any; else everybody may come in."""
+
+    def __init__(
+        self, config: RouterConfig, metrics: RouterMetrics, *, clock: Callable[[], float]
+    ) -> None:
+        """`clock` is monotonic, in seconds.
+
+        Raises NotFoundError or InvalidRequestError for a file of keys that is no good.
+        """
+        self._config = config
+        self._metrics = metrics
+        self._clock = clock
+        self._path = config.api_keys
+        self._stamp: object = None
+        self._problem = ""
+        """What was said last of a file that is no good."""
+        self._keys: Mapping[str, ApiKey] = {}
+        self._buckets: dict[str, tuple[ApiKey, TokenBucket]] = {}
+        self._held: dict[str, int] = {}
+        """Requests that wait or are served, by key."""
+        self._look_at = clock() + LOOK_S
+        if self._path is not None:
+            self._keys, self._stamp = read_keys(self._path), _stamp_of(self._path)
+
+    @property
+    def closed(self) -> bool:
+        """Whether API keys are asked for."""
+        return self._path is not None
+
+    def authorize(self, header: str | None) -> Caller:
+        """Who sends this `authorization` header; anybody where no keys are asked for.
+
+        Raises UnauthenticatedError, which is counted. Never logs what it is given.
+        """
+        if not self.closed:
+            return ANYBODY
+        name, key = self._find(header)
+        return Caller(tenant=TenantId(key.tenant or name), key=name)
+
+    def authorize_operator(self, header: str | None) -> None:
+        """Like `authorize`; also PermissionDeniedError for a key that is not an operator's."""
+        if self.closed:
+            name, key = self._find(header)
+            try:
+                check_operator(name, key)
+            except OutriderError as error:
+                self.refused(error.reason)
+                raise
+
+    def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
+        """Who makes a call with this metadata (keys in lower case): by API key where they are
+        asked for, else by what `overload.tenant_from` says. Raises UnauthenticatedError,
+        InvalidRequestError."""
+        if self.closed:
+            return self.authorize(header_of(metadata))
+        return Caller(tenant=tenant_of(self._config.overload.tenant_from, metadata))
+
+    def refused(self, reason: str) -> None:
+        """Count somebody who was turned away."""
+        self._metrics.access_refusals.labels(reason).inc()
+
+    def enter(self, caller: Caller, requests: Sequence[GenerateRequest]) -> tuple[Pass, ...]:
+        """Let in what is asked for at once: all of it or nothing. One request counts one.
+
+        Raises ResourceExhaustedError (KEY_BUSY, KEY_RATE_LIMITED), InvalidRequestError
+        (KEY_MAX_TOKENS, KEY_PRIORITY; KEY_TOO_MANY for more than the key can ever have at once).
+        """
+        # None: no key, or one that was taken away since its call was let in.
+        key = self._keys.get(caller.key)
+        if key is not None:
+            most = self._config.default_max_tokens
+            requests = [_cut(request, key, most) for request in requests]
+        self._admit(caller, key, len(requests))
+        return tuple(Pass(request, lambda: self._hold(caller, -1)) for request in requests)
+
+    @contextmanager
+    def visit(self, caller: Caller) -> Generator[None]:
+        """Let in, for as long as the block lasts, a call that generates nothing and costs work all
+        the same: it counts like a request. Raises ResourceExhaustedError as `enter` does."""
+        self._admit(caller, self._keys.get(caller.key), 1)
+        try:
+            yield
+        finally:
+            self._hold(caller, -1)
+
+    def reload(self) -> None:
+        """Read the file of keys again; one that is no good changes nothing, and is told of."""
+        self._problem = ""
+        if self._path is not None:
+            self._reload(self._path)
+
+    def _reload(self, path: Path) -> None:
+        """Read it again. The same problem is told of once, however often it is met."""
+        try:
+            stamp = _stamp_of(path)
+            self._keys = read_keys(path)
+        except OutriderError as error:
+            self._metrics.keys_failing.set(1)
+            if error.message != self._problem:
+                self._problem = error.message
+                logger.error("the API keys are kept", extra={"reason": error.message})
+            return
+        self._stamp, self._problem = stamp, ""
+        self._metrics.keys_failing.set(0)
+        logger.info("the API keys were read again", extra={"keys": len(self._keys)})
+
+    def _find(self, header: str | None) -> tuple[str, ApiKey]:
+        self._look()
+        # The threads of the metrics port ask, too: the keys may be read again meanwhile.
+        keys = self._keys
+        try:
+            name = find_key(keys, header)
+            return name, keys[name]
+        except UnauthenticatedError as error:
+            self.refused(error.reason)
+            raise
+
+    def _look(self) -> None:
+        now = self._clock()
+        if now >= self._look_at and self._path is not None:
+            self._look_at = now + LOOK_S
+            # One that was no good is tried at every look: rights that change leave no other stamp.
+            if _stamp_of(self._path) != self._stamp or self._problem:
+                self._reload(self._path)
+
+    def _admit(self, caller: Caller, key: ApiKey | None, count: int) -> None:
+        """Count so many requests of a caller, if its key has room for all of them."""
+        if key is not None:
+            self._check_room(caller.key, key, count)
+            self._take(caller.key, key, count)
+        self._hold(caller, count)
+
+    def _check_room(self, name: str, key: ApiKey, count: int) -> None:
+        if not key.max_concurrent:
+            return
+        if count > key.max_concurrent:
+            raise _too_many(f"the API key {name!r} may have {key.max_concurrent} requests", count)
+        if self._held.get(name, 0) + count > key.max_concurrent:
+            self._metrics.refusals.labels(KEY_BUSY).inc()
+            raise ResourceExhaustedError(
+                f"the API key {name!r} may have {key.max_concurrent} requests at once",
+                reason=KEY_BUSY,
+                retry_after_s=_BUSY_S,
+            )
+
+    def _take(self, name: str, key: ApiKey, count: int) -> None:
+        if not key.requests_per_s:
+            return
+        now = self._clock()
+        burst = key.requests_burst or max(1.0, key.requests_per_s)
+        # One alone is let through whenever the bucket is full, however small that is.
+        if count > max(1.0, burst):
+            raise _too_many(f"the API key {name!r} may send {burst:g} requests", count)
+        of, bucket = self._buckets.get(name, (None, None))
+        if bucket is None or of != key:
+            bucket = TokenBucket(key.requests_per_s, burst, now)
+            self._buckets[name] = (key, bucket)
+        if bucket.missing(count, now):
+            self._metrics.refusals.labels(KEY_RATE_LIMITED).inc()
+            raise ResourceExhaustedError(
+                f"the API key {name!r} may send {key.requests_per_s:g} requests a second",
+                reason=KEY_RATE_LIMITED,
+                retry_after_s=bucket.hint_s(count, now),
+            )
+        bucket.take(count)
+
+    def _hold(self, caller: Caller, change: int) -> None:
+        if not caller.key:
+            return
+        held = self._held.get(caller.key, 0) + change
+        if held > 0:
+            self._held[caller.key] = held
+        else:
+            self._held.pop(caller.key, None)
+
+
+def header_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """The `authorization` field of a call's metadata."""
+    value = next((value for key, value in metadata if key == AUTHORIZATION_KEY), None)
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def _cut(request: GenerateRequest, key: ApiKey, default_max_tokens: int) -> GenerateRequest:
+    """The request within a key's bounds. Raises InvalidRequestError."""
+    if request.priority > key.max_priority:
+        raise InvalidRequestError(
+            f"priority must be at most {key.max_priority} with this API key, "
+            f"got {request.priority}",
+            reason="KEY_PRIORITY",
+            param="priority",
+        )
+    if not key.max_tokens:
+        return request
+    stopping = request.stopping
+    for name in ("max_tokens", "min_tokens"):
+        asked = getattr(stopping, name)
+        if asked is not None and asked > key.max_tokens:
+            raise InvalidRequestError(
+                f"{name} must be at most {key.max_tokens} with this API key, got {asked}",
+                reason="KEY_MAX_TOKENS",
+                param="max_tokens",
+            )
+    if stopping.max_tokens is not None:
+        return request
+    default = stopping.default_max_tokens
+    most = min(default_max_tokens if default is None else default, key.max_tokens)
+    stopping = dataclasses.replace(stopping, default_max_tokens=most)
+    return dataclasses.replace(request, stopping=stopping)
+
+
+def _too_many(bound: str, count: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{bound} at once, and these are {count}: every answer is one",
+        reason=KEY_TOO_MANY,
+        param="n",
+    )
+
+
+def _stamp_of(path: Path) -> object:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_ino, found.st_mtime_ns, found.st_size)

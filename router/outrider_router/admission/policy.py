@@ -1,0 +1,238 @@
+"""Admission: who of those that wait is placed, and where.
+
+`plan` decides and knows no clock, no lock and no task; `admission_queue` performs its actions.
+Places are given in the order of `waiting.in_order`. A session that does not fit is not overtaken,
+so a large one cannot starve; only those whose tenant has as many running as it may are passed by.
+
+A verifier takes K/V as its sessions grow and preempts where that is more than it has. So what is
+given away here is what sessions are expected to hold, and a session is placed beyond that where
+those of lower priority can be preempted for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from outrider.errors import UnavailableError
+from outrider.ids import RequestId, TenantId, VerifierId
+from outrider.wire.limits import MAX_PRIORITY
+from outrider_router.admission.wait_order import Ticket, in_order
+
+NO_VERIFIER = "NO_VERIFIER"
+"""Reason of errors: no verifier is healthy."""
+MIN_PRIORITY = -MAX_PRIORITY
+MOST_BEYOND = 32
+"""Sessions beyond those that a verifier serves that are placed there for others to make way; it
+lets some more wait, 64 unless it is told otherwise."""
+FULL_BACKOFF_S = 0.1
+"""Pause after a verifier refused a session that the ledger thought would fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The sessions of one priority on a verifier."""
+
+    sessions: int = 0
+    tokens: int = 0
+    """Tokens of KV that they are expected to hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifierLoad:
+    """A healthy verifier's budget and what the ledger has given away."""
+
+    verifier_id: VerifierId
+    total_tokens: int
+    """Tokens that its KV cache holds."""
+    block_tokens: int = 1
+    """Sessions are counted in multiples of this."""
+    overcommit: float = 1.0
+    """So many times the cache is given away."""
+    placed: Mapping[int, Placed] = field(default_factory=dict)
+    """What this router has placed there, by priority."""
+    max_sessions: int
+    others_tokens: int = 0
+    """Tokens that sessions of other routers held there at the last look."""
+    waiting: int = 0
+    """Sessions that waited for KV there at the last look."""
+    free_tokens: int = 0
+    """Tokens that were free there at the last look, less the prompts placed since."""
+    draining: bool = False
+    """Whether it takes no new sessions any more."""
+    not_before: float = 0.0
+    """Clock time before which nothing is placed here, seconds."""
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that were placed here."""
+        return sum(placed.sessions for placed in self.placed.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of KV that are given away."""
+        return sum(placed.tokens for placed in self.placed.values())
+
+    def rounded(self, tokens: int) -> int:
+        """`tokens` in whole blocks."""
+        return -(-tokens // self.block_tokens) * self.block_tokens
+
+    def fits_empty(self, tokens: int) -> bool:
+        """Whether a session that may grow to this size could ever be served here."""
+        fits = self.rounded(tokens) <= self.total_tokens and self.max_sessions > 0
+        return fits and not self.draining
+
+    def fits_now(self, ticket: Ticket, now: float) -> bool:
+        """Whether a session fits beside those that were placed."""
+        if self.sessions and self.waiting and self.free_tokens < self.rounded(ticket.prompt_tokens):
+            # More is held there than was expected; those that wait go first.
+            return False
+        return self._takes(ticket, now, self.sessions, self.tokens)
+
+    def fits_by_preempting(self, ticket: Ticket, now: float) -> bool:
+        """Whether it fits beside those of its priority and above: others can be preempted for it.
+
+        Few are made to wait at once: a verifier holds no more than it is told to.
+        """
+        above = self.from_priority(ticket.priority)
+        most = self.max_sessions + MOST_BEYOND
+        if above.sessions == self.sessions or self.sessions >= most:
+            return False
+        return self._takes(ticket, now, above.sessions, above.tokens)
+
+    def from_priority(self, priority: int) -> Placed:
+        """What is placed here of this priority and above."""
+        above = [placed for level, placed in self.placed.items() if level >= priority]
+        return Placed(sum(each.sessions for each in above), sum(each.tokens for each in above))
+
+    def with_session(self, ticket: Ticket) -> VerifierLoad:
+        """The load after a session is placed."""
+        load = self.changed(ticket.priority, 1, self.rounded(ticket.tokens))
+        used = self.rounded(ticket.prompt_tokens)
+        return replace(load, free_tokens=max(0, self.free_tokens - used))
+
+    def changed(self, priority: int, sessions: int, tokens: int) -> VerifierLoad:
+        """The load with so many sessions and tokens of a priority more."""
+        before = self.placed.get(priority, Placed())
+        after = Placed(before.sessions + sessions, before.tokens + tokens)
+        placed = {**self.placed, priority: after}
+        if not after.sessions:
+            del placed[priority]
+        return replace(self, placed=placed)
+
+    def _takes(self, ticket: Ticket, now: float, sessions: int, tokens: int) -> bool:
+        room = self.overcommit * self.total_tokens - self.others_tokens
+        fits = not sessions or tokens + self.rounded(ticket.tokens) <= room
+        return (
+            now >= self.not_before
+            and sessions < self.max_sessions
+            and self.fits_empty(ticket.kv_tokens)
+            and fits
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What `plan` decides from."""
+
+    queue: tuple[Ticket, ...]
+    verifiers: tuple[VerifierLoad, ...]
+    """Healthy verifiers only."""
+    room: Mapping[TenantId, int] = field(default_factory=dict)
+    """Requests that tenants may have placed beside those that are, where that is bounded."""
+    aging_s: float = 0.0
+    """As in `in_order`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Serve the request on this verifier."""
+
+    request_id: RequestId
+    verifier_id: VerifierId
+    preempts: bool = False
+    """Whether sessions of lower priority have to make way for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """The request's deadline passed while it waited."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """No verifier is left to wait for, or none that could ever serve it."""
+
+    request_id: RequestId
+
+
+Action = Admit | Expire | Refuse
+
+
+def plan(state: State, now: float) -> list[Action]:
+    """What to do with the waiting requests, in order."""
+    actions: list[Action] = []
+    loads = {load.verifier_id: load for load in state.verifiers}
+    room = dict(state.room)
+    blocked = False
+    for ticket in in_order(state.queue, now, state.aging_s):
+        if ticket.deadline is not None and now >= ticket.deadline:
+            actions.append(Expire(ticket.request_id))
+        elif not any(load.fits_empty(ticket.kv_tokens) for load in loads.values()):
+            # It may come back; meanwhile nobody else waits for it.
+            if ticket.patient_until is None or now >= ticket.patient_until:
+                actions.append(Refuse(ticket.request_id))
+        elif not blocked and room.get(ticket.tenant, 1) > 0:
+            chosen = choose_verifier(loads.values(), ticket, now)
+            if chosen is None:
+                blocked = True
+                continue
+            action, load = chosen
+            loads[load.verifier_id] = load
+            if ticket.tenant in room:
+                room[ticket.tenant] -= 1
+            actions.append(action)
+    return actions
+
+
+def choose_verifier(
+    loads: Collection[VerifierLoad], ticket: Ticket, now: float
+) -> tuple[Admit, VerifierLoad] | None:
+    """Where a session goes, and the load there with it.
+
+    The largest free share of KV; ties by fewest sessions, then by id. Where it fits nowhere: the
+    largest share that those of its priority and above leave.
+    """
+    able = [load for load in loads if load.fits_now(ticket, now)]
+    priority, preempts = MIN_PRIORITY, not able
+    if preempts:
+        able = [load for load in loads if load.fits_by_preempting(ticket, now)]
+        priority = ticket.priority
+
+    def share(load: VerifierLoad) -> tuple[float, int, VerifierId]:
+        held = load.from_priority(priority).tokens + load.others_tokens
+        return held / load.total_tokens, load.sessions, load.verifier_id
+
+    chosen = min(able, key=share, default=None)
+    if chosen is None:
+        return None
+    admit = Admit(ticket.request_id, chosen.verifier_id, preempts)
+    return admit, chosen.with_session(ticket)
+
+
+def next_wake(state: State, now: float) -> float | None:
+    """The next clock time at which `plan` may decide differently by itself, or None."""
+    ends = [end for ticket in state.queue for end in (ticket.deadline, ticket.patient_until)]
+    times = [end for end in ends if end is not None]
+    if state.queue:
+        times += [load.not_before for load in state.verifiers]
+    return min((time for time in times if time > now), default=None)
+
+
+def no_verifier() -> UnavailableError:
+    """The error of a request while no verifier is healthy."""
+    return UnavailableError(
+        "no verifier is ready; try again later", reason=NO_VERIFIER, retry_after_s=1.0
+    )

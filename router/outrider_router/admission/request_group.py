@@ -1,0 +1,54 @@
+"""Requests that come together: they are let into the queue together, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+
+from outrider.errors import CancelledRequestError, OutriderError
+from outrider_router.admission.wait_order import Ticket
+
+
+class Party:
+    """The answers that one call asks for. Of one event loop."""
+
+    def __init__(self, size: int) -> None:
+        """`size`: of them."""
+        self._size = size
+        self._tickets: list[Ticket] = []
+        self._loop = asyncio.get_running_loop()
+        self._entered: asyncio.Future[None] = self._loop.create_future()
+        self.inside = self.refused = False
+        """What was decided, if anything was."""
+
+    def join(self, ticket: Ticket) -> tuple[Ticket, ...]:
+        """One more is there; all of them once nobody is missing, until then none. None of a party
+        that was refused."""
+        self._tickets.append(ticket)
+        complete = len(self._tickets) == self._size and not self.refused
+        return tuple(self._tickets) if complete else ()
+
+    def let_in(self) -> None:
+        """All of them are in."""
+        self.inside = True
+        # The last one waits like the others: they go on in the order in which they came.
+        self._loop.call_soon(self._entered.set_result, None)
+
+    def refuse(self, error: OutriderError) -> None:
+        """None of them gets in; nothing happens once that was decided."""
+        if not self.inside and not self.refused:
+            self.refused = True
+            self._entered.set_exception(error)
+            # Perhaps nobody waits for it.
+            self._entered.exception()
+
+    def leave(self) -> None:
+        """One of them goes away: who comes later must not wait for it, nor be placed beside it."""
+        self.refuse(CancelledRequestError("a request of the same call has left"))
+
+    async def wait(self) -> None:
+        """Wait until they are in. Raises why they are not."""
+        try:
+            # Whoever leaves does not take it from the others.
+            await asyncio.shield(self._entered)
+        except OutriderError as error:
+            raise error.copy() from None

@@ -1,0 +1,196 @@
+"""Accepts the connections of an HTTP port: counted before the TLS handshake, which has a limit, and
+set up one at a time, so that a burst of them does not hold the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Final
+
+from outrider_router.admission.arrival_queue import ArrivalQueue
+from outrider_router.api.http.connection_slots import Holder, Places
+
+REFUSAL_S: Final = 1.0
+"""Time that a connection without a place has for its handshake, and then for its request."""
+_RETRY_S: Final = 0.05
+"""Time until the next try where the system had no descriptor for a connection."""
+_MAX_ACCEPTS: Final = 256
+"""Connections that are accepted in one turn of the event loop: about 20 ms."""
+_PEEKED_BYTES: Final = 256
+
+
+class Accepted:
+    """One connection from the moment it is accepted until it is closed."""
+
+    def __init__(self, sock: socket.socket, places: Places) -> None:
+        self._sock = sock
+        self._places = places
+        self.connection: Holder | None = None
+        """What serves it; None before and during the handshake."""
+        self.is_cut = False
+        self.is_refused = False
+        """Whether it has no place, and is only told so."""
+
+    def enter(self) -> bool:
+        """Take a place, or the right to hear of its lack; whether it has either."""
+        if self._places.take(self):
+            return True
+        self.is_refused = self._places.refuse()
+        return self.is_refused
+
+    def leave(self) -> None:
+        """It is closed. Idempotent."""
+        self._places.leave(self)
+        if self.is_refused:
+            self.is_refused = False
+            self._places.refused -= 1
+
+    def busy(self) -> None:
+        """It has asked for something."""
+        self._places.busy(self)
+
+    def idle(self) -> None:
+        """It has its answer, or has begun to speak."""
+        self._places.idle(self)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether everything that was answered has been sent."""
+        return self.connection is None or self.connection.is_sent
+
+    def cut(self) -> None:
+        """Close it now."""
+        self.is_cut = True
+        if self.connection is not None:
+            self.connection.cut()
+        else:
+            # Whatever waits for the peer goes on at once, and fails.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+
+class Acceptor:
+    """Accepts the connections of a listening socket; has what uvicorn asks of a server."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        connect: Callable[[Accepted], asyncio.BaseProtocol],
+        *,
+        places: Places,
+        tls: ssl.SSLContext | None,
+        handshake_s: float,
+        silence_s: float,
+        is_urgent: Callable[[bytes], bool],
+    ) -> None:
+        """`connect` makes what serves a connection; `silence_s` is the longest time until its
+        first byte; `is_urgent` says by the first bytes of a connection, up to 256, whether it is
+        set up before those that wait. Begins to accept; needs a running loop."""
+        listener.setblocking(False)
+        # uvicorn closes its own before the loop has forgotten it.
+        self._listener = listener.dup()
+        self._connect = connect
+        self._places = places
+        self._tls, self._handshake_s, self._silence_s = tls, handshake_s, silence_s
+        self._is_urgent = is_urgent
+        self._turns = ArrivalQueue()
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        self._listen()
+
+    def close(self) -> None:
+        """Accept nothing more, and end handshakes; connections stay. Idempotent."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+        for task in self._beginning:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing of `close` is left to do."""
+        await asyncio.gather(*self._beginning, return_exceptions=True)
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Accept all that wait, so that an urgent one behind many others is found at once."""
+        for _ in range(_MAX_ACCEPTS):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                # None is left, or the peer is gone already.
+                return
+            except OSError:
+                # No descriptor is left for it.
+                self._places.make_room()
+                self._loop.remove_reader(self._listener)
+                self._retry = self._loop.call_later(_RETRY_S, self._listen)
+                return
+            sock.setblocking(False)
+            self._enter(sock)
+
+    def _enter(self, sock: socket.socket) -> None:
+        accepted = Accepted(sock, self._places)
+        if not accepted.enter():
+            sock.close()
+            return
+        task = self._loop.create_task(self._begin(sock, accepted))
+        self._beginning.add(task)
+        task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, sock: socket.socket, accepted: Accepted) -> None:
+        """Have a connection served once it has spoken and its handshake is done."""
+        try:
+            limit_s = REFUSAL_S if accepted.is_refused else self._silence_s
+            with contextlib.ExitStack() as unless_spoken:
+                unless_spoken.callback(sock.close)
+                first = await _first_bytes(sock, limit_s)
+                if first is None or accepted.is_cut:
+                    return
+                if not self._is_urgent(first):
+                    # It waits for an answer, so it keeps its place meanwhile.
+                    accepted.busy()
+                    await self._turns.enter()
+                unless_spoken.pop_all()
+            accepted.idle()
+            limit_s = min(self._handshake_s, REFUSAL_S if accepted.is_refused else math.inf)
+            await self._loop.connect_accepted_socket(
+                lambda: self._connect(accepted),
+                sock,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else limit_s,
+            )
+        except (OSError, TimeoutError):
+            # The peer left, speaks no TLS, or was too slow.
+            pass
+        finally:
+            if accepted.connection is None:
+                accepted.leave()
+
+
+async def _first_bytes(sock: socket.socket, limit_s: float) -> bytes | None:
+    """Wait for the first bytes of a connection, which stay to be read; none at its end, None if
+    neither came in time.
+
+    Until then the connection is a descriptor and nothing else, without buffers for TLS.
+    """
+    with contextlib.suppress(BlockingIOError):
+        return sock.recv(_PEEKED_BYTES, socket.MSG_PEEK)
+    loop = asyncio.get_running_loop()
+    spoken = asyncio.Event()
+    loop.add_reader(sock.fileno(), spoken.set)
+    try:
+        await asyncio.wait_for(spoken.wait(), limit_s)
+    except TimeoutError:
+        return None
+    finally:
+        loop.remove_reader(sock.fileno())
+    return sock.recv(_PEEKED_BYTES, socket.MSG_PEEK)

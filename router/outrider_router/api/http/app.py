@@ -1,0 +1,82 @@
+"""The ASGI application: routes, errors, the published OpenAPI."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+import outrider
+from outrider.errors import OutriderError
+from outrider_router.api.http import generation_routes, info_routes
+from outrider_router.api.http.dependencies import operator
+from outrider_router.api.http.errors import on_http, on_mistakes, on_typed
+from outrider_router.api.http.json_route import JsonParser
+from outrider_router.api.http.middleware import REQUEST_ID, Guard
+from outrider_router.api.status_page import status_router
+from outrider_router.requests.service import RouterService
+
+DESCRIPTION = "OpenAI's API, served by speculative decoding."
+
+
+def make_app(service: RouterService) -> ASGIApp:
+    """Everything that the router serves over HTTP."""
+    options = service.config.http_options
+    guard = Guard(make_api(service), service.gate, options, service.arrivals)
+    if not options.cors_origins:
+        return guard
+    # Outside of the guard: browsers ask without a key whether they may ask.
+    return CORSMiddleware(
+        guard,
+        allow_origins=options.cors_origins,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=[REQUEST_ID, "retry-after", "retry-after-ms"],
+    )
+
+
+def make_api(service: RouterService) -> FastAPI:
+    """The routes alone."""
+    root_path = service.config.http_options.root_path
+    app = FastAPI(
+        title="Outrider",
+        version=outrider.__version__,
+        description=DESCRIPTION,
+        # Their pages load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+        generate_unique_id_function=_operation_id,
+        servers=[{"url": root_path}] if root_path else None,
+    )
+    app.state.service = service
+    app.state.created = int(time.time())
+    app.state.json_parser = JsonParser(service.config.http_options.max_json_values)
+    app.include_router(generation_routes.router)
+    app.include_router(info_routes.router)
+    app.include_router(status_router(service, [Depends(operator)]))
+    app.add_exception_handler(OutriderError, on_typed)
+    app.add_exception_handler(RequestValidationError, on_mistakes)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_typed)
+    _publish(app)
+    return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name if route.path != "/ping" else "ping"
+
+
+def _publish(app: FastAPI) -> None:
+    """Take the framework's own form of errors out of the OpenAPI: ours is another one."""
+    schema: dict[str, Any] = app.openapi()
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)

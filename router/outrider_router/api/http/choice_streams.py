@@ -1,0 +1,234 @@
+"""Serving the choices of one HTTP request while its client is there.
+
+An answer begins with its first text: whatever goes wrong before has a status of its own, whatever
+goes wrong later is an event of the stream. A client that leaves cancels what it asked for. Writes
+wait until the client has taken what was written before, so a slow reader holds no more here than
+it does over gRPC (`outrider_router.base.slow_readers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.errors import ResourceExhaustedError
+from outrider.ids import RequestId
+from outrider.wire.inference import Delta, FinishInfo, GenerateRequest, PromptInfo, StreamEvent
+from outrider_router.admission.access_control import Pass
+from outrider_router.admission.request_group import Party
+from outrider_router.api.http.errors import describe
+from outrider_router.api.http.response_writers import Choice, Form
+from outrider_router.api.http.usage import usage
+from outrider_router.base import api_keys
+from outrider_router.base.slow_readers import SLOW_READER, timely
+from outrider_router.requests.service import RouterService
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies of nginx's kind would hold events back.
+    (b"x-accel-buffering", b"no"),
+]
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What an HTTP request comes to."""
+
+    requests: Sequence[GenerateRequest]
+    """One a choice."""
+    form: Form
+    request_id: RequestId
+    """What it is called in logs and in the answer's headers."""
+    caller: api_keys.Caller
+    traceparent: str = ""
+    """The client's W3C Trace Context, if it has one."""
+    timeout_s: float | None = None
+    """Time that all of it may take; None does not bound it."""
+    echoes: Sequence[str] = ()
+    """What each choice begins with, if they begin with their prompts."""
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+
+class Answering(Response):
+    """An answer that is made while it is sent."""
+
+    def __init__(self, service: RouterService, asked: Asked, *, stream: bool) -> None:
+        super().__init__()
+        self._service, self._asked, self._stream = service, asked, stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve; raises what went wrong before the answer has begun."""
+        serve = _stream if self._stream else _whole
+        await _unless_gone(receive, serve(self._service, self._asked, send))
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work; cancel it when the client leaves."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _serve_choices(
+    service: RouterService,
+    asked: Asked,
+    write: Callable[[Choice, StreamEvent], Awaitable[None]],
+) -> list[Choice]:
+    """Serve all choices side by side; the first error of one ends the others."""
+    echoes = asked.echoes or [""] * len(asked.requests)
+    choices = [Choice(index=index, echo=echo) for index, echo in enumerate(echoes)]
+
+    async def serve(choice: Choice, passed: Pass) -> None:
+        async def take(event: StreamEvent) -> None:
+            await write(choice, event)
+
+        own_id = asked.request_id
+        await service.serve(
+            asked.requests[choice.index],
+            take,
+            timeout_s=asked.timeout_s,
+            caller=asked.caller,
+            traceparent=asked.traceparent,
+            own_id=own_id if len(choices) == 1 else RequestId(f"{own_id}-{choice.index}"),
+            passed=passed,
+            party=party,
+        )
+
+    # All at once: of places and rates, some choices would keep the others out for ever.
+    party = Party(len(choices)) if len(choices) > 1 else None
+    passes = service.gate.enter(asked.caller, asked.requests)
+    try:
+        await _all([partial(serve, *pair) for pair in zip(choices, passes, strict=True)])
+    finally:
+        for passed in passes:
+            passed.leave()
+    return choices
+
+
+async def _all(works: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Do them side by side; the first error of one ends the others."""
+    if len(works) == 1:
+        await works[0]()
+        return
+    tasks = [asyncio.create_task(work()) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _whole(service: RouterService, asked: Asked, send: Send) -> None:
+    async def collect(choice: Choice, event: StreamEvent) -> None:
+        match event:
+            case Delta():
+                choice.text.append(event.text)
+                choice.token_ids += event.token_ids
+                choice.logprobs += event.logprobs
+            case FinishInfo():
+                choice.finish = event
+            case PromptInfo():
+                choice.prompt_ids = event.prompt_token_ids
+
+    choices = await _serve_choices(service, asked, collect)
+    body = asked.form.whole(choices).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class _Events:
+    """Server-sent events to one client; an empty one ends them."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+
+    async def __call__(self, events: str) -> None:
+        if not self.begun:
+            self.begun = True
+            await self._send(
+                {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+            )
+        await self._send(
+            {"type": "http.response.body", "body": events.encode(), "more_body": bool(events)}
+        )
+
+
+class _Chunks:
+    """Makes events of what the choices of an answer say."""
+
+    def __init__(self, asked: Asked, write: Callable[[str], Awaitable[None]]) -> None:
+        self._form, self._write = asked.form, write
+        self._continuous = asked.continuous_usage
+        self._silent = asked.form.only_text
+        """Whether tokens that complete no text need no chunk."""
+        self._prompt_tokens: dict[int, int] = {}
+
+    async def __call__(self, choice: Choice, event: StreamEvent) -> None:
+        match event:
+            case Delta():
+                choice.tokens += len(event.token_ids)
+                if event.text or not self._silent:
+                    chunk = self._form.delta(
+                        choice, event.text, event.token_ids, event.logprobs, self._usage(choice)
+                    )
+                    await self._write(chunk)
+            case FinishInfo():
+                choice.finish = event
+                choice.tokens = event.usage.completion_tokens
+                await self._write(self._form.end(choice, self._usage(choice)))
+            case PromptInfo():
+                self._prompt_tokens[choice.index] = event.prompt_tokens
+                choice.prompt_ids = event.prompt_token_ids
+
+    def _usage(self, choice: Choice) -> dict[str, object] | None:
+        if not self._continuous:
+            return None
+        return usage(self._prompt_tokens.get(choice.index, 0), choice.tokens)
+
+
+async def _stream(service: RouterService, asked: Asked, send: Send) -> None:
+    events = _Events(send)
+    patience_s = service.config.overload.slow_reader_s
+    try:
+        async with timely(events, slow_reader_s=patience_s) as write:
+            try:
+                choices = await _serve_choices(service, asked, _Chunks(asked, write))
+                last = asked.form.total(choices) if asked.include_usage else ""
+            except Exception as error:
+                if not events.begun:
+                    raise
+                last = f"data: {describe(error).body}\n\n"
+            await write(last + DONE)
+            await write("")
+    except ResourceExhaustedError as error:
+        if error.reason != SLOW_READER:
+            raise
+        # Not a word more gets through; the server closes the connection.
+        service.metrics.refusals.labels(SLOW_READER).inc()

@@ -1,0 +1,167 @@
+"""HTTP connections of one server: how long each may take to say something, and in which pieces.
+
+uvicorn leaves a connection alone that has not said what it wants. Here a head and a body have to
+come in time, and where there is no room for one more connection the one that was idle longest makes
+it: those that wait for an answer never do. Where none is idle the new one hears 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar, Final, Literal
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from outrider_router.api.http.acceptor import REFUSAL_S, Accepted
+from outrider_router.api.http.connection_slots import CONNECTIONS_EXHAUSTED
+from outrider_router.api.http.errors import INVALID, HttpError
+from outrider_router.config import HttpConfig
+
+SMALL_CHUNK_BYTES: Final = 1024
+_FULL: Final = HttpError(
+    status=503,
+    type="service_unavailable_error",
+    message="As many connections as there may be are waiting for answers.",
+    code=CONNECTIONS_EXHAUSTED.lower(),
+    retry_after_s=1.0,
+)
+_PHRASES: Final = {400: "Bad Request", 503: "Service Unavailable"}
+
+
+class _BoundedParser(h11.Connection):
+    """h11's parser with a bound on small chunks: each takes as long as a large one."""
+
+    def __init__(self, max_small_chunks: int) -> None:
+        super().__init__(h11.SERVER)
+        self._max_small_chunks = max_small_chunks
+        self._small_chunks = 0
+        self.problem = "The request is not HTTP/1.1."
+        """What is wrong with a request that raised RemoteProtocolError."""
+
+    def next_event(self) -> Any:
+        """The next event of the peer. Raises h11.RemoteProtocolError."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._small_chunks = 0
+        elif isinstance(event, h11.Data) and event.chunk_start and event.chunk_end:
+            self._small_chunks += len(event.data) < SMALL_CHUNK_BYTES
+            if self._small_chunks > self._max_small_chunks:
+                self.problem = (
+                    f"The body has more than {self._max_small_chunks} chunks of less than "
+                    f"{SMALL_CHUNK_BYTES} bytes; send larger chunks, or a Content-Length."
+                )
+                raise h11.RemoteProtocolError(self.problem)
+        return event
+
+
+class Connection(H11Protocol):
+    """One connection; `connections_of` makes the class of a server's."""
+
+    options: ClassVar[HttpConfig]
+    accepted: Accepted
+    """Its place; set by whoever makes it."""
+    _timer: asyncio.TimerHandle | None = None
+    """Ends it where what `_waits_for` says does not come in time."""
+    _waits_for: Literal["", "head", "body"] = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As uvicorn makes it."""
+        super().__init__(*args, **kwargs)
+        self._parser = _BoundedParser(self.options.max_small_chunks)
+        self.conn = self._parser
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request."""
+        super().connection_made(transport)
+        self.accepted.connection = self
+        self._wait_for("head", REFUSAL_S if self.accepted.is_refused else self.options.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give the place back."""
+        super().connection_lost(exc)
+        self._wait_for("", 0.0)
+        self.accepted.leave()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what was sent, and see what is still to come."""
+        if self.accepted.is_refused:
+            self._tell(_FULL)
+            return
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            if self.conn.trailing_data[0]:
+                self._wait_for("head", self.options.head_s)
+            else:
+                # The rest of a body whose answer did not need it: uvicorn forgot its own timer.
+                self.accepted.idle()
+                self._wait_for("head", self.options.keep_alive_s)
+        else:
+            self.accepted.busy()
+            self._wait_for_body()
+
+    def on_response_complete(self) -> None:
+        """Idle again, unless the next request has come already or the body has still to come."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE:
+            # uvicorn's own timer ends it if nothing comes.
+            self._wait_for("", 0.0)
+            self.accepted.idle()
+        else:
+            self._wait_for_body()
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether all that was answered is on its way: a slow reader's answer may wait here."""
+        return self.transport.get_write_buffer_size() == 0
+
+    def cut(self) -> None:
+        """End it now."""
+        self.transport.abort()
+
+    def _wait_for_body(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:
+            self._wait_for("body", self.options.body_s)
+        else:
+            self._wait_for("", 0.0)
+
+    def _wait_for(self, what: Literal["", "head", "body"], seconds: float) -> None:
+        """What is to come within so many seconds; time runs on for what it waits for already."""
+        if what == self._waits_for:
+            return
+        self._waits_for = what
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, self.cut) if what else None
+
+    def send_400_response(self, msg: str) -> None:
+        """Tell what is wrong with a request that cannot be read, unless its answer has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            # It is sent around the parser, whose state is beyond answering.
+            self._tell(
+                HttpError(
+                    status=400, type=INVALID, message=self._parser.problem, code="invalid_request"
+                )
+            )
+        else:
+            self.cut()
+
+    def _tell(self, error: HttpError) -> None:
+        """Send an error and close."""
+        if self.transport.is_closing():
+            return
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(error.body)),
+            "connection": "close",
+            **error.headers,
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        text = f"HTTP/1.1 {error.status} {_PHRASES[error.status]}\r\n{head}\r\n{error.body}"
+        self.transport.write(text.encode())
+        self.transport.close()
+
+
+def connections_of(options: HttpConfig) -> type[Connection]:
+    """The class of the connections of a server with these options."""
+    return type("Connection", (Connection,), {"options": options})

@@ -1,0 +1,38 @@
+"""Who asks, by the headers of a request: the one place where credentials are looked at."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from outrider_router.api.http.middleware import CALLER
+from outrider_router.base import api_keys
+from outrider_router.requests.service import RouterService
+
+
+def service_of(request: Request) -> RouterService:
+    """The router that a request came to."""
+    service: RouterService = request.app.state.service
+    return service
+
+
+async def caller(request: Request) -> api_keys.Caller:
+    """Whoever sends a request, as over gRPC. Raises InvalidRequestError."""
+    gate = service_of(request).gate
+    if gate.closed:
+        # Looked up where the request came in.
+        known: api_keys.Caller = request.scope[CALLER]
+        return known
+    return gate.caller(request.headers.items())
+
+
+async def operator(request: Request) -> None:
+    """Let operators in alone, where API keys are asked for. Raises UnauthenticatedError,
+    PermissionDeniedError."""
+    service_of(request).gate.authorize_operator(request.headers.get("authorization"))
+
+
+Caller = Annotated[api_keys.Caller, Depends(caller)]
+Operator = Annotated[None, Depends(operator)]
+Service = Annotated[RouterService, Depends(service_of)]

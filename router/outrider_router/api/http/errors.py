@@ -1,0 +1,194 @@
+"""Typed errors in OpenAI's form: every class of `outrider.errors` has its status here, once."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider import errors
+from outrider.errors import OutriderError
+from outrider.transport.error_codec import to_status
+from outrider_router.api.http.validation_errors import describe_body
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+
+STATUSES: Final[dict[type[OutriderError], tuple[int, str]]] = {
+    errors.InvalidRequestError: (400, INVALID),
+    errors.UnauthenticatedError: (401, "authentication_error"),
+    errors.PermissionDeniedError: (403, "permission_error"),
+    errors.NotFoundError: (404, "not_found_error"),
+    errors.AlreadyExistsError: (409, "conflict_error"),
+    errors.AbortedError: (409, "conflict_error"),
+    errors.ResourceExhaustedError: (429, "rate_limit_error"),
+    # What nginx says of a client that has left; here it is a request that was aborted by its id.
+    errors.CancelledRequestError: (499, "cancelled_error"),
+    errors.FailedPreconditionError: (500, SERVER),
+    errors.InternalError: (500, SERVER),
+    errors.UnavailableError: (503, "service_unavailable_error"),
+    errors.DeadlineExceededError: (504, "timeout_error"),
+    OutriderError: (500, SERVER),
+}
+"""HTTP status and OpenAI's `type`, by class; a class that is not here has its base's."""
+
+CODES: Final = {
+    "CONTEXT_EXCEEDED": "context_length_exceeded",
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "NO_MODEL": "model_not_found",
+    "NO_KEY": "missing_api_key",
+    "WRONG_KEY": "invalid_api_key",
+    "KEY_RATE_LIMITED": "rate_limit_exceeded",
+    "RATE_LIMITED": "rate_limit_exceeded",
+}
+"""Reasons that OpenAI's clients know by another `code`; all others are in lower case."""
+
+_TYPES: Final = {400: INVALID, 404: "not_found_error", 429: "rate_limit_error"}
+_HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+UNPUBLISHED_PATHS: Final = ("/openapi.json", "/", "/status.json")
+"""Paths for GET that are not in the OpenAPI: its own, the status page and its state."""
+ASKED: Final = "outrider.asked"
+"""In a request's scope: its method and its path as the client sent them."""
+MAX_QUOTED_CHARS: Final = 100
+"""Characters of a path or a header that a message quotes."""
+FIELD_NAMES: Final = "outrider.field_names"
+"""In a request's scope: names of its fields by those that typed errors have in `param`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpError:
+    """An error as a client hears it."""
+
+    status: int
+    type: str
+    message: str
+    code: str
+    param: str | None = None
+    retry_after_s: float | None = None
+    headers_added: Mapping[str, str] = field(default_factory=dict)
+    """Headers beside those that follow from the rest."""
+
+    @property
+    def body(self) -> str:
+        """JSON in OpenAI's form."""
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return json.dumps({"error": error})
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """`Retry-After` in whole seconds, and in milliseconds as OpenAI's clients read it; how to
+        show a key, where none was shown."""
+        if self.status == 401:
+            return {"www-authenticate": 'Bearer realm="outrider", Basic realm="outrider"'}
+        hint = self.retry_after_s
+        if hint is None or not math.isfinite(hint):
+            return dict(self.headers_added)
+        hint = max(0.0, hint)
+        return {"retry-after": str(math.ceil(hint)), "retry-after-ms": str(math.ceil(hint * 1e3))}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        """The whole answer."""
+        return Response(
+            self.body,
+            status_code=self.status,
+            headers={**(headers or {}), **self.headers},
+            media_type="application/json",
+        )
+
+
+def describe(error: BaseException) -> HttpError:
+    """What a client is told of an error; anything outside the tree is logged and stays opaque."""
+    kind = next((kind for kind in type(error).__mro__ if kind in STATUSES), OutriderError)
+    status, type_ = STATUSES[kind]
+    told = to_status(error)
+    return HttpError(
+        status=status,
+        type=type_,
+        message=told.message,
+        code=CODES.get(told.reason, told.reason.lower()),
+        param=getattr(error, "param", "") or None,
+        retry_after_s=told.retry_after_s,
+    )
+
+
+async def on_typed(request: Request, error: Exception) -> Response:
+    """Handler of everything that the router raises before it has begun to answer."""
+    described = describe(error)
+    names: Mapping[str, str] = request.scope.get(FIELD_NAMES, {})
+    param = described.param and names.get(described.param, described.param)
+    return replace(described, param=param).response()
+
+
+async def on_mistakes(request: Request, error: Exception) -> Response:
+    """Handler of bodies that no request can be read from."""
+    assert isinstance(error, RequestValidationError)
+    said = request.headers.get("content-type", "")
+    if not _is_json(said):
+        # The framework took the body for bytes, and found that these are no object.
+        return HttpError(
+            status=415,
+            type=INVALID,
+            message=f"Content-Type must be application/json, got {said[:MAX_QUOTED_CHARS]!r}",
+            code="unsupported_media_type",
+        ).response()
+    return describe(describe_body(error.errors(), error.body)).response()
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+async def on_http(request: Request, error: Exception) -> Response:
+    """Handler of what the framework refuses: unknown paths, methods, too large bodies."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    described = HttpError(
+        status=status,
+        type=_TYPES.get(status, INVALID if status < 500 else SERVER),
+        message=_unrouted(request, error) or str(error.detail),
+        code=_HTTP_CODES.get(status, "invalid_request"),
+    )
+    headers = dict(error.headers or {})
+    if "Allow" in headers:
+        headers["Allow"] = _allowed(error)
+    return described.response(headers)
+
+
+def _allowed(error: HTTPException) -> str:
+    """The methods that a path takes, in alphabetical order; HEAD wherever GET is."""
+    methods = set((error.headers or {}).get("Allow", "").split(", "))
+    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
+
+
+def _unrouted(request: Request, error: HTTPException) -> str:
+    """What is said of a path or a method that is not served; "" of any other error."""
+    asked = request.scope[ASKED]
+    if error.status_code == 405:
+        return f"{asked} is not served here; the path takes {_allowed(error)}"
+    if error.status_code == 404:
+        return f"{asked} is not served here; these are: {', '.join(_offered(request))}"
+    return ""
+
+
+def _offered(request: Request) -> list[str]:
+    """Methods and paths as clients ask for them: the published API, generation first, and what
+    describes and shows it."""
+    prefix: str = request.app.state.service.config.http_options.root_path
+    paths: dict[str, dict[str, object]] = request.app.openapi()["paths"]
+    published = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    offered = [*published, *(("GET", path) for path in UNPUBLISHED_PATHS)]
+    return [f"{method} {prefix}{path}" for method, path in offered]

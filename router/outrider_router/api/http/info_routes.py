@@ -1,0 +1,207 @@
+"""What does not generate: models, health, version, metrics, tokens of texts and texts of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel
+from starlette.responses import Response
+
+import outrider
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.text.chat import ChatOptions
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire.inference import ChatPrompt, ModelInfo, TextPrompt
+from outrider_router.admission.policy import no_verifier
+from outrider_router.api.http.dependencies import Caller, Operator, Service
+from outrider_router.api.http.json_route import JsonRoute
+from outrider_router.api.http.request_models import (
+    MAX_TOKENIZED_CHARS,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from outrider_router.api.http.request_translation import chat_prompt
+from outrider_router.api.http.response_models import (
+    Detokenized,
+    Health,
+    ModelBody,
+    ModelList,
+    Tokenized,
+    Version,
+    refusals,
+)
+from outrider_router.api.http.unsupported_fields import (
+    TOKENIZED_CHAT,
+    UnsupportedFieldError,
+    refuse_unsupported,
+)
+from outrider_router.api.server_status import models
+from outrider_router.requests.request import tokenize as tokenize_prompt
+from outrider_router.requests.request_options import check_ids
+from outrider_router.requests.service import RouterService
+
+router = APIRouter(route_class=JsonRoute)
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "No verifier is healthy, or it drains."}
+}
+
+
+@router.get("/health", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
+@router.get("/ping", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
+async def health(service: Service) -> Response:
+    """Whether requests can be served now."""
+    told = Health(status="ok" if service.ready else "unavailable")
+    return JSONResponse(told.model_dump(), status_code=200 if service.ready else 503)
+
+
+@router.get("/version", tags=["operations"])
+async def version() -> Version:
+    """Outrider's version."""
+    return Version(version=outrider.__version__)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
+    tags=["operations"],
+)
+async def metrics(request: Request, service: Service, _operator: Operator) -> Response:
+    """Prometheus metrics: those of the metrics port."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(service.metrics.registry), headers={"content-type": content_type})
+
+
+@router.get("/v1/models", responses=refusals(), tags=["OpenAI"])
+async def list_models(service: Service, request: Request, _caller: Caller) -> ModelList:
+    """The served models; none while no verifier is healthy."""
+    return ModelList(data=[_model(info, request) for info in models(service)])
+
+
+@router.get("/v1/models/{model:path}", responses=refusals(404), tags=["OpenAI"])
+async def get_model(model: str, service: Service, request: Request, _caller: Caller) -> ModelBody:
+    """One of them."""
+    return _model(_known(service, model), request)
+
+
+@router.post("/tokenize", response_model=Tokenized, responses=refusals(404, 503), tags=["tokens"])
+async def tokenize(body: TokenizeRequest, service: Service, caller: Caller) -> Response:
+    """Token ids of a text, or of a conversation in the model's chat template."""
+    info = _known(service, body.model)
+    with service.gate.visit(caller):
+        ids = await _ids(body, service)
+        return await asyncio.to_thread(
+            _tokenized, ids, info, service.tokenizer if body.return_token_strs else None
+        )
+
+
+def _tokenized(ids: tuple[int, ...], info: ModelInfo, names: Tokenizer | None) -> Response:
+    """The answer; on a thread, for half a million ids take long to write down."""
+    told = Tokenized(
+        count=len(ids),
+        max_model_len=info.max_context_len,
+        tokens=list(ids),
+        token_strs=None if names is None else [names.name(id_) for id_ in ids],
+    )
+    return _json(told)
+
+
+async def _ids(body: TokenizeRequest, service: RouterService) -> tuple[int, ...]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError(
+            "one of prompt and messages must be given", reason="INVALID_REQUEST", param="prompt"
+        )
+    opening = body.add_special_tokens is not False
+    if body.prompt == "":
+        return service.tokenizer.encode("", add_special_tokens=opening)
+    if body.prompt is not None:
+        prompt = TextPrompt(body.prompt)
+        return await tokenize_prompt(prompt, service.tokenizer, add_special_tokens=opening)
+    return await tokenize_prompt(
+        _conversation(body),
+        service.tokenizer,
+        chat_options=_chat_options(body),
+        parse_special_tokens=service.config.special_tokens_in_messages,
+    )
+
+
+def _chat_options(body: TokenizeRequest) -> ChatOptions:
+    continued = bool(body.continue_final_message)
+    wanted = body.add_generation_prompt
+    if continued and wanted:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot both be true",
+            reason="INVALID_REQUEST",
+            param="continue_final_message",
+        )
+    return ChatOptions(
+        add_generation_prompt=not continued if wanted is None else wanted,
+        continue_final_message=continued,
+    )
+
+
+def _conversation(body: TokenizeRequest) -> ChatPrompt:
+    refuse_unsupported(body.model_extra, TOKENIZED_CHAT)
+    if body.add_special_tokens:
+        raise UnsupportedFieldError(
+            "add_special_tokens is not supported here for messages: the chat template writes their "
+            "special tokens; it may be null or False",
+            param="add_special_tokens",
+        )
+    prompt = chat_prompt(body.messages or ())
+    size = sum(len(turn.content) for turn in prompt.messages)
+    if size > MAX_TOKENIZED_CHARS:
+        raise InvalidRequestError(
+            f"messages must have at most {MAX_TOKENIZED_CHARS} characters together, got {size}",
+            reason="INVALID_REQUEST",
+            param="messages",
+        )
+    return prompt
+
+
+@router.post(
+    "/detokenize", response_model=Detokenized, responses=refusals(404, 503), tags=["tokens"]
+)
+async def detokenize(body: DetokenizeRequest, service: Service, caller: Caller) -> Response:
+    """The text of token ids, special ones included."""
+    info = _known(service, body.model)
+    with service.gate.visit(caller):
+        return await asyncio.to_thread(_detokenized, body.tokens, info, service.tokenizer)
+
+
+def _detokenized(ids: list[int], info: ModelInfo, tokenizer: Tokenizer) -> Response:
+    """The answer; on a thread."""
+    check_ids(tuple(ids), info.vocab_size, "tokens")
+    return _json(Detokenized(prompt=tokenizer.decode(ids, with_special=True)))
+
+
+def _json(told: BaseModel) -> Response:
+    return Response(told.model_dump_json(), media_type="application/json")
+
+
+def _known(service: RouterService, name: str | None) -> ModelInfo:
+    """The served model of this name. Raises NotFoundError, UnavailableError."""
+    known = models(service)
+    if not known:
+        raise no_verifier()
+    found = next((info for info in known if name in (None, info.name)), None)
+    if found is None:
+        raise NotFoundError(
+            f"model {name!r} is not served here; {known[0].name!r} is",
+            reason="NO_MODEL",
+            param="model",
+        )
+    return found
+
+
+def _model(info: ModelInfo, request: Request) -> ModelBody:
+    return ModelBody(
+        id=info.name,
+        created=request.app.state.created,
+        root=info.name,
+        max_model_len=info.max_context_len,
+    )

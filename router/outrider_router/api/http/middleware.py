@@ -1,0 +1,153 @@
+"""What every HTTP request passes first: the gate, a bound on its body, and the id that it gets."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.errors import OutriderError
+from outrider.ids import RequestId
+from outrider.wire.inference import MAX_NAME_BYTES
+from outrider_router.admission.access_control import Gate
+from outrider_router.admission.arrival_queue import ArrivalQueue
+from outrider_router.api.http.errors import ASKED, INVALID, MAX_QUOTED_CHARS, HttpError, describe
+from outrider_router.api.http.request_models import MAX_CHOICES
+from outrider_router.config import HttpConfig
+
+OPEN_PATHS: Final = frozenset({"/health", "/ping"})
+"""What answers everybody, as health does over gRPC."""
+REQUEST_ID: Final = "x-request-id"
+OWN_ID: Final = "outrider.own_id"
+CLIENT_ID: Final = "outrider.client_id"
+CALLER: Final = "outrider.caller"
+"""In a request's scope: its ids, and whose API key it shows. Open paths have no caller."""
+_MOST = MAX_NAME_BYTES - len(f"-{MAX_CHOICES}")
+_VALID = re.compile(rf"[!-~]{{1,{_MOST}}}")
+
+
+def asks_for_open_path(first: bytes, root_path: str) -> bool:
+    """Whether a connection begins with a request for what answers everybody. `first`: its first
+    bytes; what is said under TLS cannot be told by them."""
+    method, _, rest = first.partition(b" ")
+    path = re.split(rb"[ ?]", rest, maxsplit=1)[0].decode("latin-1")
+    return method in (b"GET", b"HEAD") and path.removeprefix(root_path) in OPEN_PATHS
+
+
+class Guard:
+    """ASGI middleware: turns away callers without an API key, where keys are asked for, before
+    anything of a body is read; refuses large and encoded bodies, names every request and tells its
+    name.
+
+    An id that a client chose (`X-Request-Id`, printable ASCII) is what the router knows its request
+    by; any other one is made here.
+    """
+
+    def __init__(
+        self, app: ASGIApp, gate: Gate, options: HttpConfig, arrivals: ArrivalQueue
+    ) -> None:
+        self._app = app
+        self._gate = gate
+        self._arrivals = arrivals
+        self._max_body_bytes = options.max_body_bytes
+        self._root_path = options.root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[ASKED] = f"{scope['method']} {scope['path'][:MAX_QUOTED_CHARS]}"
+        self._strip_root_path(scope)
+        is_head = scope["method"] == "HEAD"
+        headers = Headers(scope=scope)
+        chosen = headers.get(REQUEST_ID, "")
+        client_id = RequestId(chosen) if _VALID.fullmatch(chosen) else None
+        own_id = client_id or RequestId(f"req-{secrets.token_hex(8)}")
+        scope[CLIENT_ID], scope[OWN_ID] = client_id, own_id
+        # Proxies may disagree on where such a request ends: nothing that follows it is believed.
+        is_ambiguous = "transfer-encoding" in headers and "content-length" in headers
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                told = MutableHeaders(scope=message)
+                told[REQUEST_ID] = own_id
+                if is_ambiguous:
+                    told["connection"] = "close"
+            elif is_head:
+                message = {**message, "body": b""}
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                scope[CALLER] = self._gate.authorize(headers.get("authorization"))
+        except OutriderError as error:
+            refusal: HttpError | None = describe(error)
+        else:
+            refusal = self._refusal(headers)
+        if refusal is not None:
+            await refusal.response({"connection": "close"})(scope, receive, named)
+            return
+        if self._root_path and scope["path"] == self._root_path:
+            # The page at "/" finds its files beside itself.
+            await RedirectResponse(f"{self._root_path}/")(scope, receive, named)
+            return
+        if scope["path"] not in OPEN_PATHS:
+            await self._arrivals.enter()
+        # HEAD is served wherever GET is. A copy: the server goes by the method in its own.
+        routed = {**scope, "method": "GET"} if is_head else scope
+        await self._app(routed, _Bounded(receive, self._max_body_bytes), named)
+
+    def _strip_root_path(self, scope: Scope) -> None:
+        """Route a request as if it came without the path in front of all routes."""
+        path: str = scope["path"]
+        if self._root_path and path.startswith(f"{self._root_path}/"):
+            scope["path"] = path[len(self._root_path) :]
+            scope["raw_path"] = scope["raw_path"][len(self._root_path) :]
+
+    def _refusal(self, headers: Headers) -> HttpError | None:
+        """Why a body is not read, by the headers."""
+        encoding = headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            return HttpError(
+                status=415,
+                type=INVALID,
+                message=f"Content-Encoding {encoding[:MAX_QUOTED_CHARS]!r} is not decoded here; "
+                "send the body as it is, without this header",
+                code="unsupported_media_type",
+                headers_added={"accept-encoding": "identity"},
+            )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_body_bytes:
+            return HttpError(
+                status=413,
+                type=INVALID,
+                message=_too_large(self._max_body_bytes),
+                code="body_too_large",
+            )
+        return None
+
+
+class _Bounded:
+    """`receive` of a body that did not say how long it is."""
+
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
+        self._receive = receive
+        self._max_bytes = self._left = max_bytes
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                raise HTTPException(413, _too_large(self._max_bytes))
+        return message
+
+
+def _too_large(max_bytes: int) -> str:
+    return f"The body is larger than {max_bytes} bytes."

@@ -1,0 +1,289 @@
+"""What clients may send, as OpenAI and vLLM name it.
+
+Types are taken strictly ("5" is no number). Fields that are not here are ignored, as clients of
+many servers expect, but for those in `outrider_router.api.http.unsupported_fields`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le, Len
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic.fields import FieldInfo
+
+from outrider.spec.plan import MAX_DRAFT_TOKENS, MAX_DRAFT_TOP_K, MAX_FAN_OUT, MAX_LOOK_AHEAD
+from outrider.spec.sampling import (
+    MAX_BANNED_IDS,
+    MAX_BIAS,
+    MAX_BIASED_IDS,
+    MAX_TEMPERATURE,
+    MIN_SEED,
+    UINT64_MAX,
+)
+from outrider.spec.token_limits import MAX_ALLOWED_IDS
+from outrider.wire.inference import (
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORD_TEXTS,
+    MAX_CHAT_MESSAGES,
+    MAX_NAME_BYTES,
+    MAX_PROMPT_BYTES,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
+from outrider.wire.limits import MAX_PRIORITY, MAX_SEQUENCE_LEN, MAX_VOCAB_SIZE
+from outrider_router.api.http.structured_outputs import Strict, StructureFields
+from outrider_router.api.http.validation_errors import TAG
+
+MAX_CHOICES = 128
+"""Answers of one HTTP request: prompts times n."""
+MAX_TOKENIZED_CHARS = 1 << 19
+"""Characters of what /tokenize takes, all messages of a conversation together."""
+MAX_DETOKENIZED_IDS = 1 << 17
+"""Ids that /detokenize takes."""
+MAX_TIMEOUT_S = 7 * 86400.0
+"""A week."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's own default of max_tokens in completions."""
+
+
+def _size(low: int, high: int) -> FieldInfo:
+    """Bounds of a list, whose first mistake is enough."""
+    info: FieldInfo = Field(min_length=low, max_length=high, fail_fast=True)
+    return info
+
+
+def _few_biases(value: object) -> object:
+    """Of too many the first is as good as all: pydantic makes two errors of a bad one."""
+    if isinstance(value, dict) and len(value) > MAX_BIASED_IDS:
+        raise ValueError(f"must have at most {MAX_BIASED_IDS} entries, has {len(value)}")
+    return value
+
+
+def _few_bytes(text: str, most: int = MAX_STOP_STRING_BYTES) -> str:
+    """Bytes are what gRPC bounds, too; characters are at most as many."""
+    size = len(text.encode())
+    if size > most:
+        raise ValueError(f"must have at most {most} bytes of UTF-8, has {size}")
+    return text
+
+
+TokenIdNumber = Annotated[int, Ge(0), Le(MAX_VOCAB_SIZE - 1)]
+Text = Annotated[str, Len(1, MAX_PROMPT_BYTES)]
+Tokens = Annotated[list[TokenIdNumber], _size(1, MAX_PROMPT_TOKENS)]
+StopString = Annotated[str, Len(1, MAX_STOP_STRING_BYTES), AfterValidator(_few_bytes)]
+BadWord = Annotated[
+    str,
+    Len(1, MAX_BAD_WORD_BYTES),
+    AfterValidator(partial(_few_bytes, most=MAX_BAD_WORD_BYTES)),
+]
+Name = Annotated[str, Len(1, MAX_NAME_BYTES)]
+
+
+def _prompt_kind(value: object) -> str:
+    """By its first item: a prompt of a million ids is looked at as one kind of list only."""
+    if not isinstance(value, list):
+        return f"{TAG}text"
+    first = value[0] if value else 0
+    if isinstance(first, str):
+        return f"{TAG}texts"
+    return f"{TAG}lists" if isinstance(first, list) else f"{TAG}tokens"
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag(f"{TAG}text")]
+    | Annotated[
+        Annotated[list[Text], _size(1, MAX_CHOICES)],
+        Tag(f"{TAG}texts"),
+    ]
+    | Annotated[Tokens, Tag(f"{TAG}tokens")]
+    | Annotated[
+        Annotated[list[Tokens], _size(1, MAX_CHOICES)],
+        Tag(f"{TAG}lists"),
+    ],
+    Discriminator(_prompt_kind),
+]
+
+
+def _text_kind(value: object) -> str:
+    return f"{TAG}list" if isinstance(value, list) else f"{TAG}text"
+
+
+Stop = Annotated[
+    Annotated[StopString, Tag(f"{TAG}text")]
+    | Annotated[
+        Annotated[list[StopString], _size(0, MAX_STOP_STRINGS)],
+        Tag(f"{TAG}list"),
+    ],
+    Discriminator(_text_kind),
+]
+
+
+class StreamOptions(Strict):
+    """How a stream tells what was used."""
+
+    include_usage: bool | None = Field(
+        default=None, description="One more chunk at the end, with `usage`."
+    )
+    continuous_usage_stats: bool | None = Field(default=None, description="`usage` in every chunk.")
+
+
+class GenerationRequest(StructureFields):
+    """What completions and chat have in common."""
+
+    model: Name | None = Field(
+        default=None, description="A served model; without it the one there is."
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] | None = Field(
+        default=None, description="Answers to each prompt. Answer i has the seed `seed + i`."
+    )
+    temperature: Annotated[float, Ge(0), Le(MAX_TEMPERATURE)] | None = Field(
+        default=None, description="0 decodes greedily; default 1."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Ge(-1), Le(MAX_VOCAB_SIZE)] | None = Field(
+        default=None, description="-1 and 0 keep all ids."
+    )
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    presence_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
+    frequency_penalty: Annotated[float, Ge(-2), Le(2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,8}$")],
+                Annotated[float, Ge(-MAX_BIAS), Le(MAX_BIAS)],
+            ],
+            Len(0, MAX_BIASED_IDS),
+            BeforeValidator(_few_biases),
+        ]
+        | None
+    ) = Field(default=None, description="By token id, as text.")
+    seed: Annotated[int, Ge(MIN_SEED), Le(UINT64_MAX)] | None = Field(
+        default=None, description="64 bits; a negative one stands for itself plus 2^64."
+    )
+    stop: Stop | None = None
+    max_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = None
+    min_tokens: Annotated[int, Ge(0), Le(MAX_SEQUENCE_LEN)] | None = None
+    stop_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    banned_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_BANNED_IDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenIdNumber], _size(1, MAX_ALLOWED_IDS)] | None = Field(
+        default=None,
+        description="Only these are emitted, an end-of-turn id if it is one of them.",
+    )
+    bad_words: Annotated[list[BadWord], _size(0, MAX_BAD_WORD_TEXTS)] | None = Field(
+        default=None,
+        description="Never emitted in the tokens that write them, alone and behind a space.",
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description="Whether what ends the text is part of it."
+    )
+    skip_special_tokens: bool | None = Field(
+        default=None, description="False: special tokens are part of the text."
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="The ids of prompts and answers."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Tokens of logprobs are called token_id:N."
+    )
+    priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] | None = Field(
+        default=None, description="Greater goes first (vLLM: lesser)."
+    )
+    rule: Literal["greedy", "coupled", "rejection", "target-only"] | None = Field(
+        default=None, description="Acceptance rule at temperature > 0; default coupled."
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+        default=None, description="Seconds until the request ends with 504, as a deadline of gRPC."
+    )
+    speculate: bool | None = Field(default=None, description="False decodes plainly.")
+    drafter: Literal["none", "eagle3", "eagle", "ngram", "model"] | None = None
+    draft_tokens: Annotated[int, Ge(0), Le(MAX_DRAFT_TOKENS)] | None = None
+    draft_top_k: Annotated[int, Ge(1), Le(MAX_DRAFT_TOP_K)] | None = None
+    look_ahead: Annotated[int, Ge(0), Le(MAX_LOOK_AHEAD)] | None = None
+    fan_out: Annotated[int, Ge(0), Le(MAX_FAN_OUT)] | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = Field(
+        default=None,
+        description="So many alternatives beside each token; 0: the token's own alone.",
+    )
+    echo: bool | None = Field(
+        default=None, description="The text begins with the prompt; without `logprobs`."
+    )
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Annotated[str, Len(0, MAX_PROMPT_BYTES)]
+
+
+class Message(Strict):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        Annotated[Annotated[str, Len(0, MAX_PROMPT_BYTES)], Tag(f"{TAG}text")]
+        | Annotated[
+            Annotated[list[TextPart], _size(1, 1024)],
+            Tag(f"{TAG}list"),
+        ],
+        Discriminator(_text_kind),
+    ]
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], _size(1, MAX_CHAT_MESSAGES)]
+    max_completion_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = Field(
+        default=None, description="The newer name of max_tokens, and stronger."
+    )
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = Field(
+        default=None, description="So many alternatives beside each token; needs `logprobs`."
+    )
+
+
+class TokenizeRequest(Strict):
+    """Body of POST /tokenize: a text, or a conversation."""
+
+    model: Name | None = None
+    prompt: Annotated[str, Len(0, MAX_TOKENIZED_CHARS)] | None = None
+    messages: Annotated[list[Message], _size(1, MAX_CHAT_MESSAGES)] | None = None
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Of a text: whether a BOS is put first, by default yes. The chat template "
+        "writes that of a conversation: true is refused there.",
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="Of a conversation: whether the beginning of the next answer is put last, by "
+        "default yes, unless `continue_final_message`.",
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="Of a conversation: whether it ends within the last message, so that the "
+        "model continues that. Not with `add_generation_prompt`.",
+    )
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """Body of POST /detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[TokenIdNumber], _size(0, MAX_DETOKENIZED_IDS)]

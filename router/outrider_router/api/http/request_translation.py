@@ -1,0 +1,215 @@
+"""From what a client sent over HTTP to the requests that the router serves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.errors import InvalidRequestError
+from outrider.ids import RequestId
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider.wire.inference import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    SamplingOptions,
+    SpeculationOptions,
+    StoppingOptions,
+    TextPrompt,
+    TokenPrompt,
+)
+from outrider_router.api.http.request_models import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_CHOICES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+)
+from outrider_router.api.http.structured_outputs import structure_of
+from outrider_router.api.http.unsupported_fields import (
+    CHAT,
+    COMPLETION,
+    MESSAGE,
+    UnsupportedFieldError,
+    refuse_unsupported,
+)
+
+DEFAULT_TEMPERATURE = 1.0
+"""OpenAI's; gRPC's default is 0."""
+MASK64 = 2**64 - 1
+
+
+def completion_requests(
+    body: CompletionRequest, request_id: RequestId | None
+) -> tuple[GenerateRequest, ...]:
+    """One request a choice, those of a prompt side by side. Raises InvalidRequestError."""
+    refuse_unsupported(body.model_extra, COMPLETION)
+    if body.echo and body.logprobs is not None:
+        raise UnsupportedFieldError(
+            "echo with logprobs is not supported here: prompts have none", param="echo"
+        )
+    return _choices(
+        body,
+        completion_prompts(body),
+        max_tokens=body.max_tokens,
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        top_logprobs=body.logprobs,
+        request_id=request_id,
+    )
+
+
+def chat_requests(
+    body: ChatCompletionRequest, request_id: RequestId | None
+) -> tuple[GenerateRequest, ...]:
+    """One request a choice. Raises InvalidRequestError."""
+    refuse_unsupported(body.model_extra, CHAT)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError(
+            "top_logprobs needs logprobs: true", reason="INVALID_LOGPROBS", param="top_logprobs"
+        )
+    longest = body.max_completion_tokens
+    return _choices(
+        body,
+        (chat_prompt(body.messages),),
+        max_tokens=body.max_tokens if longest is None else longest,
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        request_id=request_id,
+    )
+
+
+def completion_prompts(body: CompletionRequest) -> tuple[Prompt, ...]:
+    """The prompts of a completion: a text, texts, ids, or lists of ids."""
+    match body.prompt:
+        case str() as text:
+            return (TextPrompt(text),)
+        case [int(), *_] as ids:
+            return (TokenPrompt(tuple(id_ for id_ in ids if isinstance(id_, int))),)
+        case prompts:
+            return tuple(map(_prompt, prompts))
+
+
+def _prompt(prompt: str | int | list[int]) -> Prompt:
+    match prompt:
+        case str():
+            return TextPrompt(prompt)
+        case list():
+            return TokenPrompt(tuple(prompt))
+        case _:
+            raise AssertionError("a list of prompts holds texts or lists")
+
+
+def chat_prompt(messages: Sequence[Message]) -> ChatPrompt:
+    """A conversation; "developer" is the newer name of "system". Raises InvalidRequestError."""
+    turns = []
+    for number, message in enumerate(messages):
+        refuse_unsupported(message.model_extra, MESSAGE, f"messages[{number}].")
+        content = message.content
+        turns.append(
+            ChatMessage(
+                role="system" if message.role == "developer" else message.role,
+                content=content
+                if isinstance(content, str)
+                else "".join(part.text for part in content),
+            )
+        )
+    return ChatPrompt(tuple(turns))
+
+
+def _choices(
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None = None,
+    top_logprobs: int | None,
+    request_id: RequestId | None,
+) -> tuple[GenerateRequest, ...]:
+    """`default_max_tokens` stands for a `max_tokens` of None, cut to the room that there is; None:
+    the router's default."""
+    n = body.n or 1
+    count = len(prompts) * n
+    if count > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts times n = {n} are {count} answers; at most {MAX_CHOICES} may "
+            "be asked for at once",
+            reason="TOO_MANY_CHOICES",
+            param="n",
+        )
+    stopping = _stopping(body, max_tokens, default_max_tokens)
+    structure = structure_of(body)
+    speculation = _speculation(body)
+    return tuple(
+        GenerateRequest(
+            prompt=prompts[number // n],
+            request_id=choice_id(request_id, number, count),
+            model=body.model,
+            sampling=_sampling(body, number % n),
+            stopping=stopping,
+            speculation=speculation,
+            priority=body.priority or 0,
+            top_logprobs=top_logprobs,
+            structured_output=structure,
+            skip_special_tokens=body.skip_special_tokens,
+            return_prompt_token_ids=bool(body.return_token_ids),
+        )
+        for number in range(count)
+    )
+
+
+def choice_id(request_id: RequestId | None, number: int, count: int) -> RequestId | None:
+    """What the router knows one of `count` choices by; None: its client chose no id."""
+    if request_id is None or count == 1:
+        return request_id
+    return RequestId(f"{request_id}-{number}")
+
+
+def _sampling(body: GenerationRequest, number: int) -> SamplingOptions:
+    """`number`: of this answer among those of its prompt; the seed of the first is the client's."""
+    temperature = DEFAULT_TEMPERATURE if body.temperature is None else body.temperature
+    return SamplingOptions(
+        temperature=temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k is None else max(0, body.top_k),
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=None if body.seed is None else (body.seed + number) & MASK64,
+        rule=None if body.rule is None else Rule(body.rule),
+        banned_token_ids=tuple(body.banned_token_ids or ()),
+        logit_bias=_bias(body),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
+    )
+
+
+def _bias(body: GenerationRequest) -> tuple[tuple[int, float], ...]:
+    return tuple((int(id_), amount) for id_, amount in (body.logit_bias or {}).items())
+
+
+def _stopping(
+    body: GenerationRequest, max_tokens: int | None, default_max_tokens: int | None
+) -> StoppingOptions:
+    stop = body.stop or ()
+    return StoppingOptions(
+        max_tokens=max_tokens,
+        default_max_tokens=None if max_tokens is not None else default_max_tokens,
+        min_tokens=body.min_tokens,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+    )
+
+
+def _speculation(body: GenerationRequest) -> SpeculationOptions:
+    return SpeculationOptions(
+        enabled=body.speculate,
+        method=None if body.drafter is None else DraftMethod(body.drafter),
+        draft_tokens=body.draft_tokens,
+        draft_top_k=body.draft_top_k,
+        look_ahead=body.look_ahead,
+        fan_out=body.fan_out,
+    )

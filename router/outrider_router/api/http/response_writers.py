@@ -1,0 +1,285 @@
+"""The two forms of an answer, completion and chat, whole and in chunks. Pure.
+
+A chunk's JSON is put together by hand from parts that are made once a stream: only its text has to
+be quoted, which is most of what a token costs here.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from outrider.wire.inference import FinishInfo, TokenLogprobs
+from outrider.wire.messages import FinishReason
+from outrider_router.api.http.logprobs import (
+    TextOffsets,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+)
+from outrider_router.api.http.usage import added_up, metrics, total_usage
+
+quote = json.JSONEncoder(ensure_ascii=False).encode
+"""A text as JSON."""
+_REASONS = {FinishReason.LENGTH: "length"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One answer as far as it has come."""
+
+    index: int
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishInfo | None = None
+    echo: str = ""
+    """What its text begins with, where the prompt is to be told again."""
+    prompt_ids: Sequence[int] = ()
+    """Where they are to be told."""
+    begun: bool = False
+    """Whether a chunk of it was sent."""
+    tokens: int = 0
+    """Token ids so far."""
+    offsets: TextOffsets | None = None
+    """Where its tokens stand in its text, once that was asked for."""
+
+
+class Form(ABC):
+    """How an answer is written down."""
+
+    prefix = ""
+    whole_object = ""
+    chunk_object = ""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        created: int,
+        n: int,
+        texts: TokenTexts,
+        stop_token_ids: Collection[int] = (),
+        with_logprobs: bool = False,
+        with_ids: bool = False,
+        with_usage: bool = False,
+    ) -> None:
+        """`created`: seconds since 1970; `n`: choices of each prompt, side by side;
+        `stop_token_ids`: those that the client asked for; `with_ids`: whether the ids of prompts
+        and answers are told; `with_usage`: whether a stream ends with a chunk that tells usage, so
+        that all others have `"usage": null`."""
+        self._common = {"id": f"{self.prefix}-{request_id}", "created": created, "model": model}
+        self._n = n
+        self._texts = texts
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._with_logprobs = with_logprobs
+        self._with_ids = with_ids
+        self._no_usage = ', "usage": null}\n\n' if with_usage else "}\n\n"
+        told = {**self._common, "object": self.chunk_object}
+        self._head = f'data: {quote(told)[:-1]}, "choices": ['
+
+    @property
+    def only_text(self) -> bool:
+        """Whether nothing but its text is told of a token."""
+        return not self._with_logprobs and not self._with_ids
+
+    # ---- chunks --------------------------------------------------------------------------------
+
+    def delta(
+        self,
+        choice: Choice,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        usage: dict[str, object] | None,
+    ) -> str:
+        """A chunk with newly emitted text; before the first one what precedes it."""
+        told = "null"
+        if self._with_logprobs:
+            told = quote(self._logprobs(choice, token_ids, logprobs))
+        opening, first = "", not choice.begun
+        if first:
+            choice.begun = True
+            opening, text = self._opening(choice, usage), choice.echo + text
+        body = self._delta(choice.index, quote(text), told)
+        if self._with_ids:
+            body = f"{body[:-1]}, {self._ids(choice, token_ids, first=first)}}}"
+        return f"{opening}{self._head}{body}]{self._tail(usage)}"
+
+    def end(self, choice: Choice, usage: dict[str, object] | None) -> str:
+        """The last chunk of a choice."""
+        assert choice.finish is not None, "it has ended"
+        opening = ""
+        if not choice.begun:
+            if choice.echo or self._with_ids:
+                opening = self.delta(choice, "", (), (), usage)
+            else:
+                opening = self._opening(choice, usage)
+        reason = quote(self._reason(choice.finish))
+        stop_reason = quote(self._stop_reason(choice.finish))
+        body = self._end(choice.index, reason, stop_reason)
+        return f"{opening}{self._head}{body}]{self._tail(usage)}"
+
+    def total(self, choices: Sequence[Choice]) -> str:
+        """The chunk without a choice that tells what was used."""
+        finishes = _finishes(choices)
+        told = quote(total_usage(finishes, self._n))
+        speculation = quote(metrics(added_up([finish.stats for finish in finishes])))
+        return f'{self._head}], "usage": {told}, "metrics": {speculation}}}\n\n'
+
+    def _tail(self, usage: dict[str, object] | None) -> str:
+        return self._no_usage if usage is None else f', "usage": {quote(usage)}}}\n\n'
+
+    def _opening(self, choice: Choice, usage: dict[str, object] | None) -> str:
+        return ""
+
+    def _ids(self, choice: Choice, token_ids: Sequence[int], *, first: bool) -> str:
+        """Members of a choice with new text that tell ids."""
+        return f'"token_ids": {quote(list(token_ids))}'
+
+    @abstractmethod
+    def _delta(self, index: int, text: str, logprobs: str) -> str:
+        """A choice with new text; all but the index is JSON already."""
+
+    @abstractmethod
+    def _end(self, index: int, reason: str, stop_reason: str) -> str:
+        """A choice that has ended."""
+
+    # ---- whole ---------------------------------------------------------------------------------
+
+    def whole(self, choices: Sequence[Choice]) -> str:
+        """The answer at once."""
+        finishes = _finishes(choices)
+        told = {
+            **self._common,
+            "object": self.whole_object,
+            "choices": [self._choice(choice) for choice in choices],
+            **(self._prompt(choices) if self._with_ids else {}),
+            "usage": total_usage(finishes, self._n),
+            "metrics": metrics(added_up([finish.stats for finish in finishes])),
+        }
+        return quote(told)
+
+    def _choice(self, choice: Choice) -> dict[str, object]:
+        assert choice.finish is not None, "it has ended"
+        logprobs = None
+        if self._with_logprobs:
+            logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs)
+        return {
+            "index": choice.index,
+            **self._content(choice.echo + "".join(choice.text)),
+            "logprobs": logprobs,
+            "finish_reason": self._reason(choice.finish),
+            "stop_reason": self._stop_reason(choice.finish),
+            **(self._whole_ids(choice) if self._with_ids else {}),
+        }
+
+    def _prompt(self, choices: Sequence[Choice]) -> dict[str, object]:
+        """Members of an answer that tell ids of its prompt."""
+        return {}
+
+    def _whole_ids(self, choice: Choice) -> dict[str, object]:
+        """Members of a choice that tell ids."""
+        return {"token_ids": choice.token_ids}
+
+    @abstractmethod
+    def _content(self, text: str) -> dict[str, object]:
+        """What holds the text."""
+
+    @abstractmethod
+    def _logprobs(
+        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, object]:
+        """Logprobs of the next tokens of a choice."""
+
+    # ---- both ----------------------------------------------------------------------------------
+
+    def _reason(self, finish: FinishInfo) -> str:
+        return _REASONS.get(finish.reason, "stop")
+
+    def _stop_reason(self, finish: FinishInfo) -> str | int | None:
+        """What of the client's stops ended it, as vLLM tells it; None: the model did."""
+        if finish.stop_string is not None:
+            return finish.stop_string
+        return finish.stop_token_id if finish.stop_token_id in self._stop_token_ids else None
+
+
+def _finishes(choices: Sequence[Choice]) -> list[FinishInfo]:
+    return [choice.finish for choice in choices if choice.finish is not None]
+
+
+class CompletionForm(Form):
+    """POST /v1/completions."""
+
+    prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def _delta(self, index: int, text: str, logprobs: str) -> str:
+        return (
+            f'{{"index": {index}, "text": {text}, "logprobs": {logprobs}, "finish_reason": null}}'
+        )
+
+    def _end(self, index: int, reason: str, stop_reason: str) -> str:
+        return (
+            f'{{"index": {index}, "text": "", "logprobs": null, "finish_reason": {reason}, '
+            f'"stop_reason": {stop_reason}}}'
+        )
+
+    def _ids(self, choice: Choice, token_ids: Sequence[int], *, first: bool) -> str:
+        told = super()._ids(choice, token_ids, first=first)
+        return f'{told}, "prompt_token_ids": {quote(list(choice.prompt_ids))}' if first else told
+
+    def _whole_ids(self, choice: Choice) -> dict[str, object]:
+        return {**super()._whole_ids(choice), "prompt_token_ids": list(choice.prompt_ids)}
+
+    def _content(self, text: str) -> dict[str, object]:
+        return {"text": text}
+
+    def _logprobs(
+        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, object]:
+        if choice.offsets is None:
+            choice.offsets = self._texts.offsets()
+        return completion_logprobs(token_ids, logprobs, self._texts, choice.offsets)
+
+
+class ChatForm(Form):
+    """POST /v1/chat/completions."""
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _opening(self, choice: Choice, usage: dict[str, object] | None) -> str:
+        delta = '{"role": "assistant", "content": ""}'
+        ids = f', "prompt_token_ids": {quote(list(choice.prompt_ids))}' if self._with_ids else ""
+        return (
+            f'{self._head}{{"index": {choice.index}, "delta": {delta}, "logprobs": null, '
+            f'"finish_reason": null}}]{ids}{self._tail(usage)}'
+        )
+
+    def _prompt(self, choices: Sequence[Choice]) -> dict[str, object]:
+        return {"prompt_token_ids": list(choices[0].prompt_ids)}
+
+    def _delta(self, index: int, text: str, logprobs: str) -> str:
+        return (
+            f'{{"index": {index}, "delta": {{"content": {text}}}, "logprobs": {logprobs}, '
+            f'"finish_reason": null}}'
+        )
+
+    def _end(self, index: int, reason: str, stop_reason: str) -> str:
+        return (
+            f'{{"index": {index}, "delta": {{}}, "logprobs": null, "finish_reason": {reason}, '
+            f'"stop_reason": {stop_reason}}}'
+        )
+
+    def _content(self, text: str) -> dict[str, object]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(
+        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, object]:
+        return chat_logprobs(token_ids, logprobs, self._texts)

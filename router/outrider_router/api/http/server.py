@@ -1,0 +1,185 @@
+"""uvicorn in the router's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Generator
+from functools import partial
+
+import uvicorn
+
+from outrider.errors import FailedPreconditionError
+from outrider.transport.tls import TlsConfig, TlsFiles, uvicorn_tls
+from outrider_router.api.http.acceptor import Accepted, Acceptor
+from outrider_router.api.http.app import make_app
+from outrider_router.api.http.connection_slots import CONNECTIONS_EXHAUSTED, Places, max_connections
+from outrider_router.api.http.connections import Connection, connections_of
+from outrider_router.api.http.middleware import asks_for_open_path
+from outrider_router.requests.service import RouterService
+
+BACKLOG = 2048
+GRACE_S = 2
+"""Time that connections get to end when the server stops; requests have ended before."""
+RENEW_S = 10.0
+"""Time between two looks whether the certificate has changed."""
+_LOOK_S = 0.005
+_MAX_PORT = 65535
+
+
+class _Server(uvicorn.Server):
+    """Signals are the router's business, and connections have a place before uvicorn sees them."""
+
+    def __init__(self, config: uvicorn.Config, *, kind: type[Connection], places: Places) -> None:
+        super().__init__(config)
+        self._kind, self._places = kind, places
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept the connections of one listening socket."""
+        await self.lifespan.startup()
+        assert sockets is not None
+        (listener,) = sockets
+        acceptor = Acceptor(
+            listener,
+            self._serve_connection,
+            places=self._places,
+            tls=self.config.ssl,
+            handshake_s=self._kind.options.handshake_s,
+            silence_s=self._kind.options.head_s,
+            is_urgent=partial(asks_for_open_path, root_path=self._kind.options.root_path),
+        )
+        self.servers = [acceptor]  # type: ignore[list-item]
+        self.started = True
+
+    def _serve_connection(self, accepted: Accepted) -> Connection:
+        connection = self._kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        connection.accepted = accepted
+        return connection
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class HttpServer:
+    """Serves a router over HTTP until it is stopped."""
+
+    def __init__(self, address: str, service: RouterService) -> None:
+        """address: host:port; port 0 takes a free one."""
+        self._address = address
+        self._service = service
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
+        certificate is no good."""
+        config = self._service.config
+        listener = bind(
+            self._address,
+            slow_reader_s=config.overload.slow_reader_s,
+            shared=config.share_ports,
+        )
+        host, port = listener.getsockname()[:2]
+        tls = config.client_tls
+        options = config.http_options
+        kind = connections_of(options)
+        server = _Server(
+            uvicorn.Config(
+                make_app(self._service),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=GRACE_S,
+                http=kind,
+                # Whoever changes to another protocol would leave its place taken.
+                ws="none",
+                timeout_keep_alive=options.keep_alive_s,
+                **uvicorn_tls(tls),
+            ),
+            kind=kind,
+            places=self._places(),
+        )
+        self._server = server
+        self._task = asyncio.create_task(server.serve([listener]), name="http")
+        while not server.started and not self._task.done():
+            await asyncio.sleep(_LOOK_S)
+        if self._task.done():
+            await self._task
+        if server.config.ssl is not None:
+            self._renewing = asyncio.create_task(_renew(server.config.ssl, tls), name="renew")
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _places(self) -> Places:
+        refusals = self._service.metrics.refusals
+        most = max_connections(self._service.config.http_options.max_connections)
+        return Places(most, refusals.labels(CONNECTIONS_EXHAUSTED).inc)
+
+    async def stop(self) -> None:
+        """Close every connection; idempotent. The router's requests are ended before."""
+        server, task = self._server, self._task
+        self._server = self._task = None
+        if self._renewing is not None:
+            self._renewing.cancel()
+        if server is not None and task is not None:
+            server.should_exit = True
+            await task
+
+
+async def _renew(context: ssl.SSLContext, tls: TlsConfig) -> None:
+    """Have new connections see a certificate that was replaced."""
+    files = TlsFiles(tls)
+    told = files.current()
+    while True:
+        await asyncio.sleep(RENEW_S)
+        found = files.current()
+        if found is not told and tls.cert is not None:
+            # It was good when it was read; one that has changed since is read at the next look.
+            with contextlib.suppress(OSError):
+                context.load_cert_chain(tls.cert, tls.key)
+                told = found
+
+
+def bind(address: str, *, slow_reader_s: float, shared: bool = False) -> socket.socket:
+    """A listening socket for host:port; `shared`: others may have one, too. Raises
+    FailedPreconditionError.
+
+    A connection whose peer takes nothing for longer than a slow reader may is closed by the kernel,
+    where that can be told: the buffers of one that was given up do not stay.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        if not 0 <= int(port) <= _MAX_PORT:
+            raise ValueError(f"ports are in [0, {_MAX_PORT}]")
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, ValueError) as error:
+        raise FailedPreconditionError(
+            f"cannot listen on {address!r}: {error}", reason="BAD_ADDRESS"
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            patience_ms = max(1, round(slow_reader_s * 1000))
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
+        listener.bind(where)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise FailedPreconditionError(
+            f"cannot listen on {address}: {error.strerror}", reason="ADDRESS_IN_USE"
+        ) from error
+    return listener

@@ -1,0 +1,148 @@
+"""The form that an answer is to have, in all the ways in which OpenAI's and vLLM's users say it.
+
+Pure. Whether a schema, an expression or a grammar is a good one is for whoever compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from outrider.errors import InvalidRequestError
+from outrider.spec.structured_output import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
+from outrider_router.api.http.unsupported_fields import STRUCTURE, refuse_unsupported
+from outrider_router.api.http.validation_errors import TAG
+
+Words = Annotated[str, Len(1, MAX_STRUCTURE_BYTES)]
+
+
+def _schema_kind(value: object) -> str:
+    return f"{TAG}text" if isinstance(value, str) else f"{TAG}object"
+
+
+Schema = Annotated[
+    Annotated[dict[str, Any], Tag(f"{TAG}object")] | Annotated[Words, Tag(f"{TAG}text")],
+    Discriminator(_schema_kind),
+]
+"""A JSON schema, as an object or as its text."""
+Choices = Annotated[list[Words], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class Strict(BaseModel):
+    """Base of everything that clients send."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class JsonSchema(Strict):
+    """OpenAI's way to name a schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, description="It is always kept to the letter.")
+
+
+class ResponseFormat(Strict):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's `structured_outputs`; exactly one of them."""
+
+    json_: Schema | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: Words | None = None
+    choice: Choices | None = None
+    grammar: Words | None = Field(default=None, description="In Lark's syntax.")
+
+
+class StructureFields(Strict):
+    """The fields of a request that say which form its answer is to have; at most one of them."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = Field(default=None, description="structured_outputs.json")
+    guided_regex: Words | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Words | None = None
+
+
+def structure_of(body: StructureFields) -> StructuredOutput | None:
+    """The form that is asked for. Raises InvalidRequestError for more than one, or half a one."""
+    said = _of(
+        "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
+    )
+    if (wanted := _of_format(body.response_format)) is not None:
+        said["response_format"] = wanted
+    nested = body.structured_outputs
+    if nested is not None:
+        refuse_unsupported(nested.model_extra, STRUCTURE, "structured_outputs.")
+        where = "structured_outputs."
+        parts = _of(where, nested.json_, nested.regex, nested.choice, nested.grammar)
+        if nested.json_object:
+            parts[f"{where}json_object"] = StructuredOutput(StructuredKind.JSON_OBJECT)
+        if not parts:
+            raise _invalid("structured_outputs must hold json, json_object, regex, choice, grammar")
+        said |= parts
+    if len(said) > 1:
+        *others, last = sorted(said)
+        raise _invalid(f"{', '.join(others)} and {last} exclude each other: give one of them")
+    return next(iter(said.values()), None)
+
+
+def _of_format(wanted: ResponseFormat | None) -> StructuredOutput | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return StructuredOutput(StructuredKind.JSON_OBJECT)
+    schema = wanted.json_schema.schema_ if wanted.json_schema is not None else None
+    if schema is None:
+        raise _invalid("response_format of type json_schema needs json_schema.schema")
+    return StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def _of(
+    where: str,
+    schema: Schema | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+) -> dict[str, StructuredOutput]:
+    """The forms that are given, by their fields; `where` stands before the fields' names."""
+    found = {}
+    if schema is not None:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        found[f"{where}json"] = StructuredOutput(StructuredKind.JSON_SCHEMA, text)
+    if regex is not None:
+        found[f"{where}regex"] = StructuredOutput(StructuredKind.REGEX, regex)
+    if choice is not None:
+        alternatives = " | ".join(map(_quoted, choice))
+        text = f"start: {alternatives}"
+        found[f"{where}choice"] = StructuredOutput(StructuredKind.GRAMMAR, text)
+    if grammar is not None:
+        found[f"{where}grammar"] = StructuredOutput(StructuredKind.GRAMMAR, grammar)
+    return found
+
+
+def _quoted(text: str) -> str:
+    """A text as Lark's syntax has it: as JSON has it, but for DEL, which JSON leaves as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, reason="INVALID_STRUCTURE", param="structured_outputs")
+
+
+def structure_field(body: StructureFields) -> str:
+    """The field by which a body says which form its answer is to have, the first one of several."""
+    return next(
+        (name for name in StructureFields.model_fields if getattr(body, name) is not None),
+        "structured_outputs",
+    )

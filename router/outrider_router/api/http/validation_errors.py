@@ -1,0 +1,168 @@
+"""What is wrong with a body, in plain words: pydantic's mistakes without its internals. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from outrider.errors import InvalidRequestError
+from outrider.transport.error_codec import MAX_MESSAGE_CHARS
+from outrider_router.api.http.unsupported_fields import (
+    MESSAGE,
+    UnsupportedFieldError,
+    refuse_unsupported,
+)
+
+TAG: Final = "~"
+"""Begins the names of a union's members in `request_models`, which no client is to see."""
+_MAX_TOLD: Final = 3
+"""Mistakes of a body that one answer tells."""
+_MAX_QUOTED: Final = 40
+"""Characters of a value."""
+_RULES: Final = {
+    "missing": "is required",
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be greater than or equal to {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be less than or equal to {le}",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "value_error": "{error}",
+}
+"""By pydantic's type of mistake; in brackets, what it knows of it."""
+_UNIONS: Final = {
+    "prompt": "a string, a list of strings, a list of token ids, or a list of such lists",
+    "stop": "a string or a list of strings",
+    "content": "a string or a list of parts of type 'text'",
+    "guided_json": "an object, or a string that holds one",
+    "json": "an object, or a string that holds one",
+}
+"""What fields of several types may be."""
+_TYPES: Final = frozenset({"string_type", "list_type", "dict_type"})
+_UNTOLD: Final = frozenset({"missing", "too_short", "too_long", "string_too_short", "value_error"})
+"""Mistakes that say enough without the value."""
+_ONE: Final = re.compile(r"\b1 (entries|characters)\b")
+_TOOL_ROLES: Final = frozenset({"tool", "function"})
+
+Mistake = Mapping[str, Any]
+
+
+def describe_body(mistakes: Sequence[Mistake], body: object) -> InvalidRequestError:
+    """The error of a body with these mistakes; its `param` is "" where no field is to blame."""
+    unsupported = _unsupported_turn(mistakes, body)
+    if unsupported is not None:
+        return unsupported
+    told = _without_followers(mistakes)
+    messages = [_message(mistake) for mistake in told[:_MAX_TOLD]]
+    if len(told) > _MAX_TOLD:
+        messages.append(f"and {len(told) - _MAX_TOLD} more")
+    param = _path(told[0]) if told else ""
+    text = "; ".join(messages)[:MAX_MESSAGE_CHARS]
+    return InvalidRequestError(text, reason="INVALID_REQUEST", param=param)
+
+
+def _unsupported_turn(mistakes: Sequence[Mistake], body: object) -> UnsupportedFieldError | None:
+    """What a history of tool calls is refused for: the calls, not the content that they lack."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if not isinstance(messages, list):
+        return None
+    for mistake in mistakes:
+        match tuple(mistake["loc"][1:]):
+            case ("messages", int() as number, *_) if number < len(messages):
+                error = _unsupported_in(messages[number], f"messages[{number}]")
+                if error is not None:
+                    return error
+    return None
+
+
+def _unsupported_in(message: object, where: str) -> UnsupportedFieldError | None:
+    if not isinstance(message, dict):
+        return None
+    role = message.get("role")
+    if isinstance(role, str) and role in _TOOL_ROLES:
+        return UnsupportedFieldError(
+            f"{where}.role {role!r} is not supported here, for there are no tools; it may be "
+            "'system', 'developer', 'user' or 'assistant'",
+            param=f"{where}.role",
+        )
+    try:
+        refuse_unsupported(message, MESSAGE, f"{where}.")
+    except UnsupportedFieldError as error:
+        return error
+    return None
+
+
+def _without_followers(mistakes: Sequence[Mistake]) -> Sequence[Mistake]:
+    """Mistakes without those that follow from others: fields that an object of another kind
+    lacks, and further members of a union."""
+    found: dict[str, Mistake] = {}
+    parents = {_parent(mistake) for mistake in mistakes if mistake["type"] == "literal_error"}
+    for mistake in mistakes:
+        if mistake["type"] != "missing" or _parent(mistake) not in parents:
+            found.setdefault(_path(mistake), mistake)
+    return list(found.values())
+
+
+def _parent(mistake: Mistake) -> tuple[object, ...]:
+    return tuple(mistake["loc"][:-1])
+
+
+def _path(mistake: Mistake) -> str:
+    """The field, as JavaScript and Python would write it; "" is the whole body."""
+    parts: list[str] = []
+    for part in mistake["loc"][1:]:
+        if isinstance(part, int):
+            parts.append(f"[{part}]")
+        elif part != "[key]" and not part.startswith(TAG):
+            parts.append(f".{part}" if parts else part)
+    return "".join(parts)[:MAX_MESSAGE_CHARS]
+
+
+def _message(mistake: Mistake) -> str:
+    path, kind, last = _path(mistake), mistake["type"], mistake["loc"][-1]
+    if not path:
+        return "The body must be a JSON object"
+    if last == "[key]":
+        return f"{path.rpartition('.')[0]} must have token ids as keys, got {_quoted(mistake)}"
+    field = re.split(r"[.\[]", path)[-1]
+    if kind in _TYPES and isinstance(last, str) and last.startswith(TAG) and field in _UNIONS:
+        rule = f"must be {_UNIONS[field]}"
+    elif kind in _RULES:
+        rule = _ONE.sub(_singular, _RULES[kind].format_map(mistake.get("ctx") or {}))
+    else:
+        rule = mistake["msg"].replace("Input should", "must")
+    return f"{path} {rule}" if kind in _UNTOLD else f"{path} {rule}, got {_quoted(mistake)}"
+
+
+def _singular(found: re.Match[str]) -> str:
+    return "1 entry" if found[1] == "entries" else "1 character"
+
+
+def _quoted(mistake: Mistake) -> str:
+    """The value, or what it is where it is large."""
+    value = mistake.get("input")
+    match value:
+        case dict():
+            return "an object"
+        case list():
+            return "a list"
+        case str():
+            cut = value[:_MAX_QUOTED]
+            return json.dumps(cut, ensure_ascii=False) + ("..." if len(value) > _MAX_QUOTED else "")
+        case _:
+            return json.dumps(value, default=repr)[:_MAX_QUOTED]

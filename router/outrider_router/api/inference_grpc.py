@@ -1,0 +1,161 @@
+"""InferenceService over gRPC: messages in, messages out; the rest is `RouterService`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+from google.protobuf.message import Message
+
+from outrider.errors import ResourceExhaustedError
+from outrider.transport.grpc import Service
+from outrider.transport.grpc.error_status import Context
+from outrider.transport.tls import Role
+from outrider.wire.answer_codec import event_to_pb, result_to_pb, resumed_event_to_pb
+from outrider.wire.inference import StreamEvent
+from outrider.wire.inference_codec import position_from_pb, request_from_pb, stream_request_from_pb
+from outrider.wire.server_info_codec import (
+    abort_request_from_pb,
+    abort_response_to_pb,
+    models_to_pb,
+    server_info_to_pb,
+)
+from outrider.wire.v1 import inference_pb2 as pb
+from outrider.wire.v1 import inference_pb2_grpc as pb_grpc
+from outrider_router.api import server_status
+from outrider_router.base.api_keys import Caller
+from outrider_router.base.slow_readers import SLOW_READER, timely
+from outrider_router.requests.resumable_answers import Write
+from outrider_router.requests.service import RouterService
+
+INFERENCE_SERVICE = "outrider.wire.v1.InferenceService"
+
+
+def inference_service(service: RouterService) -> Service:
+    """InferenceService of a router."""
+    servicer = _Servicer(service)
+    return Service(
+        name=INFERENCE_SERVICE,
+        register=partial(pb_grpc.add_InferenceServiceServicer_to_server, servicer),
+        roles=(Role.CLIENT, Role.OPERATOR),
+    )
+
+
+class _Servicer(pb_grpc.InferenceServiceServicer):
+    """Errors are raised as they are; the server's interceptor makes statuses of them."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        """Answer once."""
+        await self._service.arrivals.enter()
+        result = await self._service.generate(
+            request_from_pb(request),
+            timeout_s=context.time_remaining(),
+            caller=self._caller(context),
+            traceparent=_traceparent(context),
+        )
+        return result_to_pb(result)
+
+    async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Context) -> None:
+        """Answer as a stream.
+
+        A coroutine that writes, not a generator: when the client goes away it is cancelled here,
+        and the request is freed at once instead of at garbage collection.
+        """
+        await self._service.arrivals.enter()
+        async with self._timely(context, event_to_pb) as write:
+            await self._service.serve(
+                stream_request_from_pb(request),
+                write,
+                timeout_s=context.time_remaining(),
+                caller=self._caller(context),
+                traceparent=_traceparent(context),
+            )
+
+    async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
+        """Go on with a stream, likewise."""
+        async with self._timely(context, resumed_event_to_pb) as write:
+            await self._service.resume(position_from_pb(request), write, self._caller(context))
+
+    def _caller(self, context: Context) -> Caller:
+        return self._service.gate.caller(context.invocation_metadata() or ())
+
+    @asynccontextmanager
+    async def _timely(
+        self, context: Context, encode: Callable[[StreamEvent], Message]
+    ) -> AsyncGenerator[Write, None]:
+        begun = _Beginning(context)
+
+        async def write(event: StreamEvent) -> None:
+            await begun.begin()
+            await context.write(encode(event))
+
+        slow_reader_s = self._service.config.overload.slow_reader_s
+        try:
+            try:
+                async with timely(write, slow_reader_s=slow_reader_s) as timed:
+                    yield timed
+            finally:
+                await begun.settle()
+        except ResourceExhaustedError as error:
+            if error.reason == SLOW_READER:
+                self._service.metrics.refusals.labels(SLOW_READER).inc()
+            raise
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Cancel requests by id."""
+        ids = abort_request_from_pb(request)
+        return abort_response_to_pb(self._service.abort(ids, self._caller(context)))
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """The router's state."""
+        return server_info_to_pb(server_status.server_info(self._service))
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        """Served models."""
+        return models_to_pb(server_status.models(self._service))
+
+
+class _Beginning:
+    """The initial metadata of a stream: they leave before its first message, by themselves.
+
+    Not with it: a status that is sent while they are on their way would bring them along again,
+    gRPC refuses that, and the client never hears of the end. And not when the call comes in: what
+    the verifier waits for goes first.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._sending: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Have them sent, once; cancelling this leaves them on their way."""
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._context.send_initial_metadata(()))
+        if not self._sending.done():
+            await asyncio.shield(self._sending)
+
+    async def settle(self) -> None:
+        """Wait until they are gone, if they are on their way: then a status may follow."""
+        if self._sending is None:
+            return
+        if not self._sending.done():
+            await asyncio.wait((self._sending,))
+        if not self._sending.cancelled():
+            # Whoever it failed for has heard of it, or is gone.
+            self._sending.exception()
+
+
+def _traceparent(context: Context) -> str:
+    """The caller's W3C Trace Context; "" without one."""
+    metadata = context.invocation_metadata() or ()
+    found = next((value for key, value in metadata if key == "traceparent"), "")
+    return found if isinstance(found, str) else ""

@@ -1,0 +1,97 @@
+"""The router's ports beside HTTP, and who may use them.
+
+| port | with a certificate | with API keys |
+|---|---|---|
+| clients | TLS; clients' certificates if `client_auth` | any key |
+| pool | mutual TLS, the role operator | an operator's key |
+| metrics | mutual TLS, the role operator | an operator's key |
+| health | plain text | anybody: it says whether the process serves |
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+from outrider.metrics_port import serve_metrics
+from outrider.transport.grpc import Access, GrpcConfig, GrpcServer
+from outrider.transport.grpc.access import Metadata
+from outrider.wire.inference import MAX_PROMPT_BYTES
+from outrider_router.admission.access_control import header_of
+from outrider_router.api.inference_grpc import inference_service
+from outrider_router.api.pool_grpc import pool_service
+from outrider_router.requests.service import RouterService
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = MAX_PROMPT_BYTES + (4 << 20)
+"""Of one message of a client: the longest prompt, and all that may come with it."""
+MAX_POOL_BYTES = 64 << 10
+
+
+def client_server(service: RouterService) -> GrpcServer:
+    """The client API."""
+    gate, metrics, tls = service.gate, service.metrics, service.config.client_tls
+    if gate.closed and tls.cert is None:
+        logger.warning("API keys cross the network in plain text, unless somebody in front has TLS")
+    access = Access(
+        tls=tls,
+        require_client=tls.client_auth,
+        check=lambda metadata: gate.authorize(header_of(metadata)),
+        on_refused=gate.refused,
+        on_handshake=metrics.tls_handshakes.inc,
+    )
+    return GrpcServer(
+        service.config.listen,
+        [inference_service(service)],
+        config=GrpcConfig(
+            max_receive_bytes=MAX_REQUEST_BYTES,
+            share_port=service.config.share_ports,
+            max_connections=_max_connections(),
+        ),
+        access=access,
+        health_address=service.config.health_listen,
+    )
+
+
+def _max_connections() -> int:
+    """Connections of the client API: those of any gRPC port, or a quarter of the files that the
+    process may open if that is less. Connections of HTTP have half of them."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    usual = GrpcConfig().max_connections
+    return usual if files < 0 else min(usual, max(1, files // 4))
+
+
+def pool_server(service: RouterService) -> GrpcServer | None:
+    """Where operators add and remove drafters, if they may."""
+    if not service.config.pool_listen:
+        return None
+    gate = service.gate
+
+    def check(metadata: Metadata) -> None:
+        gate.authorize_operator(header_of(metadata))
+
+    access = Access(
+        tls=service.config.tls,
+        check=check,
+        on_refused=gate.refused,
+        on_handshake=service.metrics.tls_handshakes.inc,
+    )
+    return GrpcServer(
+        service.config.pool_listen,
+        [pool_service(service)],
+        config=GrpcConfig(max_receive_bytes=MAX_POOL_BYTES, max_connections=64, max_calls=64),
+        access=access,
+    )
+
+
+def serve_router_metrics(service: RouterService) -> str:
+    """Serve the Prometheus port; HOST:PORT."""
+    config = service.config
+    return serve_metrics(
+        service.metrics.registry,
+        config.metrics_host,
+        config.metrics_port,
+        tls=config.tls,
+        check=service.gate.authorize_operator,
+    )

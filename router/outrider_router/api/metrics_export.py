@@ -1,0 +1,36 @@
+"""Puts what a router knows into its metrics, beside what it counts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from outrider_router.api import server_status
+from outrider_router.api.fleet_metrics import FleetMetrics
+from outrider_router.api.vllm_metrics import VllmMetrics
+from outrider_router.config import MetricsCompat
+from outrider_router.requests.request import model_name
+from outrider_router.requests.service import RouterService
+
+
+def export_state(service: RouterService) -> None:
+    """Have the registry of a router's metrics export its fleet too, and other tools' names if the
+    configuration asks for them. Once a router."""
+    registry = service.metrics.registry
+    info = partial(server_status.server_info, service)
+    registry.register(FleetMetrics(info))
+    if service.config.metrics_compat is MetricsCompat.VLLM:
+        registry.register(VllmMetrics(service.metrics, info, _ModelName(service)))
+
+
+class _ModelName:
+    """The served model's name; once known it stays, so that a lost fleet renames no series."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._known = service.config.model_name
+
+    def __call__(self) -> str:
+        info = self._service.registry.any_info()
+        if info is not None:
+            self._known = model_name(self._service.config, info)
+        return self._known

@@ -1,0 +1,109 @@
+"""What the router tells of itself and its fleet."""
+
+from __future__ import annotations
+
+import outrider
+from outrider.ids import DrafterId, VerifierId
+from outrider.wire.inference import (
+    DrafterLink,
+    DrafterSummary,
+    ModelInfo,
+    ServerInfo,
+    VerifierSummary,
+)
+from outrider.wire.messages import PROTOCOL_VERSION, AttachedDrafter, DrafterInfo, SpecStats
+from outrider_router.fleet.compatibility import PeerState, is_attached
+from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
+from outrider_router.requests.request import max_session_len, model_name
+from outrider_router.requests.service import RouterService
+
+
+def server_info(service: RouterService) -> ServerInfo:
+    """The router's state; peers that were never reached are listed under their address."""
+    return ServerInfo(
+        version=outrider.__version__,
+        protocol_version=PROTOCOL_VERSION,
+        queued=service.admission.waiting,
+        queue_bound=service.config.queue_limit,
+        running=service.admission.running,
+        verifiers=tuple(_verifier(v, service) for v in list(service.registry.verifiers.values())),
+        drafters=tuple(_drafter(d, service) for d in list(service.registry.drafters.values())),
+    )
+
+
+def models(service: RouterService) -> tuple[ModelInfo, ...]:
+    """The served model; none while no verifier is healthy."""
+    info = service.registry.any_info()
+    if info is None:
+        return ()
+    return (
+        ModelInfo(
+            name=model_name(service.config, info),
+            vocab_size=info.vocab_size,
+            max_context_len=max_session_len(service.config, info),
+            tokenizer_hash=service.tokenizer.hash,
+        ),
+    )
+
+
+def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
+    info = peer.info
+    return VerifierSummary(
+        verifier_id=info.verifier_id if info is not None else VerifierId(peer.address),
+        address=peer.address,
+        healthy=peer.state is PeerState.HEALTHY,
+        model=model_name(service.config, info) if info is not None else "",
+        sessions=info.sessions if info is not None else 0,
+        max_sessions=info.max_sessions if info is not None else 0,
+        kv_free_blocks=info.kv_free_blocks if info is not None else 0,
+        kv_total_blocks=info.kv_total_blocks if info is not None else 0,
+        own_methods=info.own_methods if info is not None else (),
+        simulated_acceptance=info.simulated_acceptance if info is not None else "",
+        planner=info.planner if info is not None else "",
+        stats=info.stats if info is not None else SpecStats(),
+        hit_idle_us_p50=info.hit_idle_us_p50 if info is not None else 0.0,
+        draining=info is not None and info.draining,
+        waiting_sessions=info.waiting_sessions if info is not None else 0,
+        preemptions_swap=info.preemptions_swap if info is not None else 0,
+        preemptions_recompute=info.preemptions_recompute if info is not None else 0,
+        prefix_tokens_asked=info.prefix_tokens_asked if info is not None else 0,
+        prefix_tokens_found=info.prefix_tokens_found if info is not None else 0,
+    )
+
+
+def _drafter(peer: DrafterPeer, service: RouterService) -> DrafterSummary:
+    info = peer.info
+    return DrafterSummary(
+        drafter_id=info.drafter_id if info is not None else DrafterId(peer.address),
+        address=peer.address,
+        healthy=peer.serving,
+        methods=info.methods if info is not None else (),
+        sessions=info.sessions if info is not None else 0,
+        handicap=info.handicap if info is not None else "",
+        draining=peer.leaves,
+        links=_links(info, service) if info is not None else (),
+    )
+
+
+def _links(drafter: DrafterInfo, service: RouterService) -> tuple[DrafterLink, ...]:
+    # Copied at once: threads of the metrics port come here, too.
+    peers = list(service.registry.verifiers.values())
+    infos = [peer.info for peer in peers if peer.state is PeerState.HEALTHY]
+    return tuple(
+        _link(info.verifier_id, link, service)
+        for info in infos
+        if info is not None and is_attached(drafter, info)
+        for link in info.drafters
+        if link.drafter_id == drafter.drafter_id
+    )
+
+
+def _link(verifier_id: VerifierId, link: AttachedDrafter, service: RouterService) -> DrafterLink:
+    reason, probe_in_s = service.registry.judge.sentence(verifier_id, link.drafter_id)
+    return DrafterLink(
+        verifier_id=verifier_id,
+        sessions=link.sessions,
+        answer_ms=link.answer_ms,
+        quarantine=reason,
+        probe_in_s=probe_in_s,
+    )

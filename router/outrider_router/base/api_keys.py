@@ -1,0 +1,158 @@
+"""API keys: what a file of them says, and whose a credential is.
+
+A file holds hashes alone. A key is 32 random bytes, so that a plain SHA-256 of it cannot be turned
+back, and looking one up costs microseconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from outrider.config import load_config
+from outrider.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
+from outrider.ids import TenantId
+from outrider.wire.limits import MAX_PRIORITY
+from outrider_router.base.tenants import MAX_TENANT_CHARS, SHARED
+
+MAX_KEYS: Final = 4096
+MAX_HEADER_CHARS: Final = 1024
+"""Longer credentials are nobody's."""
+_HASH_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """One key; the keys of a table `[keys.NAME]`."""
+
+    sha256: str
+    """Of the key, 64 hexadecimal digits in lower case."""
+    tenant: str = ""
+    """Whose requests these are; "" : the key's own name. Its limits are those of this tenant."""
+    requests_per_s: float = 0.0
+    """Requests a second in the long run; 0 does not bound them."""
+    requests_burst: float = 0.0
+    """Requests at once after a pause; 0: what a second brings, at least one."""
+    max_concurrent: int = 0
+    """Most requests that wait or are served; one more is refused. 0 does not bound them."""
+    max_tokens: int = 0
+    """Most tokens that a request may ask for; 0 does not bound them."""
+    max_priority: int = MAX_PRIORITY
+    """Greatest priority that a request may ask for: greater ones go first, and preempt others."""
+    operator: bool = False
+    """Whether it also adds and removes drafters, and reads metrics."""
+
+    def __post_init__(self) -> None:
+        # Not with the value: somebody may have put the key itself there.
+        if len(self.sha256) != _HASH_CHARS or set(self.sha256) - set("0123456789abcdef"):
+            raise ValueError("sha256 must be 64 hexadecimal digits in lower case")
+        if len(self.tenant) > MAX_TENANT_CHARS:
+            raise ValueError(f"tenant must have at most {MAX_TENANT_CHARS} characters")
+        for name in ("requests_per_s", "requests_burst"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative")
+        if abs(self.max_priority) > MAX_PRIORITY:
+            raise ValueError(f"max_priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+        for name in ("max_concurrent", "max_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysFile:
+    """A file of keys."""
+
+    keys: Mapping[str, ApiKey] = field(default_factory=dict)
+    """By name; names are in logs and metrics, so they are no secrets."""
+
+    def __post_init__(self) -> None:
+        if len(self.keys) > MAX_KEYS:
+            raise ValueError(f"a file may hold {MAX_KEYS} keys, this one holds {len(self.keys)}")
+        for name in self.keys:
+            if not name or len(name) > MAX_TENANT_CHARS:
+                raise ValueError(f"names of keys have 1 to {MAX_TENANT_CHARS} characters")
+        if len({key.sha256 for key in self.keys.values()}) != len(self.keys):
+            raise ValueError("a key may be there once only: two names have one sha256")
+
+
+def read_keys(path: Path) -> Mapping[str, ApiKey]:
+    """The keys of a file, by name. Raises NotFoundError if it is missing, InvalidRequestError
+    (INVALID_CONFIG) if it is malformed."""
+    try:
+        return load_config(KeysFile, path).keys
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"file of API keys {path}: {error.message}", reason=error.reason
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks."""
+
+    tenant: TenantId = SHARED
+    key: str = ""
+    """Name of the API key; "" where none are asked for."""
+
+
+ANYBODY: Final = Caller()
+"""Whoever asks where nobody is asked who they are."""
+
+
+def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
+    """The name of the key in an `authorization` header: `Bearer KEY`, or `Basic` with the key as
+    password, which browsers can send.
+
+    Raises UnauthenticatedError (NO_KEY, WRONG_KEY). How long it takes tells nothing of how near a
+    wrong key is, nor which one a right one is.
+    """
+    secret = _secret_of(header)
+    digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+    found = ""
+    for name, key in keys.items():
+        if hmac.compare_digest(digest, key.sha256):
+            found = name
+    if not found:
+        raise UnauthenticatedError("this API key is not known here", reason="WRONG_KEY")
+    return found
+
+
+def check_operator(name: str, key: ApiKey) -> None:
+    """Raises PermissionDeniedError (NOT_OPERATOR) unless it is an operator's key."""
+    if not key.operator:
+        raise PermissionDeniedError(
+            f"the API key {name!r} is not an operator's", reason="NOT_OPERATOR"
+        )
+
+
+def _secret_of(header: str | None) -> str:
+    if not header:
+        raise UnauthenticatedError(
+            "an API key is needed: authorization: Bearer KEY", reason="NO_KEY"
+        )
+    scheme, _, rest = header.strip().partition(" ")
+    credential = rest.strip()
+    if len(header) <= MAX_HEADER_CHARS and credential:
+        match scheme.lower():
+            case "bearer":
+                return credential
+            case "basic":
+                return _password_of(credential)
+    raise UnauthenticatedError(
+        "authorization must be `Bearer KEY`, or `Basic` with the key as password",
+        reason="WRONG_KEY",
+    )
+
+
+def _password_of(credential: str) -> str:
+    try:
+        return base64.b64decode(credential, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return ""

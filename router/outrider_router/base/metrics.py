@@ -1,0 +1,301 @@
+"""Prometheus metrics of the router. One registry per router, so that tests do not share state.
+
+Speculation counters are sums over the columns of each message of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from outrider.errors import (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from outrider.wire.messages import (
+    FALLBACK,
+    HIT,
+    LOOKED_AHEAD,
+    TARGET_ONLY,
+    FinishReason,
+    SessionEvents,
+)
+from outrider_router.base.histogram import BatchHistogram
+from outrider_router.base.reasons import FailoverCause, MoveReason, QuarantineReason
+from outrider_router.base.slow_readers import SLOW_READER
+
+_ERRORS: tuple[type[OutriderError], ...] = (
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class RouterMetrics:
+    """Every metric that the router exports; attributes are prometheus_client objects."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._requests()
+        self._surviving()
+        self._overload()
+        self._access()
+        self._speculation()
+        self._fleet()
+        self._begin_at_zero()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"outrider_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"outrider_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> BatchHistogram:
+        return BatchHistogram(f"outrider_{name}", text, buckets, self.registry)
+
+    def _requests(self) -> None:
+        self.requests = self._counter(
+            "requests_total", "Requests that ended, by finish reason or error code.", "outcome"
+        )
+        self.requests_running = self._gauge("requests_running", "Requests being served.")
+        self.queue_depth = self._gauge(
+            "queue_depth", "Requests waiting for a place, by priority.", "priority"
+        )
+        self.kv_reserved_tokens = self._gauge(
+            "kv_reserved_tokens",
+            "KV tokens that the sessions placed are expected to hold.",
+        )
+        self.prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of requests.")
+        self.generation_tokens = self._counter("generation_tokens_total", "Tokens sent to clients.")
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Wait in the admission queue.", LATENCY_BUCKETS
+        )
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds",
+            "Time between two rounds of a session, divided by the tokens of the later one.",
+            TOKEN_BUCKETS,
+        )
+        self.request_duration = self._histogram(
+            "e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
+        )
+        self.time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "First token to last, divided by the tokens after the first, of each request.",
+            TOKEN_BUCKETS,
+        )
+        self.request_prompt_tokens = self._histogram(
+            "request_prompt_tokens",
+            "Prompt tokens of each request placed.",
+            LENGTH_BUCKETS,
+        )
+        self.request_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens of each answer that ended.", LENGTH_BUCKETS
+        )
+
+    def _surviving(self) -> None:
+        self.resumed_streams = self._counter(
+            "resumed_streams_total", "Streams that a client took up again."
+        )
+        self.restored_requests = self._counter(
+            "restored_requests_total",
+            "Requests found in the journal at the start: running, ended, dropped.",
+            "state",
+        )
+        self.journal_failing = self._gauge(
+            "journal_failing", "1 while the journal cannot be written: a restart would lose text."
+        )
+        self.journal_damaged = self._counter(
+            "journal_damaged_records_total", "Stretches of the journal that were skipped."
+        )
+
+    def _overload(self) -> None:
+        self.refusals = self._counter(
+            "refusals_total",
+            "Requests that were refused or ended because of overload: RATE_LIMITED, QUEUE_FULL, "
+            "DISPLACED, SLOW_READER, KEY_RATE_LIMITED, KEY_BUSY.",
+            "reason",
+        )
+        self.preempting_placements = self._counter(
+            "preempting_placements_total",
+            "Sessions placed beyond a verifier's room, for which lesser ones make way.",
+        )
+        self.tenant_requests = self._counter(
+            "tenant_requests_total",
+            "Requests that came and were not refused for their rate; tenants without limits of "
+            "their own count as default.",
+            "tenant",
+        )
+        self.tenant_tokens = self._counter(
+            "tenant_tokens_total", "Tokens of prompts and answers of requests that ended.", "tenant"
+        )
+
+    def _access(self) -> None:
+        self.access_refusals = self._counter(
+            "access_refusals_total",
+            "Calls of both fronts and the pool that were turned away: NO_KEY, WRONG_KEY, "
+            "NOT_OPERATOR, WRONG_ROLE.",
+            "reason",
+        )
+        self.tls_handshakes = self._counter(
+            "tls_handshakes_total",
+            "TLS handshakes that began on gRPC ports; one without a good certificate leads to no "
+            "call.",
+        )
+        self.keys_failing = self._gauge(
+            "api_keys_failing", "1 while the file of API keys is no good; the ones before count."
+        )
+
+    def _speculation(self) -> None:
+        self.rounds = self._counter(
+            "rounds_total", "Verify rounds that emitted tokens, summed over sessions."
+        )
+        self.round_tokens = self._counter("round_tokens_total", "Tokens emitted by verify rounds.")
+        self.drafts = self._counter(
+            "spec_decode_num_drafts_total", "Verify rounds of a proposal, over sessions."
+        )
+        self.draft_tokens = self._counter(
+            "spec_decode_num_draft_tokens_total", "Draft nodes verified."
+        )
+        self.accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens_total", "Draft nodes accepted."
+        )
+        self.accepted_per_position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos_total",
+            "Draft nodes accepted, by depth (0 is the first draft token).",
+            "position",
+        )
+        self.fallback_rounds = self._counter(
+            "fallback_rounds_total", "Rounds of speculative sessions without a proposal."
+        )
+        self.target_only_rounds = self._counter(
+            "target_only_rounds_total", "Rejection rounds judged without draft probabilities."
+        )
+        self.look_ahead_rounds = self._counter(
+            "look_ahead_rounds_total",
+            "Rounds of plans with look-ahead that used a proposal or wanted one.",
+        )
+        self.look_ahead_drafted_rounds = self._counter(
+            "look_ahead_drafted_rounds_total",
+            "Rounds of plans with look-ahead, by whether their proposal came before its prefix "
+            "(hit) or after it (fresh).",
+            "kind",
+        )
+        self.look_ahead_accepted = self._counter(
+            "look_ahead_accepted_tokens_total",
+            "Draft nodes accepted in rounds of plans with look-ahead: in hits, in fresh ones.",
+            "kind",
+        )
+
+    def _fleet(self) -> None:
+        self.verifier_up = self._gauge(
+            "verifier_up", "1 while sessions are placed on this verifier.", "verifier"
+        )
+        self.verifier_losses = self._counter(
+            "verifier_losses_total", "Times that this verifier was lost.", "verifier"
+        )
+        self.failovers = self._counter(
+            "failovers_total", "Times that a request lost its session and was placed again."
+        )
+        self.resumed_sessions = self._counter(
+            "resumed_sessions_total",
+            "Sessions opened for requests that had one before, by what became of that.",
+            "cause",
+        )
+        self.drafter_up = self._gauge(
+            "drafter_up", "1 while this drafter is reachable and attached.", "drafter"
+        )
+        self.drafter_losses = self._counter(
+            "drafter_losses_total", "Times that this drafter was lost.", "drafter"
+        )
+        self.drafter_detached_sessions = self._counter(
+            "drafter_detached_sessions_total",
+            "Times that a running session lost its drafter; it decodes plainly until given one.",
+        )
+        self.session_moves = self._counter(
+            "session_moves_total",
+            "Running sessions that were given to another drafter, or to none: lost, quarantined, "
+            "drained, probe, balance.",
+            "why",
+        )
+        self.drafter_quarantines = self._counter(
+            "drafter_quarantines_total",
+            "Times that a drafter was given none of a verifier's sessions for a while, by what was "
+            "wrong with it: slow, silent, wrong.",
+            "reason",
+        )
+
+    def _begin_at_zero(self) -> None:
+        """Series whose labels are known are there from the start: a rate sees the first event."""
+        codes = (error.code for error in _ERRORS)
+        known: dict[Counter | Gauge, Iterable[str]] = {
+            self.requests: (*FinishReason, *codes),
+            self.queue_depth: ("0",),
+            self.restored_requests: ("running", "ended", "dropped"),
+            self.refusals: ("RATE_LIMITED", "QUEUE_FULL", "DISPLACED", SLOW_READER),
+            self.accepted_per_position: ("0",),
+            self.look_ahead_drafted_rounds: ("hit", "fresh"),
+            self.look_ahead_accepted: ("hit", "fresh"),
+            self.resumed_sessions: FailoverCause,
+            self.session_moves: MoveReason,
+            self.drafter_quarantines: QuarantineReason,
+        }
+        for metric, values in known.items():
+            for value in values:
+                metric.labels(value)
+
+    def _add_ahead(self, flags: NDArray[np.uint8], accepted: NDArray[np.uint16]) -> None:
+        ahead = flags & LOOKED_AHEAD > 0
+        hit = ahead & (flags & HIT > 0)
+        fresh = ahead & (flags & (HIT | FALLBACK) == 0)
+        self.look_ahead_rounds.inc(int(np.count_nonzero(ahead)))
+        for kind, rows in (("hit", hit), ("fresh", fresh)):
+            self.look_ahead_drafted_rounds.labels(kind).inc(int(np.count_nonzero(rows)))
+            self.look_ahead_accepted.labels(kind).inc(int(accepted[rows].sum()))
+
+    def add_ended(
+        self, outcome: str, first: float | None, last: float, tokens: int, duration_s: float
+    ) -> None:
+        """Count a request that ended; `first` and `last` are clock times of its tokens, seconds."""
+        self.requests.labels(outcome).inc()
+        self.request_duration.observe(duration_s)
+        self.request_generation_tokens.observe(tokens)
+        if first is not None and tokens > 1:
+            self.time_per_output_token.observe((last - first) / (tokens - 1))
+
+    def add_events(self, events: SessionEvents) -> None:
+        """Count the rounds of a message of events."""
+        rounds = (events.round_ids > 0) & (events.counts > 0)
+        self.rounds.inc(int(rounds.sum()))
+        self.round_tokens.inc(int(events.counts[rounds].sum()))
+        flags = events.flags[rounds]
+        self.fallback_rounds.inc(int(np.count_nonzero(flags & FALLBACK)))
+        self.target_only_rounds.inc(int(np.count_nonzero(flags & TARGET_ONLY)))
+        self.drafts.inc(int(np.count_nonzero(events.proposed[rounds])))
+        self.draft_tokens.inc(int(events.proposed[rounds].sum()))
+        accepted = events.accepted[rounds]
+        if (flags & LOOKED_AHEAD).any():
+            self._add_ahead(flags, accepted)
+        if not accepted.any():
+            return
+        self.accepted_tokens.inc(int(accepted.sum()))
+        # A round that accepted d nodes accepted one at each depth up to d.
+        reached = np.cumsum(np.bincount(accepted)[:0:-1])[::-1]
+        for position, count in enumerate(reached.tolist()):
+            self.accepted_per_position.labels(str(position)).inc(count)

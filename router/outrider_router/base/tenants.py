@@ -1,0 +1,195 @@
+"""Tenants: what each may ask for, and whose turn it is among those of one priority. Pure.
+
+Requests are charged in tokens: prompt and expected output when they come, what they really were
+when they have ended. A tenant's turn comes by virtual time (start-time fair queueing): its next
+request starts where its last one ended, and one of twice the weight takes half the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from outrider.errors import InvalidRequestError
+from outrider.ids import TenantId
+from outrider_router.base.retry_hints import Promises
+
+TENANT_KEY: Final = "x-outrider-tenant"
+AUTHORIZATION_KEY: Final = "authorization"
+DEFAULT: Final = "default"
+"""Table of the limits of tenants that have none of their own."""
+SHARED: Final = TenantId("")
+"""The tenant of requests that name none, and of those beyond the bound on tenants."""
+MAX_TENANT_CHARS = 64
+_HASH_CHARS = 16
+
+
+class TenantSource(StrEnum):
+    """Where a request says whose it is."""
+
+    NONE = "none"
+    """Nowhere: all requests are of one tenant."""
+    METADATA = "metadata"
+    """In the metadata field `x-outrider-tenant`, which whoever is in front of the router sets."""
+    AUTHORIZATION = "authorization"
+    """By its credentials: the first 16 hexadecimal digits of the SHA-256 of `authorization`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """What a tenant may ask for; keys of a table `[tenants.NAME]`."""
+
+    weight: float = 1.0
+    """Its share of what tenants of one priority get while they wait, beside the others' weights."""
+    requests_per_s: float = 0.0
+    """Requests a second in the long run; 0 does not bound them."""
+    requests_burst: float = 0.0
+    """Requests at once after a pause; 0: what a second brings, at least one."""
+    tokens_per_s: float = 0.0
+    """Tokens of prompts and answers a second in the long run; 0 does not bound them."""
+    tokens_burst: float = 0.0
+    """Tokens at once after a pause; 0: what ten seconds bring."""
+    max_running: int = 0
+    """Most requests that are served at once, the others wait; 0 does not bound them."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0.0):
+            raise ValueError(f"weight must be positive, got {self.weight}")
+        for name in ("requests_per_s", "requests_burst", "tokens_per_s", "tokens_burst"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative")
+        if self.max_running < 0:
+            raise ValueError(f"max_running must be >= 0, got {self.max_running}")
+
+
+class TokenBucket:
+    """A rate with bursts. What costs more than a burst is let through when the bucket is full."""
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        """`rate`: units a second; `burst`: units that it holds, full at the beginning."""
+        self._rate, self._burst = rate, burst
+        self._level, self._at = burst, now
+        self._promises = Promises()
+
+    def missing(self, cost: float, now: float) -> float:
+        """Units that it is short of `cost`; 0 if it may be taken."""
+        self._level = min(self._burst, self._level + self._rate * max(0.0, now - self._at))
+        self._at = max(self._at, now)
+        # The tolerance: a client that waited exactly as long as it was told is let through.
+        short = min(cost, self._burst) - self._level
+        return short if short > 1e-6 * self._burst else 0.0
+
+    def take(self, cost: float) -> None:
+        """Take what was not `missing`, or give back (negative) what was taken."""
+        self._level = min(self._burst, self._level - cost)
+
+    def hint_s(self, cost: float, now: float) -> float:
+        """Seconds until it has `cost` for whoever is refused now, behind those refused before."""
+        first_s = self.missing(cost, now) / self._rate
+        return self._promises.hint_s(now, first_s=first_s, each_s=cost / self._rate)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Tenant:
+    """One tenant while it is known."""
+
+    name: TenantId
+    limits: TenantLimits
+    requests: TokenBucket | None
+    tokens: TokenBucket | None
+    ends: float = 0.0
+    """Virtual time at which its last request ends."""
+    held: int = 0
+    """Its requests that wait or are served."""
+    running: int = 0
+    """Its requests that are served."""
+
+
+class Tenants:
+    """The tenants of one router; at most so many are known at once."""
+
+    def __init__(self, limits: Mapping[str, TenantLimits], *, most: int) -> None:
+        """`limits` by name; those of `default` are everybody else's."""
+        self._limits = limits
+        self._default = limits.get(DEFAULT, TenantLimits())
+        self._most = most
+        self._known: OrderedDict[TenantId, Tenant] = OrderedDict()
+        self._time = 0.0
+        """Virtual time: where the request started that was placed last."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, name: TenantId, now: float) -> Tenant:
+        """The tenant of this name. Beyond the bound the one that was idle longest is forgotten;
+        while all are busy, a new one is counted to the shared tenant."""
+        tenant = self._known.get(name)
+        if tenant is not None:
+            self._known.move_to_end(name)
+            return tenant
+        if name != SHARED and len(self._known) >= self._most and not self._forget_one():
+            return self.get(SHARED, now)
+        limits = self._limits.get(name, self._default)
+        tenant = self._known[name] = Tenant(
+            name=name,
+            limits=limits,
+            requests=_bucket(limits.requests_per_s, limits.requests_burst, 1.0, now),
+            tokens=_bucket(limits.tokens_per_s, limits.tokens_burst, 10.0, now),
+        )
+        return tenant
+
+    def label(self, name: TenantId) -> str:
+        """Its name in metrics: of a set that the configuration bounds."""
+        return name if name in self._limits else DEFAULT
+
+    def queued(self, tenant: Tenant, cost: float) -> float:
+        """A request has come; the virtual time at which it starts: its place among the others."""
+        start = max(self._time, tenant.ends)
+        tenant.ends = start + cost / tenant.limits.weight
+        tenant.held += 1
+        return start
+
+    def reached(self, start: float) -> None:
+        """A request that starts at this virtual time is served."""
+        self._time = max(self._time, start)
+
+    def withdrawn(self, tenant: Tenant, cost: float) -> None:
+        """A request has left the queue without being served: it took no time."""
+        tenant.ends -= cost / tenant.limits.weight
+
+    def _forget_one(self) -> bool:
+        for name, tenant in self._known.items():
+            if not tenant.held and name != SHARED and name not in self._limits:
+                del self._known[name]
+                return True
+        return False
+
+
+def tenant_of(source: TenantSource, metadata: Iterable[tuple[str, str | bytes]]) -> TenantId:
+    """Whose request it is, by the metadata of its call. Raises InvalidRequestError."""
+    if source is TenantSource.NONE:
+        return SHARED
+    wanted = TENANT_KEY if source is TenantSource.METADATA else AUTHORIZATION_KEY
+    value = next((value for key, value in metadata if key == wanted), "")
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if source is TenantSource.AUTHORIZATION:
+        digest = hashlib.sha256(value.encode()).hexdigest()[:_HASH_CHARS]
+        return TenantId(digest) if value else SHARED
+    if len(value) > MAX_TENANT_CHARS or not value.isprintable():
+        raise InvalidRequestError(
+            f"{TENANT_KEY} must be at most {MAX_TENANT_CHARS} printable characters",
+            reason="INVALID_TENANT",
+        )
+    return TenantId(value)
+
+
+def _bucket(rate: float, burst: float, seconds: float, now: float) -> TokenBucket | None:
+    if not rate:
+        return None
+    return TokenBucket(rate, burst or max(1.0, rate * seconds), now)

@@ -1,0 +1,47 @@
+"""What a router tells drafters to do. A drafter that does not do it costs speculation alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from outrider.errors import OutriderError
+from outrider.transport.interface import DrafterControl
+
+logger = logging.getLogger(__name__)
+
+
+async def attach(control: DrafterControl, address: str, verifier: str) -> None:
+    """Have the drafter at `address` connect to a verifier."""
+    facts = {"address": address, "verifier": verifier}
+    try:
+        await control.attach(verifier)
+    except OutriderError as error:
+        # The drafter answers, so it is not lost; the next look tries again.
+        logger.warning("attaching a drafter failed", extra=facts | {"problem": error.message})
+    else:
+        logger.info("drafter told to attach", extra=facts)
+
+
+async def detach(
+    control: DrafterControl, address: str, verifiers: Iterable[str], timeout_s: float
+) -> None:
+    """Have a drafter leave verifiers."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            for verifier in verifiers:
+                await control.detach(verifier)
+    except (OutriderError, TimeoutError) as error:
+        # It does not answer; its verifiers notice that too.
+        logger.info("drafter not detached: %s", error, extra={"address": address})
+
+
+async def drain(control: DrafterControl, address: str, timeout_s: float) -> None:
+    """Have a drafter say to all routers that it leaves."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await control.drain(True)
+    except (OutriderError, TimeoutError) as error:
+        # It does not answer; the others notice that too.
+        logger.info("drafter not drained: %s", error, extra={"address": address})

@@ -1,0 +1,412 @@
+"""Polls the verifiers and drafters, attaches drafters, and reports who is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from outrider.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    OutriderError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from outrider.ids import DrafterId, VerifierId
+from outrider.transport.interface import Dialer
+from outrider.wire.limits import MAX_PEERS
+from outrider.wire.messages import DrafterInfo, VerifierInfo
+from outrider_router.base.dns_names import split
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.config import RouterConfig
+from outrider_router.fleet import drafter_commands
+from outrider_router.fleet.compatibility import (
+    PeerState,
+    TokenizerIdentity,
+    check_drafter,
+    check_verifier,
+    fits,
+    is_attached,
+    judge,
+    missing_attachments,
+)
+from outrider_router.fleet.drafter_assignment import Candidate, candidates_of
+from outrider_router.fleet.peer_types import DrafterPeer, Standing, VerifierPeer
+from outrider_router.fleet.peers import Peer, in_time, rest
+from outrider_router.fleet.quarantine_manager import DrafterJudge
+
+logger = logging.getLogger(__name__)
+
+
+class Registry:
+    """The fleet of one router. Callbacks run on the event loop and must not block."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: TokenizerIdentity,
+        dialer: Dialer,
+        metrics: RouterMetrics,
+        *,
+        clock: Callable[[], float],
+        placed: Callable[[], Mapping[DrafterId, int]],
+        on_verifier_up: Callable[[VerifierInfo], None],
+        on_verifier_lost: Callable[[VerifierId], None],
+        on_drafters_changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`placed` counts this router's sessions by drafter; `on_drafters_changed` hears that
+        sessions should be moved now."""
+        self._dialer = dialer
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._clock = clock
+        self._interval_s = config.poll_interval_s
+        self._silence_s = config.silence_s
+        self._stall_s = config.verifier_stall_s
+        self._placed = placed
+        self._on_verifier_up = on_verifier_up
+        self._on_verifier_lost = on_verifier_lost
+        self._on_drafters_changed = on_drafters_changed
+        self.judge = DrafterJudge(metrics, clock=clock, on_change=on_drafters_changed)
+        verifiers, drafters = split(config.verifiers)[0], split(config.drafters)[0]
+        self.verifiers = {address: VerifierPeer(address=address) for address in verifiers}
+        self.drafters = {address: DrafterPeer(address=address) for address in drafters}
+        self._polls: dict[Peer, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Begin polling; every peer has its own task, so none delays the look at another."""
+        for verifier in self.verifiers.values():
+            self._start(verifier, partial(self._look_at_verifier, verifier))
+        for drafter in self.drafters.values():
+            self._start(drafter, partial(self._look_at_drafter, drafter))
+
+    async def stop(self) -> None:
+        """Stop polling."""
+        polls, self._polls = self._polls, {}
+        for task in polls.values():
+            task.cancel()
+        await asyncio.gather(*polls.values(), return_exceptions=True)
+
+    def add_verifier(self, address: str) -> None:
+        """Look for one more verifier from now on; idempotent. Raises ResourceExhaustedError."""
+        if address not in self.verifiers:
+            _check_room("verifiers", len(self.verifiers))
+            peer = self.verifiers[address] = VerifierPeer(address=address)
+            self._start(peer, partial(self._look_at_verifier, peer))
+            logger.info("verifier added", extra={"address": address})
+
+    async def forget_verifier(self, peer: VerifierPeer) -> None:
+        """Look no more at a verifier that is gone, and have the drafters dial it no more."""
+        await self._stop(peer)
+        if peer.state is PeerState.HEALTHY and peer.info is not None:
+            self._lose_verifier(peer, peer.info, "it was removed")
+        for drafter in list(self.drafters.values()):
+            if drafter.control is not None and drafter.state is PeerState.HEALTHY:
+                gone = (peer.address,)
+                await drafter_commands.detach(
+                    drafter.control, drafter.address, gone, self._silence_s
+                )
+        self.verifiers.pop(peer.address, None)
+        logger.info("verifier removed", extra={"address": peer.address})
+
+    def add_drafter(self, address: str, *, recall: bool = True) -> None:
+        """Look for one more drafter from now on; idempotent.
+
+        `recall`: it is told that it stays, even if it was about to leave. Raises
+        ResourceExhaustedError; FailedPreconditionError while it is being removed.
+        """
+        peer = self.drafters.get(address)
+        if peer is not None and peer.draining:
+            raise FailedPreconditionError(
+                f"the drafter at {address} is being removed", reason="DRAFTER_LEAVING"
+            )
+        if peer is not None:
+            # Somebody else may have removed it.
+            peer.recalled = peer.recalled or recall
+            return
+        _check_room("drafters", len(self.drafters))
+        peer = self.drafters[address] = DrafterPeer(address=address, recalled=recall)
+        self._start(peer, partial(self._look_at_drafter, peer))
+        logger.info("drafter added", extra={"address": address})
+
+    async def drain_drafter(self, peer: DrafterPeer) -> None:
+        """Give a drafter no sessions any more, and have it say so to other routers."""
+        peer.draining, peer.recalled = True, False
+        if peer.control is not None:
+            await drafter_commands.drain(peer.control, peer.address, self._silence_s)
+
+    async def forget_drafter(self, peer: DrafterPeer) -> None:
+        """Look at a drafter no more and have it leave the verifiers."""
+        await self._stop(peer)
+        if peer.control is not None:
+            # It is among the drafters until it has left: nobody may add it anew meanwhile.
+            await drafter_commands.detach(
+                peer.control, peer.address, self.verifiers, self._silence_s
+            )
+        self.drafters.pop(peer.address, None)
+        if peer.info is not None:
+            self.judge.forget(peer.info.drafter_id)
+            self._metrics.drafter_up.labels(peer.info.drafter_id).set(0)
+        logger.info("drafter removed", extra={"address": peer.address})
+
+    def healthy_verifier(self, verifier_id: VerifierId) -> VerifierPeer | None:
+        """The healthy verifier with this id."""
+        return next((v for v, info in self._healthy() if info.verifier_id == verifier_id), None)
+
+    def any_info(self) -> VerifierInfo | None:
+        """What a healthy verifier says of its model; None while none takes sessions."""
+        return next((info for _, info in self._healthy() if not info.draining), None)
+
+    def saw_verifier(self, peer: VerifierPeer) -> None:
+        """A session's event is a sign of life and of progress."""
+        peer.silent_s = peer.stalled_s = 0.0
+
+    def verifier_broke(self, peer: VerifierPeer, why: str) -> None:
+        """Its sessions broke off: it is lost until it answers a look, and that begins now."""
+        if peer.state is PeerState.HEALTHY and peer.info is not None:
+            self._lose_verifier(peer, peer.info, why)
+        peer.woken.set()
+
+    def verifier_draining(self, peer: VerifierPeer) -> None:
+        """It says that it takes no more sessions."""
+        if peer.state is PeerState.HEALTHY and peer.info is not None:
+            peer.info = replace(peer.info, draining=True)
+            self._on_verifier_up(peer.info)
+
+    def drafter_detached(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
+        """A session reports that its drafter is gone; no more sessions until the next look."""
+        peer.detached.add(drafter_id)
+        self._note_drafters()
+
+    def candidates_of(self, peer: VerifierPeer) -> tuple[Candidate, ...]:
+        """The drafters that the sessions of this verifier can have now."""
+        assert peer.info is not None
+        able = [d for d in self.drafters.values() if d.state is PeerState.HEALTHY]
+        return candidates_of(
+            peer.info,
+            [drafter.info for drafter in able if drafter.info is not None],
+            detached=peer.detached,
+            draining={d.info.drafter_id for d in able if d.draining and d.info is not None},
+            rooms=self.judge.rooms(peer.info),
+        )
+
+    def candidates(self) -> dict[VerifierId, tuple[Candidate, ...]]:
+        """The same for each healthy verifier."""
+        return {info.verifier_id: self.candidates_of(peer) for peer, info in self._healthy()}
+
+    @property
+    def others(self) -> dict[DrafterId, int]:
+        """Sessions that drafters follow for other routers."""
+        peers = self.drafters.values()
+        return {peer.info.drafter_id: peer.others for peer in peers if peer.info is not None}
+
+    def _healthy(self) -> list[tuple[VerifierPeer, VerifierInfo]]:
+        peers = self.verifiers.values()
+        return [
+            (peer, peer.info)
+            for peer in peers
+            if peer.state is PeerState.HEALTHY and peer.info is not None
+        ]
+
+    def _start(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
+        self._polls[peer] = asyncio.create_task(self._poll(peer, look))
+
+    async def _stop(self, peer: Peer) -> None:
+        poll = self._polls.pop(peer, None)
+        if poll is not None:
+            poll.cancel()
+            await asyncio.gather(poll, return_exceptions=True)
+
+    async def _poll(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await in_time(peer, look, self._silence_s)
+            except FailedPreconditionError as error:
+                self._refuse(peer, error)
+            except (OutriderError, TimeoutError) as error:
+                self._failed(peer, error)
+            except Exception:
+                logger.exception("look at peer failed", extra={"address": peer.address})
+            self._note_drafters()
+            await rest(peer, self._interval_s)
+
+    async def _look_at_verifier(self, peer: VerifierPeer) -> None:
+        if peer.control is None:
+            peer.control = await self._dialer.verifier(peer.address)
+        losses = peer.losses
+        info = await peer.control.info()
+        if losses != peer.losses:
+            # The answer is from before the loss, perhaps.
+            peer.woken.set()
+            return
+        before = peer.info
+        peer.detached.clear()
+        try:
+            check_verifier(info, self._tokenizer)
+            self._check_name(peer, info)
+        except FailedPreconditionError as error:
+            # Its sessions are lost under the name that it had when they began.
+            self._refuse(peer, error)
+            raise
+        finally:
+            peer.info = info
+        restarted = before is not None and before.incarnation != info.incarnation
+        if restarted and before is not None and peer.state is PeerState.HEALTHY:
+            self._lose_verifier(peer, before, "it was restarted")
+        self._check_progress(peer, before, info)
+        came_up = self._seen(peer)
+        if came_up:
+            self._metrics.verifier_up.labels(info.verifier_id).set(1)
+            self._metrics.verifier_losses.labels(info.verifier_id)
+        self._on_verifier_up(info)
+        self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
+
+    def _check_progress(
+        self, peer: VerifierPeer, before: VerifierInfo | None, info: VerifierInfo
+    ) -> None:
+        """Lose a verifier whose sessions have made no progress for too long, and refuse it until
+        it makes some. Raises UnavailableError."""
+        standing = Standing.of(info)
+        if before is None or standing != Standing.of(before):
+            peer.stalled_s, peer.stalled_at = 0.0, None
+            return
+        if peer.stalled_at is None and 0 < self._stall_s <= peer.stalled_s:
+            peer.stalled_at = standing
+            why = f"its sessions made no progress for {peer.stalled_s:.1f} s"
+            self._lose_verifier(peer, info, why)
+        if peer.stalled_at == standing:
+            raise UnavailableError("it answers and makes no progress", reason="VERIFIER_STALLED")
+
+    def _check_name(self, peer: VerifierPeer, info: VerifierInfo) -> None:
+        """Places, sessions and losses go by the name: two verifiers must not share one."""
+        namesake = self.healthy_verifier(info.verifier_id)
+        if namesake is not None and namesake is not peer:
+            raise FailedPreconditionError(
+                f"{namesake.address} is called {info.verifier_id} too", reason="NAME_TAKEN"
+            )
+
+    async def _look_at_drafter(self, peer: DrafterPeer) -> None:
+        if peer.control is None:
+            peer.control = await self._dialer.drafter(peer.address)
+        info = await peer.control.info()
+        before, peer.info = peer.info, info
+        check_drafter(info, self._tokenizer)
+        if before is not None and before.incarnation != info.incarnation:
+            # What was held against its predecessor is void.
+            self.judge.forget(before.drafter_id)
+            if peer.serving and not before.draining:
+                self._drafter_lost(peer, "it was restarted")
+        if info.draining and not (before is not None and before.draining):
+            logger.info("drafter is about to stop", extra={"drafter_id": info.drafter_id})
+            self._on_drafters_changed()
+        self._seen(peer)
+        placed = self._placed().get(info.drafter_id, 0)
+        peer.unplaced = peer.unplaced[1], max(0, info.sessions - placed)
+        if peer.recalled:
+            peer.recalled = False
+            await peer.control.drain(False)
+        if peer.leaves:
+            return
+        known = {verifier.address: info for verifier, info in self._healthy()}
+        for address in missing_attachments(info, known):
+            await drafter_commands.attach(peer.control, peer.address, address)
+        self._note_misfits(peer, info, known)
+
+    def _note_misfits(
+        self, peer: DrafterPeer, info: DrafterInfo, known: dict[str, VerifierInfo]
+    ) -> None:
+        misfits = {address for address, verifier in known.items() if not fits(info, verifier)}
+        for address in misfits - peer.misfits:
+            logger.warning(
+                "drafter does not fit verifier: vocabulary or features differ",
+                extra={"drafter_id": info.drafter_id, "verifier": address},
+            )
+        peer.misfits = misfits
+
+    def _seen(self, peer: Peer) -> bool:
+        """Note a sign of life; whether the peer was not healthy before."""
+        peer.silent_s, peer.failures, peer.problem = 0.0, 0, ""
+        if peer.state is PeerState.HEALTHY:
+            return False
+        peer.state = PeerState.HEALTHY
+        logger.info("peer is healthy", extra={"address": peer.address})
+        return True
+
+    def _refuse(self, peer: Peer, error: OutriderError) -> None:
+        self._complain(peer, "peer refused", error.message)
+        self._leave(peer, PeerState.REFUSED, error.message)
+
+    def _failed(self, peer: Peer, error: OutriderError | TimeoutError) -> None:
+        message = str(error) or "no answer in time"
+        self._complain(peer, "peer does not answer", message)
+        if not isinstance(error, (TimeoutError, DeadlineExceededError)):
+            peer.failures += 1
+        state = judge(
+            peer.state, failures=peer.failures, silence_s=peer.silent_s, bound_s=self._silence_s
+        )
+        self._leave(peer, state, message)
+
+    def _complain(self, peer: Peer, event: str, message: str) -> None:
+        if message != peer.problem:
+            peer.problem = message
+            logger.warning(event, extra={"address": peer.address, "problem": message})
+
+    def _leave(self, peer: Peer, state: PeerState, why: str) -> None:
+        was, peer.state = peer.state, state
+        if was is not PeerState.HEALTHY or state is PeerState.HEALTHY:
+            return
+        if isinstance(peer, VerifierPeer) and peer.info is not None:
+            self._lose_verifier(peer, peer.info, why)
+
+    def _lose_verifier(self, peer: VerifierPeer, info: VerifierInfo, why: str) -> None:
+        facts = {"verifier_id": info.verifier_id, "address": peer.address, "problem": why}
+        if info.draining:
+            logger.info("verifier has stopped", extra=facts)
+        else:
+            logger.error("verifier lost", extra=facts)
+            self._metrics.verifier_losses.labels(info.verifier_id).inc()
+        peer.state = PeerState.LOST
+        peer.losses += 1
+        self._metrics.verifier_up.labels(info.verifier_id).set(0)
+        self._on_verifier_lost(info.verifier_id)
+
+    def _note_drafters(self) -> None:
+        """Compare who serves now with who served at the last look; count the losses."""
+        for peer in self.drafters.values():
+            if peer.info is None:
+                continue
+            serving = self._is_serving(peer, peer.info)
+            if peer.serving and not serving and self._healthy() and not peer.leaves:
+                self._drafter_lost(peer, peer.problem or "its verifier lost the connection")
+            if serving and not peer.serving:
+                logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
+            peer.serving = serving
+            self._metrics.drafter_losses.labels(peer.info.drafter_id)
+            self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
+
+    def _is_serving(self, peer: DrafterPeer, info: DrafterInfo) -> bool:
+        return peer.state is PeerState.HEALTHY and any(
+            is_attached(info, verifier_info) and info.drafter_id not in verifier.detached
+            for verifier, verifier_info in self._healthy()
+        )
+
+    def _drafter_lost(self, peer: DrafterPeer, why: str) -> None:
+        assert peer.info is not None
+        peer.serving = False
+        self._metrics.drafter_losses.labels(peer.info.drafter_id).inc()
+        logger.warning(
+            "drafter lost; its sessions decode plainly until others take them",
+            extra={
+                "drafter_id": peer.info.drafter_id,
+                "address": peer.address,
+                "problem": why,
+            },
+        )
+
+
+def _check_room(kind: str, count: int) -> None:
+    if count >= MAX_PEERS:
+        raise ResourceExhaustedError(f"there are {MAX_PEERS} {kind}", reason="TOO_MANY_PEERS")

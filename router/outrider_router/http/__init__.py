@@ -1,4 +1,0 @@
-"""OpenAI's HTTP API in the router's own event loop, beside gRPC and on the same `RouterService`."""
-
-from outrider_router.http.app import make_app as make_app
-from outrider_router.http.server import HttpServer as HttpServer

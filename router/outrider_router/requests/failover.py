@@ -1,0 +1,105 @@
+"""What becomes of a request whose session ended before its text did. Pure: facts in, decision out.
+
+A request goes on in another session, from all that it has emitted, unless the fault is its own or
+too many sessions in a row were lost. Which verifier crashed of which session nobody knows: all
+that were in it share the blame, so blame is a bound on attempts and nothing more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.errors import (
+    MODEL_OUTPUT_INVALID,
+    InternalError,
+    OutriderError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from outrider.wire.messages import FinishReason
+from outrider_router.base.reasons import FailoverCause
+
+MAX_REFUSALS = 20
+"""Refusals of one request by verifiers on which nothing else of ours runs."""
+DRAINING = "DRAINING"
+"""Reason of errors: the verifier is about to stop."""
+ENDING = ("DEVICE_LOST", "ENGINE_STALLED", "STOPPING")
+"""Reasons of errors: the verifier serves nobody any more."""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What a request has been through."""
+
+    losses: int = 0
+    """Sessions of it that were lost or failed."""
+    refusals: int = 0
+    """Sessions of it that found no room."""
+    emitted: int = 0
+    """Tokens of its text so far."""
+    alone: bool = False
+    """Whether its verifier has no other session of this router."""
+    in_time: bool = True
+    """Whether the time that a failover may take is not over."""
+
+
+def cause_of(error: OutriderError) -> FailoverCause | None:
+    """Why a session with this error is opened again; None: it would meet the same error."""
+    if isinstance(error, ResourceExhaustedError):
+        return FailoverCause.REFUSED
+    if isinstance(error, UnavailableError):
+        return FailoverCause.DRAINING if error.reason == DRAINING else FailoverCause.VERIFIER_LOST
+    if isinstance(error, InternalError):
+        # Another session would run the same prefix through the same model.
+        return None if error.reason == MODEL_OUTPUT_INVALID else FailoverCause.FAILED
+    return None
+
+
+def goes_on(cause: FailoverCause | None, past: Past, *, max_failovers: int) -> bool:
+    """Whether a request goes on in another session; `past` counts the one that just ended."""
+    match cause:
+        case None:
+            return False
+        case FailoverCause.REFUSED:
+            return not past.alone or past.refusals < MAX_REFUSALS
+        case FailoverCause.DRAINING | FailoverCause.ROUTER_LOST:
+            return past.in_time
+        case FailoverCause.VERIFIER_LOST | FailoverCause.FAILED:
+            return past.in_time and past.losses <= max_failovers
+
+
+def pause_s(losses: int) -> float:
+    """How long to wait after a loss before a place is asked for: not at all after the first."""
+    if losses <= 1:
+        return 0.0
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(losses - 2, 10))
+
+
+def end_of(
+    emitted: list[int], *, stop_ids: tuple[int, ...], max_new_tokens: int
+) -> FinishReason | None:
+    """The end that a text has come to, whoever could not say so any more; None: it goes on.
+
+    A stop token before its time is never emitted, so the last one tells.
+    """
+    if emitted and emitted[-1] in stop_ids:
+        return FinishReason.STOP_TOKEN
+    return FinishReason.LENGTH if len(emitted) >= max_new_tokens else None
+
+
+def incomplete(cause: FailoverCause, past: Past) -> UnavailableError:
+    """The error of a request that nobody serves any more."""
+    why = {
+        FailoverCause.VERIFIER_LOST: "its verifier was lost",
+        FailoverCause.DRAINING: "its verifier stopped",
+        FailoverCause.ROUTER_LOST: "its router was restarted",
+    }.get(cause, "its session failed")
+    if past.losses > 1:
+        why += f" ({past.losses} times so far)"
+    return UnavailableError(
+        f"{why} and no other took it over in time; {past.emitted} tokens were emitted, "
+        "the answer is incomplete",
+        reason="VERIFIER_LOST",
+    )

@@ -1,0 +1,41 @@
+"""What is noted when a request ends: in metrics, in the log, in its span."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider.errors import InternalError, OutriderError
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.requests.request_spans import end
+from outrider_router.requests.running_requests import Entry
+
+logger = logging.getLogger(__name__)
+
+
+def note_end(
+    entry: Entry, outcome: str, problem: Exception | None, metrics: RouterMetrics, now: float
+) -> None:
+    """Note that a request ended at `now`, seconds, as `outcome`: how it finished, or the code of
+    its error. An InternalError is logged as an error, with its message."""
+    duration_s = now - entry.started
+    metrics.add_ended(outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s)
+    failure = {"reason": problem.reason} if isinstance(problem, OutriderError) else {}
+    level = logging.INFO
+    if isinstance(problem, InternalError):
+        # Other messages may quote what a client sent.
+        level = logging.ERROR
+        failure["problem"] = problem.message
+    logger.log(
+        level,
+        "request ended",
+        extra={
+            **entry.log_ids,
+            "outcome": outcome,
+            **failure,
+            "tokens": len(entry.emitted),
+            "duration_ms": round(duration_s * 1000, 1),
+            "rounds": entry.tally.rounds,
+            "fallback_rounds": entry.tally.fallback_rounds,
+        },
+    )
+    end(entry, outcome, problem)

@@ -1,0 +1,70 @@
+"""The forms of answers at the router: compiled before anything is queued, so that what cannot be
+compiled is the client's error at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from outrider.errors import FailedPreconditionError
+from outrider.grammar.compile_queue import LaneQueue
+from outrider.grammar.compiler import Cancellation, GrammarCompiler
+from outrider.grammar.limits import CompileLimits
+from outrider.spec.structured_output import StructuredOutput
+
+
+class Forms:
+    """Has forms compiled in processes of their own; asyncio thread only."""
+
+    def __init__(
+        self, tokenizer_file: Path | None, *, vocab_size: int, limits: CompileLimits
+    ) -> None:
+        """`tokenizer_file`: tokenizer.json, read by `prepare`; None: there is none. `vocab_size`:
+        of the tokenizer."""
+        self._file, self._vocab_size, self._limits = tokenizer_file, vocab_size, limits
+        self._compiler: GrammarCompiler | None = None
+        self._queue = LaneQueue(
+            partial(self._compile, is_first_try=True),
+            partial(self._compile, is_first_try=False),
+            threads=limits.processes,
+        )
+
+    def prepare(self) -> None:
+        """Read the tokenizer's file. Idempotent."""
+        if self._compiler is None and self._file is not None:
+            self._compiler = GrammarCompiler.load(
+                self._file, vocab_size=self._vocab_size, limits=self._limits
+            )
+
+    def close(self) -> None:
+        """End the compile process and all that it compiles; idempotent."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    async def check(self, structured: StructuredOutput | None, *, tenant: str) -> None:
+        """Refuse a form that no verifier could serve. Tenants take turns.
+
+        Raises InvalidRequestError with the reason for a schema, expression or grammar that cannot
+        be compiled; ResourceExhaustedError while too many are being compiled;
+        FailedPreconditionError where there is no structured output at all; UnavailableError where
+        no compile process can be started.
+        """
+        if structured is None:
+            return
+        verdict = None if self._compiler is None else self._compiler.find_verdict(structured)
+        if verdict is None:
+            await self._queue.compile(structured, tenant=tenant)
+        elif verdict.error is not None:
+            raise verdict.error.copy()
+
+    def _compile(
+        self, structured: StructuredOutput, cancellation: Cancellation, *, is_first_try: bool
+    ) -> None:
+        """On a thread."""
+        self.prepare()
+        if self._compiler is None:
+            raise FailedPreconditionError(
+                "this router has no structured output: it needs a tokenizer.json and llguidance",
+                reason="NO_STRUCTURED_OUTPUT",
+            )
+        self._compiler.validate(structured, cancellation, is_first_try=is_first_try)

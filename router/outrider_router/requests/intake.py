@@ -1,0 +1,110 @@
+"""What a request must be before it may wait: its caller may have it, and it makes sense."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from outrider.errors import InvalidRequestError, OutriderError
+from outrider.ids import RequestId
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire.inference import GenerateRequest
+from outrider_router.admission.access_control import Gate, Pass
+from outrider_router.admission.policy import no_verifier
+from outrider_router.admission.queue import AdmissionQueue
+from outrider_router.base.api_keys import Caller
+from outrider_router.config import RouterConfig
+from outrider_router.fleet.registry import Registry
+from outrider_router.requests.grammar_check import Forms
+from outrider_router.requests.request import Job, make_job, max_session_len, tokenize
+from outrider_router.requests.running_requests import Entry, Journal
+
+
+class Intake:
+    """Takes requests in; one for each router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        journal: Journal,
+        tokenizer: Tokenizer,
+        *,
+        gate: Gate,
+        admission: AdmissionQueue,
+        registry: Registry,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._gate = gate
+        self._journal = journal
+        self._admission = admission
+        self._registry = registry
+        self._forms = Forms(
+            tokenizer.file, vocab_size=tokenizer.num_ids, limits=config.grammar_compile
+        )
+        self._clock = clock
+
+    def prepare(self) -> None:
+        """Have done what takes long, before anybody is served."""
+        self._forms.prepare()
+
+    def close(self) -> None:
+        """Give back what `prepare` took; idempotent."""
+        self._forms.close()
+
+    def open(
+        self,
+        request: GenerateRequest,
+        name: RequestId | None,
+        timeout_s: float | None,
+        caller: Caller,
+        passed: Pass | None = None,
+    ) -> tuple[Entry, GenerateRequest]:
+        """The entry of a new request, which leaves the gate at its end, and the request as its
+        caller may have it. Without a name it gets one. `passed`: the gate has let it in already.
+
+        Raises InvalidRequestError, AlreadyExistsError, and what the gate raises.
+        """
+        if request.request_id == "":
+            raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
+        name = name or RequestId(f"req-{secrets.token_hex(8)}")
+        entry = self._journal.open(name, self._clock(), caller)
+        try:
+            passed = passed or self._gate.enter(caller, (request,))[0]
+        except OutriderError:
+            self._journal.close(entry)
+            raise
+        entry.release = passed.leave
+        entry.deadline = None if timeout_s is None else entry.started + timeout_s
+        return entry, passed.request
+
+    async def job(self, request: GenerateRequest, caller: Caller) -> Job:
+        """What is to be done for a request. Raises InvalidRequestError, NotFoundError, and
+        UnavailableError while no verifier is known."""
+        info = self._registry.any_info()
+        if info is None:
+            raise no_verifier()
+        await self._forms.check(request.structured_output, tenant=caller.tenant)
+        job = make_job(
+            request,
+            await tokenize(
+                request.prompt,
+                self._tokenizer,
+                parse_special_tokens=self._config.special_tokens_in_messages,
+                max_tokens=max_session_len(self._config, info),
+            ),
+            info=info,
+            tokenizer=self._tokenizer,
+            config=self._config,
+            seed=secrets.randbits(63),
+            tenant=caller.tenant,
+        )
+        known = self._registry.any_info() is not None
+        if known and not self._admission.could_fit(job.kv_tokens):
+            raise InvalidRequestError(
+                f"the request needs {job.kv_tokens} tokens of KV cache, more than any verifier has",
+                reason="REQUEST_TOO_LARGE",
+                param="max_tokens",
+            )
+        return job

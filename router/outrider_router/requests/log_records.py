@@ -1,0 +1,288 @@
+"""The records of the router's log of resumable requests: bytes and back. Pure: no file, no clock.
+
+    file   = HEADER, record, record, ...
+    record = MARK, body length (u32), CRC-32 of kind and body (u32), kind (u8), body
+
+A record that is damaged is found by its checksum, the next one by its mark. All numbers are little
+endian. Requests are named by numbers of their own, so that a round's record is four arrays. Those
+of log-probabilities stand before the record of their ids: what ids come without counts as lost.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from outrider.config import from_plain
+from outrider.errors import OutriderError
+from outrider.ids import RequestId
+from outrider.wire.inference import FinishInfo
+from outrider.wire.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
+from outrider_router.requests.request import Job
+
+HEADER = b"outrider journal 1\n"
+MARK = b"\xf7\x0dJ\x01"
+_HEAD = struct.Struct("<4sIIB")
+_NUMBER = struct.Struct("<I")
+_TIME = struct.Struct("<d")
+OPENED, EMITTED, ENDED, TICK, LOGPROBS = 1, 2, 3, 4, 5
+
+
+MAX_RECORD_BYTES = 32 << 20
+"""A longer record is damage: a request of a million ids with log-probabilities is shorter."""
+MAX_ROWS = 1 << 16
+"""Rows of one record of ids; a round has fewer sessions."""
+MAX_NUMBER = (1 << 31) - 1
+"""Numbers of requests begin again behind it."""
+MAX_REQUESTS = 4096
+"""Requests that a log may hold at once; those beyond are damage. As many ended answers are kept."""
+
+
+class Row(NamedTuple):
+    """New ids of a request."""
+
+    number: int
+    start: int
+    """How many ids came before."""
+    ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One for each id, all of one width, or none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A request as it was accepted."""
+
+    request_id: RequestId
+    job: Job
+    deadline: float | None
+    """Wall-clock time, seconds."""
+    tokenizer_hash: str
+    """Of the tokenizer whose ids these are."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Logged:
+    """What the records say of one request."""
+
+    number: int
+    opened: Opened
+    emitted: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each of `emitted`, where the request wants them; there may be more."""
+    finish: FinishInfo | None = None
+    ended_at: float = 0.0
+    """Wall-clock time of the finish, seconds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Contents:
+    """What a log holds: its requests that have not ended, or ended with a finish."""
+
+    requests: dict[int, Logged] = field(default_factory=dict)
+    last_number: int = 0
+    alive_at: float = 0.0
+    """Wall-clock time until which the router wrote, at least; seconds."""
+    damaged: int = 0
+    """Stretches of the file, or records, that could not be read and were skipped."""
+    torn: bool = False
+    """Whether the last record is incomplete: what a crash leaves."""
+    unread_bytes: int = 0
+    """What was left at the end when the time for reading was over."""
+
+
+def opened_record(number: int, opened: Opened) -> bytes:
+    """A request begins."""
+    job = asdict(replace(opened.job, prompt_ids=()))
+    said = {
+        "request_id": opened.request_id,
+        "deadline": opened.deadline,
+        "tokenizer": opened.tokenizer_hash,
+        "job": job,
+    }
+    text = json.dumps(said, separators=(",", ":")).encode()
+    prompt = np.array(opened.job.prompt_ids, dtype="<u4").tobytes()
+    return _record(OPENED, _NUMBER.pack(number) + _NUMBER.pack(len(text)) + text + prompt)
+
+
+def emitted_record(rows: Sequence[Row]) -> bytes:
+    """New ids of any number of requests, and what comes with them."""
+    values = [len(rows)]
+    for column in zip(*((row.number, row.start, len(row.ids)) for row in rows), strict=True):
+        values += column
+    for row in rows:
+        values += row.ids
+    record = _record(EMITTED, np.array(values, dtype="<u4").tobytes())
+    return b"".join([*(_logprobs_record(row) for row in rows if row.logprobs), record])
+
+
+def _logprobs_record(row: Row) -> bytes:
+    values, top_ids = pack_logprobs(row.logprobs)
+    width = len(values) // len(row.logprobs)
+    head = np.array([row.number, row.start, len(row.logprobs), width, *top_ids], dtype="<u4")
+    return _record(LOGPROBS, head.tobytes() + np.array(values, dtype="<f4").tobytes())
+
+
+def ended_record(number: int, at: float, finish: FinishInfo | None) -> bytes:
+    """A request is over; without a finish nothing of it is to be kept. `at`: wall clock."""
+    said = {"at": at, "finish": None if finish is None else asdict(finish)}
+    text = json.dumps(said, separators=(",", ":")).encode()
+    return _record(ENDED, _NUMBER.pack(number) + text)
+
+
+def tick_record(at: float) -> bytes:
+    """The router was alive at this wall-clock time."""
+    return _record(TICK, _TIME.pack(at))
+
+
+def whole_file(records: Iterable[bytes]) -> bytes:
+    """A file of these records."""
+    return HEADER + b"".join(records)
+
+
+def read(data: bytes, *, is_late: Callable[[], bool] = lambda: False) -> Contents:
+    """Everything that the bytes of a log say, header included; never raises for damage.
+
+    `is_late` is asked before every record and every attempt to find one: once it says so, the rest
+    of the bytes is not read. The bytes may be crafted to take as long as they can.
+    """
+    contents = Contents()
+    for kind, body in _scan(data, contents, is_late):
+        try:
+            _FOLDS[kind](contents, body)
+        except (
+            OutriderError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+            struct.error,
+        ):
+            contents.damaged += 1
+    return contents
+
+
+def _record(kind: int, body: bytes) -> bytes:
+    crc = zlib.crc32(body, zlib.crc32(bytes((kind,))))
+    return _HEAD.pack(MARK, len(body), crc, kind) + body
+
+
+def _scan(
+    data: bytes, contents: Contents, is_late: Callable[[], bool]
+) -> Iterator[tuple[int, bytes]]:
+    """The valid records; what lies between two of them is damage, what follows the last is torn."""
+    at, clean = len(HEADER), True
+    while at < len(data):
+        if is_late():
+            contents.unread_bytes = len(data) - at
+            break
+        record = _record_at(data, at)
+        if record is None:
+            clean = False
+            found = data.find(MARK, at + 1)
+            at = found if found >= 0 else len(data)
+            continue
+        if not clean:
+            contents.damaged += 1
+            clean = True
+        at += _HEAD.size + len(record[1])
+        yield record
+    contents.torn = not clean and not contents.unread_bytes
+
+
+def _record_at(data: bytes, at: int) -> tuple[int, bytes] | None:
+    if len(data) - at < _HEAD.size:
+        return None
+    mark, length, crc, kind = _HEAD.unpack_from(data, at)
+    start = at + _HEAD.size
+    if mark != MARK or length > min(MAX_RECORD_BYTES, len(data) - start):
+        return None
+    body = data[start : start + length]
+    if zlib.crc32(body, zlib.crc32(bytes((kind,)))) != crc:
+        return None
+    return kind, body
+
+
+def _fold_opened(contents: Contents, body: bytes) -> None:
+    number, length = _NUMBER.unpack_from(body)[0], _NUMBER.unpack_from(body, _NUMBER.size)[0]
+    start = 2 * _NUMBER.size
+    if number not in contents.requests and len(contents.requests) >= MAX_REQUESTS:
+        raise ValueError(f"there are {MAX_REQUESTS} requests")
+    if not 0 < number <= MAX_NUMBER:
+        raise ValueError(f"numbers of requests are in [1, {MAX_NUMBER}], not {number}")
+    contents.last_number = max(contents.last_number, number)
+    said: dict[str, Any] = json.loads(body[start : start + length])
+    prompt = np.frombuffer(body, dtype="<u4", offset=start + length)
+    opened = Opened(
+        request_id=RequestId(str(said["request_id"])),
+        job=replace(from_plain(Job, said["job"]), prompt_ids=tuple(prompt.tolist())),
+        deadline=None if said["deadline"] is None else float(said["deadline"]),
+        tokenizer_hash=str(said["tokenizer"]),
+    )
+    contents.requests[number] = Logged(number=number, opened=opened)
+
+
+def _fold_emitted(contents: Contents, body: bytes) -> None:
+    values = np.frombuffer(body, dtype="<u4").tolist()
+    rows = values[0] if values else 0
+    if not 0 < rows <= MAX_ROWS:
+        raise ValueError(f"a record of ids has 1 to {MAX_ROWS} rows, not {rows}")
+    numbers, starts, counts = (values[1 + i * rows : 1 + (i + 1) * rows] for i in range(3))
+    at = 1 + 3 * rows
+    if len(values) != at + sum(counts):
+        raise ValueError("a record of ids is not as long as it says")
+    for number, start, count in zip(numbers, starts, counts, strict=True):
+        tokens = values[at : at + count]
+        at += count
+        logged = contents.requests.get(number)
+        # Behind a gap (a damaged record) nothing is known; a checkpoint may repeat what came last.
+        if logged is not None and start <= len(logged.emitted):
+            if logged.opened.job.top_logprobs is not None:
+                del tokens[max(0, len(logged.logprobs) - start) :]
+            logged.emitted[start:] = tokens
+
+
+def _fold_logprobs(contents: Contents, body: bytes) -> None:
+    number, start, count, width = np.frombuffer(body, dtype="<u4", count=4).tolist()
+    ids, total = count * (width - 1), count * width
+    if width < 1 or len(body) != 4 * (4 + ids + total):
+        raise ValueError("a record of log-probabilities is not as long as it says")
+    top_ids = np.frombuffer(body, dtype="<u4", count=ids, offset=16).tolist()
+    values = np.frombuffer(body, dtype="<f4", offset=4 * (4 + ids)).tolist()
+    logged = contents.requests.get(number)
+    if logged is not None and start <= len(logged.logprobs):
+        logged.logprobs[start:] = unpack_logprobs(width, values, top_ids)
+
+
+def _fold_ended(contents: Contents, body: bytes) -> None:
+    (number,) = _NUMBER.unpack_from(body)
+    said: dict[str, Any] = json.loads(body[_NUMBER.size :])
+    at = float(said["at"])
+    contents.alive_at = max(contents.alive_at, at)
+    if said["finish"] is None:
+        contents.requests.pop(number, None)
+    elif number in contents.requests:
+        logged = contents.requests[number]
+        logged.finish, logged.ended_at = from_plain(FinishInfo, said["finish"]), at
+
+
+def _fold_tick(contents: Contents, body: bytes) -> None:
+    (at,) = _TIME.unpack(body)
+    contents.alive_at = max(contents.alive_at, at)
+
+
+_FOLDS: dict[int, Callable[[Contents, bytes], None]] = {
+    OPENED: _fold_opened,
+    EMITTED: _fold_emitted,
+    ENDED: _fold_ended,
+    TICK: _fold_tick,
+    LOGPROBS: _fold_logprobs,
+}

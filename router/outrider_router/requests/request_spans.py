@@ -1,0 +1,81 @@
+"""What is traced of a request: itself, its waits for a place, each of its sessions.
+
+Names of attributes are those of OpenTelemetry's GenAI conventions where they have one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider import spans
+from outrider.ids import RequestId
+from outrider.spans import NO_SPAN, Attributes, Span
+from outrider.wire.messages import SessionSpec
+from outrider_router.requests.request import Job
+from outrider_router.requests.running_requests import Entry
+
+
+def request_span(request_id: RequestId, traceparent: str) -> Span:
+    """The span of a request that has just come; `traceparent` is what its client said."""
+    about = {"gen_ai.response.id": request_id, "gen_ai.provider.name": "outrider"}
+    return spans.start("outrider.request", traceparent, about, may_begin=True)
+
+
+def describe(span: Span, job: Job) -> None:
+    """Say what the request asks for."""
+    if span.sampled:
+        span.set(
+            {
+                "gen_ai.operation.name": "text_completion",
+                "gen_ai.request.model": job.model,
+                "gen_ai.request.max_tokens": job.max_new_tokens,
+                "gen_ai.request.temperature": job.sampling.temperature,
+                "gen_ai.request.top_p": job.sampling.top_p,
+                "gen_ai.usage.input_tokens": len(job.prompt_ids),
+                "outrider.draft_method": job.plan.method.value,
+                "outrider.priority": job.priority,
+            }
+        )
+
+
+def queue_span(entry: Entry, priority: int) -> Span:
+    """The span of a wait for a place."""
+    return entry.span.child("outrider.queue", {"outrider.priority": priority})
+
+
+def traced(entry: Entry, spec: SessionSpec) -> tuple[Span, SessionSpec]:
+    """The span of a request's new session, and what its verifier is told, whose own span is a child
+    of it."""
+    if not entry.span.sampled:
+        return NO_SPAN, spec
+    about: Attributes = {
+        "outrider.session_id": spec.session_id,
+        "outrider.verifier": entry.verifier_id or "",
+        "outrider.drafter": spec.drafter_id or "",
+        "outrider.epoch": spec.epoch,
+        "outrider.resumed_tokens": len(entry.emitted),
+    }
+    span = entry.span.child("outrider.session", about)
+    return span, replace(spec, traceparent=span.traceparent)
+
+
+def end(entry: Entry, outcome: str, error: Exception | None) -> None:
+    """The request is over."""
+    if not entry.span.sampled:
+        return
+    stats = entry.tally.stats()
+    entry.span.set(
+        {
+            "gen_ai.usage.output_tokens": len(entry.emitted),
+            "gen_ai.response.finish_reasons": (outcome,),
+            "outrider.rounds": stats.rounds,
+            "outrider.draft_tokens": stats.proposed,
+            "outrider.accepted_tokens": stats.accepted,
+            "outrider.hit_rounds": stats.hit_rounds,
+            "outrider.fallback_rounds": stats.fallback_rounds,
+        }
+    )
+    if entry.first_token is not None:
+        seconds = entry.first_token - entry.started
+        entry.span.set({"gen_ai.response.time_to_first_chunk": seconds})
+    entry.span.end(error)

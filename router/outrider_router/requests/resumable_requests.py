@@ -1,0 +1,243 @@
+"""The resumable requests of one router: tasks of their own, their answers, and the durable log.
+
+A request that is not resumable runs in the call of its client and is none of this module's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+
+from outrider.errors import OutriderError
+from outrider.ids import RequestId
+from outrider.spec.sampling import Rule
+from outrider.text.tokenizer import Tokenizer
+from outrider.transport.error_codec import typed
+from outrider.wire.inference import Delta, FinishInfo, StreamEvent
+from outrider.wire.messages import FinishReason
+from outrider_router.base.api_keys import Caller
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.config import RouterConfig
+from outrider_router.requests.durable_log import DurableLog
+from outrider_router.requests.log_records import Logged, Opened, Row
+from outrider_router.requests.request import Job
+from outrider_router.requests.resumable_answers import Answer, Answers
+from outrider_router.requests.running_requests import Entry, Journal
+
+logger = logging.getLogger(__name__)
+
+Make = Callable[[], Awaitable[Job]]
+Run = Callable[[Entry, Make], AsyncGenerator[StreamEvent, None]]
+"""Everything that a request says; closing it frees what it holds."""
+
+UNWANTED = ("ABORTED", "ABANDONED")
+"""Reasons of errors after which nobody asks for an answer any more."""
+REPEATABLE = (Rule.GREEDY, Rule.COUPLED)
+"""Rules whose text depends on the prompt and the seed alone."""
+
+
+class Resumables:
+    """Runs them, keeps what they said, logs it, and takes up again what a log holds."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        journal: Journal,
+        tokenizer: Tokenizer,
+        metrics: RouterMetrics,
+        *,
+        run: Run,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        """`clock` is monotonic, `wall` is not; both in seconds."""
+        self._config = config
+        self._journal = journal
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._run = run
+        self._clock = clock
+        self._wall = wall
+        self._log: DurableLog | None = None
+        self._answers = Answers(grace_s=config.resume_grace_s, on_forgotten=self._forgotten)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    def __len__(self) -> int:
+        """Answers that are held, running and ended."""
+        return len(self._answers)
+
+    def get(self, request_id: RequestId) -> Answer | None:
+        """The answer of a request that runs, or has ended of late."""
+        return self._answers.get(request_id)
+
+    def begin(self, entry: Entry, make: Make) -> Answer:
+        """Run a request in a task of its own."""
+        answer = self._answers.add(entry)
+        task = asyncio.create_task(self._follow(answer, make), name="resumable-request")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        answer.own(task)
+        return answer
+
+    def outlives(self, entry: Entry) -> bool:
+        """Whether a request goes on where this router is started again."""
+        return entry.number != 0 and self._log is not None and not self._log.failing
+
+    # ---- the log -------------------------------------------------------------------------------
+
+    def open_log(self) -> None:
+        """Take the log up, if there is to be one, and run what ran when it was left.
+
+        Raises FailedPreconditionError where another router has it.
+        """
+        if self._config.journal is None:
+            return
+        self._log = DurableLog(
+            self._config.journal,
+            fsync=self._config.journal_fsync,
+            wall=self._wall,
+            on_failing=self._metrics.journal_failing.set,
+            read_s=self._config.journal_read_s,
+        )
+        contents = self._log.contents
+        self._metrics.journal_damaged.inc(contents.damaged)
+        # Were an end damaged, an id could be there twice: the later request counts.
+        latest = {logged.opened.request_id: logged for logged in contents.requests.values()}
+        for logged in latest.values():
+            try:
+                self._restore(logged, self._log, contents.alive_at)
+            except Exception:
+                # A file that was tampered with must not keep the router from serving.
+                logger.exception("a request of the journal could not be restored")
+                self._metrics.restored_requests.labels("dropped").inc()
+        contents.requests.clear()
+        self._log.begin()
+
+    def opened(self, entry: Entry, job: Job) -> None:
+        """A request was accepted. One that came out of the log is in there already."""
+        if self._log is None or entry.number or self._answers.get(entry.request_id) is None:
+            return
+        left = None if entry.deadline is None else entry.deadline - self._clock()
+        opened = Opened(
+            request_id=entry.request_id,
+            job=job,
+            deadline=None if left is None else self._wall() + left,
+            tokenizer_hash=self._tokenizer.hash,
+        )
+        entry.number = self._log.opened(opened, entry.emitted, entry.logprobs)
+
+    def emitted(self, rows: Sequence[Row]) -> None:
+        """Ids that were appended to entries with a number; nobody has been told of them yet."""
+        if self._log is not None:
+            self._log.emitted(rows)
+
+    def finished(self, entry: Entry, finish: FinishInfo) -> None:
+        """A request has come to its end, of which nobody has been told yet."""
+        if self._log is not None and entry.number:
+            self._log.ended(entry.number, finish)
+
+    def closing(self) -> None:
+        """From now on requests that fail stay in the log: whoever starts again goes on with them.
+
+        Before the first of them is failed: some of their tasks are about to run already.
+        """
+        self._closing = True
+
+    async def close(self) -> None:
+        """Stop once all requests have ended."""
+        self.closing()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._answers.close()
+        if self._log is not None:
+            await self._log.close()
+
+    # ---- one request ---------------------------------------------------------------------------
+
+    async def _follow(self, answer: Answer, make: Make) -> None:
+        error: OutriderError | None = None
+        try:
+            async with aclosing(self._run(answer.entry, make)) as events:
+                async for event in events:
+                    await answer.take(event)
+        except Exception as problem:
+            error = problem if isinstance(problem, OutriderError) else typed(problem)
+        answer.end(error)
+        if self._closing:
+            return
+        if error is not None and self._log is not None:
+            self._log.ended(answer.entry.number, None)
+        # An error before anything was said is no answer: its client asks anew.
+        if answer.info is None or (error is not None and error.reason in UNWANTED):
+            self._answers.drop(answer)
+        else:
+            self._answers.keep(answer)
+
+    def _forgotten(self, entry: Entry) -> None:
+        if self._log is not None:
+            self._log.forget(entry.number)
+
+    # ---- after a restart -----------------------------------------------------------------------
+
+    def _restore(self, logged: Logged, log: DurableLog, alive_at: float) -> None:
+        now, opened = self._wall(), logged.opened
+        left_s = self._config.resume_grace_s - (now - (logged.ended_at or alive_at))
+        late = opened.deadline is not None and opened.deadline <= now
+        if left_s <= 0 or late or opened.tokenizer_hash != self._tokenizer.hash:
+            self._metrics.restored_requests.labels("dropped").inc()
+            return
+        log.adopt(logged)
+        if logged.finish is not None:
+            self._metrics.restored_requests.labels("ended").inc()
+            self._keep_ended(logged, logged.finish, left_s)
+        else:
+            self._metrics.restored_requests.labels("running").inc()
+            left = None if opened.deadline is None else opened.deadline - now
+            self._go_on(logged, left)
+
+    def _go_on(self, logged: Logged, left_s: float | None) -> None:
+        """Run a restored request behind what it has emitted; `left_s` until its deadline."""
+        job = logged.opened.job
+        caller = Caller(tenant=job.tenant)
+        entry = self._journal.open(logged.opened.request_id, self._clock(), caller)
+        self._fill(entry, logged)
+        entry.epoch = 1
+        if left_s is not None:
+            entry.deadline = entry.started + left_s
+        if entry.emitted:
+            entry.first_token = entry.last_token = entry.started
+
+        async def made() -> Job:
+            return job
+
+        answer = self.begin(entry, made)
+        answer.may_lag = job.sampling.effective_rule in REPEATABLE
+
+    def _keep_ended(self, logged: Logged, finish: FinishInfo, left_s: float) -> None:
+        job = logged.opened.job
+        entry = Entry(
+            request_id=logged.opened.request_id,
+            started=self._clock(),
+            caller=Caller(tenant=job.tenant),
+        )
+        # Earlier versions logged ids behind a stop string, too.
+        del logged.emitted[finish.usage.completion_tokens :]
+        self._fill(entry, logged)
+        assembler = job.assembler(self._tokenizer)
+        stopped = finish.reason is FinishReason.STOP_TOKEN
+        text = assembler.push(entry.emitted, last_is_stop=stopped) + assembler.finish()
+        answer = self._answers.add(entry)
+        answer.remember(job.info(entry.request_id))
+        # Its log-probabilities are the entry's.
+        answer.remember(Delta(text=text, token_ids=tuple(entry.emitted)))
+        answer.remember(finish)
+        answer.end(None)
+        self._answers.keep(answer, left_s)
+
+    def _fill(self, entry: Entry, logged: Logged) -> None:
+        entry.number, entry.emitted = logged.number, logged.emitted
+        entry.logprobs, entry.top_logprobs = logged.logprobs, logged.opened.job.top_logprobs
+        # A record may lack its end.
+        del entry.logprobs[len(entry.emitted) :]

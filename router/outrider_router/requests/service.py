@@ -1,0 +1,377 @@
+"""The life of a request: tokenize, admit, open a session, stream its text, free everything."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from functools import partial
+
+from outrider.errors import (
+    AlreadyExistsError,
+    CancelledRequestError,
+    DeadlineExceededError,
+    InternalError,
+    NotFoundError,
+    OutriderError,
+    UnavailableError,
+)
+from outrider.ids import RequestId, VerifierId
+from outrider.text.tokenizer import Tokenizer
+from outrider.transport.interface import Dialer
+from outrider.wire.inference import (
+    Delta,
+    FinishInfo,
+    GenerateRequest,
+    GenerateResult,
+    PromptInfo,
+    StreamEvent,
+    StreamPosition,
+    TokenLogprobs,
+)
+from outrider.wire.messages import VerifierInfo
+from outrider_router.admission.access_control import Gate, Pass
+from outrider_router.admission.arrival_queue import ArrivalQueue
+from outrider_router.admission.queue import AdmissionQueue
+from outrider_router.admission.request_group import Party
+from outrider_router.base.api_keys import ANYBODY, Caller
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.config import RouterConfig
+from outrider_router.fleet.compatibility import TokenizerIdentity
+from outrider_router.fleet.discovery import Discovery
+from outrider_router.fleet.registry import Registry
+from outrider_router.requests.drafter_rebalancer import Mover
+from outrider_router.requests.finished_requests import note_end
+from outrider_router.requests.intake import Intake
+from outrider_router.requests.request_runner import Serving
+from outrider_router.requests.request_spans import describe, request_span
+from outrider_router.requests.resumable_answers import Write
+from outrider_router.requests.resumable_requests import Make, Resumables
+from outrider_router.requests.running_requests import Entry, Journal, unless_ended
+
+logger = logging.getLogger(__name__)
+
+ELSEWHERE_S = 0.02
+"""Hint of a router that shares its address, and has not the answer that somebody comes back for: by
+another connection its router may be reached."""
+RESTART_S = 1.0
+"""Hint of a router that stops: another one, or the same, may serve by then."""
+
+
+class RouterService:
+    """Serves requests. Every way out of `stream` (finish, error, cancel, deadline) frees all."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        dialer: Dialer,
+        metrics: RouterMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` is monotonic, in seconds. Raises NotFoundError or InvalidRequestError for a file
+        of API keys that is no good."""
+        self.config = config
+        self.metrics = metrics
+        self.tokenizer = tokenizer
+        self._clock = clock
+        self.gate = Gate(config, metrics, clock=clock)
+        self.arrivals = ArrivalQueue()
+        """Where both fronts let new requests in, one a turn of the event loop."""
+        self.journal = Journal()
+        self.admission = AdmissionQueue(
+            config, metrics, clock=clock, emitted=self.journal.num_emitted
+        )
+        self.registry = Registry(
+            config,
+            TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
+            dialer,
+            metrics,
+            clock=clock,
+            placed=self.journal.placed,
+            on_verifier_up=self._on_verifier_up,
+            on_verifier_lost=self._on_verifier_lost,
+            on_drafters_changed=lambda: self.mover.wake(),
+        )
+        self.discovery = Discovery(config, self.registry)
+        self.mover = Mover(config, self.journal, self.registry, metrics, clock=clock)
+        self._intake = Intake(
+            config,
+            self.journal,
+            tokenizer,
+            gate=self.gate,
+            admission=self.admission,
+            registry=self.registry,
+            clock=clock,
+        )
+        common = (config, self.journal, tokenizer, metrics)
+        self.resumables = Resumables(*common, run=self._events, clock=clock, wall=time.time)
+        self.serving = Serving(
+            *common,
+            admission=self.admission,
+            registry=self.registry,
+            mover=self.mover,
+            clock=clock,
+            on_emitted=self.resumables.emitted,
+        )
+        self._restored = False
+        self._draining = False
+        self._ready = False
+        self.on_readiness: Callable[[bool], None] = lambda ready: None
+        """Hears whether requests can be served: a verifier is healthy, and no drain began."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served: a verifier is healthy, and no drain began."""
+        return self._ready
+
+    def restore(self) -> None:
+        """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
+
+        Raises FailedPreconditionError if the journal cannot be had.
+        """
+        if not self._restored:
+            self._restored = True
+            self.resumables.open_log()
+
+    async def start(self) -> None:
+        """Begin to look for verifiers and drafters."""
+        self.restore()
+        await asyncio.to_thread(self._intake.prepare)
+        self.registry.start()
+        self.discovery.start()
+        self.mover.start()
+
+    async def close(self) -> None:
+        """End every request with UnavailableError and stop; those in the journal stay there."""
+        self._draining = True
+        self.resumables.closing()
+        for entry in self.journal:
+            entry.fail(_stopping())
+        await self.resumables.close()
+        await self.mover.stop()
+        await self.discovery.stop()
+        await self.registry.stop()
+        await self.serving.streams.close()
+        self._intake.close()
+
+    async def drain(self, timeout_s: float, enough: asyncio.Event | None = None) -> bool:
+        """Refuse new requests and wait for those that a restart would lose, or until it is
+        `enough`; whether all ended."""
+        self._draining = True
+        self._note_readiness()
+        end = self._clock() + timeout_s
+        while self._clock() < end and not all(map(self.resumables.outlives, self.journal)):
+            if enough is not None and enough.is_set():
+                return False
+            await asyncio.sleep(0.05)
+        return all(map(self.resumables.outlives, self.journal))
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        caller: Caller = ANYBODY,
+        traceparent: str = "",
+    ) -> GenerateResult:
+        """Serve a request and answer once, at the end; a resumable one outlives the call."""
+        if request.resumable:
+            answer = self.resumables.begin(*self._open(request, timeout_s, caller, traceparent))
+            await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
+            return answer.result()
+        text: list[str] = []
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        info: PromptInfo | None = None
+        finish: FinishInfo | None = None
+        stream = self.stream(request, timeout_s=timeout_s, caller=caller, traceparent=traceparent)
+        async with aclosing(stream) as events:
+            async for event in events:
+                match event:
+                    case PromptInfo():
+                        info = event
+                    case Delta():
+                        text.append(event.text)
+                        token_ids.extend(event.token_ids)
+                        logprobs.extend(event.logprobs)
+                    case FinishInfo():
+                        finish = event
+        assert info is not None and finish is not None, "a stream without an error has both"
+        return GenerateResult(
+            request_id=info.request_id,
+            model=info.model,
+            text="".join(text),
+            token_ids=tuple(token_ids),
+            finish=finish,
+            logprobs=tuple(logprobs),
+            prompt_token_ids=info.prompt_token_ids,
+        )
+
+    async def stream(
+        self,
+        request: GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        caller: Caller = ANYBODY,
+        traceparent: str = "",
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """Serve a caller's request as a stream; close the generator to cancel it, resumable or not.
+        `traceparent`: the client's W3C Trace Context, if it has one.
+
+        Raises any error of `outrider.errors`; each is counted and logged with the request's id.
+        """
+        opened = self._open(request, timeout_s, caller, traceparent)
+        async with aclosing(self._events(*opened)) as events:
+            async for event in events:
+                yield event
+
+    async def serve(
+        self,
+        request: GenerateRequest,
+        write: Write,
+        *,
+        timeout_s: float | None = None,
+        caller: Caller = ANYBODY,
+        traceparent: str = "",
+        own_id: RequestId | None = None,
+        passed: Pass | None = None,
+        party: Party | None = None,
+    ) -> None:
+        """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
+        is resumable: then it goes on for a while without a client. Raises as `stream` does.
+
+        `own_id` names a request whose client chose no id; by default one is made. `passed`: the
+        gate has let it in already, along with others; without one it is let in now. `party`: with
+        whom it comes.
+        """
+        opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)
+        opened[0].party = party
+        if request.resumable:
+            answer = self.resumables.begin(*opened)
+            await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
+            return
+        async with aclosing(self._events(*opened)) as events:
+            async for event in events:
+                await write(event)
+
+    async def resume(
+        self, position: StreamPosition, write: Write, caller: Caller = ANYBODY
+    ) -> None:
+        """Tell a client the rest of a resumable request of its tenant.
+
+        Raises NotFoundError without such a request, InvalidRequestError for a position that it has
+        not come to, and the request's own error. Whoever was told before hears AbortedError.
+        """
+        answer = self.resumables.get(position.request_id)
+        if self._draining:
+            raise _stopping()
+        if answer is None or answer.entry.caller.tenant != caller.tenant:
+            # Not a word of whether somebody else has one of this id.
+            raise NotFoundError(
+                f"no resumable request {position.request_id!r} runs here or has ended of late",
+                reason="NO_STREAM",
+                retry_after_s=ELSEWHERE_S if self.config.share_ports else None,
+            )
+        self.metrics.resumed_streams.inc()
+        await answer.follow(position, write)
+
+    def abort(
+        self, request_ids: Iterable[RequestId], caller: Caller = ANYBODY
+    ) -> tuple[RequestId, ...]:
+        """Cancel requests of the caller's tenant by id; those that were queued or running."""
+        aborted: list[RequestId] = []
+        for request_id in dict.fromkeys(request_ids):
+            entry = self.journal.get(request_id)
+            own = entry is not None and entry.caller.tenant == caller.tenant
+            if entry is not None and own and entry.ended is None:
+                entry.fail(
+                    CancelledRequestError(f"request {request_id!r} was aborted", reason="ABORTED")
+                )
+                aborted.append(request_id)
+        return tuple(aborted)
+
+    async def _events(self, entry: Entry, make: Make) -> AsyncGenerator[StreamEvent, None]:
+        """What a request says; however it ends, everything is freed."""
+        timer = self._arm(entry)
+        outcome: str = CancelledRequestError.code
+        problem: Exception | None = None
+        try:
+            job = await unless_ended(entry, make())
+            describe(entry.span, job)
+            self.resumables.opened(entry, job)
+            async with aclosing(self.serving.events(entry, job, entry.deadline)) as events:
+                async for event in events:
+                    if isinstance(event, FinishInfo):
+                        outcome = event.reason.value
+                        self.resumables.finished(entry, event)
+                    yield event
+        except Exception as error:
+            outcome = error.code if isinstance(error, OutriderError) else InternalError.code
+            problem = error
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.journal.close(entry)
+            entry.release()
+            note_end(entry, outcome, problem, self.metrics, self._clock())
+
+    def _open(
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        caller: Caller,
+        traceparent: str,
+        own_id: RequestId | None = None,
+        passed: Pass | None = None,
+    ) -> tuple[Entry, Make]:
+        """The entry of a new request, and what makes its job."""
+        if self._draining:
+            raise _stopping()
+        name = request.request_id or own_id
+        self._check_owner(name, caller)
+        entry, allowed = self._intake.open(request, name, timeout_s, caller, passed)
+        entry.span = request_span(entry.request_id, traceparent)
+        return entry, partial(self._intake.job, allowed, caller)
+
+    def _check_owner(self, name: RequestId | None, caller: Caller) -> None:
+        """Nobody takes the name of somebody else's request that has ended and is kept."""
+        answer = None if name is None else self.resumables.get(name)
+        if answer is not None and answer.entry.caller.tenant != caller.tenant:
+            raise AlreadyExistsError(f"request {name!r} is there already", reason="REQUEST_EXISTS")
+
+    def _arm(self, entry: Entry) -> asyncio.TimerHandle | None:
+        if entry.deadline is None:
+            return None
+        error = DeadlineExceededError("the deadline passed", reason="DEADLINE")
+        left_s = max(0.0, entry.deadline - self._clock())
+        return asyncio.get_running_loop().call_later(left_s, entry.fail, error)
+
+    def _on_verifier_up(self, info: VerifierInfo) -> None:
+        self.admission.saw_verifier(info)
+        self._note_readiness()
+
+    def _on_verifier_lost(self, verifier_id: VerifierId) -> None:
+        self.admission.drop_verifier(verifier_id)
+        self.serving.streams.drop(verifier_id)
+        self._note_readiness()
+
+    def _note_readiness(self) -> None:
+        ready = self.registry.any_info() is not None and not self._draining
+        if ready is not self._ready:
+            self._ready = ready
+            self.on_readiness(ready)
+
+
+async def _nobody(_event: StreamEvent) -> None:
+    """The client hears of the whole at the end."""
+
+
+def _stopping() -> UnavailableError:
+    return UnavailableError(
+        "the router is shutting down", reason="SHUTDOWN", retry_after_s=RESTART_S
+    )

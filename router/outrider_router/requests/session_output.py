@@ -1,0 +1,359 @@
+"""One session at a verifier, from opening to its last event, as messages for the client.
+
+What a round emitted arrives as one message for all sessions. Its rows are appended to where their
+clients will look; a client's stream sends whatever is there by the time it runs, so that rounds
+which came meanwhile become one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from outrider.errors import OutriderError, UnavailableError
+from outrider.ids import DrafterId, VerifierId
+from outrider.wire.inference import Delta, FinishInfo, TokenLogprobs, Usage
+from outrider.wire.messages import (
+    DRAFTER_ATTACHED,
+    MALFORMED_ROW,
+    REASONS,
+    FinishReason,
+    SessionEvents,
+)
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.requests.log_records import Row
+from outrider_router.requests.output_assembler import OutputAssembler
+from outrider_router.requests.running_requests import Entry
+from outrider_router.requests.stop_checker import StopChecker
+from outrider_router.requests.wakeup_pacer import Pacer
+
+logger = logging.getLogger(__name__)
+
+
+class Feed:
+    """What a session has said; its request reads it, the verifier's stream fills it."""
+
+    __slots__ = (
+        "_on_finish",
+        "_pacer",
+        "_turn",
+        "_waiter",
+        "end",
+        "entry",
+        "error",
+        "reason",
+        "stop_checker",
+    )
+
+    def __init__(
+        self,
+        entry: Entry,
+        pacer: Pacer,
+        on_finish: Callable[[FinishReason], None] = lambda reason: None,
+        end: Callable[[], FinishReason | None] = lambda: None,
+        *,
+        stop_checker: StopChecker | None = None,
+    ) -> None:
+        """`pacer` hears when the reader comes back for more; `on_finish` when the session has
+        ended by itself or its text has come to a stop string, however long its reader takes to
+        hear of it. `end` is the end that the text has come to by what was emitted.
+        `stop_checker` is the request's; None: it has no stop strings."""
+        self.entry = entry
+        self.stop_checker = stop_checker
+        self._pacer = pacer
+        self._on_finish = on_finish
+        self.end = end
+        self.reason: FinishReason | None = None
+        """Set by the session's last event."""
+        self.error: OutriderError | None = None
+        """Why the session failed; what came before is read first."""
+        self._turn = False
+        """Whether the pacer has let the reader go on."""
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> bool:
+        """Let the reader look again; whether it was waiting."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or waiter.done():
+            return False
+        waiter.set_result(None)
+        self._turn = True
+        return True
+
+    def count_tokens(self, token_ids: list[int], reason: FinishReason | None) -> int:
+        """How many of a row's ids belong to the answer: those up to a stop string, if the row
+        completes one. `reason` is the row's."""
+        if self.stop_checker is None:
+            return len(token_ids)
+        return self.stop_checker.count_tokens(
+            token_ids, last_is_stop=reason is FinishReason.STOP_TOKEN
+        )
+
+    def finish(self, reason: FinishReason) -> None:
+        """The session has said its last."""
+        self.reason = reason
+        self.wake()
+        if reason is not FinishReason.CANCELLED:
+            self._on_finish(reason)
+
+    def fail(self, error: OutriderError) -> None:
+        """The session was refused or failed, or its verifier is lost."""
+        self.error = error
+        self.wake()
+
+    def moved(self, drafter_id: DrafterId | None) -> None:
+        """The verifier has said who drafts for the session."""
+        entry = self.entry
+        if entry.moving_to not in (None, drafter_id):
+            entry.refused_moves += 1
+        entry.drafter_id, entry.moving_to = drafter_id, None
+        entry.span.event("drafter_moved", {"outrider.drafter": drafter_id or ""})
+
+    def leave(self) -> None:
+        """Nobody reads any more."""
+        self._pacer.came_back(self)
+
+    async def wait(self, told: int) -> None:
+        """Wait until the entry has more than `told` ids and it is time to pass them on, or until
+        the end.
+
+        Raises the request's error at once, the session's once everything before it was read.
+        """
+        entry = self.entry
+        while True:
+            if entry.ended is not None:
+                raise entry.ended.copy()
+            more = len(entry.emitted) > told
+            # First tokens and ends do not wait for their turn.
+            if self.reason is not None or (more and (self._turn or not told)):
+                self._turn = False
+                return
+            if self.error is not None and not more:
+                raise self.error.copy()
+            # Coming back may wake this very reader.
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            self._pacer.came_back(self, more=more)
+            await waiter
+
+
+class _News:
+    """What one message brought all its sessions together."""
+
+    __slots__ = ("_now", "cuts", "gaps", "logged", "readers", "waits")
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self.readers: list[Feed] = []
+        self.waits: list[float] = []
+        """Seconds to first tokens."""
+        self.gaps: list[float] = []
+        """Seconds between tokens, the mean of each row."""
+        self.logged: list[Row] = []
+        self.cuts: list[tuple[int, int]] = []
+        """Rows of which not all ids belong to an answer, and how many do."""
+
+    def add(self, feed: Feed, tokens: list[int], told: list[TokenLogprobs]) -> None:
+        """Append a row's ids to its entry, and wake the reader of the first one."""
+        entry, now = feed.entry, self._now
+        if entry.number:
+            self.logged.append(Row(entry.number, len(entry.emitted), tokens, told))
+        entry.emitted += tokens
+        entry.logprobs += told
+        if entry.first_token is None:
+            entry.first_token = now
+            self.waits.append(now - entry.started)
+            entry.span.event("first_token")
+            feed.wake()
+        else:
+            self.gaps.append((now - entry.last_token) / len(tokens))
+        entry.last_token = now
+
+
+class EventSink:
+    """Takes the events of one verifier to the feeds of its sessions."""
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        pacer: Pacer,
+        clock: Callable[[], float],
+        *,
+        on_events: Callable[[], None],
+        on_drafter_lost: Callable[[DrafterId], None],
+        on_emitted: Callable[[list[Row]], None],
+    ) -> None:
+        """`on_events` hears of every message: a sign of life. `on_emitted` hears of a message's
+        ids of entries with a number, before any reader does."""
+        self._metrics = metrics
+        self._pacer = pacer
+        self._clock = clock
+        self._on_events = on_events
+        self._on_drafter_lost = on_drafter_lost
+        self._on_emitted = on_emitted
+
+    def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
+        """Append each row to its session's feed and wake its reader: at once for a first token and
+        for an end, otherwise at the pacer's pace.
+
+        A row with more ids than its request may have, with ids beyond the vocabulary, or without
+        the log-probabilities that its request wants becomes a malformed one. Ids behind a stop
+        string are dropped, and so are those of sessions without a listener: they are counted
+        nowhere. A request that has all ids that it may have is over, whether its verifier says so
+        or not.
+        """
+        self._on_events()
+        news = _News(self._clock())
+        tokens, counts = events.tokens.tolist(), events.counts.tolist()
+        end = 0
+        for row, (handle, count, round_id, reason, flags, proposed, accepted, told) in enumerate(
+            zip(
+                events.handles.tolist(),
+                counts,
+                events.round_ids.tolist(),
+                events.finish_reasons.tolist(),
+                events.flags.tolist(),
+                events.proposed.tolist(),
+                events.accepted.tolist(),
+                _logprobs(events, counts),
+                strict=True,
+            )
+        ):
+            start, end = end, end + count
+            feed = feeds.get(handle)
+            if feed is None or reason == MALFORMED_ROW or feed.reason is not None:
+                news.cuts.append((row, 0))
+                continue
+            entry, ids = feed.entry, tokens[start:end]
+            if not entry.accepts(ids, told):
+                events.finish_reasons[row] = MALFORMED_ROW
+                news.cuts.append((row, 0))
+                continue
+            ended = REASONS[reason]
+            if count:
+                kept = feed.count_tokens(ids, ended)
+                if kept < count:
+                    news.cuts.append((row, kept))
+                news.add(feed, ids[:kept], told[:kept])
+                if round_id:
+                    entry.tally.add_round(
+                        emitted=kept, flags=flags, proposed=proposed, accepted=min(accepted, kept)
+                    )
+            if bool(flags & DRAFTER_ATTACHED) is not entry.drafter_attached:
+                self._note_drafter(entry)
+            if feed.stop_checker is not None and feed.stop_checker.is_stopped:
+                ended = FinishReason.STOP_STRING
+            elif ended is None and len(entry.emitted) >= entry.max_new_tokens:
+                ended = feed.end()
+            if ended is not None:
+                feed.finish(ended)
+            news.readers.append(feed)
+        # Readers that were woken above run later.
+        if news.logged:
+            self._on_emitted(news.logged)
+        self._pacer.wake(news.readers)
+        if news.waits:
+            # Behind the readers: a first token is not to wait for it.
+            asyncio.get_running_loop().call_soon(self._count, events, news)
+        else:
+            self._count(events, news)
+
+    def _count(self, events: SessionEvents, news: _News) -> None:
+        self._metrics.add_events(_cut(events, news.cuts) if news.cuts else events)
+        self._metrics.time_to_first_token.observe(*news.waits)
+        self._metrics.inter_token_latency.observe(*news.gaps)
+
+    def _note_drafter(self, entry: Entry) -> None:
+        entry.drafter_attached = not entry.drafter_attached
+        if not entry.drafter_attached and entry.drafter_id is not None:
+            self._metrics.drafter_detached_sessions.inc()
+            logger.warning(
+                "session lost its drafter",
+                extra={**entry.log_ids, "drafter_id": entry.drafter_id},
+            )
+            entry.span.event("drafter_lost", {"outrider.drafter": entry.drafter_id})
+            self._on_drafter_lost(entry.drafter_id)
+
+
+def _logprobs(events: SessionEvents, counts: list[int]) -> list[list[TokenLogprobs]]:
+    """What comes with the ids of each row."""
+    if events.logprobs is None:
+        return [_NO_LOGPROBS] * len(counts)
+    return list(events.logprobs.rows(counts))
+
+
+_NO_LOGPROBS: Final[list[TokenLogprobs]] = []
+
+
+def _cut(events: SessionEvents, cuts: list[tuple[int, int]]) -> SessionEvents:
+    """The counts of a message where only so many ids of some rows belong to an answer; its ids
+    stay as they are."""
+    counts, accepted = events.counts.copy(), events.accepted.copy()
+    for row, kept in cuts:
+        counts[row], accepted[row] = kept, min(int(accepted[row]), kept)
+    return replace(events, counts=counts, accepted=accepted)
+
+
+class Reply:
+    """What the client of one request hears: text that goes on over all of its sessions."""
+
+    def __init__(self, entry: Entry, assembler: OutputAssembler, *, prompt_tokens: int) -> None:
+        self._entry = entry
+        self._assembler = assembler
+        self._prompt_tokens = prompt_tokens
+        self.told = 0
+        """Ids of the entry that were passed on."""
+        self.ended = False
+        """Whether the client was told of an end."""
+
+    def catch_up(self, reason: FinishReason | None) -> list[Delta | FinishInfo]:
+        """Messages for all ids that were not passed on; `reason` if they are the last ones."""
+        ids = self._entry.emitted[self.told :]
+        logprobs = self._entry.logprobs[self.told :]
+        self.told += len(ids)
+        return self._messages(ids, logprobs, reason)
+
+    def _messages(
+        self, ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None
+    ) -> list[Delta | FinishInfo]:
+        assembler, messages = self._assembler, list[Delta | FinishInfo]()
+        text = assembler.push(ids, last_is_stop=bool(ids) and reason is FinishReason.STOP_TOKEN)
+        if reason is not None:
+            text += assembler.finish()
+        if assembler.stop_string is not None:
+            reason = FinishReason.STOP_STRING
+        if text or ids:
+            messages.append(Delta(text=text, token_ids=tuple(ids), logprobs=tuple(logprobs)))
+        if reason is not None:
+            self.ended = True
+            messages.append(self._finish(reason))
+        return messages
+
+    def _finish(self, reason: FinishReason) -> FinishInfo:
+        stopped = reason is FinishReason.STOP_TOKEN and self.told > 0
+        return FinishInfo(
+            reason=reason,
+            usage=Usage(
+                prompt_tokens=self._prompt_tokens, completion_tokens=self._assembler.num_tokens
+            ),
+            stats=self._entry.tally.stats(),
+            stop_string=self._assembler.stop_string,
+            stop_token_id=self._entry.emitted[self.told - 1] if stopped else None,
+        )
+
+
+async def session_messages(feed: Feed, reply: Reply) -> AsyncGenerator[Delta | FinishInfo, None]:
+    """What the client hears of a session: deltas, then the finish if it ends there."""
+    while not reply.ended:
+        await feed.wait(reply.told)
+        if feed.reason is FinishReason.CANCELLED:
+            raise UnavailableError("the verifier gave the session up", reason="SESSION_LOST")
+        for message in reply.catch_up(feed.reason):
+            yield message
+
+
+def lost_error(verifier_id: VerifierId) -> UnavailableError:
+    """The error of the sessions whose verifier died."""
+    return UnavailableError(f"verifier {verifier_id} was lost", reason="VERIFIER_LOST")

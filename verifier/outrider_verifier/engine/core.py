@@ -1,0 +1,395 @@
+"""The state of all sessions and what commands do to it; engine thread only.
+
+Knows nothing of threads, sockets or clocks: times come in as arguments, effects go out through
+`post`. That makes it testable step by step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import assert_never
+
+from outrider.engine.kv_cache import KVPool
+from outrider.engine.logprobs import PathLogprobs
+from outrider.errors import (
+    AlreadyExistsError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    OutriderError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from outrider.ids import DrafterId, SessionId
+from outrider.spec.plan import FEATURE_FED, DraftMethod, Plan
+from outrider.wire.messages import (
+    REASON_CODES,
+    AttachedDrafter,
+    FinishReason,
+    SessionSpec,
+)
+from outrider_verifier.engine.drafter_reassignment import move
+from outrider_verifier.engine.proposal_intake import Incoming
+from outrider_verifier.exchange.drafter_health import Conduct
+from outrider_verifier.exchange.feature_store import FeatureStore
+from outrider_verifier.exchange.proposal_inbox import Inbox
+from outrider_verifier.exchange.session_announcer import Announcer
+from outrider_verifier.exchange.verdict_builder import Handover, may_need_features
+from outrider_verifier.kv.block_manager import Room
+from outrider_verifier.model_runner.grammar_preparation import begin_constraint
+from outrider_verifier.model_runner.interface import RoundRunner
+from outrider_verifier.planner.ngram_fallback import StandIns
+from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.state.commands import (
+    Attached,
+    Close,
+    Command,
+    Detached,
+    Garbled,
+    Link,
+    Lost,
+    Offered,
+    Open,
+    SetDrafter,
+    SetPlan,
+    Stop,
+)
+from outrider_verifier.state.effects import Answer, Effect, Emits, Fail, Moved, Post
+from outrider_verifier.state.handles import Handles
+from outrider_verifier.state.session import Session, check_plan, check_spec
+
+logger = logging.getLogger(__name__)
+
+OWN_METHODS = (DraftMethod.EAGLE3,)
+"""How a verifier with a head of its own drafts."""
+
+
+class Core:
+    """Sessions, inbox and announced drafters of one verifier."""
+
+    def __init__(
+        self,
+        *,
+        pool: KVPool,
+        runner: RoundRunner,
+        inbox: Inbox,
+        handover: Handover,
+        store: FeatureStore | None,
+        vocab_size: int,
+        max_context_len: int,
+        max_tree_nodes: int,
+        max_sessions: int,
+        policy: Policy,
+        stand_ins: StandIns,
+        room: Room,
+        counters: Counter[str],
+        post: Post,
+    ) -> None:
+        """`max_sessions`: those that wait included. `counters`: see the attribute."""
+        self._pool = pool
+        self._runner = runner
+        self.inbox = inbox
+        self.handover = handover
+        self.store = store
+        self._vocab_size = vocab_size
+        self._max_context_len = max_context_len
+        self._max_tree_nodes = max_tree_nodes
+        self.policy = policy
+        self.stand_ins = stand_ins
+        self.room = room
+        self._post = post
+        self._emits: Emits | None = None
+        """Where the next event goes; None: what was posted is handed over."""
+        self.sessions: dict[SessionId, Session] = {}
+        """Sessions being served, in order of opening."""
+        self._handles = Handles(max_sessions)
+        self.touched = 0
+        """Grows when sessions may have changed otherwise than by a round's outcome."""
+        self.counters = counters
+        """Monotonic counts for metrics; written here, read anywhere."""
+        self.drafters = Announcer(
+            handover, post=post, sessions=lambda: self.sessions.values(), counters=counters
+        )
+        room.begun = self.drafters.begun
+        self.incoming = Incoming(
+            inbox=inbox,
+            handover=handover,
+            drafters=self.drafters,
+            policy=policy,
+            of_handle=self._handles.owner,
+            counters=self.counters,
+            post=post,
+        )
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions being served, those that wait included."""
+        return len(self.sessions)
+
+    @property
+    def num_proposals(self) -> int:
+        """Proposals in the inbox."""
+        return len(self.inbox)
+
+    def sessions_of(self, drafter_id: DrafterId) -> int:
+        """Sessions that are announced to this drafter now."""
+        link = self.drafters.link_of(drafter_id)
+        if link is None:
+            return 0
+        return sum(s.link_id == link.link_id for s in list(self.sessions.values()))
+
+    def attached(self, link: Link, now: float) -> AttachedDrafter:
+        """What routers are told of a drafter; any thread may ask."""
+        conduct = self.drafters.conduct_of(link.drafter_id) or Conduct()
+        return AttachedDrafter(
+            drafter_id=link.drafter_id,
+            incarnation=link.incarnation,
+            methods=link.methods,
+            sessions=self.sessions_of(link.drafter_id),
+            answer_ms=1000.0 * self.policy.answer_s_of(link.drafter_id),
+            same_host=link.same_host,
+            answers=conduct.answers,
+            missed=conduct.missed,
+            invalid=conduct.invalid,
+            silent_ms=1000.0 * conduct.silent_s(now),
+        )
+
+    # ---- commands ------------------------------------------------------------------------------
+
+    def handle(self, command: Command, now: float) -> None:
+        """Apply one command. Errors of a command with an answer go there."""
+        self.touched += not isinstance(command, Offered | Garbled)
+        match command:
+            case Offered():
+                self.incoming.offer(command, now)
+            case Garbled():
+                self.incoming.garbled(command, now)
+            case Lost():
+                self.incoming.lost(command, now)
+            case Open() | SetPlan() | Close():
+                self._answer(command, now)
+            case SetDrafter():
+                self._set_drafter(command)
+            case Attached(link=link):
+                self.policy.attached(link.drafter_id)
+                self.drafters.attach(link)
+            case Detached(link_id=link_id):
+                self.drafters.detach(link_id)
+            case Stop():
+                self.fail_all(UnavailableError("the verifier is stopping", reason="STOPPING"))
+            case _:
+                assert_never(command)
+
+    def _answer(self, command: Open | SetPlan | Close, now: float) -> None:
+        error: OutriderError | None = None
+        try:
+            match command:
+                case Open():
+                    self._open(command, now)
+                case SetPlan():
+                    self._set_plan(command.session_id, command.plan)
+                case Close():
+                    self._close(command)
+        except OutriderError as refused:
+            error = refused
+        except Exception as bug:
+            logger.exception("command failed", extra={"command": type(command).__name__})
+            error = InternalError(f"{type(bug).__name__}: {bug}", reason="COMMAND_FAILED")
+        if command.answer is not None:
+            self._post(Answer(command.answer, error))
+
+    def _open(self, command: Open, now: float) -> None:
+        spec = command.spec
+        check_spec(
+            spec,
+            vocab_size=self._vocab_size,
+            max_context_len=self._max_context_len,
+            max_tree_nodes=self._max_tree_nodes,
+        )
+        old = self.sessions.get(spec.session_id)
+        if old is not None and spec.epoch <= old.spec.epoch:
+            raise AlreadyExistsError(
+                f"session {spec.session_id} is being served in epoch {old.spec.epoch}",
+                reason="SESSION_EXISTS",
+            )
+        self._check_places(old)
+        constraint = begin_constraint(spec, command.form, vocab_size=self._vocab_size)
+        if old is not None:
+            self._cancel(old)
+        own_draft = self._own_draft(spec, spec.plan)
+        keeps = self.store is not None and may_need_features(spec, own_draft)
+        kv = self._pool.sequence()
+        session = Session.create(spec, ticket=command.ticket, kv=kv, now=now, keeps_features=keeps)
+        session.own_draft, session.constraint = own_draft, constraint
+        self.sessions[spec.session_id] = session
+        try:
+            self.room.enter(session)
+            self._handles.give(session)
+            self.handover.open(session)
+            self.policy.opened(session)
+            if session.keeps_features and self.store is not None:
+                self.store.open(session.handle)
+            self.counters["speculation_paused"] += session.paused
+            self.counters["lean_sessions"] += session.lean
+            self.stand_ins.follow(session)
+            self.drafters.announce(session)
+        except Exception:
+            # From here on there is a session to be freed, its seat included.
+            self.free(session, failed=True)
+            raise
+        self.counters["sessions"] += 1
+
+    def _check_places(self, old: Session | None) -> None:
+        """Refuse a session for which there is no place, `old` being gone: it goes on if this
+        raises."""
+        if len(self.sessions) - int(old is not None) >= self._handles.count:
+            raise ResourceExhaustedError(
+                f"{self._handles.count} sessions are being served, those that wait included",
+                reason="SESSIONS_EXHAUSTED",
+            )
+
+    def _own_draft(self, spec: SessionSpec, plan: Plan) -> int:
+        """Length of the drafts that this process makes for a session; 0: it makes none."""
+        own = spec.drafter_id is None and plan.speculative and plan.method in OWN_METHODS
+        return self._runner.drafts_itself if own else 0
+
+    def _set_drafter(self, command: SetDrafter) -> None:
+        session = self.sessions.get(command.session_id)
+        if session is None or session.ticket != command.ticket:
+            return
+        done = move(session, command.drafter_id, self.drafters, self.policy)
+        # Its rounds may write further than before.
+        session.covered = 0
+        self.counters["sessions_moved" if done else "moves_refused"] += 1
+        self._post(Moved(session.ticket, session.spec.drafter_id))
+
+    def _set_plan(self, session_id: SessionId, plan: Plan) -> None:
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise NotFoundError(f"no session {session_id}", reason="NO_SESSION")
+        check_plan(plan, max_tree_nodes=self._max_tree_nodes)
+        needs = plan.speculative and plan.method in FEATURE_FED
+        drafted = session.spec.drafter_id is not None
+        if needs and drafted and not (session.keeps_features or session.lean):
+            raise InvalidRequestError(
+                f"session {session_id} was opened for another draft method and has no features",
+                reason="NO_FEATURES",
+            )
+        same_method = plan.method is session.plan.method
+        session.plan = plan
+        session.own_draft = self._own_draft(session.spec, plan)
+        # Its rounds may write further than before.
+        session.covered = 0
+        session.suspect = False
+        lags, session.paused = session.paused, False
+        self.policy.follow(session)
+        self.stand_ins.follow(session)
+        if lags:
+            # Its drafter was told of the old plan only, and starts anew.
+            self.drafters.withdraw(session)
+            self.drafters.follow_alone(session)
+        if session.link_id is None:
+            self.drafters.announce(session)
+        elif plan.speculative and same_method:
+            self.drafters.tell_plan(session)
+        else:
+            self.drafters.withdraw(session)
+            self.drafters.announce(session)
+
+    def _close(self, command: Close) -> None:
+        session = self.sessions.get(command.session_id)
+        if session is None:
+            return
+        if command.ticket is None:
+            self._cancel(session)
+        elif command.ticket == session.ticket:
+            self.counters["cancelled"] += 1
+            if session.emitted:
+                # Most who leave have what they wanted: a stop string ends an answer so.
+                self.room.lengths.observe(session.length - session.spec.prompt_len)
+            self.free(session)
+
+    def _cancel(self, session: Session) -> None:
+        self.counters["cancelled"] += 1
+        self.emit(session, (), FinishReason.CANCELLED)
+        self.free(session)
+
+    # ---- what rounds and commands share --------------------------------------------------------
+
+    def emit(
+        self,
+        session: Session,
+        tokens: tuple[int, ...],
+        finish_reason: FinishReason | None,
+        logprobs: PathLogprobs | None = None,
+        flags: int = 0,
+        proposed: int = 0,
+        accepted: int = 0,
+    ) -> None:
+        """Send an event of the session; those of a round leave together. `logprobs` may go on
+        behind the tokens; the last three tell of the round: see `SessionEvents`."""
+        reason = 0 if finish_reason is None else REASON_CODES[finish_reason]
+        # In the order of an `Event`.
+        fields = (
+            session.ticket,
+            session.round_id,
+            len(tokens),
+            reason,
+            flags | self.drafters.attached_flag(session),
+            proposed,
+            accepted,
+        )
+        self.events().add(fields, tokens, logprobs)
+
+    def events(self) -> Emits:
+        """The events that leave next; more may be added until what was posted is handed over."""
+        if self._emits is None:
+            self._emits = Emits()
+            self.post(self._emits)
+        return self._emits
+
+    def seal(self) -> None:
+        """What was posted is about to be handed over: no event may join it any more."""
+        self._emits = None
+
+    def post(self, effect: Effect) -> None:
+        """Hand an effect to the asyncio thread."""
+        self._post(effect)
+
+    def free(self, session: Session, *, failed: bool = False) -> None:
+        """Forget a session and give back its blocks, proposals and features; what it has written
+        may be of use to others, unless it failed."""
+        if not failed:
+            self.room.keep_prefix(session)
+        self.drafters.withdraw(session)
+        self.policy.leave(session)
+        self.sessions.pop(session.session_id, None)
+        if session.handle >= 0:
+            if self.store is not None:
+                self.store.close(session.handle)
+            self.inbox.drop(session.handle)
+            self._handles.take_back(session)
+        session.ended = True
+        self.touched += 1
+        self.room.leave(session)
+
+    def fail(self, session: Session, error: OutriderError) -> None:
+        """End a session's stream by an error and free all it holds."""
+        self.counters["failed"] += 1
+        self.post(Fail(session.ticket, error))
+        self.free(session, failed=True)
+
+    def fail_all(self, error: OutriderError) -> None:
+        """Fail every session."""
+        for session in list(self.sessions.values()):
+            self.fail(session, error)
+
+    def abandon(self) -> None:
+        """Forget all sessions where not even failing them works; what they held is lost."""
+        for session in self.sessions.values():
+            session.ended, session.handle = True, -1
+        self._handles.clear()
+        self.touched += 1
+        for held in (self.sessions, self.room.running, self.room.waiting):
+            held.clear()

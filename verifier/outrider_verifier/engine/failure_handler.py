@@ -1,0 +1,65 @@
+"""What a round that raised, or a device that is lost, does to sessions; engine thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from outrider.errors import InternalError, OutriderError, UnavailableError
+from outrider.watchdog import record_step
+from outrider_verifier.engine.core import Core
+from outrider_verifier.model_runner.interface import RoundRunner
+from outrider_verifier.state.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+def device_lost_error() -> UnavailableError:
+    """For whoever is served by, or calls, a verifier whose device does not work any more."""
+    return UnavailableError("the verifier has lost its device", reason="DEVICE_LOST")
+
+
+def engine_stalled_error() -> UnavailableError:
+    """The error of sessions and calls of a verifier whose engine thread hangs."""
+    return UnavailableError("the engine of the verifier makes no progress", reason="ENGINE_STALLED")
+
+
+class Failing:
+    """Ends the sessions of what failed, and finds out whether the device is the reason."""
+
+    def __init__(self, core: Core, engine: RoundRunner) -> None:
+        self._core, self._engine = core, engine
+        self.device_lost = False
+        """Whether the device was found not to work after a failure; no round can follow."""
+
+    def check_device(self, bug: BaseException | None) -> None:
+        """After a failure, `bug` if it is known: note whether the device is the reason."""
+        if self.device_lost or self._engine.usable:
+            return
+        self.device_lost = True
+        self._core.counters["device_losses"] += 1
+        logger.critical("the device is lost", exc_info=bug)
+
+    def one(self, session: Session, bug: Exception) -> None:
+        """A session could not be let in."""
+        if isinstance(bug, OutriderError):
+            self._core.fail(session, bug)
+        else:
+            self.all([session], bug)
+
+    def all(self, sessions: Sequence[Session], bug: Exception) -> None:
+        """A round failed, and with it whoever was to be in it."""
+        self._core.counters["failed_rounds"] += 1
+        record_step()
+        self.check_device(bug)
+        error: OutriderError
+        if self.device_lost:
+            error = device_lost_error()
+        else:
+            logger.error("round failed", exc_info=bug, extra={"sessions": len(sessions)})
+            error = InternalError(
+                f"the round failed: {type(bug).__name__}: {bug}", reason="ROUND_FAILED"
+            )
+        for session in sessions:
+            if not session.ended:
+                self._core.fail(session, error)

@@ -1,0 +1,290 @@
+"""The engine thread: takes commands, runs rounds, hands effects to the asyncio thread.
+
+Commands are taken whenever a round was submitted or settled, also while one is in flight. The
+thread ends when it is stopped, or when the device is lost: then every session fails with
+DEVICE_LOST, and what was asked meanwhile is left for `left_over`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from outrider import timeline
+from outrider.errors import InternalError, OutriderError
+from outrider.spec.plan import MAX_PATIENCE_MS
+from outrider.transport.pollable_queue import Letterbox
+from outrider.watchdog import Progress
+from outrider_verifier.engine.core import Core
+from outrider_verifier.engine.failure_handler import device_lost_error
+from outrider_verifier.engine.round_executor import Rounds
+from outrider_verifier.exchange.shm_channels import Lanes
+from outrider_verifier.state.commands import Attached, Command, Detached, Stop
+from outrider_verifier.state.effects import Answer, Effect, Tell, told_by_link
+from outrider_verifier.state.round_plan import RoundPlan
+
+logger = logging.getLogger(__name__)
+
+Dispatch = Callable[[list[Effect]], None]
+
+MAX_PROPOSAL_WAIT_S = MAX_PATIENCE_MS / 1000.0
+"""Longest time without a round in which waiting for proposals counts as progress."""
+WAIT_SLICE_S = 1.0
+"""Longest wait for a command at a time while there are sessions: each slice is a step."""
+
+
+class EngineLoop:
+    """One thread that owns the core. Commands come in, a round's verdicts go out, then the rest."""
+
+    def __init__(
+        self,
+        core: Core,
+        rounds: Rounds,
+        outbox: list[Effect],
+        lanes: Lanes,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        dispatch: Dispatch,
+        on_lost: Callable[[], None],
+    ) -> None:
+        """`dispatch` and `on_lost` are called on the asyncio thread; `on_lost` at most once, when
+        the device is lost and all effects were dispatched. The thread takes no command then."""
+        self._core = core
+        self._rounds = rounds
+        self._outbox = outbox
+        self._lanes = lanes
+        self._loop = loop
+        self._dispatch = dispatch
+        self._on_lost = on_lost
+        self._failing = rounds.failing
+        self.progress = Progress()
+        """Steps of the thread: rounds, layers of a forward, waits for proposals."""
+        self._idle_steps = 0
+        """Of these, waits without a session."""
+        self._patient_until = 0.0
+        """Time until which waiting without a round counts as progress."""
+        rounds.flush = self._flush
+        self._commands: Letterbox[Command] = Letterbox()
+        self._stopping = False
+        self._worker = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._worker.start()
+
+    def post(self, command: Command) -> None:
+        """Queue a command; any thread."""
+        self._commands.put(command)
+
+    @property
+    def backlog(self) -> int:
+        """Commands that the thread has not taken yet; any thread."""
+        return len(self._commands)
+
+    def stop(self, timeout_s: float) -> None:
+        """Fail all sessions and end the thread; waits for the rounds in flight."""
+        self.post(Stop())
+        self._worker.join(timeout_s)
+
+    def left_over(self) -> list[Command]:
+        """Commands that the thread will never take; to be asked once it has ended."""
+        return self._commands.take()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether sessions or commands wait for the thread; any thread."""
+        return self._core.num_sessions > 0 or self.backlog > 0
+
+    @property
+    def session_steps(self) -> int:
+        """Steps that sessions have made; any thread."""
+        return self.progress.steps - self._idle_steps
+
+    def _run(self) -> None:
+        self.progress.bind()
+        # Entered once for all: without it every copy passes through autograd.
+        with torch.inference_mode():
+            self._rounds.enter_thread()
+            self._serve()
+
+    def _serve(self) -> None:
+        wait_until: float | None = None
+        idle_since = time.monotonic()
+        while not (self._stopping or self._failing.device_lost):
+            awaited = wait_until is not None
+            idle = awaited or not self._core.sessions
+            taken = self._take_commands(wait_until, block=idle)
+            if self._failing.device_lost:
+                break
+            if awaited and not taken and self._rounds.over:
+                # Nothing has come since the last plan: the next one is made with the outcome.
+                self._rounds.settle(go_on=True)
+                wait_until, idle_since = None, time.monotonic()
+                self._flush_settled()
+                continue
+            woken = time.monotonic()
+            began = timeline.now()
+            plan = self._guarded_plan(woken)
+            timeline.span("plan", began)
+            wait_until = plan.wait_until
+            if not plan.empty:
+                self._flush_settled()
+                waited_s = woken - idle_since if awaited else 0.0
+                self._rounds.run(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
+                idle_since = time.monotonic()
+                self._patient_until = idle_since + MAX_PROPOSAL_WAIT_S
+            else:
+                self._flush()
+                if self._rounds.flying and (wait_until is None or self._rounds.landed):
+                    self._rounds.settle(go_on=True)
+                    wait_until, idle_since = None, time.monotonic()
+            self._flush_settled()
+        # Nothing may be left running on a device when the thread is gone.
+        self._rounds.settle()
+        self._lanes.close()
+        if self._failing.device_lost:
+            self._drop_all(device_lost_error())
+        self._flush()
+        if self._failing.device_lost:
+            with contextlib.suppress(RuntimeError):  # the asyncio loop is closed
+                self._loop.call_soon_threadsafe(self._on_lost)
+
+    def _take_commands(self, wait_until: float | None, *, block: bool) -> bool:
+        """Handle every command that is there; if `block`, wait for one until `wait_until`. Whether
+        there was any."""
+        lanes = self._lanes
+        readers = lanes.readers
+        ready: set[int] = set()
+        began = timeline.now()
+        if block:
+            self._flush()
+        if block or readers:
+            timeout = lanes.within(self._timeout(wait_until) if block else 0.0)
+            ready = self._commands.wait(timeout, readers, lanes.writers)
+            if block:
+                self._record_wait()
+            while block and self._rounds.flying and not (ready or len(self._commands)):
+                if self._rounds.landed or wait_until is None or time.monotonic() >= wait_until:
+                    break
+                ready = self._commands.wait(self._rounds.pause_s, readers, lanes.writers)
+            lanes.flush()
+        if block:
+            timeline.span("wait", began)
+        began = timeline.now()
+        posted = self._commands.take()
+        for command in posted:
+            self._guarded_handle(command)
+        by_lane = lanes.commands(ready)
+        for command in by_lane:
+            self._guarded_handle(command)
+        if posted or by_lane:
+            timeline.span("take in", began, len(posted) + len(by_lane))
+        return bool(posted or by_lane)
+
+    def _timeout(self, wait_until: float | None) -> float | None:
+        """How long to wait at first; a device says nothing when a round in flight has ended."""
+        if self._rounds.flying:
+            return 0.0
+        if wait_until is None:
+            return None
+        return min(WAIT_SLICE_S, max(0.0, wait_until - time.monotonic()))
+
+    def _record_wait(self) -> None:
+        """Count a wait as a step, unless it is a round in flight that does not end, or sessions
+        have had no round for longer than any proposal is waited for."""
+        now = time.monotonic()
+        if not self._core.sessions:
+            self._patient_until = now + MAX_PROPOSAL_WAIT_S
+            self._idle_steps += 1
+        if not self._rounds.flying and now < self._patient_until:
+            self.progress.record_step()
+
+    def _guarded_handle(self, command: Command) -> None:
+        match command:
+            case Stop():
+                self._stopping = True
+            case Attached(link=link, lane=lane) if lane is not None:
+                self._lanes.attach_drafter(link, lane)
+            case Detached(link_id=link_id):
+                self._lanes.detach(link_id)
+        told = len(self._outbox)
+        try:
+            self._core.handle(command, time.monotonic())
+        except Exception as bug:
+            self._give_up(bug)
+        for place, effect in enumerate(self._outbox[told:], told):
+            if isinstance(effect, Answer) and isinstance(effect.error, InternalError):
+                self._outbox[place] = self._judged(effect, effect.error)
+
+    def _judged(self, answer: Answer, bug: InternalError) -> Answer:
+        """The answer to a command that failed: opening a session writes to the device, which may
+        have failed while no round was in flight."""
+        self._failing.check_device(bug)
+        return Answer(answer.future, device_lost_error()) if self._failing.device_lost else answer
+
+    def _guarded_plan(self, now: float) -> RoundPlan:
+        try:
+            return self._rounds.plan(now)
+        except Exception as bug:
+            self._give_up(bug)
+            return RoundPlan()
+
+    def _give_up(self, bug: Exception) -> None:
+        """State that cannot be trusted is dropped; the loop goes on with none."""
+        logger.exception("engine failed; all sessions are dropped")
+        self._failing.check_device(bug)
+        error: OutriderError = InternalError(f"{type(bug).__name__}: {bug}", reason="ENGINE_FAILED")
+        self._drop_all(device_lost_error() if self._failing.device_lost else error)
+
+    def _drop_all(self, error: OutriderError) -> None:
+        try:
+            self._core.fail_all(error)
+        except Exception:
+            logger.exception("sessions could not be dropped cleanly")
+            self._core.abandon()
+
+    def _flush_settled(self) -> None:
+        """Hand over what was posted, unless that waits for the next round to be submitted."""
+        if not self._rounds.holds_back:
+            self._flush()
+
+    def _flush(self) -> bool:
+        """Hand over what was posted; whether the asyncio thread has a part in it."""
+        self._rounds.holds_back = False
+        if not self._outbox:
+            return False
+        began, count = timeline.now(), len(self._outbox)
+        self._core.seal()
+        effects = self._by_lane(self._outbox)
+        self._outbox.clear()
+        timeline.span("tell", began, count)
+        if not effects:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch, effects)
+        except RuntimeError:
+            # The asyncio loop is closed: nobody is left to tell, and no command will come.
+            self._stopping = True
+        return True
+
+    def _by_lane(self, effects: list[Effect]) -> list[Effect]:
+        """Tell the drafters that have lanes; returns the other effects."""
+        lanes = self._lanes
+        mine: list[Effect] = []
+        others: list[Effect] = []
+        for effect in effects:
+            if not isinstance(effect, Tell):
+                others.append(effect)
+            elif lanes.carries(effect.link_id):
+                mine.append(effect)
+            else:
+                others.append(effect.owned())
+        for link_id, messages in told_by_link(mine).items():
+            lanes.tell(link_id, messages)
+        return others

@@ -1,0 +1,238 @@
+"""Which rows form the next round, or how long to wait (pure; times are seconds of one clock)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import NamedTuple
+
+from outrider.ids import SessionId
+from outrider_verifier.engine.prompt_chunks import prompt_chunks
+from outrider_verifier.state.round_plan import DecodeRow, Limits, RoundPlan, RowState, Times
+
+_UNKNOWN = Times()
+_row_of = lru_cache(maxsize=4096)(DecodeRow)
+"""Of a session the same row is asked for round after round."""
+
+
+class _Ready(NamedTuple):
+    at: float
+    cost: int
+    row: DecodeRow
+    hit: bool = False
+    """Whether its proposal was there before it could be used."""
+    priority: int = 0
+
+
+def plan_drafted(
+    session_ids: Sequence[SessionId],
+    nodes: Sequence[int],
+    limits: Limits,
+    prefilling: Sequence[RowState] = (),
+) -> RoundPlan | None:
+    """The next round where every session that decodes has a usable proposal, with so many nodes,
+    and gives way to no prompt: nobody is waited for, so there is nothing to weigh. None if not all
+    fit one round: then see `plan_round`."""
+    if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
+        return None
+    return RoundPlan(
+        prefill=prompt_chunks(prefilling, len(session_ids), limits),
+        decode=tuple([_row_of(name, True) for name in session_ids]),
+    )
+
+
+def plan_alone(
+    session_ids: Sequence[SessionId],
+    limits: Limits,
+    prefilling: Sequence[RowState] = (),
+    *,
+    own_nodes: int = 0,
+) -> RoundPlan | None:
+    """The next round of sessions that need nothing from outside, with so many nodes of own drafts
+    together, and of prompts of others like them. None if not all fit one round."""
+    if len(session_ids) + own_nodes > limits.decode_tokens:
+        return None
+    return RoundPlan(
+        prefill=prompt_chunks(prefilling, len(session_ids), limits),
+        decode=tuple(map(_row_of, session_ids)),
+        alone=True,
+    )
+
+
+_at = attrgetter("at")
+
+
+def plan_round(
+    rows: Iterable[RowState],
+    now: float,
+    limits: Limits,
+    *,
+    idle_since: float = 0.0,
+    most_rows: int | None = None,
+    times: Times = _UNKNOWN,
+) -> RoundPlan:
+    """Choose the next round.
+
+    A decoding row is ready when it has a proposal, when none is expected, or when its patience
+    is over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in order
+    of opening, within `prefill_tokens`. While other rows still await proposals, a round starts only
+    `gather_s`, or `gather_rounds`, after its first row became ready, so that proposals of one draft
+    batch share it; or after the last round ended, `idle_since`, if that was later: else the
+    sessions of two rounds, each ready while the other runs, would never share one. Few are waited
+    for as many times shorter as they are fewer than those that wait for them. `most_rows`: of a
+    half, where sessions take turns (`halves`); nothing is gathered beyond half of one. A row whose
+    proposal was there before it could be used, by look-ahead, gathers only as long as
+    `worth_waiting` says. Rows of a lower priority than a prompt's give way to it, up to `yield_s`,
+    and it waits for nobody.
+    """
+    prefilling, ready, deadlines = _sorted_out(rows, now)
+    if not ready and not prefilling:
+        return RoundPlan(wait_until=min(deadlines, default=None))
+    urgent = _not_giving_way(prefilling, ready, now, limits.yield_s)
+    if len(urgent) < len(ready):
+        return _round(prefilling, urgent, limits, most_rows)
+    if deadlines and not _fill_a_half(ready, most_rows):
+        first = min([entry.at for entry in ready] + [row.since for row in prefilling])
+        first = max(first, idle_since)
+        gathered = first + _window_s(prefilling, ready, len(deadlines), limits, times)
+        if now < gathered:
+            return RoundPlan(wait_until=min(gathered, *deadlines))
+    return _round(prefilling, ready, limits, most_rows)
+
+
+def _not_giving_way(
+    prefilling: list[RowState], ready: list[_Ready], now: float, yield_s: float
+) -> list[_Ready]:
+    """The ready rows that need not, or have long enough."""
+    if not prefilling:
+        return ready
+    highest = _highest(prefilling)
+    return [entry for entry in ready if entry.priority >= highest or now - entry.at >= yield_s]
+
+
+def _highest(prefilling: list[RowState]) -> float:
+    """Of the priorities of prompts; below all others where there are none."""
+    return max([row.priority for row in prefilling], default=-math.inf)
+
+
+def _window_s(
+    prefilling: list[RowState], ready: list[_Ready], awaited: int, limits: Limits, times: Times
+) -> float:
+    """How long the first ready row waits for so many."""
+    window_s, rounds_s = limits.gather_s, limits.gather_rounds * times.round_s
+    # Nobody waits longer for what is known not to come in time,
+    if rounds_s > window_s and times.answer_s <= rounds_s:
+        highest = _highest(prefilling)
+        # or once a row has waited in vain, or gives way to a prompt.
+        if not any([entry.row.missed or entry.priority < highest for entry in ready]):
+            window_s = rounds_s
+    window_s *= min(1.0, awaited / max(1, len(ready)))
+    if any([entry.hit for entry in ready]):
+        return min(window_s, worth_waiting(len(ready), awaited, times))
+    return window_s
+
+
+def worth_waiting(ready: int, awaited: int, times: Times) -> float:
+    """How long `ready` rows that could go at once wait, from the last round's end, for `awaited`
+    ones whose drafts were not there.
+
+    Going at once costs those that wait the rest of the round, for they join the next one. Waiting
+    for their answer costs the rows that are ready that long. So waiting pays up to
+    awaited / (ready + awaited) of a round; and where the answer is known to take longer, or nothing
+    is known of it, not at all.
+    """
+    most_s = times.round_s * awaited / (ready + awaited)
+    return most_s if 0.0 < times.answer_s <= most_s else 0.0
+
+
+def plan_beside(
+    rows: Iterable[RowState], now: float, flying: RoundPlan, limits: Limits, *, most_rows: int
+) -> RoundPlan:
+    """The round of the other half to submit behind `flying`; an empty one: none yet, and if its
+    `wait_until` is set, a proposal may still make one before `flying` ends."""
+    under_way = set(flying.session_ids)
+    others = (row for row in rows if row.prefill_left > 0 or row.session_id not in under_way)
+    prefilling, ready, deadlines = _sorted_out(others, now)
+    if _fill_a_half(ready, most_rows):
+        return _round(prefilling, ready, limits, most_rows)
+    return RoundPlan(wait_until=min(deadlines, default=None))
+
+
+def _fill_a_half(ready: list[_Ready], most_rows: int | None) -> bool:
+    return most_rows is not None and 2 * len(ready) >= most_rows
+
+
+def _sorted_out(
+    rows: Iterable[RowState], now: float
+) -> tuple[list[RowState], list[_Ready], list[float]]:
+    """Rows with prompt tokens left, rows that are ready, and the ends of the others' patience."""
+    prefilling: list[RowState] = []
+    ready: list[_Ready] = []
+    deadlines: list[float] = []
+    for row in rows:
+        if row.prefill_left > 0:
+            prefilling.append(row)
+        elif row.nodes is not None:
+            at = row.since if row.since > row.proposal_at else row.proposal_at
+            hit = row.proposal_at < row.since
+            decode = DecodeRow(row.session_id, True)
+            ready.append(_Ready(at, 1 + row.nodes, decode, hit, row.priority))
+        elif not row.awaits_proposal:
+            own = DecodeRow(session_id=row.session_id, stand_in=row.stand_in)
+            ready.append(_Ready(row.since, 1 + row.own_nodes, own, priority=row.priority))
+        elif now >= row.since + row.patience_s:
+            missed = DecodeRow(session_id=row.session_id, missed=True)
+            at = row.since + row.patience_s
+            ready.append(_Ready(at, 1, missed, priority=row.priority))
+        else:
+            deadlines.append(row.since + row.patience_s)
+    return prefilling, ready, deadlines
+
+
+def plan_ahead(rows: Iterable[RowState], flying: RoundPlan, limits: Limits) -> RoundPlan:
+    """The round to submit before `flying` is settled; an empty one: settle first.
+
+    No session may need the host between two of its rounds: no proposal used or expected. Rows that
+    the round in flight is sure to finish stay out.
+    """
+    prefilling: list[RowState] = []
+    ready: list[_Ready] = []
+    under_way = set(flying.session_ids)
+    for row in rows:
+        if row.nodes is not None or not row.runs_ahead:
+            return RoundPlan()
+        if row.prefill_left > 0:
+            prefilling.append(row)
+        # Every round emits a token at least.
+        elif row.remaining > 1 or row.session_id not in under_way:
+            own = DecodeRow(session_id=row.session_id)
+            ready.append(_Ready(row.since, 1 + row.own_nodes, own))
+    return _round(prefilling, ready, limits)
+
+
+def _round(
+    prefilling: list[RowState],
+    ready: list[_Ready],
+    limits: Limits,
+    most_rows: int | None = None,
+) -> RoundPlan:
+    """Oldest rows first, within the limits."""
+    ready = sorted(ready, key=_at)[:most_rows]
+    return RoundPlan(
+        prefill=prompt_chunks(prefilling, len(ready), limits),
+        decode=_fit(ready, limits.decode_tokens),
+    )
+
+
+def _fit(ready: list[_Ready], budget: int) -> tuple[DecodeRow, ...]:
+    if sum([entry.cost for entry in ready]) <= budget:
+        return tuple([entry.row for entry in ready])
+    taken: list[DecodeRow] = []
+    for entry in ready:
+        if taken and entry.cost > budget:
+            break
+        taken.append(entry.row)
+        budget -= entry.cost
+    return tuple(taken)

@@ -1,0 +1,108 @@
+"""Which round comes next, of the sessions that run: what `schedule` plans, on a core's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.grammar.constraint import is_slow
+from outrider_verifier.engine.core import Core
+from outrider_verifier.engine.in_flight_round import is_drafted
+from outrider_verifier.engine.schedule_policy import (
+    plan_ahead,
+    plan_alone,
+    plan_beside,
+    plan_drafted,
+    plan_round,
+)
+from outrider_verifier.engine.scheduler_inputs import RowStates
+from outrider_verifier.model_runner.interface import RoundRunner
+from outrider_verifier.planner.two_batch_overlap import Halves
+from outrider_verifier.state.round_plan import Limits, RoundPlan, Times
+from outrider_verifier.state.session import Session
+
+
+class NextRound:
+    """Plans rounds; submits none."""
+
+    def __init__(self, core: Core, engine: RoundRunner, limits: Limits) -> None:
+        self._core, self._engine, self._limits = core, engine, limits
+        self.rows = RowStates(core, engine, decode_tokens=limits.decode_tokens)
+        self._halves = Halves(engine.verify_s)
+        self.half: int | None = None
+        """Rows of a half; None: all sessions share a round."""
+
+    def beside(self, flying: RoundPlan, now: float) -> RoundPlan:
+        """The round of the other half, to submit behind `flying`."""
+        assert self.half is not None
+        return plan_beside(self.rows.all(), now, flying, self._limits, most_rows=self.half)
+
+    def behind(self, flying: RoundPlan) -> RoundPlan:
+        """The round to submit behind `flying`."""
+        found = self.rows.alone(flying)
+        if found is not None:
+            names, prefilling, nodes = found
+            plan = plan_alone(names, self._limits, prefilling, own_nodes=nodes)
+            if plan is not None:
+                return plan
+        return plan_ahead(self.rows.all(), flying, self._limits)
+
+    def next(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
+        """The next round where none is in flight; `idle_since`: when the last one ended; `round_s`:
+        what one takes, 0: not known."""
+        sessions = self.rows.present()
+        held = self._core.inbox.nodes([session.handle for session in sessions])
+        drafted = self._all_drafted(sessions, held) if self.half is None else None
+        if drafted is not None:
+            return drafted
+        return plan_round(
+            list(map(self.rows.of, sessions, held)),
+            now,
+            self._limits,
+            idle_since=idle_since,
+            most_rows=self.half,
+            times=Times(answer_s=self._core.policy.answer_s(), round_s=round_s),
+        )
+
+    def _all_drafted(self, sessions: Sequence[Session], held: Sequence[int]) -> RoundPlan | None:
+        """The next round where there is a proposal, of so many nodes, for all that are past their
+        prompts; None: there is not (-1), or something is to be weighed."""
+        prompts: list[Session] = []
+        if min(held, default=0) < 0:
+            prompts = [session for session, nodes in zip(sessions, held, strict=True) if nodes < 0]
+            if not all([session.prefill_left > 0 for session in prompts]):
+                return None
+            sessions = [each for each, nodes in zip(sessions, held, strict=True) if nodes >= 0]
+            held = [nodes for nodes in held if nodes >= 0]
+            highest = max([session.spec.priority for session in prompts])
+            if any([session.spec.priority < highest for session in sessions]):
+                return None
+        # A proposal may be for a prefix that was there when its session was preempted.
+        if not all([_is_drafted_for(session) for session in sessions]):
+            return None
+        names = [session.spec.session_id for session in sessions]
+        prefilling = [self.rows.of(session, -1) for session in prompts]
+        return plan_drafted(names, held, self._limits, prefilling)
+
+    def share_rounds(self) -> None:
+        """Decide whether sessions share a round or take turns, by what is known now."""
+        self.half = self._most_rows()
+
+    def _most_rows(self) -> int | None:
+        """Rows of a half, if drafted sessions take turns; None: they share a round."""
+        policy = self._core.policy
+        # Beside a head of this process few draft outside, and all share their rounds.
+        if self._engine.drafts_itself or not (self._engine.run_ahead and policy.automatic):
+            return None
+        sessions = self._core.room.running.values()
+        drafted = [s for s in sessions if s.link_id is not None and is_drafted(s)]
+        # Who drafts ahead is at work while a round runs, without halves.
+        if not drafted or any(session.looks_ahead for session in drafted):
+            return None
+        nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
+        return self._halves.most_rows(len(drafted), nodes, policy.answer_s())
+
+
+def _is_drafted_for(session: Session) -> bool:
+    """Whether a session past its prompt is to verify drafts."""
+    slow = is_slow(session.constraint)
+    return session.draft_wanted and not session.prefill_left and not slow

@@ -1,0 +1,112 @@
+"""What drafters say, checked: their hello, and every message after it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.errors import FailedPreconditionError, InvalidMessageError
+from outrider.wire.messages import (
+    PROTOCOL_VERSION,
+    DrafterMessage,
+    Encoded,
+    FeatureLayout,
+    Heartbeat,
+    Hello,
+    LaneAnswer,
+    Proposals,
+    SessionsLost,
+    Welcome,
+)
+from outrider.wire.rounds import sound_proposals
+from outrider_verifier.state.commands import Command, Lost, Offered
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a drafter must fit, and the bounds that its messages must keep."""
+
+    welcome: Welcome
+    vocab_size: int
+    tokenizer_hash: str
+    feature_fingerprint: str
+    """Empty if no projection is loaded."""
+    max_tree_nodes: int
+
+
+def check_hello(hello: Hello, identity: Identity) -> None:
+    """Refuse a drafter that does not fit. Raises FailedPreconditionError."""
+    _fit(
+        hello.protocol_version == PROTOCOL_VERSION,
+        f"protocol version {hello.protocol_version}, this verifier speaks {PROTOCOL_VERSION}",
+        "PROTOCOL_MISMATCH",
+    )
+    _fit(
+        hello.vocab_size == identity.vocab_size,
+        f"drafts over {hello.vocab_size} token ids, the target has {identity.vocab_size}",
+        "VOCAB_MISMATCH",
+    )
+    _fit(
+        not hello.tokenizer_hash
+        or not identity.tokenizer_hash
+        or hello.tokenizer_hash == identity.tokenizer_hash,
+        "the drafter's tokenizer differs from the target's",
+        "TOKENIZER_MISMATCH",
+    )
+    _fit(
+        hello.feature_layout is FeatureLayout.NONE
+        or (
+            bool(identity.feature_fingerprint)
+            and hello.feature_fingerprint == identity.feature_fingerprint
+        ),
+        "the drafter's head differs from the one whose feature projection runs here"
+        if identity.feature_fingerprint
+        else "this verifier has no feature projection (features_from is not set)",
+        "FEATURE_MISMATCH",
+    )
+    _fit(bool(hello.drafter_id), "drafter_id is empty", "NO_DRAFTER_ID")
+
+
+def _fit(ok: bool, message: str, reason: str) -> None:
+    if not ok:
+        raise FailedPreconditionError(message, reason=reason)
+
+
+class DrafterChecks:
+    """Turns messages of drafters into commands. One for each thread that receives any."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self.counters: Counter[str] = Counter()
+        """Monotonic counts for metrics."""
+
+    def command(self, link_id: int, message: DrafterMessage) -> Command | None:
+        """What a message asks of the engine, if anything; never raises."""
+        match message:
+            case Proposals():
+                sound = sound_proposals(
+                    message,
+                    vocab_size=self._identity.vocab_size,
+                    max_nodes=self._identity.max_tree_nodes,
+                )
+                if wrong := int(np.count_nonzero(~sound)):
+                    unsound = InvalidMessageError(f"{wrong} proposals", reason="INVALID_TREE")
+                    self.count_invalid(unsound, wrong)
+                return Offered(link_id, message, sound)
+            case SessionsLost(handles=handles):
+                return Lost(link_id, handles)
+            case Heartbeat() | Encoded():
+                return None
+            case Hello() | LaneAnswer():
+                self.count_invalid(InvalidMessageError("the hands are shaken", reason="HELLO"))
+                return None
+
+    def count_invalid(self, error: InvalidMessageError, count: int = 1) -> None:
+        """Note a message, or entries of one, that were no good."""
+        self.counters["messages_invalid"] += count
+        logger.debug("invalid message: %s", error.message)

@@ -1,0 +1,78 @@
+"""The lanes of attached drafters, by link: the engine thread writes and reads them itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import InvalidMessageError
+from outrider.transport.shm import INLINE_BYTES, Frame, Lane, LaneSet
+from outrider.wire.codec import decode_drafter_messages, encode_verifier_messages
+from outrider.wire.messages import Encoded, VerifierMessage
+from outrider_verifier.exchange.message_checks import DrafterChecks
+from outrider_verifier.state.commands import Command, Garbled, Link
+
+
+class Lanes(LaneSet):
+    """Engine thread only, but for `counters`, which is read anywhere."""
+
+    def __init__(
+        self,
+        checks: DrafterChecks,
+        *,
+        queue_bytes: int,
+        on_lost: Callable[[int], None],
+        pin: Callable[[NDArray[np.uint8]], bool],
+    ) -> None:
+        """`queue_bytes` bounds what may wait for a drafter that does not read; `pin`: as
+        `RoundRunner.pin`."""
+        super().__init__(on_lost)
+        self._pin = pin
+        self._checks = checks
+        self._queue_bytes = queue_bytes
+        self.counters: Counter[str] = checks.counters
+
+    def attach_drafter(self, link: Link, lane: Lane) -> None:
+        """From here on a drafter is told by this lane, of features where rounds put them if it
+        reads them there."""
+        if link.places:
+            lane.open_for(self._pin)
+        self.attach(link.link_id, lane)
+
+    def tell(self, link_id: int, messages: Sequence[VerifierMessage]) -> None:
+        """Send messages together."""
+        lane = self.send(link_id, *_frames(messages))
+        if lane is not None and lane.unsent_bytes > self._queue_bytes:
+            self.counters["drafters_overflowed"] += 1
+            self.lose(link_id, "the drafter does not read")
+
+    def commands(self, ready: Iterable[int]) -> list[Command]:
+        """What drafters ask of the engine, by the lanes with these file descriptors."""
+        found: list[Command] = []
+        for link_id, frame in self.receive(ready):
+            for message in decode_drafter_messages(frame):
+                if isinstance(message, InvalidMessageError):
+                    self._checks.count_invalid(message)
+                    found.append(Garbled(link_id))
+                    continue
+                command = self._checks.command(link_id, message)
+                if command is not None:
+                    found.append(command)
+        return found
+
+
+def _frames(messages: Sequence[VerifierMessage]) -> list[Frame]:
+    """Messages as frames: together, but for those that are large, which go as they lie."""
+    frames: list[Frame] = []
+    together: list[VerifierMessage] = []
+    for message in messages:
+        if isinstance(message, Encoded) and message.nbytes > INLINE_BYTES:
+            frames += (*encode_verifier_messages(together), message)
+            together = []
+        else:
+            together.append(message)
+    frames += encode_verifier_messages(together)
+    return frames

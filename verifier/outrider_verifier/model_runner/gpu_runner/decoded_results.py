@@ -1,0 +1,173 @@
+"""The words that a launch brought back of its rows, as the rest of the verifier wants them.
+
+n rows, N nodes of a row's bucket, H feature width. A row has 2 + 2N words: how many rows of its
+bucket stand (the root's included), flags, these rows, and the tokens that follow each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engine.device.round_launcher import Launched
+from outrider.engine.kernels.acceptance.matching import FALLBACK, INVALID_OUTPUT
+from outrider.engine.logprobs import PathLogprobs
+from outrider_verifier.exchange.shm_features import Placed
+from outrider_verifier.model_runner.gpu_runner.launch_groups import Group
+from outrider_verifier.model_runner.interface import Decoded, RowOutcome
+
+
+class Judged(NamedTuple):
+    """The outcome of a group's rows; read before the memory that it lies in is used again."""
+
+    group: Group
+    words: NDArray[np.int32]
+    """[n, 2 + 2N]"""
+    counts: list[int]
+    """[n]: the first word of each."""
+    features: NDArray[np.generic] | None
+    """[n * N and more, H]: of each row what stands first."""
+    drafted: int
+    """Nodes of own drafts of each row."""
+    logprobs: dict[int, PathLogprobs]
+    """Of the tokens of rows whose sessions ask, by row."""
+    in_place: bool = False
+    """Whether the features lie where the rows' drafter reads them."""
+
+    @property
+    def nodes(self) -> int:
+        """N"""
+        return int(self.words.shape[1]) // 2 - 1
+
+    def tokens(self) -> NDArray[np.int32]:
+        """What the rows emitted, in turn."""
+        nodes = self.nodes
+        if len(self.counts) == 1:
+            return self.words[0, 2 + nodes : 2 + nodes + self.counts[0]].copy()
+        standing = np.arange(nodes) < self.words[:, :1]
+        return self.words[:, 2 + nodes :][standing]
+
+    def row_features(self) -> list[NDArray[np.generic] | None]:
+        """[n]: the features of each row's positions, None where the session keeps none."""
+        rows, nodes = self.features, self.nodes
+        if rows is None:
+            return [None] * len(self.counts)
+        return [
+            rows[first : first + count] if row.session.keeps_features else None
+            for first, count, row in zip(
+                range(0, nodes * len(self.counts), nodes),
+                self.counts,
+                self.group.rows,
+                strict=True,
+            )
+        ]
+
+    def placed(self) -> Placed | None:
+        """The same, if they lie where the rows' drafter reads them."""
+        link_id = self.group.placed_for
+        if self.features is None or link_id is None or not self.in_place:
+            return None
+        keeps = np.array([row.session.keeps_features for row in self.group.rows])
+        offsets = np.arange(0, self.nodes * len(keeps), self.nodes)
+        counts = np.where(keeps, self.words[:, 0], 0).astype(np.int64)
+        return Placed(link_id, self.features, offsets, counts)
+
+    def own_nodes(self) -> list[int]:
+        """[n]: nodes of its own draft that each row verified."""
+        if self.nodes == 1:
+            return [0] * len(self.counts)
+        verified = [self.drafted] * len(self.counts)
+        for number, cut in self.group.cut.items():
+            verified[number] = cut
+        for number in self.group.blank:
+            verified[number] = 0
+        return verified
+
+    def apart(self) -> set[int]:
+        """The rows of which flags or log-probabilities are to be told."""
+        told = self.words[:, 1] & (FALLBACK | INVALID_OUTPUT)
+        return {*np.flatnonzero(told).tolist(), *self.logprobs}
+
+    def invalid(self) -> NDArray[np.bool_] | None:
+        """See `Decoded.invalid`."""
+        invalid: NDArray[np.bool_] = (self.words[:, 1] & INVALID_OUTPUT) != 0
+        return invalid if invalid.any() else None
+
+    def outcomes(self, numbers: Sequence[int], *, with_features: bool = True) -> list[RowOutcome]:
+        """Rows one by one."""
+        told, first, drafted = self.logprobs.get, 2 + self.nodes, self.own_nodes()
+        features = self.row_features() if with_features else [None] * len(self.counts)
+        return [
+            RowOutcome(
+                tuple(words[first : first + words[0]]),
+                features[number],
+                drafted[number],
+                told(number),
+                words[1] & FALLBACK != 0,
+                words[1] & INVALID_OUTPUT != 0,
+            )
+            for number, words in zip(numbers, self.words[list(numbers)].tolist(), strict=True)
+        ]
+
+    def block(self) -> NDArray[np.generic] | None:
+        """See `Decoded.block`."""
+        rows = self.features
+        if rows is None or self.nodes > 1:
+            return None
+        return rows[: len(self.counts)]
+
+
+class Told(NamedTuple):
+    """Log-probabilities of a launch, by row that decodes and by piece."""
+
+    rows: dict[int, PathLogprobs]
+    pieces: dict[int, PathLogprobs]
+
+
+def read_logprobs(launched: Launched) -> Told:
+    """What a launch was asked for; waits."""
+    if launched.logprobs is None:
+        return _NOTHING_TOLD
+    asked = launched.logprobs.asked
+    words, _ = launched.outcome()
+    paths = launched.logprobs.read([int(words[row, 0]) for row in asked.rows])
+    rows = dict(zip(asked.rows, paths, strict=False))
+    return Told(rows, dict(zip(asked.pieces, paths[len(asked.rows) :], strict=True)))
+
+
+_NOTHING_TOLD: Final = Told({}, {})
+
+
+def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
+    """The outcome of all rows of a round, in the order of the round."""
+    if len(judged) == 1 and judged[0].group.places == list(range(rows)):
+        (all_rows,) = judged
+        block = all_rows.block()
+        return Decoded(
+            counts=all_rows.words[:, 0].astype(np.int64),
+            tokens=all_rows.tokens(),
+            features=all_rows.row_features,
+            outcomes=partial(all_rows.outcomes, with_features=block is None),
+            drafted=all_rows.own_nodes,
+            apart=all_rows.apart,
+            placed=all_rows.placed(),
+            invalid=all_rows.invalid(),
+            block=block,
+        )
+    return Decoded.of(_in_order(judged, rows))
+
+
+def _in_order(judged: Sequence[Judged], rows: int) -> list[RowOutcome]:
+    """Rows of several launches in the order of the round."""
+    outcomes = {
+        place: outcome
+        for each in judged
+        for place, outcome in zip(
+            each.group.places, each.outcomes(range(len(each.counts))), strict=True
+        )
+    }
+    return [outcomes[place] for place in range(rows)]

@@ -1,0 +1,309 @@
+"""Rows of a round that was settled, as rounds and the planner see them; and the sheet on which a
+round's verdicts are worked out in columns, n rows that decode. Committing is here, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.spec.digest import extend_digest
+from outrider.wire.messages import FinishReason
+from outrider_verifier.exchange.proposal_inbox import Inbox
+from outrider_verifier.exchange.verdict_builder import Told
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
+from outrider_verifier.model_runner.interface import Decoded, RowOutcome
+from outrider_verifier.model_runner.rows import cut_emission
+from outrider_verifier.state.session import Session
+
+_NOBODY: Final = Told.present([], [])
+_NO_NUMBERS: Final = np.empty(0, dtype=np.int64)
+_NO_FLAGS: Final = np.empty(0, dtype=np.bool_)
+
+
+@dataclass(slots=True, eq=False)
+class Settled:
+    """A row whose tokens are committed; its statistics and its event are still to come."""
+
+    session: Session
+    result: RowOutcome
+    tokens: tuple[int, ...] = ()
+    reason: FinishReason | None = None
+    verified: VerifyRow | None = None
+    missed: bool = False
+    """Whether a proposal was wanted and none was there."""
+    fresh: int = 0
+    """Of a prompt: positions whose K/V was written for the first time."""
+
+    @classmethod
+    def plain(cls, session: Session) -> Settled:
+        """A row that verified nothing, as far as what it gave is of interest: one token."""
+        return cls(session, RowOutcome((session.root,), None), (session.root,))
+
+    @property
+    def ends(self) -> bool:
+        """Whether the session ends with the row: its text is complete, or the model failed it."""
+        return self.reason is not None or self.result.invalid_output
+
+    @property
+    def accepted(self) -> int:
+        """Nodes of a draft that stand, whether or not what they emitted was cut off."""
+        return len(self.result.tokens) - 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the draft that the row verified and no head of this process made."""
+        return 0 if self.verified is None else self.verified.nodes
+
+    @property
+    def stood_in(self) -> bool:
+        """Whether that draft was looked up."""
+        return self.verified is not None and self.verified.stand_in
+
+    @property
+    def hit(self) -> bool:
+        """Whether that draft was there before its prefix was."""
+        verified = self.verified
+        return verified is not None and verified.held is not None and verified.held.ahead
+
+
+@dataclass(slots=True, eq=False)
+class Alike:
+    """Rows whose tokens are committed and that go on, with nothing from outside this process and
+    nothing to be said of them but their tokens: nearly all where nobody drafts elsewhere. So they
+    are accounted for in columns of n."""
+
+    sessions: list[Session]
+    counts: Sequence[int]
+    """[n]: tokens of each."""
+    tokens: Sequence[int]
+    """Of all in turn."""
+    drafted: Sequence[int]
+    """[n]: nodes of its own draft that each verified."""
+    numbers: Sequence[int]
+    """[n]: their places in the round."""
+
+    @classmethod
+    def of(
+        cls,
+        verify: Sequence[VerifyRow],
+        numbers: Sequence[int],
+        counts: Sequence[int],
+        tokens: Sequence[int],
+        drafted: Sequence[int],
+    ) -> Alike:
+        """The rows with these numbers, of a round in columns."""
+        sessions = [row.session for row in verify]
+        if len(numbers) == len(sessions):
+            return cls(sessions, counts, tokens, drafted, numbers)
+        ends = list(itertools.accumulate(counts))
+        return cls(
+            [sessions[number] for number in numbers],
+            [counts[number] for number in numbers],
+            [t for number in numbers for t in tokens[ends[number] - counts[number] : ends[number]]],
+            [drafted[number] for number in numbers],
+            numbers,
+        )
+
+    def __len__(self) -> int:
+        return len(self.sessions)
+
+
+NO_ROWS: Final = Alike([], [], [], [], [])
+
+
+@dataclass(slots=True, eq=False)
+class Committed:
+    """The rows of a round that decoded, but for those whose sessions had ended."""
+
+    alike: Alike
+    apart: list[Settled]
+    """All others."""
+
+
+@dataclass(slots=True, eq=False)
+class Sheet:
+    """What of the sessions decides over the verdicts, written down while the device works."""
+
+    sessions: list[Session]
+    """Of all rows that decode; none if no drafter hears of any."""
+    handles: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    """Tokens before the round."""
+    most: NDArray[np.int64]
+    """Tokens of the round that are emitted at most: the budget."""
+    told: NDArray[np.bool_]
+    """Whether a drafter hears of it."""
+    wishes: NDArray[np.bool_]
+    """Whether a draft could help, but for the budget."""
+    stop_ids: frozenset[int]
+    """Of all sessions."""
+    digests: list[int] | None = None
+    """[n]: of the prefixes before the round; None if they do not cover these, of some session."""
+
+    @classmethod
+    def of(cls, sessions: list[Session]) -> Sheet:
+        """The sheet of a round that is not settled."""
+        if not any(map(is_told, sessions)):
+            return cls([], _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_FLAGS, _NO_FLAGS, frozenset())
+        columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
+        handles, lengths, most, told, wishes = np.ascontiguousarray(columns.T)
+        stop_ids = frozenset[int]().union(*{session.stop_ids for session in sessions})
+        return cls(sessions, handles, lengths, most, told != 0, wishes != 0, stop_ids)
+
+    def verdicts(self, decoded: Decoded) -> Told:
+        """What the round told of those sessions that go on, and that a drafter follows."""
+        if not self.sessions:
+            return _NOBODY
+        counts = decoded.counts
+        going = self.told & (counts < self.most)
+        if decoded.invalid is not None:
+            going &= ~decoded.invalid
+        if self.stop_ids and not self.stop_ids.isdisjoint(decoded.tokens.tolist()):
+            going &= ~self._stopped(decoded)
+        told = Told(
+            sessions=self.sessions,
+            handles=self.handles,
+            lengths=self.lengths,
+            counts=counts,
+            tokens=decoded.tokens,
+            # The last token is the root, whose K/V the next round writes.
+            written=self.lengths + counts - 1,
+            whole=np.ones(len(counts), dtype=np.bool_),
+            # One token beyond the draft is emitted.
+            wanted=self.wishes & (counts + 1 < self.most),
+            features=decoded.placed or decoded.features(),
+        )
+        return told if going.all() else told.only(going)
+
+    def step(self, decoded: Decoded, inbox: Inbox) -> int:
+        """Let `inbox` know of the prefixes that the round made, before anything else does; for how
+        many of them there was a draft. In plain numbers, which few rows are told in sooner than in
+        columns."""
+        if not self.digests or decoded.invalid is not None:
+            # A session that failed must not be in the next round.
+            return 0
+        tokens, end, hits = decoded.tokens.tolist(), 0, 0
+        for session, length, digest, most, told, count in zip(
+            self.sessions,
+            self.lengths.tolist(),
+            self.digests,
+            self.most.tolist(),
+            self.told.tolist(),
+            decoded.counts.tolist(),
+            strict=True,
+        ):
+            mine = tokens[end : end + count]
+            end += count
+            if told and count < most and session.stop_ids.isdisjoint(mine):
+                now = extend_digest(digest, mine)
+                hits += inbox.step(session.handle, now, length + count)
+        return hits
+
+    def _stopped(self, decoded: Decoded) -> NDArray[np.bool_]:
+        """[n]: which rows hold a token at which their session stops."""
+        ends = np.cumsum(decoded.counts).tolist()
+        tokens = decoded.tokens.tolist()
+        return np.array(
+            [
+                not session.stop_ids.isdisjoint(tokens[end - count : end])
+                for session, end, count in zip(
+                    self.sessions, ends, decoded.counts.tolist(), strict=True
+                )
+            ]
+        )
+
+
+def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Committed:
+    """Commit what stands of the rows that decoded, where sessions go on; nobody is told. `now`:
+    when their roots became known."""
+    going, others, end = list[int](), list[int](), 0
+    tokens, unlike = decoded.tokens.tolist(), decoded.apart()
+    counts, drafted = decoded.counts.tolist(), decoded.drafted()
+    for number, (row, count, own) in enumerate(zip(verify, counts, drafted, strict=True)):
+        session, start, end = row.session, end, end + count
+        if session.ended:
+            continue
+        emitted = tokens[start:end]
+        if (
+            number in unlike
+            or row.drafted
+            or own != row.own_depth
+            or session.constraint is not None
+            or session.wishes_drafts
+            or count >= session.spec.max_new_tokens - session.emitted
+            or not session.stop_ids.isdisjoint(emitted)
+        ):
+            others.append(number)
+            continue
+        going.append(number)
+        session.round_id += 1
+        session.append(emitted, now)
+    alike = Alike.of(verify, going, counts, tokens, drafted)
+    results = decoded.outcomes(others) if others else ()
+    apart = [
+        _commit(verify[number].session, result, now, verify[number])
+        for number, result in zip(others, results, strict=True)
+    ]
+    return Committed(alike, apart)
+
+
+def commit_prompts(
+    prefill: Sequence[PrefillRow], results: Sequence[RowOutcome], now: float
+) -> list[Settled]:
+    """Commit the first tokens of the prompts that are complete."""
+    return [
+        _commit_prompt(row, result, now)
+        for row, result in zip(prefill, results, strict=True)
+        if not row.session.ended
+    ]
+
+
+def _commit_prompt(row: PrefillRow, result: RowOutcome, now: float) -> Settled:
+    fresh = row.session.saw_filled(row.end, now)
+    if fresh < row.num_tokens and result.features is not None:
+        # What a preempted session had before is kept, and told, once.
+        features = result.features[row.num_tokens - fresh :] if fresh else None
+        result = result._replace(features=features)
+    settled = _commit(row.session, result, now) if row.last else Settled(row.session, result)
+    settled.fresh = fresh
+    return settled
+
+
+def _commit(
+    session: Session, result: RowOutcome, now: float, row: VerifyRow | None = None
+) -> Settled:
+    tokens, reason, missed = result.tokens, None, False
+    if result.invalid_output:
+        return Settled(session, result, verified=row)
+    remaining = session.spec.max_new_tokens - session.emitted
+    if len(tokens) >= remaining or not session.stop_ids.isdisjoint(tokens):
+        tokens, reason = cut_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)
+    if row is not None:
+        # Wanted, whether or not there was anybody to make one.
+        if row.held is None and not (row.stand_in or session.own_draft or session.paused):
+            missed = session.plan.speculative and session.max_draft_depth > 0
+        session.round_id += 1
+    session.append(tokens, now)
+    return Settled(session, result, tokens, reason, row, missed)
+
+
+def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
+    return (
+        session.handle,
+        session.length,
+        session.remaining,
+        is_told(session),
+        session.wishes_drafts and session.draft_limit > 0,
+    )
+
+
+def is_told(session: Session) -> bool:
+    """Whether a drafter hears of what the session commits; of one that has ended, and whose place
+    another may have, nobody does."""
+    return session.spec.drafter_id is not None and not (session.paused or session.ended)

@@ -1,0 +1,122 @@
+"""Whether sessions draft with the head of this process: one verdict for all of them (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from outrider.spec.decoding_mode import Mode
+from outrider.speculation.in_process_controller import OwnDrafts
+from outrider_verifier.model_runner.results import Alike, Settled
+from outrider_verifier.planner.load_stats import Loads, Ran, beside
+from outrider_verifier.planner.workload_stats import Kind, Pace
+
+MAX_KINDS: Final = 256
+"""Kinds that are remembered; the oldest one without sessions is forgotten."""
+
+
+OwnRow = tuple[Pace | None, int]
+"""A row that verified an own draft: what the planner keeps of its session, tokens emitted."""
+
+
+def own_rows(apart: Sequence[Settled], alike: Alike) -> list[OwnRow]:
+    """Those of a round's rows that verified own drafts, and nothing else."""
+    own = [
+        (row.session.pace, len(row.tokens)) for row in apart if row.result.drafted and not row.nodes
+    ]
+    if any(alike.drafted):
+        columns = zip(alike.sessions, alike.counts, alike.drafted, strict=True)
+        own += [(session.pace, count) for session, count, drafted in columns if drafted]
+    return own
+
+
+class OwnVerdicts:
+    """What is known of own drafts, by kind of session, and what follows for those of now.
+
+    Kinds are judged apart while they come alone: greedy sessions need not suffer for what hot ones
+    found. While several are served, what their common rounds give is judged, and if any of them is
+    to decode plainly, all do.
+    """
+
+    def __init__(self, loads: Loads) -> None:
+        self._loads = loads
+        self._drafts: dict[Kind | None, OwnDrafts] = {}
+        """None: of rounds with sessions of several kinds."""
+        self._sessions: Counter[Kind] = Counter()
+
+    def follow(self, kind: Kind) -> None:
+        """A session of this kind begins."""
+        self._sessions[kind] += 1
+        if kind in self._drafts:
+            return
+        idle = [old for old in self._drafts if old is not None and old not in self._sessions]
+        if len(self._drafts) >= MAX_KINDS and idle:
+            del self._drafts[idle[0]]
+        self._drafts[kind] = OwnDrafts()
+
+    def leave(self, kind: Kind) -> None:
+        """A session that was followed is over."""
+        self._sessions[kind] -= 1
+        if self._sessions[kind] <= 0:
+            del self._sessions[kind]
+
+    def plain(self, now: float) -> bool:
+        """Whether the sessions that are being followed are to decode plainly.
+
+        For good, so a load has to last before it decides. At a lower one many sessions may have
+        left at once, to be followed by others: of these none would have drafts, or of those none be
+        without, and rows without drafts wait for those with them. At a higher one more may come, to
+        where drafts win.
+        """
+        loads = self._loads
+        load = loads.load if loads.settled else loads.peak
+        return any(
+            own.mode(load, now) is Mode.PLAIN and (loads.settled or not own.above(load, now))
+            for _, own in self._concerned()
+        )
+
+    def observe(self, rows: Sequence[OwnRow], ran: Ran, now: float) -> None:
+        """`rows` verified own drafts in a round."""
+        loads, count, pieces = self._loads, len(rows), ran.pieces
+        alone = count == ran.rows
+        # Where others have no drafts, too, it is asked what all would get if they had.
+        judged = count if alone else max(count, loads.sessions)
+        plain_s, own_s = loads.times(judged, own=False), loads.times(judged, own=True)
+        if not plain_s or not own_s:
+            return
+        took_s, host_s = loads.times(count, own=True, pieces=pieces), None
+        if alone and took_s and loads.tells(count):
+            host_s = ran.seconds - loads.opening_s(ran) - took_s
+        # There are few, and a name is told apart faster than a kind.
+        known = {id(pace.known): pace.known for pace, _ in rows if pace is not None}
+        kinds = {each.kind for each in known.values()}
+        drafts = self._drafts.setdefault(kinds.pop() if len(kinds) == 1 else None, OwnDrafts())
+        emitted = [tokens for _, tokens in rows]
+        squares = sum([n * n for n in emitted])
+        weight = beside(pieces)
+        drafts.observe(count, sum(emitted), squares, load=loads.load, host_s=host_s, weight=weight)
+        nodes = max([each.kind.draft_tokens for each in known.values()], default=1)
+        seen_s, seen_error = loads.seen_plain(judged)
+        drafts.judge(
+            loads.load,
+            plain_s,
+            own_s,
+            now,
+            nodes=nodes,
+            seen_s=seen_s,
+            seen_error=seen_error,
+            lasting=loads.settled,
+        )
+
+    def summaries(self, now: float) -> Iterator[tuple[str, Mode, float]]:
+        """Of each kind being served: its name, what it is to do, and what drafts gain."""
+        for kind, own in self._concerned():
+            name = "own drafts of several kinds" if kind is None else f"own drafts, {kind}"
+            yield name, own.mode(self._loads.load, now), own.gain
+
+    def _concerned(self) -> Iterator[tuple[Kind | None, OwnDrafts]]:
+        """The verdicts that concern the sessions of now."""
+        for kind, own in list(self._drafts.items()):
+            if kind in self._sessions or (kind is None and len(self._sessions) > 1):
+                yield kind, own

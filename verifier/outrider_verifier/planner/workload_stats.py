@@ -1,0 +1,364 @@
+"""What the planner keeps: of a kind of session, and of one session."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from outrider.ids import DrafterId
+from outrider.spec.decoding_mode import Mode
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import Rule
+from outrider.speculation.estimates import AcceptanceEstimate, ArrivalEstimate
+from outrider.speculation.look_ahead_controller import LookAhead
+from outrider.speculation.measurements import Seen
+from outrider.speculation.speculation_controller import Contest
+from outrider_verifier.state.session import NO_LIMIT, Session
+
+HOLD_ROUNDS: Final = 16
+"""Rounds without a wait after which a suspect drafter is waited for once more; doubles each time
+that this is in vain."""
+MAX_HOLD_ROUNDS: Final = 256
+CATCH_UP_ROUNDS: Final = 16
+"""Rounds without a draft in which a session that resumes says nothing of drafts."""
+MISS_COST: Final = 4
+"""What one that waited in vain counts as of these: it has cost all that a miss does."""
+CATCH_UP_S: Final = 1.0
+"""How long a drafter that was missed once may be silent before rounds that do not wait for it count
+among them: reading what 64 sessions missed takes .25 s."""
+TURN_ROUNDS: Final = 1
+RESUME_ROUNDS: Final = 3
+AHEAD_ROUNDS: Final = 2
+"""Rounds of a session that tell of a change and not of what is changed to: of one that begins or
+pauses; of one that is drafted for again, which the drafter has to catch up with, as with all others
+that were paused, and which are out of step until then (64 sessions at an 8B's cost: 17 to 25 ms a
+round for some three rounds, then 11); and of one between lock-step and look-ahead, where the drafts
+of the round under way are of the old way still."""
+
+
+class Kind(NamedTuple):
+    """What sessions share whose speculation goes alike."""
+
+    drafter_id: DrafterId | None
+    method: DraftMethod
+    draft_tokens: int
+    top_k: int
+    rule: Rule
+    temperature: float
+    """Rounded to tenths."""
+    look_ahead: bool = False
+    """Whether they may be drafted for ahead of their verdicts."""
+    fan_out: int = 0
+    constrained: bool = False
+    """Whether they are in grammars: their rounds wait for the host, and other drafts stand."""
+
+    @classmethod
+    def of(cls, session: Session) -> Kind:
+        """The kind of a session with a speculative plan."""
+        plan, sampling = session.plan, session.spec.sampling
+        return cls(
+            drafter_id=session.spec.drafter_id,
+            method=plan.method,
+            draft_tokens=plan.draft_tokens,
+            top_k=plan.top_k,
+            rule=sampling.rule,
+            temperature=round(sampling.temperature, 1),
+            look_ahead=plan.look_ahead > 0,
+            fan_out=plan.fan_out,
+            constrained=session.constraint is not None,
+        )
+
+    def no_easier_than(self, other: Kind) -> bool:
+        """Whether the same drafts are at least as hard to make stand as for `other`: those of
+        hotter sessions, and those in grammars, stand less often."""
+        harder = self.temperature >= other.temperature and self.constrained >= other.constrained
+        return self[:4] == other[:4] and harder
+
+    def __str__(self) -> str:
+        shape = "chain" if self.top_k == 1 else "tree"
+        named = f"{self.method} {shape} of {self.draft_tokens}"
+        bound = ", in grammars" if self.constrained else ""
+        return f"{named}, {self.rule}, T {self.temperature}{bound}"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What sessions of one kind and mode got in a round; cleared when it has been judged."""
+
+    known: Known
+    mode: Mode
+    ahead: bool
+    """Whether the drafter had been told to look ahead."""
+    settled: bool
+    rows: int = 0
+    tokens: int = 0
+    squares: int = 0
+    """Of each row's tokens."""
+    seconds: float = 0.0
+    """Of each row since the one before it ended, what prompts added to rounds left out."""
+    alone_s: float = 0.0
+    """Seconds of these in which rounds of nothing but prompts ran."""
+    hits: int = 0
+    """Rows whose draft was made before their prefix was known."""
+    missed: int = 0
+    """Rows that went without a draft, wanted or not: each emitted a token."""
+
+    def seen(self, *, timed: bool, stands_for: int) -> Seen:
+        """The round as a contest sees it; `timed`: whether its seconds tell anything."""
+        return Seen(
+            rows=self.rows,
+            tokens=self.tokens,
+            squares=self.squares,
+            seconds=self.seconds,
+            sessions=self.known.sessions,
+            settled=self.settled,
+            timed=timed,
+            able=1.0 - self.known.lean / max(1, self.known.sessions),
+            stands_for=stands_for,
+        )
+
+    def add(self, rows: int, tokens: int, squares: int, seconds: float, alone_s: float) -> None:
+        """Count rows that took `seconds` together."""
+        self.rows += rows
+        self.tokens += tokens
+        self.squares += squares
+        self.seconds += seconds
+        self.alone_s += alone_s
+
+    def clear(self) -> None:
+        """Begin with the next round."""
+        self.rows = self.tokens = self.squares = self.hits = self.missed = 0
+        self.seconds = self.alone_s = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What is known of a kind."""
+
+    kind: Kind
+    look: LookAhead | None = None
+    """Whether its sessions are drafted for ahead of their verdicts; None: never."""
+    acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+    arrivals: tuple[ArrivalEstimate, ArrivalEstimate] = field(
+        default_factory=lambda: (ArrivalEstimate(), ArrivalEstimate())
+    )
+    """Of proposals that were waited for, in lock-step and under look-ahead: there the drafter may
+    be busy with what it drafts ahead. A hit does not arrive, it was there."""
+    contests: dict[int, Contest] = field(default_factory=dict)
+    """By load: see `Loads`."""
+    sessions: int = 0
+    lean: int = 0
+    """Of these, sessions that keep no features, so that nobody can draft for them."""
+    gathers_until: int = 0
+    """The round of `Loads` until which sessions keep features, so that they can be tried."""
+    limits: dict[int, int] = field(default_factory=dict)
+    """Draft levels worth verifying, by load; absent: all."""
+    judged: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Rounds by (levels of the draft, levels that stood) since the last review."""
+    review: int = 0
+    """Rounds with drafts since then."""
+    starved: int = 0
+    """Rounds in a row whose times told nothing."""
+    tallies: tuple[Tally, ...] = ()
+    """Of lock-step, look-ahead and plain decoding, unsettled and settled: see `tally`."""
+    fresh_at: int = -1
+    """The round for which the next ones were looked up."""
+    ahead: bool = False
+    """Whether look-ahead is in force."""
+    plain: bool = False
+    """Whether its sessions are to decode plainly."""
+    held: bool = False
+    """Whether those that are paused stay so until the load has lasted,"""
+    spares: bool = False
+    """and those that are about to end do for good: what is tried, all have to try,"""
+    begins_plainly: bool = False
+    """and those that begin do so without drafts."""
+    lets_go: bool = False
+    """Whether those that do keep no features any more."""
+    patience_s: float = 0.0
+    why: int = 0
+    """Flags of `accounting.REASON_FLAGS`."""
+
+    def __post_init__(self) -> None:
+        ways = ((Mode.SPECULATE, False), (Mode.SPECULATE, True), (Mode.PLAIN, False))
+        self.tallies = tuple(
+            Tally(self, mode, ahead, settled) for mode, ahead in ways for settled in (False, True)
+        )
+
+    def tally(self, paused: bool, ahead: bool, *, settled: bool) -> Tally:
+        """Where a row of a session counts that is paused or drafted for ahead."""
+        return self.tallies[2 * (2 if paused else ahead) + settled]
+
+    def limit(self, load: int) -> int:
+        """Draft levels worth verifying at a load: one session's says nothing of many."""
+        return self.limits.get(load, NO_LIMIT)
+
+    @property
+    def arrival(self) -> ArrivalEstimate:
+        """When proposals arrive the way that is in force."""
+        return self.arrivals[self.ahead]
+
+    @property
+    def waits_s(self) -> float:
+        """How long a row waits for its proposal, in the mean: what was drafted ahead is there at
+        once; 0 while unknown."""
+        share = self.look.misses if self.ahead and self.look is not None else 1.0
+        return share * self.arrival.mean_s
+
+    def summaries(self, load: int) -> Iterator[str]:
+        """What is in force for it at a load and why, while it is being served."""
+        contest = self.contests.get(load)
+        if not self.sessions or contest is None:
+            return
+        yield f"{self.kind}: {contest.mode} ({contest.reason}{named_gain(contest.gain)})"
+        if self.look is not None:
+            way = "look-ahead" if self.look.ahead(load) else "lock-step"
+            yield f"{self.kind}: {way}{named_gain(self.look.gain(load), 'lock-step')}"
+
+    def attached(self) -> None:
+        """A drafter has connected: what was found of its predecessor's speed is void."""
+        self.contests.clear()
+        self.arrivals = ArrivalEstimate(), ArrivalEstimate()
+        if self.look is not None:
+            self.look.forget()
+
+    def share(self) -> None:
+        """Let `acceptance` have what was judged since the last time."""
+        levels = max((depth for depth, _ in self.judged), default=0)
+        tried, stood = [0] * levels, [0] * levels
+        for (depth, accepted), rounds in self.judged.items():
+            # What lies behind the first rejection was not tried.
+            for level in range(min(accepted + 1, depth)):
+                tried[level] += rounds
+            for level in range(min(accepted, depth)):
+                stood[level] += rounds
+        self.judged.clear()
+        self.acceptance.add(tried, stood)
+
+
+def named_gain(gain: float, over: str = "plain") -> str:
+    """A gain as summaries say it; "" while it is not known."""
+    return "" if math.isnan(gain) else f", {gain:.2f}x of {over}"
+
+
+def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
+    """The contest of a kind at a load at which it has none that is decided: it begins with what was
+    found at the nearest load, or plainly where easier drafts of the same drafter lose there."""
+    held = known.contests
+    decided = [other for other in held if held[other].decided]
+    if decided:
+        near = min(decided, key=lambda other: abs(other - load))
+        return Contest.beside(held[near], near - load)
+    for other in others:
+        found = other.contests.get(load)
+        if found is None or not found.decided or found.mode is not Mode.PLAIN:
+            continue
+        if other is not known and known.kind.no_easier_than(other.kind):
+            return Contest.beside(found)
+    return held.get(load) or Contest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """The end of a round."""
+
+    at: float
+    prompts_s: float
+    alone_s: float
+    """What `Loads` had counted then."""
+
+    def since(self, last: Mark) -> tuple[float, float]:
+        """Seconds from the end of `last`, what prompts added to rounds left out; and how many of
+        them went to rounds of nothing but prompts."""
+        spent_s = self.at - last.at - (self.prompts_s - last.prompts_s)
+        return spent_s, self.alone_s - last.alone_s
+
+
+@dataclass(slots=True, eq=False)
+class Pace:
+    """What the planner keeps of one session, and how long that waits for its drafter."""
+
+    known: Known
+    own: bool
+    """Whether drafts are made in this process."""
+    lean: bool = False
+    """Whether it is counted as one that nobody can draft for."""
+    mark: Mark | None = None
+    """The end of its last round, shared by the sessions of that; None before its first one."""
+    unsettled: int = TURN_ROUNDS
+    """Rounds to come that tell of a change."""
+    catching_up: int = 0
+    """Rounds without a draft that may yet go by before they tell of more than that its drafter has
+    to catch up with it,"""
+    late_at: float = 0.0
+    """and from when on those count that do not wait."""
+    holding: bool = True
+    """Whether its drafter is thought to be catching up, and given more time for that."""
+    missed_len: int = -1
+    """Length of the prefix whose proposal did not come in time, and since when it was awaited."""
+    missed_at: float = 0.0
+    unheard: int = 0
+    """Rounds that did not wait since the drafter became suspect."""
+    silent: bool = False
+    """Whether its drafter says nothing to anybody: so it is not tried, it will be heard."""
+    hold_after: int = HOLD_ROUNDS
+    """How many of these there may be before it is waited for once more."""
+
+    def turned(self, now: float, *, paused: bool) -> None:
+        """The session pauses or resumes."""
+        self.unsettled = max(self.unsettled, TURN_ROUNDS if paused else RESUME_ROUNDS)
+        self.catching_up = 0 if paused else CATCH_UP_ROUNDS
+        self.late_at = now + CATCH_UP_S
+        self.holding = not paused
+
+    def settle(self, *, drafted: bool, missed: bool = False) -> None:
+        """A round of it went by, with or without a draft of its drafter; `missed`: it had waited
+        for one."""
+        if not drafted and self.catching_up > 0:
+            self.catching_up -= MISS_COST if missed else 1
+            return
+        self.catching_up = 0
+        self.unsettled -= 1
+
+    def turned_ahead(self) -> None:
+        """It goes over to look-ahead or to lock-step."""
+        self.unsettled = AHEAD_ROUNDS
+
+    def resumed(self) -> None:
+        """It was preempted: what passed since its last round tells nothing of rounds."""
+        self.mark = None
+
+    def arrived(self, session: Session, *, prefix_len: int, usable: bool, now: float) -> None:
+        """A proposal came that was not there when its prefix was; `usable`: it is for the present
+        one."""
+        arrival = self.known.arrivals[session.ahead]
+        if usable:
+            # The first one after a pause or a miss shows what catching up takes, not drafting.
+            if not self.holding:
+                arrival.observe(now - session.since)
+            self.well()
+        elif prefix_len == self.missed_len:
+            arrival.observe(now - self.missed_at)
+            # It was late: wait for it once, so that plain rounds do not outrun it for good.
+            self.holding = True
+
+    def well(self) -> None:
+        """The drafter follows."""
+        self.holding, self.hold_after = False, HOLD_ROUNDS
+
+    def missed(self, session: Session) -> None:
+        """A patience ran out."""
+        self.missed_len, self.missed_at = session.length, session.since
+        self.unheard, self.holding = 0, True
+
+    def went_by(self, session: Session) -> None:
+        """A round went by that did not wait for the drafter, if that is suspect."""
+        if not session.suspect:
+            return
+        self.unheard += 1
+        if self.unheard >= self.hold_after and not self.silent:
+            # Told of every round, a drafter that is well again needs no more than usual.
+            session.suspect, self.holding, self.unheard = False, False, 0
+            self.hold_after = min(2 * self.hold_after, MAX_HOLD_ROUNDS)

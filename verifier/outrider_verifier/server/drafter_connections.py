@@ -1,0 +1,246 @@
+"""Exchange connections: handshakes, incoming proposals, bounded outgoing queues.
+
+Heartbeats are the transport's: a silent drafter ends `receive` with ConnectionLostError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from outrider.errors import InvalidMessageError, OutriderError, UnavailableError
+from outrider.ids import DrafterId
+from outrider.transport.interface import VerifierConnection
+from outrider.transport.send_queue import Outgoing
+from outrider.transport.shm import Lane, LaneListener
+from outrider.wire.messages import (
+    Encoded,
+    FeatureLayout,
+    Hello,
+    LaneAnswer,
+    VerifierMessage,
+)
+from outrider_verifier.exchange.message_checks import DrafterChecks, Identity, check_hello
+from outrider_verifier.state.commands import Attached, Command, Detached, Garbled, Link
+
+CUT_S = 5.0
+"""How long a drafter that flooded is refused."""
+MOST_WAITING = 256
+"""Commands that may wait for the engine thread before drafters are read no further."""
+BACKLOG_POLL_S = 0.002
+
+GreetingT = TypeVar("GreetingT", Hello, LaneAnswer)
+
+logger = logging.getLogger(__name__)
+
+
+def _message_bytes(message: VerifierMessage) -> int:
+    return message.nbytes if isinstance(message, Encoded) else 256
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One attached drafter and its unsent messages."""
+
+    link: Link
+    connection: VerifierConnection
+    outgoing: Outgoing[VerifierMessage]
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end the connection: replaced by a newer one, or not reading."""
+
+
+class DrafterHub:
+    """All attached drafters; asyncio thread only."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        post: Callable[[Command], None],
+        hello_s: float,
+        queue_bytes: int,
+        backlog: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`backlog`: commands that the engine thread has not taken yet."""
+        self._identity = identity
+        self._checks = DrafterChecks(identity)
+        self._post = post
+        self._hello_s = hello_s
+        self._queue_bytes = queue_bytes
+        self._backlog = backlog
+        self._cut: dict[DrafterId, float] = {}
+        """Until when drafters that flooded are not heard, on the event loop's clock."""
+        self._peers: dict[int, _Peer] = {}
+        self._numbers = itertools.count(1)
+        self.counters: Counter[str] = self._checks.counters
+        """Monotonic counts for metrics."""
+        self.lanes: LaneListener | None = None
+        """Where drafters of this host may join; None: they get no lanes."""
+
+    @property
+    def links(self) -> list[Link]:
+        """The drafters attached now."""
+        return [peer.link for peer in self._peers.values()]
+
+    def tell(self, link_id: int, *messages: VerifierMessage) -> None:
+        """Send messages together, or queue them; dropped if the connection is gone."""
+        peer = self._peers.get(link_id)
+        if peer is None or peer.lost.is_set():
+            return
+        try:
+            peer.outgoing.put(*messages)
+        except Exception as error:
+            if not isinstance(error, OutriderError):
+                logger.exception("messages not sent", extra=_describe(peer))
+            peer.lost.set()
+        if peer.outgoing.size > self._queue_bytes:
+            self.counters["drafters_overflowed"] += 1
+            logger.warning(
+                "drafter does not read; disconnecting", extra={"drafter": peer.link.drafter_id}
+            )
+            peer.lost.set()
+
+    async def serve(self, connection: VerifierConnection) -> None:
+        """Serve one drafter's connection until it ends; the transport closes it afterwards.
+
+        Raises FailedPreconditionError or InvalidMessageError if its hello is no good,
+        UnavailableError if it was cut off a moment ago; that is what the drafter is told.
+        """
+        link, lane = await self._shake_hands(connection)
+        peer = _Peer(link, connection, Outgoing(connection, size_of=_message_bytes))
+        self._replace_older(link.drafter_id)
+        self._peers[link.link_id] = peer
+        self._post(Attached(link, lane))
+        self.counters["drafters_attached"] += 1
+        self.counters["lanes_joined"] += int(lane is not None)
+        logger.info("drafter attached", extra=_describe(peer) | {"lane": lane is not None})
+        try:
+            await self._pump(peer)
+        finally:
+            peer.lost.set()
+            self._peers.pop(link.link_id, None)
+            self._post(Detached(link.link_id))
+            self.counters["drafters_lost"] += 1
+            logger.info("drafter lost", extra=_describe(peer))
+
+    def lose(self, link_id: int) -> None:
+        """End the connection of a link whose lane is lost."""
+        peer = self._peers.get(link_id)
+        if peer is not None:
+            peer.lost.set()
+
+    def cut(self, link_id: int) -> None:
+        """End the connection of a drafter that sends more than anybody asked for, and have none
+        with it for a while."""
+        peer = self._peers.get(link_id)
+        if peer is None:
+            return
+        self.counters["drafters_cut"] += 1
+        logger.warning("drafter floods; disconnecting", extra=_describe(peer))
+        now = asyncio.get_running_loop().time()
+        self._cut = {name: until for name, until in self._cut.items() if until > now}
+        self._cut[peer.link.drafter_id] = now + CUT_S
+        peer.lost.set()
+
+    async def _shake_hands(self, connection: VerifierConnection) -> tuple[Link, Lane | None]:
+        hello = await self._hear(connection, Hello)
+        check_hello(hello, self._identity)
+        self._check_cut(hello.drafter_id)
+        lane = await self._welcome(connection, wants_lane=hello.lanes)
+        link = Link(
+            link_id=next(self._numbers),
+            drafter_id=hello.drafter_id,
+            incarnation=hello.incarnation,
+            methods=hello.methods,
+            feature_layout=hello.feature_layout,
+            same_host=lane is not None,
+            places=hello.feature_offsets and hello.feature_layout is FeatureLayout.PROJECTED,
+        )
+        return link, lane
+
+    async def _hear(self, connection: VerifierConnection, kind: type[GreetingT]) -> GreetingT:
+        """The one message that may come now."""
+        try:
+            async with asyncio.timeout(self._hello_s):
+                message = await connection.receive()
+        except TimeoutError:
+            raise InvalidMessageError(f"no {kind.__name__} in time", reason="NO_HELLO") from None
+        if not isinstance(message, kind):
+            raise InvalidMessageError(f"{kind.__name__} is to come first", reason="NO_HELLO")
+        return message
+
+    async def _welcome(self, connection: VerifierConnection, *, wants_lane: bool) -> Lane | None:
+        """Answer a hello; the drafter's lane, if it is on this host and has joined one."""
+        listener, welcome = self.lanes, self._identity.welcome
+        if listener is None or not wants_lane:
+            await connection.send(welcome)
+            return None
+        offer = listener.offer()
+        try:
+            await connection.send(replace(welcome, lane=offer))
+            answer = await self._hear(connection, LaneAnswer)
+            return await listener.joined(offer) if answer.joined else None
+        finally:
+            listener.withdraw(offer)
+
+    def _check_cut(self, drafter_id: DrafterId) -> None:
+        left_s = self._cut.get(drafter_id, 0.0) - asyncio.get_running_loop().time()
+        if left_s > 0.0:
+            raise UnavailableError(
+                f"drafter {drafter_id} was cut off for sending too much",
+                reason="DRAFTER_CUT",
+                retry_after_s=left_s,
+            )
+
+    def _replace_older(self, drafter_id: DrafterId) -> None:
+        for peer in self._peers.values():
+            if peer.link.drafter_id == drafter_id:
+                peer.lost.set()
+
+    async def _pump(self, peer: _Peer) -> None:
+        """Run both directions until one of them ends, or `lost` is set."""
+        tasks = [
+            asyncio.ensure_future(self._receive_all(peer)),
+            asyncio.ensure_future(peer.outgoing.pump()),
+            asyncio.ensure_future(peer.lost.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, OutriderError):
+                logger.error("exchange failed", exc_info=result, extra=_describe(peer))
+
+    async def _receive_all(self, peer: _Peer) -> None:
+        while True:
+            try:
+                message = await peer.connection.receive()
+            except InvalidMessageError as error:
+                self._checks.count_invalid(error)
+                self._post(Garbled(peer.link.link_id))
+                await self._keep_pace()
+                continue
+            messages = (message, *peer.connection.ready())
+            # All are checked before the first is posted: what wakes a round is there together.
+            link_id = peer.link.link_id
+            for command in [self._checks.command(link_id, message) for message in messages]:
+                if command is not None:
+                    self._post(command)
+            await self._keep_pace()
+
+    async def _keep_pace(self) -> None:
+        """Read no further while the engine thread is behind: what waits for it is memory."""
+        while self._backlog() > MOST_WAITING:
+            await asyncio.sleep(BACKLOG_POLL_S)
+
+
+def _describe(peer: _Peer) -> dict[str, str]:
+    return {"drafter": peer.link.drafter_id, "peer": peer.connection.peer}

@@ -1,0 +1,318 @@
+"""Streams of sessions: what routers open and leave, and the events of each round, one message a
+router.
+
+Heartbeats are the transport's: a silent router ends `receive` with ConnectionLostError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from outrider.errors import (
+    AlreadyExistsError,
+    InternalError,
+    InvalidMessageError,
+    OutriderError,
+    ResourceExhaustedError,
+)
+from outrider.ids import DrafterId
+from outrider.transport.interface import ServingConnection
+from outrider.transport.send_queue import Outgoing
+from outrider.transport.session_stream import failure_of
+from outrider.wire.messages import (
+    Heartbeat,
+    MalformedOpen,
+    SessionEvents,
+    SessionLeave,
+    SessionMove,
+    SessionMoved,
+    SessionOpen,
+    SessionsDraining,
+    SessionsMessage,
+    SessionSpec,
+    SessionsRequest,
+)
+from outrider_verifier.model_runner.grammar_preparation import Forms
+from outrider_verifier.server.session_registry import Served, ServedSessions
+from outrider_verifier.server.session_spans import SessionSpans
+from outrider_verifier.server.shares import shares
+from outrider_verifier.state.commands import Close, Command, Open, SetDrafter
+from outrider_verifier.state.effects import Emits
+
+logger = logging.getLogger(__name__)
+
+MAX_OPENING = 1024
+"""Sessions of one router whose opening the engine has not answered; more are refused."""
+MAX_UNREAD_BYTES = 8 << 20
+"""What may wait for a router that does not read before it is disconnected."""
+_MESSAGE_BYTES = 256
+
+
+def _size(message: SessionsMessage) -> int:
+    if isinstance(message, SessionEvents):
+        told = message.logprobs
+        extra = 0 if told is None else told.values.nbytes + told.top_ids.nbytes
+        return _MESSAGE_BYTES + message.tokens.nbytes + 20 * len(message.handles) + extra
+    return _MESSAGE_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class _Router:
+    """One connected router, its sessions and its unsent messages."""
+
+    number: int
+    connection: ServingConnection
+    outgoing: Outgoing[SessionsMessage]
+    tickets: dict[int, int] = field(default_factory=dict)
+    """The session of each handle that is served or being opened."""
+    opening: int = 0
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end the connection: it does not read."""
+
+
+class RouterHub:
+    """All connected routers; asyncio thread only."""
+
+    def __init__(
+        self,
+        *,
+        post: Callable[[Command], None],
+        admit: Callable[[], None],
+        on_change: Callable[[int], None],
+        forms: Forms,
+    ) -> None:
+        """`admit` raises while no session may be opened; `on_change` hears how many there are;
+        `forms` compiles structured outputs."""
+        self._forms = forms
+        self._compiling: dict[int, asyncio.Task[None]] = {}
+        """Sessions that the engine has not been told of, by ticket."""
+        self._post = post
+        self._admit = admit
+        self._on_change = on_change
+        self._served = ServedSessions()
+        self._moving: dict[int, tuple[DrafterId | None] | None] = {}
+        """Sessions that the engine is moving, and where each is to go after that."""
+        self._numbers = itertools.count()
+        self._routers: dict[int, _Router] = {}
+        """By number."""
+        self._spans = SessionSpans()
+        self._drains_until: float | None = None
+        """Time of the event loop at which the sessions must be gone; None: they may stay."""
+        self.counters: Counter[str] = Counter()
+        """Monotonic counts for metrics."""
+        self.compilations = 0
+        """Grammars whose compilation has ended, with a grammar or without."""
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are served or being opened."""
+        return len(self._served)
+
+    async def serve(self, connection: ServingConnection) -> None:
+        """Serve one router until its stream ends, then free its sessions."""
+        router = _Router(next(self._numbers), connection, Outgoing(connection, size_of=_size))
+        self._routers[router.number] = router
+        if self._drains_until is not None:
+            self._tell_of_drain(router, self._drains_until)
+        tasks = [
+            asyncio.ensure_future(self._receive_all(router)),
+            asyncio.ensure_future(router.outgoing.pump()),
+            asyncio.ensure_future(router.lost.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            router.lost.set()
+            for task in tasks:
+                task.cancel()
+            for handle in list(router.tickets):
+                self._leave(router, handle)
+            del self._routers[router.number]
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, OutriderError):
+                logger.error("a router's stream failed", exc_info=result, extra=_facts(router))
+
+    def drain(self, seconds: float) -> None:
+        """Tell all routers, also those to come, that sessions are served for so long yet."""
+        self._drains_until = asyncio.get_running_loop().time() + seconds
+        for router in self._routers.values():
+            self._tell_of_drain(router, self._drains_until)
+
+    def end_all(self, error: OutriderError) -> None:
+        """Fail every session that is left."""
+        for ticket, served in self._served.items():
+            self.fail(ticket, error)
+            self._post(Close(served.session_id, ticket))
+
+    def emit(self, batch: Emits) -> None:
+        """Send the events of a round: one message to each router that has sessions in it."""
+        if self._spans:  # some session is traced
+            self._spans.emitted(batch)
+        tickets, reasons = batch.tickets, batch.reasons
+        # A session that its router has left is nobody's; its Close is on the way.
+        for number, events in shares(batch, *self._served.owners(tickets)):
+            self._tell(self._routers[number], events)
+        for ticket in tickets[reasons > 0].tolist():
+            self._forget(ticket)
+
+    def fail(self, ticket: int, error: OutriderError) -> None:
+        """Tell a session's router that the session was refused or failed."""
+        self._spans.ended(ticket, error)
+        served = self._forget(ticket)
+        if served is not None:
+            facts = {"session_id": served.session_id, "reason": error.reason}
+            router = self._routers[served.router]
+            logger.info("session refused or failed", extra=facts | _facts(router))
+            self._tell(router, failure_of(served.handle, error))
+
+    def moved(self, ticket: int, drafter_id: DrafterId | None) -> None:
+        """Tell a session's router which drafter it has now that it was to be moved."""
+        served, wish = self._served.get(ticket), self._moving.pop(ticket, None)
+        if served is None:
+            return
+        router = self._routers[served.router]
+        if wish is not None:
+            self._move(router, served.handle, *wish)
+        else:
+            self._tell(router, SessionMoved(served.handle, drafter_id))
+
+    async def _receive_all(self, router: _Router) -> None:
+        while True:
+            try:
+                message = await router.connection.receive()
+            except InvalidMessageError as error:
+                self.counters["messages_invalid"] += 1
+                logger.debug("invalid message: %s", error.message, extra=_facts(router))
+                continue
+            for request in (message, *router.connection.ready()):
+                self._take(router, request)
+
+    def _take(self, router: _Router, request: SessionsRequest | MalformedOpen) -> None:
+        match request:
+            case SessionOpen(handle=handle, spec=spec):
+                try:
+                    self._open(router, handle, spec)
+                except OutriderError as error:
+                    self._tell(router, failure_of(handle, error))
+            case MalformedOpen(handle=handle, error=malformed):
+                self.counters["messages_invalid"] += 1
+                self._tell(router, failure_of(handle, malformed))
+            case SessionLeave(handle=handle):
+                self._leave(router, handle)
+            case SessionMove(handle=handle, drafter_id=drafter_id):
+                self._move(router, handle, drafter_id)
+            case Heartbeat():
+                pass
+
+    def _open(self, router: _Router, handle: int, spec: SessionSpec) -> None:
+        if handle in router.tickets:
+            raise AlreadyExistsError(f"handle {handle} is in use", reason="HANDLE_EXISTS")
+        self._admit()
+        if router.opening >= MAX_OPENING:
+            raise ResourceExhaustedError(
+                f"{MAX_OPENING} sessions are being opened", reason="OPENING_EXHAUSTED"
+            )
+        ticket = self._served.add(Served(router.number, handle, spec.session_id))
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        router.tickets[handle] = ticket
+        router.opening += 1
+        self._on_change(len(self._served))
+        self._spans.opened(ticket, spec)
+        answer.add_done_callback(partial(self._answered, router, ticket))
+        known = self._forms.known(spec)
+        if known is not None:
+            self._post(Open(ticket, spec, answer, *known))
+            return
+        # Nobody else's rounds wait for it.
+        task = asyncio.ensure_future(self._compile(ticket, spec, answer))
+        self._compiling[ticket] = task
+        task.add_done_callback(lambda _: self._compiling.pop(ticket, None))
+
+    async def _compile(self, ticket: int, spec: SessionSpec, answer: asyncio.Future[None]) -> None:
+        """Compile a session's grammar, then tell the engine of the session."""
+        try:
+            form = await self._forms.begin(spec)
+        except asyncio.CancelledError:
+            # Its router has left it.
+            answer.set_result(None)
+            raise
+        except OutriderError as error:
+            answer.set_exception(error)
+            return
+        except Exception as bug:
+            logger.exception("a grammar could not be compiled")
+            answer.set_exception(InternalError(f"{type(bug).__name__}: {bug}", reason="GRAMMAR"))
+            return
+        finally:
+            self.compilations += 1
+        served = self._served.get(ticket)
+        if served is None:
+            # Its router has left it.
+            answer.set_result(None)
+            return
+        self._post(Open(ticket, spec, answer, form))
+        del self._compiling[ticket]
+        wish = self._moving.pop(ticket, None)
+        if wish is not None:
+            self._move(self._routers[served.router], served.handle, *wish)
+
+    def _answered(self, router: _Router, ticket: int, answer: asyncio.Future[None]) -> None:
+        router.opening -= 1
+        error = answer.exception()
+        if isinstance(error, OutriderError):
+            self.fail(ticket, error)
+
+    def _move(self, router: _Router, handle: int, drafter_id: DrafterId | None) -> None:
+        ticket = router.tickets.get(handle)
+        if ticket is None:
+            return
+        if ticket in self._moving or ticket in self._compiling:
+            # One at a time for the engine; of several wishes the last one counts.
+            self._moving[ticket] = (drafter_id,)
+            return
+        self._moving[ticket] = None
+        self._post(SetDrafter(self._served[ticket].session_id, ticket, drafter_id))
+
+    def _leave(self, router: _Router, handle: int) -> None:
+        ticket = router.tickets.get(handle)
+        served = None if ticket is None else self._forget(ticket)
+        if ticket is not None and served is not None:
+            self._post(Close(served.session_id, ticket))
+
+    def _forget(self, ticket: int) -> Served | None:
+        served = self._served.pop(ticket)
+        self._moving.pop(ticket, None)
+        compiling = self._compiling.get(ticket)
+        if compiling is not None:
+            compiling.cancel()
+        self._spans.ended(ticket)
+        if served is not None:
+            del self._routers[served.router].tickets[served.handle]
+            self._on_change(len(self._served))
+        return served
+
+    def _tell_of_drain(self, router: _Router, until: float) -> None:
+        seconds = max(0.0, until - asyncio.get_running_loop().time())
+        self._tell(router, SessionsDraining(seconds))
+
+    def _tell(self, router: _Router, message: SessionsMessage) -> None:
+        if router.lost.is_set():
+            return
+        with contextlib.suppress(OutriderError):  # whoever receives hears of the loss
+            router.outgoing.put(message)
+        if router.outgoing.size > MAX_UNREAD_BYTES:
+            self.counters["routers_overflowed"] += 1
+            logger.warning("router does not read; disconnecting", extra=_facts(router))
+            router.lost.set()
+
+
+def _facts(router: _Router) -> dict[str, object]:
+    return {"peer": router.connection.peer, "sessions": len(router.tickets)}

@@ -1,0 +1,216 @@
+"""From a configuration to a loaded target and a service (torch is imported here)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from outrider.busy_polling import AwakeCores
+from outrider.checkpoints.head_tensors import read_head
+from outrider.checkpoints.model_config import ModelConfig
+from outrider.engine.checkpoint import load_model_config
+from outrider.engine.device.current_device import check_device, check_kernels, make_current
+from outrider.engine.device.slots.logits_slots import warp_bytes
+from outrider.engine.heads import (
+    DraftHead,
+    FeatureProjection,
+    load_feature_projection,
+    load_head,
+    load_head_config,
+)
+from outrider.engine.linear import make_linear
+from outrider.engine.matmul_tuning import choices, set_threads, this_processor
+from outrider.engine.model_loader import kv_bytes_per_token, load_lm_head, load_target
+from outrider.engine.target import TargetModel
+from outrider.errors import InvalidRequestError
+from outrider.grammar.grammar_cache import Grammars
+from outrider.models import resolve
+from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
+from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
+from outrider_verifier.kv.capacity import kv_tokens_that_fit, reserved_bytes
+from outrider_verifier.model_runner.cpu_runner import RoundEngine
+from outrider_verifier.model_runner.interface import RoundRunner
+from outrider_verifier.server.service import VerifierService
+
+logger = logging.getLogger(__name__)
+
+
+def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> VerifierService:
+    """Load everything that `config` names; the service keeps `awake` while it serves.
+
+    Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
+    together.
+    """
+    if not config.model:
+        raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
+    check_device(config.device)
+    if uses_device_engine(config):
+        check_kernels()
+    set_threads(config.threads, config.device)
+    make_current(config.device)
+    began = time.monotonic()
+    path = resolve(config.model)
+    if config.features_from:
+        # Before the target is loaded, which takes long.
+        _check_head(config, load_model_config(path))
+    target = _load_target(config, path)
+    projection: FeatureProjection | None = None
+    if config.features_from:
+        projection = _load_projection(config, target.config.num_layers)
+    runner = build_runner(config, target, projection)
+    seconds = round(time.monotonic() - began, 2)
+    kv_tokens = target.pool.total_blocks * target.pool.block_tokens
+    facts = {"model": str(path), "seconds": seconds, "kv_tokens": kv_tokens}
+    logger.info("target loaded", extra=facts)
+    if products := choices():
+        threads = torch.get_num_threads()
+        logger.info(
+            "single-row products chosen",
+            extra={"processor": str(this_processor()), "threads": threads, "products": products},
+        )
+    if config.drafts_itself and torch.device(config.device).type == "cpu":
+        logger.warning(
+            "a head in the verifier is for GPUs: on a CPU its rounds run a device's programs over"
+            " unpacked weights, several times as long as with a drafter of its own",
+            extra={"placement": config.placement},
+        )
+    if config.simulated_acceptance:
+        logger.warning(
+            "SIMULATED ACCEPTANCE: drafts stand by chance, the text is not the model's",
+            extra={"rates": config.simulated_rates},
+        )
+    return VerifierService(
+        config,
+        target,
+        projection,
+        runner=runner,
+        pool=target.pool,
+        max_context_len=target.config.max_position_embeddings,
+        model_name=config.model,
+        tokenizer_hash=tokenizer_hash(path),
+        grammars=Grammars.load(
+            tokenizer_file(path),
+            vocab_size=target.vocab_size,
+            limits=config.grammar_compile,
+            masks=config.grammar_masks,
+        ),
+        awake=awake,
+    )
+
+
+def build_runner(
+    config: VerifierConfig, target: TargetModel, projection: FeatureProjection | None
+) -> RoundRunner:
+    """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more."""
+    if not uses_device_engine(config):
+        return RoundEngine.build(config, target, projection)
+    head = _load_own_head(config, target) if config.drafts_itself else None
+    from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+
+    runner = DeviceRoundEngine.build(config, target, projection, head)
+    runner.warm_up()
+    return runner
+
+
+def uses_device_engine(config: VerifierConfig) -> bool:
+    """Whether rounds need the device engine: on a GPU, and on a CPU for what only it can do."""
+    on_device = torch.device(config.device).type != "cpu"
+    return on_device or config.drafts_itself or bool(config.simulated_acceptance)
+
+
+def _load_target(config: VerifierConfig, path: Path) -> TargetModel:
+    """The target and a K/V pool of the size that was asked for, or that the device has room for."""
+    sized = config.kv_tokens == 0 and torch.device(config.device).type == "cuda"
+    return load_target(
+        path,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+        kv_tokens=partial(_kv_tokens, config) if sized else config.kv_tokens or DEFAULT_KV_TOKENS,
+        block_tokens=config.kv_block_tokens,
+        # Kernels read weights as they are; a CPU's packed ones have a layout of their own.
+        packed=not uses_device_engine(config),
+    )
+
+
+def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
+    """Tokens of K/V that the device has room for beside the weights, which are there already."""
+    # Not before it is a GPU that is served: a CPU needs no triton, which this asks for.
+    from outrider.engine.device.inputs.token_masks import legal_bytes
+    from outrider_verifier.model_runner.gpu_runner.shape_family import family_of
+
+    per_token = kv_bytes_per_token(model, getattr(torch, config.dtype))
+    head_bytes = 0
+    if config.drafts_itself:
+        # The head's own K/V has the pool's slots: about one more layer.
+        per_token += per_token // model.num_layers
+        head_bytes = _size_of(Path(config.features_from))
+    free, total = torch.cuda.mem_get_info(config.device)
+    longest = config.max_context_len or model.max_position_embeddings
+    own_nodes = config.draft_length + 1 if config.drafts_itself else 0
+    family = family_of(config, own_nodes=own_nodes, features=bool(config.features_from))
+    return kv_tokens_that_fit(
+        free_bytes=free,
+        total_bytes=total,
+        fraction=config.memory_fraction,
+        reserved=reserved_bytes(
+            decode_tokens=config.decode_tokens_per_round,
+            vocab_size=model.vocab_size,
+            head_bytes=head_bytes,
+            # The head's vocabulary is no larger.
+            warp_bytes=(2 if config.drafts_itself else 1)
+            * warp_bytes(config.max_sessions, model.vocab_size)
+            + legal_bytes(
+                config.max_sessions,
+                config.max_tree_nodes + 1,
+                own_nodes,
+                model.vocab_size,
+            ),
+            graph_layers=model.num_layers * sum(1 for _ in family.shapes()),
+        ),
+        bytes_per_token=per_token,
+        most_tokens=config.max_sessions * (longest + config.max_tree_nodes),
+    )
+
+
+def _size_of(directory: Path) -> int:
+    """Bytes of the files of a checkpoint."""
+    return sum(file.stat().st_size for file in directory.glob("*") if file.is_file())
+
+
+def _check_head(config: VerifierConfig, target: ModelConfig) -> None:
+    kind = "eagle3" if config.drafts_itself else None
+    try:
+        read_head(Path(config.features_from), target, kind=kind)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"features_from {error.message}", reason=error.reason) from error
+
+
+def _load_own_head(config: VerifierConfig, target: TargetModel) -> DraftHead:
+    """The head of `features_from`, on the target's device, with the target's embedding."""
+    path, num_layers = config.features_from, target.config.num_layers
+    shape = load_head_config(path, num_target_layers=num_layers)
+    # Only a head over the whole vocabulary can be without an output projection of its own.
+    borrows = shape.draft_vocab_size == shape.vocab_size
+    return load_head(
+        path,
+        embedding=target.embedding,
+        lm_head=load_lm_head(resolve(config.model), dtype=target.dtype) if borrows else None,
+        num_target_layers=num_layers,
+        dtype=target.dtype,
+        device=config.device,
+        make_linear=partial(make_linear, packed=False),
+    )
+
+
+def _load_projection(config: VerifierConfig, num_layers: int) -> FeatureProjection:
+    return load_feature_projection(
+        config.features_from,
+        num_target_layers=num_layers,
+        dtype=getattr(torch, config.dtype),
+        device=config.device,
+        make_linear=make_linear,
+    )

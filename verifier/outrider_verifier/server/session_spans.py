@@ -1,0 +1,111 @@
+"""Spans of the sessions that their routers trace: the prompt, then rounds, thinned out.
+
+Made of what leaves for the routers anyway, on the asyncio thread: the engine thread knows nothing
+of them. A round's span lasts from the event before it to its own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from outrider import spans
+from outrider.errors import OutriderError
+from outrider.spans import Sampling, Span
+from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, PAUSED, REASONS, SessionSpec
+from outrider_verifier.state.effects import Emits, Event
+
+
+@dataclass(slots=True, eq=False)
+class _Traced:
+    """A session that is traced."""
+
+    span: Span
+    last: float
+    """Wall time of its newest event, seconds."""
+    sampling: Sampling = field(default_factory=spans.round_sampling)
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class SessionSpans:
+    """The traced sessions of a verifier, by ticket; asyncio thread only."""
+
+    def __init__(self) -> None:
+        self._traced: dict[int, _Traced] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._traced)
+
+    def opened(self, ticket: int, spec: SessionSpec) -> None:
+        """A router opens a session."""
+        if not spec.traceparent:
+            return
+        span = spans.start(
+            "outrider.verifier.session",
+            spec.traceparent,
+            {
+                "outrider.session_id": spec.session_id,
+                "outrider.epoch": spec.epoch,
+                "outrider.prefix_tokens": len(spec.token_ids),
+                "outrider.drafter": spec.drafter_id or "",
+                "outrider.rule": spec.sampling.effective_rule.value,
+            },
+        )
+        if span.sampled:
+            self._traced[ticket] = _Traced(span, time.time())
+
+    def emitted(self, batch: Emits) -> None:
+        """Events of a round are about to leave."""
+        now = time.time()
+        for event in batch.events():
+            traced = self._traced.get(event.ticket)
+            if traced is not None:
+                self._saw(traced, event, now)
+
+    def ended(self, ticket: int, error: OutriderError | None = None) -> None:
+        """A session is over, or its router has left it; idempotent."""
+        traced = self._traced.pop(ticket, None)
+        if traced is None:
+            return
+        traced.span.set(
+            {
+                "outrider.rounds": traced.rounds,
+                "outrider.tokens": traced.tokens,
+                "outrider.draft_tokens": traced.drafted,
+                "outrider.accepted_tokens": traced.accepted,
+            }
+        )
+        traced.span.end(error)
+
+    def _saw(self, traced: _Traced, event: Event, now: float) -> None:
+        began, traced.last = traced.last, now
+        traced.tokens += event.num_tokens
+        flags, reason = event.flags, REASONS[event.reason]
+        if reason is not None:
+            traced.span.set({"outrider.finish_reason": reason.value})
+        if not event.round_id:
+            about = {"outrider.tokens": event.num_tokens}
+            traced.span.child("outrider.prefill", about, began=began).end()
+            return
+        traced.rounds += 1
+        traced.drafted += event.proposed
+        traced.accepted += event.accepted
+        if not traced.sampling.take():
+            return
+        traced.span.child(
+            "outrider.round",
+            {
+                "outrider.round_id": event.round_id,
+                "outrider.tokens": event.num_tokens,
+                "outrider.draft_tokens": event.proposed,
+                "outrider.accepted_tokens": event.accepted,
+                "outrider.hit": bool(flags & HIT),
+                "outrider.look_ahead": bool(flags & LOOKED_AHEAD),
+                "outrider.fallback": bool(flags & FALLBACK),
+                "outrider.paused": bool(flags & PAUSED),
+            },
+            began=began,
+        ).end()

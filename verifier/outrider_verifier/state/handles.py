@@ -1,0 +1,41 @@
+"""Which session has which handle: a small number, its place in the columns of this process and its
+name to a drafter."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from outrider_verifier.state.session import Session
+
+
+class Handles:
+    """Handles 0 .. count - 1; the lowest free one is the next to be given, so columns stay dense.
+    Engine thread only."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._owners: list[Session | None] = [None] * count
+        self._free = list(range(count))
+        """A heap."""
+
+    def give(self, session: Session) -> None:
+        """A handle for a session that has none; one must be free."""
+        session.handle = heappop(self._free)
+        self._owners[session.handle] = session
+
+    def take_back(self, session: Session) -> None:
+        """The session needs its handle no more."""
+        self._owners[session.handle] = None
+        heappush(self._free, session.handle)
+        session.handle = -1
+
+    def owner(self, handle: int) -> Session:
+        """The session that has a handle; there must be one."""
+        session = self._owners[handle]
+        assert session is not None, handle
+        return session
+
+    def clear(self) -> None:
+        """All are free, whoever had them."""
+        self._owners = [None] * self.count
+        self._free = list(range(self.count))
