@@ -17,7 +17,7 @@ PYTEST_X2 := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reo
 # the transports runs over Ray, too.
 FLEETS_AT_ONCE ?= 2
 PYTEST_FLEETS := $(PYTEST) -n $(FLEETS_AT_ONCE) --dist loadfile --no-loadscope-reorder \
-  --transport inproc,grpc,lane,ray
+  --transport inproc,grpc,shm,ray
 FLEETS := tests/chaos tests/integration
 
 .PHONY: setup setup-serve demo test test-fast test-thorough test-compiled test-ray test-real check format proto generated helm docs bench compiled clean
@@ -82,7 +82,7 @@ test-compiled: compiled
 	@rm -rf $(UNPACKED)
 	@$(BIN)/python -m zipfile -e dist/compiled/*.whl $(UNPACKED)
 	$(ON_COMPILED) $(PYTEST_X2) -o pythonpath="$(UNPACKED) ." -m "not gpu" $(addprefix tests/unit/,verifier drafter spec transport engine) tests/wire tests/statistical
-	$(ON_COMPILED) $(PYTEST_FLEETS) -o pythonpath="$(UNPACKED) ." -m "not gpu" --transport inproc,grpc,lane $(FLEETS) \
+	$(ON_COMPILED) $(PYTEST_FLEETS) -o pythonpath="$(UNPACKED) ." -m "not gpu" --transport inproc,grpc,shm $(FLEETS) \
 	  $(addprefix --ignore=,$(wildcard tests/integration/test_ray_*.py))
 
 test-ray: setup

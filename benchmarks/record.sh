@@ -50,8 +50,8 @@ cells() {
 case $part in
 separate)
   up separate 7101 --placement separate --model "$dir/target" --head "$dir/head" \
-    --max-sessions 64 --routers 2 --awake-cores 3
-  of=(--placement separate --routers 2 --model "$dir/target" --awake-cores 3)
+    --max-sessions 64 --routers 2 --busy-polling-cores 3
+  of=(--placement separate --routers 2 --model "$dir/target" --busy-polling-cores 3)
   cells "${of[@]}" --drafts chain-4,tree-7x4,tree-16 --sampling greedy,top_p --sessions 1,8,32,64 --waves 2
   down
   ;;
@@ -59,9 +59,9 @@ exchange)
   # What a timeline has are its last rounds: these services do nothing but lock-step.
   for cores in 3 0; do
     up "exchange-$cores" "710$((2 + cores))" --placement separate --model "$dir/target" \
-      --head "$dir/head" --max-sessions 64 --awake-cores "$cores" --planner fixed \
+      --head "$dir/head" --max-sessions 64 --busy-polling-cores "$cores" --planner fixed \
       --trace-dir "$out/$cores"
-    cells --placement separate --model "$dir/target" --awake-cores "$cores" --planner fixed \
+    cells --placement separate --model "$dir/target" --busy-polling-cores "$cores" --planner fixed \
       --drafts chain-4+lockstep --sampling greedy --sessions 64,1 --waves 1 --max-tokens 128
     down
     idle=$([ "$cores" -gt 0 ] || echo --idle-cores)
@@ -72,11 +72,11 @@ exchange)
 fused)
   of=(--placement fused --model "$dir/target")
   wide=(--placement fused --model "$dir/target" --head "$dir/head" --max-sessions 64)
-  up chain 7111 "${wide[@]}" --draft-length 4 --draft-topk 1
+  up chain 7111 "${wide[@]}" --draft-length 4 --draft-top-k 1
   cells "${of[@]}" --drafts chain-4 --sampling greedy,top_p --sessions 1,8,32,64 --waves 3
   cells "${of[@]}" --drafts chain-4 --sampling penalties,bias,rejection --sessions 1,8,32 --waves 1
   down
-  up tree 7112 "${wide[@]}" --draft-length 16 --draft-topk 4
+  up tree 7112 "${wide[@]}" --draft-length 16 --draft-top-k 4
   cells "${of[@]}" --drafts tree-16x4 --sampling greedy,top_p --sessions 1,8,32 --waves 2
   down
   ;;
@@ -90,7 +90,7 @@ small)
   down
   ;;
 simulated)
-  up simulated 7131 --placement fused --simulated-acceptance 2.6 --draft-length 3 --draft-topk 1 \
+  up simulated 7131 --placement fused --simulated-acceptance 2.6 --draft-length 3 --draft-top-k 1 \
     --routers 4 --max-sessions 256 --kv-tokens 262144
   nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits -lms 100 >"$out/busy.log" &
   looks=$!

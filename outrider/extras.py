@@ -28,7 +28,7 @@ EXTRAS: Final = {
 
 
 @contextmanager
-def needs_packages(who: str) -> Iterator[None]:
+def explain_missing_packages(who: str) -> Iterator[None]:
     """Tell `who` runs here what is to be installed where a package of an extra is missing.
 
     Raises NotFoundError (NOT_INSTALLED) then; other modules that are missing are faults of ours.

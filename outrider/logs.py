@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TextIO
 
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -32,8 +32,8 @@ class JsonFormatter(logging.Formatter):
 
 def check_level(level: str) -> None:
     """Raise ValueError for what is no level."""
-    if level not in LEVELS:
-        raise ValueError(f"log_level must be one of {', '.join(LEVELS)}, got {level!r}")
+    if level not in LOG_LEVELS:
+        raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
 
 
 def setup_logging(level: str = "INFO", stream: TextIO | None = None) -> None:

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from outrider.errors import FailedPreconditionError, OutriderError, UnauthenticatedError
-from outrider.transport.tls import Role, TlsConfig, server_context
+from outrider.transport.tls import CertificateRole, TlsConfig, server_context
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S: Final = 10.0
+CONNECTION_TIMEOUT_S: Final = 10.0
 """Time that a connection gets in all: handshake, request, answer."""
 MAX_SCRAPES: Final = 16
 """Connections at once; those beyond are closed."""
-LOOK_S: Final = 0.5
+CHECK_INTERVAL_S: Final = 0.5
 """Time between two looks for connections whose time is over."""
 
 
@@ -52,11 +52,11 @@ class PortMetrics:
             registry=registry,
         )
 
-    def refused(self, reason: str) -> None:
+    def count_refusal(self, reason: str) -> None:
         """A call was refused."""
         self._refusals.labels(reason).inc()
 
-    def handshake(self) -> None:
+    def count_handshake(self) -> None:
         """A handshake begins; any thread."""
         self._handshakes.inc()
 
@@ -82,7 +82,7 @@ def serve_metrics(
 
     app = _judging(make_wsgi_app(registry), check)
     try:
-        server = _Server((host, port), _Handler)
+        server = _MetricsHttpServer((host, port), _Handler)
     except OSError as error:
         raise FailedPreconditionError(
             f"cannot listen on {host}:{port}: {error.strerror}", reason="ADDRESS_IN_USE"
@@ -91,7 +91,7 @@ def serve_metrics(
     if tls is not None and tls.cert is not None:
         server.secure(tls)
     threading.Thread(
-        target=server.serve_forever, args=(LOOK_S,), name="metrics", daemon=True
+        target=server.serve_forever, args=(CHECK_INTERVAL_S,), name="metrics", daemon=True
     ).start()
     return f"{host}:{server.server_port}"
 
@@ -101,7 +101,7 @@ class _Handler(WSGIRequestHandler):
         """Nothing: scrapes are no events."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _MetricsHttpServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +135,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Shake hands, then serve; on the connection's thread."""
-        end, tls = time.monotonic() + PATIENCE_S, self._tls
+        end, tls = time.monotonic() + CONNECTION_TIMEOUT_S, self._tls
         try:
             if tls is not None:
                 # Made for each connection: files that were replaced count from now on.
@@ -184,7 +184,7 @@ def _shake_hands(request: ssl.SSLSocket, tls: TlsConfig) -> None:
     request.do_handshake()
     shown: Any = request.getpeercert() or {}
     names = [str(value) for _kind, value in shown.get("subjectAltName", ())]
-    tls.check_caller(names, (Role.OPERATOR,))
+    tls.check_caller(names, (CertificateRole.OPERATOR,))
 
 
 def _judging(app: WsgiApp, check: Callable[[str | None], object]) -> WsgiApp:

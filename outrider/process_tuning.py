@@ -19,14 +19,14 @@ ResultT = TypeVar("ResultT")
 SWITCH_INTERVAL_S = 0.0005
 """Python's own 5 ms is longer than a draft step, or a round outside its forward, may take: a thread
 that waits for the interpreter lock would stall the others by that much."""
-SELDOM: Final = 100
+FULL_COLLECTION_INTERVAL: Final = 100
 """Collections of the middle generation between two of all objects. With Python's own 10 a busy
 router went over all that it keeps of its answers every two or three seconds, for up to 180 ms."""
 MAX_FILES: Final = 1 << 16
 """Open files that no process of a fleet needs more than."""
-KEPT_BYTES: Final = 128 << 20
+KEPT_HEAP_BYTES: Final = 128 << 20
 """Freed memory at the end of a heap that goes back to the system only beyond this size."""
-SPINS: Final = 20_000
+OMP_SPIN_COUNT: Final = 20_000
 """About a millisecond where a pause takes 140 cycles, a quarter of it where it takes 40."""
 _SPIN_COUNT: Final = "GOMP_SPINCOUNT"
 _LARGEST_IN_HEAP: Final = 32 << 20
@@ -36,7 +36,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _OWN_SETTINGS: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
+def run_event_loop(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     """`asyncio.run` on uvloop where it is installed: a gRPC round trip takes a tenth less."""
     try:
         import uvloop
@@ -45,7 +45,7 @@ def run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     return uvloop.run(main)
 
 
-async def in_brief_thread(function: Callable[..., ResultT], *args: Any) -> ResultT:
+async def run_in_short_thread(function: Callable[..., ResultT], *args: Any) -> ResultT:
     """`function(*args)` in a thread that ends with the call, as no thread of `asyncio.to_thread`
     does: for work that computes on the CPU in a process where another thread will.
 
@@ -83,30 +83,30 @@ def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tls-ca", metavar="FILE.pem", dest="tls.ca", help="authority of the other processes")
 
 
-def wait_awake_briefly() -> None:
+def set_openmp_spin() -> None:
     """Let OpenMP's threads wait awake for a millisecond and no longer; call it before torch is
     imported. From one product to the next they need some tens of microseconds. libgomp's own 16 ms
     (Intel Xeon) takes a core from the process whose turn it is after a forward, and from this one's
     event loop. Where an operator has said otherwise in the environment, nothing changes."""
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", _SPIN_COUNT)):
-        os.environ[_SPIN_COUNT] = str(SPINS)
+        os.environ[_SPIN_COUNT] = str(OMP_SPIN_COUNT)
 
 
 def tune_process() -> None:
     """Settings for a process that does nothing but serve; call it once the models are loaded."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
-    tune_collector()
+    tune_garbage_collector()
 
 
-def tune_collector() -> None:
+def tune_garbage_collector() -> None:
     """Keep the collector of garbage from walking over what stays for the life of the process,
     models, a vocabulary, modules, and let it go over all of the rest seldom: every stream waits
     meanwhile. Call it once all that is loaded."""
     gc.collect()
     gc.freeze()
     young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, SELDOM)
+    gc.set_threshold(young, middle, FULL_COLLECTION_INTERVAL)
 
 
 def keep_freed_memory() -> None:
@@ -119,4 +119,4 @@ def keep_freed_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)

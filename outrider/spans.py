@@ -75,7 +75,7 @@ def add_tracing_flags(parser: ArgumentParser) -> None:
     )
 
 
-class Span:
+class RequestSpan:
     """One span, or none: then every method does nothing."""
 
     __slots__ = ("_span",)
@@ -84,7 +84,7 @@ class Span:
         self._span = span
 
     @property
-    def sampled(self) -> bool:
+    def is_sampled(self) -> bool:
         """Whether there is one."""
         return self._span is not None
 
@@ -103,7 +103,7 @@ class Span:
 
     def child(
         self, name: str, attributes: Attributes | None = None, *, began: float | None = None
-    ) -> Span:
+    ) -> RequestSpan:
         """A span within this one; `began` is wall time in seconds, now by default."""
         if self._span is None or _exporter is None:
             return NO_SPAN
@@ -115,14 +115,14 @@ class Span:
             attributes=dict(attributes or {}),
             start_time=None if began is None else round(began * 1e9),
         )
-        return Span(start)
+        return RequestSpan(start)
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
         """Something that happens at this moment."""
         if self._span is not None:
             self._span.add_event(name, dict(attributes or {}))
 
-    def set(self, attributes: Attributes) -> None:
+    def set_attributes(self, attributes: Attributes) -> None:
         """Say more of it."""
         if self._span is not None:
             self._span.set_attributes(dict(attributes))
@@ -140,7 +140,7 @@ class Span:
             self._span.set_status(StatusCode.ERROR, str(error))
         self._span.end(None if at is None else round(at * 1e9))
 
-    def __enter__(self) -> Span:
+    def __enter__(self) -> RequestSpan:
         return self
 
     def __exit__(
@@ -153,11 +153,11 @@ class Span:
         self.end(None if kind is GeneratorExit else error)
 
 
-NO_SPAN = Span(None)
+NO_SPAN = RequestSpan(None)
 """The span of everything that is not traced."""
 
 
-class Sampling:
+class RoundTraceSampler:
     """Which rounds of one session get a span: fewer, the longer it lasts."""
 
     __slots__ = ("_left", "_most", "_stride", "_until")
@@ -167,7 +167,7 @@ class Sampling:
         self._most = self._left = most
         self._stride = self._until = 1
 
-    def take(self) -> bool:
+    def should_sample(self) -> bool:
         """Whether the next one gets a span."""
         self._until -= 1
         if self._until:
@@ -224,13 +224,13 @@ class _Exporter:
 _exporter: _Exporter | None = None
 
 
-def start(
+def start_span(
     name: str,
     traceparent: str,
     attributes: Attributes | None = None,
     *,
     may_begin: bool = False,
-) -> Span:
+) -> RequestSpan:
     """A span of this process, a child of another one's.
 
     `may_begin`: where nobody says, the sampling ratio decides; otherwise nothing is traced without
@@ -249,21 +249,21 @@ def start(
     span = _exporter.tracer.start_span(
         name, parent, kind=SpanKind.SERVER, attributes=dict(attributes or {})
     )
-    return Span(span) if span.is_recording() else NO_SPAN
+    return RequestSpan(span) if span.is_recording() else NO_SPAN
 
 
-def round_sampling() -> Sampling:
+def round_sampling() -> RoundTraceSampler:
     """Which rounds of a traced session get a span."""
-    return Sampling(1 if _exporter is None else _exporter.rounds)
+    return RoundTraceSampler(1 if _exporter is None else _exporter.rounds)
 
 
-def wall(monotonic: float) -> float:
+def to_wall_time(monotonic: float) -> float:
     """Wall time of a moment on the clock of `time.monotonic`, seconds."""
     return time.time() - (time.monotonic() - monotonic)
 
 
 @contextmanager
-def exporting(config: TracingConfig, service: str, instance: str = "") -> Generator[None]:
+def export_spans(config: TracingConfig, service: str, instance: str = "") -> Generator[None]:
     """Make and export spans until the end, if the configuration names a collector.
 
     `service` and `instance` name this process in them. Raises FailedPreconditionError (reason

@@ -18,16 +18,24 @@ from pathlib import Path
 from time import perf_counter as now
 from typing import Any, Final, NamedTuple
 
-CAPACITY: Final = 1 << 17
+MAX_MARKS: Final = 1 << 17
 """Marks that are kept: some 10,000 rounds of one process."""
 INSTANT: Final = -1.0
 """In place of a duration: something that happened at a moment."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
-__all__ = ["CAPACITY", "Mark", "Recorder", "instant", "now", "recording", "span"]
+__all__ = [
+    "MAX_MARKS",
+    "TimelineMark",
+    "TimelineRecorder",
+    "mark_instant",
+    "now",
+    "record_timeline",
+    "mark_span",
+]
 
 
-class Mark(NamedTuple):
+class TimelineMark(NamedTuple):
     """One entry of a timeline; times in seconds."""
 
     began: float
@@ -40,21 +48,21 @@ class Mark(NamedTuple):
     """The name of a track, or the thread that left it."""
 
 
-class Recorder:
+class TimelineRecorder:
     """The last marks of a process; any thread may leave one."""
 
-    def __init__(self, process: str, capacity: int = CAPACITY) -> None:
+    def __init__(self, process: str, capacity: int = MAX_MARKS) -> None:
         self.process = process
-        self._ring: list[Mark | None] = [None] * capacity
+        self._ring: list[TimelineMark | None] = [None] * capacity
         self._places = itertools.count()
         self._threads: dict[int, str] = {}
         """Names of the threads that left marks: they may have ended when it is written."""
 
-    def add(self, began: float, lasted: float, name: str, n: int, track: str) -> None:
+    def add_mark(self, began: float, lasted: float, name: str, n: int, track: str) -> None:
         """Leave a mark."""
         # The counter gives each place to one thread only.
         place = next(self._places) % len(self._ring)
-        self._ring[place] = Mark(began, lasted, name, n, track or self._calling_thread())
+        self._ring[place] = TimelineMark(began, lasted, name, n, track or self._calling_thread())
 
     def _calling_thread(self) -> int:
         """The calling thread, whose name is noted."""
@@ -63,7 +71,7 @@ class Recorder:
             self._threads[thread] = threading.current_thread().name
         return thread
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[TimelineMark]:
         """What is kept, by begin; what contains another comes before it."""
         kept = [mark for mark in self._ring if mark is not None]
         return sorted(kept, key=lambda mark: (mark.began, -mark.lasted))
@@ -107,30 +115,30 @@ class Recorder:
         path.write_text(json.dumps(content), encoding="utf-8")
 
 
-_recorder: Recorder | None = None
+_recorder: TimelineRecorder | None = None
 
 
-def span(name: str, began: float, n: int = 0, *, ended: float = 0.0, track: str = "") -> None:
+def mark_span(name: str, began: float, n: int = 0, *, ended: float = 0.0, track: str = "") -> None:
     """Something of this thread, or on a track of its own, that began at `began` (see `now`) and
     ended now or at `ended`."""
     if _recorder is not None:
-        _recorder.add(began, max(0.0, (ended or now()) - began), name, n, track)
+        _recorder.add_mark(began, max(0.0, (ended or now()) - began), name, n, track)
 
 
-def instant(name: str, n: int = 0, *, track: str = "") -> None:
+def mark_instant(name: str, n: int = 0, *, track: str = "") -> None:
     """Something that happens at this moment."""
     if _recorder is not None:
-        _recorder.add(now(), INSTANT, name, n, track)
+        _recorder.add_mark(now(), INSTANT, name, n, track)
 
 
 @contextmanager
-def recording(path: str | Path, process: str) -> Generator[None]:
+def record_timeline(path: str | Path, process: str) -> Generator[None]:
     """Keep marks until the end, then write the file; "" keeps none."""
     global _recorder
     if not path:
         yield
         return
-    recorder = _recorder = Recorder(process)
+    recorder = _recorder = TimelineRecorder(process)
     try:
         yield
     finally:

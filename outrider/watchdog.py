@@ -1,9 +1,10 @@
 """A watchdog over the worker thread of a process: work waits, and the thread finishes none of it.
 
-The worker thread owns a `Progress` and counts its steps there. Code that runs inside one long step
-(the layers of a forward) finds the `Progress` of its thread by `record_step`, so that a long step
-is told from a hang. Time is counted in looks of the event loop, and a look counts its nominal
-length at most: a process that was stopped and goes on does not take its own thread for hung.
+The worker thread owns a `PullProgress` and counts its steps there. Code that runs inside one long
+step (the layers of a forward) finds the `PullProgress` of its thread by `record_step`, so that a
+long step is told from a hang. Time is counted in looks of the event loop, and a look counts its
+nominal length at most: a process that was stopped and goes on does not take its own thread for
+hung.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def record_step() -> None:
 
 
 def unbounded_step() -> contextlib.AbstractContextManager[None]:
-    """`Progress.unbounded_step` of the calling thread; nothing if it is not watched."""
+    """`PullProgress.unbounded_step` of the calling thread; nothing if it is not watched."""
     progress: Progress | None = getattr(_current, "progress", None)
     return contextlib.nullcontext() if progress is None else progress.unbounded_step()
 

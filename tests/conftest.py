@@ -24,8 +24,8 @@ settings.load_profile("untimed")
 
 pytest_plugins = ("tests.compiled",)
 
-TRANSPORTS = ("inproc", "grpc", "lane", "ray")
-"""lane: gRPC where streams of sessions go by lanes."""
+TRANSPORTS = ("inproc", "grpc", "shm", "ray")
+"""shm: gRPC where streams of sessions go through shared memory."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

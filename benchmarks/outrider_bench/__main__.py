@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from outrider.errors import OutriderError
-from outrider.extras import needs_packages
+from outrider.extras import explain_missing_packages
 
 # Modules by name: the client processes of `serve` import this one again, and shall not import
 # torch and all engines with it.
@@ -68,7 +68,7 @@ def _run(arguments: Sequence[str]) -> None:
         parser.parse_args(arguments)  # help, or a mistake
         return
     # Only what is asked for: some need packages that others do without.
-    with needs_packages(asked):
+    with explain_missing_packages(asked):
         module = importlib.import_module(f"outrider_bench.{BENCHMARKS[asked][0]}")
         parsers[asked].description = module.__doc__
         module.add_arguments(parsers[asked])

@@ -16,26 +16,26 @@ from statistics import median
 
 from outrider.client import Client, GenerateOptions, user
 from outrider.client.local.cluster import LocalCluster
-from outrider.client.local.config import CPU, LocalConfig
+from outrider.client.local.config import CPU, LocalFleetConfig
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.grpc import GrpcDialer
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 from outrider.wire.messages import VerifierInfo
 from outrider_bench.environment import describe
-from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import BenchPrompt, is_loop, load_prompts
-from outrider_bench.report import finish, say
+from outrider_bench.report import print_progress, print_result
 from outrider_bench.transformers_baseline import TransformersBaseline
 
-Run = Callable[[BenchPrompt], tuple[tuple[int, ...], float]]
+DecodePrompt = Callable[[BenchPrompt], tuple[tuple[int, ...], float]]
 
 
 @dataclass(slots=True)
-class Lane:
+class DecodingMethod:
     """One way of decoding and what it took, prompt by prompt."""
 
     name: str
-    run: Run
+    run: DecodePrompt
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ class Lane:
         """Tokens over seconds of the kept prompts."""
         return sum(self.tokens[i] for i in keep) / sum(self.seconds[i] for i in keep)
 
-    def ratio_to(self, other: Lane, keep: list[int]) -> list[float]:
+    def ratio_to(self, other: DecodingMethod, keep: list[int]) -> list[float]:
         """Speed relative to another lane, prompt by prompt."""
         return [
             (self.tokens[i] / self.seconds[i]) / (other.tokens[i] / other.seconds[i]) for i in keep
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--draft-tokens", type=int, default=4)
-    parser.add_argument("--draft-topk", type=int, default=1)
+    parser.add_argument("--draft-top-k", type=int, default=1)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
             **asked,
             "drafter": "eagle3",
             "draft_tokens": args.draft_tokens,
-            "draft_top_k": args.draft_topk,
+            "draft_top_k": args.draft_top_k,
             "look_ahead": _look_ahead(config),
         }
         none: GenerateOptions = {**asked, "drafter": "none"}
@@ -86,17 +86,17 @@ def run(args: argparse.Namespace) -> None:
             token_ids, seconds = baseline.generate(ids, args.max_tokens)
             return tuple(token_ids), seconds
 
-        lanes = [Lane("speculative", speculative), Lane("plain", plain)]
-        lanes.append(Lane("transformers", transformers))
-        keep = _measure(lanes, prompts)
+        methods = [DecodingMethod("speculative", speculative), DecodingMethod("plain", plain)]
+        methods.append(DecodingMethod("transformers", transformers))
+        keep = _measure(methods, prompts)
         # The verifier's medians run over its last 512 rounds: let those be speculative ones.
         for prompt in prompts[:8]:
             speculative(prompt)
         info = _verifier_info(cluster)
-    _report(args, config, lanes, keep, info)
+    _report(args, config, methods, keep, info)
 
 
-def _look_ahead(config: LocalConfig) -> int:
+def _look_ahead(config: LocalFleetConfig) -> int:
     """As the automatic planner begins: in lock-step where drafter and target share their cores."""
     return int(config.device != CPU)
 
@@ -109,28 +109,32 @@ def _timed(
     return result.token_ids, time.perf_counter() - began
 
 
-def _measure(lanes: list[Lane], prompts: list[BenchPrompt]) -> list[int]:
+def _measure(methods: list[DecodingMethod], prompts: list[BenchPrompt]) -> list[int]:
     """Run every lane on every prompt; indices of the prompts whose answer does not loop."""
-    for lane in lanes:
-        lane.run(prompts[0])
+    for method in methods:
+        method.run(prompts[0])
     keep = []
     for index, prompt in enumerate(prompts):
         loops = False
-        for turn in range(len(lanes)):
-            lane = lanes[(turn + index) % len(lanes)]
-            token_ids, seconds = lane.run(prompt)
-            lane.tokens.append(len(token_ids))
-            lane.seconds.append(seconds)
+        for turn in range(len(methods)):
+            method = methods[(turn + index) % len(methods)]
+            token_ids, seconds = method.run(prompt)
+            method.tokens.append(len(token_ids))
+            method.seconds.append(seconds)
             loops = loops or is_loop(token_ids)
         if not loops:
             keep.append(index)
-        rates = ", ".join(f"{lane.name} {lane.tokens[-1] / lane.seconds[-1]:.1f}" for lane in lanes)
-        say(f"prompt {index + 1}/{len(prompts)} tokens/s: {rates}{' (loops)' if loops else ''}")
+        rates = ", ".join(
+            f"{method.name} {method.tokens[-1] / method.seconds[-1]:.1f}" for method in methods
+        )
+        print_progress(
+            f"prompt {index + 1}/{len(prompts)} tokens/s: {rates}{' (loops)' if loops else ''}"
+        )
     return keep
 
 
 def _verifier_info(cluster: LocalCluster) -> VerifierInfo:
-    address = cluster.members[Role.VERIFIER][0].address
+    address = cluster.members[CertificateRole.VERIFIER][0].address
 
     async def ask() -> VerifierInfo:
         dialer = GrpcDialer()
@@ -144,29 +148,29 @@ def _verifier_info(cluster: LocalCluster) -> VerifierInfo:
 
 def _report(
     args: argparse.Namespace,
-    config: LocalConfig,
-    lanes: list[Lane],
+    config: LocalFleetConfig,
+    methods: list[DecodingMethod],
     keep: list[int],
     info: VerifierInfo,
 ) -> None:
-    speculative, plain, transformers = lanes
+    speculative, plain, transformers = methods
     everything = list(range(len(plain.tokens)))
-    rates = {lane.name: round(lane.tokens_per_s(keep), 2) for lane in lanes}
+    rates = {lane.name: round(lane.tokens_per_s(keep), 2) for lane in methods}
     result = {
         "benchmark": "local",
         **describe(),
         "model": config.model_name,
-        **describe_placing(config),
+        **describe_placement(config),
         "threads": args.threads,
         "draft_tokens": args.draft_tokens,
-        "draft_topk": args.draft_topk,
+        "draft_top_k": args.draft_top_k,
         "look_ahead": _look_ahead(config),
         "max_tokens": args.max_tokens,
         "prompts": len(everything),
         "prompts_without_loops": len(keep),
         "tokens_per_s": rates,
         "tokens_per_s_with_loops": {
-            lane.name: round(lane.tokens_per_s(everything), 2) for lane in lanes
+            lane.name: round(lane.tokens_per_s(everything), 2) for lane in methods
         },
         "median_ratio_by_prompt": {
             "speculative_over_plain": round(median(speculative.ratio_to(plain, keep)), 3),
@@ -178,4 +182,4 @@ def _report(
         "plain_over_transformers": round(rates["plain"] / rates["transformers"], 3),
         "round_overhead_ms": round(info.overhead_ms_p50, 3),
     }
-    finish(args, result)
+    print_result(args, result)

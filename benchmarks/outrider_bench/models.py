@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from outrider.client.commands.placement_flags import add_placing_arguments, placing_of
-from outrider.client.local.config import LocalConfig
+from outrider.client.commands.placement_flags import add_placement_arguments, placement_of
+from outrider.client.local.config import LocalFleetConfig
 from outrider.client.local.model_files import DEFAULT_MODEL, find_model
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
@@ -16,7 +16,7 @@ from outrider_bench.prompts import DEFAULT_PROMPTS
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that every benchmark takes which starts services."""
     add_input_arguments(parser)
-    add_placing_arguments(parser)
+    add_placement_arguments(parser)
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="last line of the output is one JSON object")
 
 
-def describe_placing(config: LocalConfig) -> dict[str, object]:
+def describe_placement(config: LocalFleetConfig) -> dict[str, object]:
     """Where the models of a benchmark compute, for its result; what is simulated is said."""
     placing: dict[str, object] = {
         "dtype": config.element_type,
@@ -46,18 +46,18 @@ def describe_placing(config: LocalConfig) -> dict[str, object]:
 
 def local_config(
     args: argparse.Namespace, *, max_sessions: int | None = None, queue_limit: int | None = None
-) -> LocalConfig:
+) -> LocalFleetConfig:
     """The processes to start for these flags."""
     files = find_model(args.model, head=args.head)
     if files.head is None:
         raise InvalidRequestError(f"no head ships for {args.model}: give --head DIR")
-    return LocalConfig(
+    return LocalFleetConfig(
         model=files.path,
         model_name=files.name,
         head=files.head,
         methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
         dtype=args.dtype or "",
-        **placing_of(args),
+        **placement_of(args),
         threads=args.threads,
         # What is measured is the shape that was asked for, not what a planner makes of it.
         planner="fixed",

@@ -12,12 +12,12 @@ import numpy as np
 PERCENTILES = (50, 90, 99)
 
 
-def say(line: str) -> None:
+def print_progress(line: str) -> None:
     """A progress line."""
     print(line, file=sys.stderr, flush=True)
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * len(headers)]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
@@ -32,10 +32,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{p}": round(float(v), 4) for p, v in zip(PERCENTILES, found, strict=True)}
 
 
-def finish(args: argparse.Namespace, result: dict[str, object]) -> None:
+def print_result(args: argparse.Namespace, result: dict[str, object]) -> None:
     """Print the result (a table; with --json one object as the last line) and store it."""
     flat = [(key, value) for key, value in result.items() if not isinstance(value, dict | list)]
-    print(table(("figure", "value"), flat))
+    print(format_table(("figure", "value"), flat))
     for key, value in result.items():
         if isinstance(value, dict | list):
             print(f"\n{key}: {json.dumps(value)}")

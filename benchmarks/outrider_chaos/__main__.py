@@ -80,10 +80,10 @@ def _range(text: str) -> range:
 
 def _run_siege(args: argparse.Namespace) -> int:
     from outrider.chaos.signals import parse_kinds, parse_target
-    from outrider_chaos.live_run import Siege, run_against
+    from outrider_chaos.live_run import LiveRun, run_live
 
-    return run_against(
-        Siege(
+    return run_live(
+        LiveRun(
             router=args.router,
             targets=tuple(parse_target(text) for text in args.process),
             kinds=parse_kinds(args.faults),
@@ -97,22 +97,22 @@ def _run_siege(args: argparse.Namespace) -> int:
 
 
 def _run_seeds(args: argparse.Namespace) -> int:
-    from outrider_chaos.schedule_run import Outcome
-    from outrider_chaos.seed_runs import Tally, replay, run_seeds, say
+    from outrider_chaos.schedule_run import RunOutcome
+    from outrider_chaos.seed_runs import SeedTally, print_progress, replay, run_seeds
 
     with _models(args) as (target, head):
         if args.replay is not None:
             outcome = replay(args.replay, target, head, shrinks=args.shrink, slowness=args.slowness)
             sys.stdout.write(f"{outcome}\n")
             return 1 if outcome.violations else 0
-        tally = Tally()
+        tally = SeedTally()
 
-        def note(outcome: Outcome) -> None:
+        def note(outcome: RunOutcome) -> None:
             tally.add(outcome)
             if outcome.violations:
-                say(str(outcome))
+                print_progress(str(outcome))
             elif tally.runs % 50 == 0:
-                say(f"{tally.runs} runs, {len(tally.failed)} failed")
+                print_progress(f"{tally.runs} runs, {len(tally.failed)} failed")
 
         run_seeds(
             args.seeds,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from outrider.chaos.history import History
+from outrider.chaos.history import ClientHistory
 from outrider.chaos.proxy import TcpProxy
-from outrider.chaos.requests import PROMPTS, Ask
+from outrider.chaos.requests import PROMPTS, ChaosRequest
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.errors import DeadlineExceededError, UnavailableError
 
@@ -16,20 +16,20 @@ TIMEOUT_S = 30.0
 _RETRY = RetryPolicy(max_attempts=200, first_delay_s=0.02, max_delay_s=0.1)
 
 
-class Reader:
+class ChaosClient:
     """One client."""
 
     def __init__(
         self,
         number: int,
-        ask: Ask,
+        ask: ChaosRequest,
         door: TcpProxy,
         began: float,
         *,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         """`began` is the clock's time at the run's begin; who waits for `timeout_s` hangs."""
-        self.history = History(number=number)
+        self.history = ClientHistory(number=number)
         self.deadline_s: float | None = None
         """Set before it asks, if its time is bounded."""
         self.door = door
@@ -105,7 +105,7 @@ class Reader:
             stream = client.stream(PROMPTS[self.ask.text.prompt], **self.ask.options)
             async with stream:
                 async for delta in stream:
-                    self.history.add(delta, self._now())
+                    self.history.add_delta(delta, self._now())
                     await self._may_read.wait()
             self.history.finished(stream.finish, self._now())
 

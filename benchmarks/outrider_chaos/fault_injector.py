@@ -8,12 +8,12 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from outrider.chaos.faults import MANGLING, Fault, Kind, Phase, Role
-from outrider.chaos.frame_faults import Mangling
-from outrider.chaos.network import Way
-from outrider_chaos.clients import Reader
-from outrider_chaos.fleet import Fleet
-from outrider_chaos.killable_parts import DrafterPart, VerifierPart, until
+from outrider.chaos.faults import FRAME_FAULTS, Fault, FaultKind, FaultRole, SessionPhase
+from outrider.chaos.frame_faults import FrameFaults
+from outrider.chaos.network import NetworkDirection
+from outrider_chaos.clients import ChaosClient
+from outrider_chaos.fleet import InprocFleet
+from outrider_chaos.killable_parts import DrafterPart, VerifierPart, wait_until
 from outrider_chaos.killable_router import RouterPart
 
 PHASE_S = 0.6
@@ -21,10 +21,10 @@ PHASE_S = 0.6
 DELAY_S = 0.03
 
 
-class Nemesis:
+class FaultInjector:
     """The faults of one run."""
 
-    def __init__(self, fleet: Fleet, readers: Sequence[Reader], seed: int) -> None:
+    def __init__(self, fleet: InprocFleet, readers: Sequence[ChaosClient], seed: int) -> None:
         self._fleet = fleet
         self._readers = readers
         self._rng = random.Random(seed)
@@ -39,12 +39,12 @@ class Nemesis:
         await asyncio.gather(*(self._one(fault) for fault in faults))
 
     async def _one(self, fault: Fault) -> None:
-        await until(lambda: self._tokens >= fault.after or self._over, timeout_s=2.0)
-        if fault.phase is Phase.DRAINING and fault.kind is not Kind.TERMINATE:
+        await wait_until(lambda: self._tokens >= fault.after or self._over, timeout_s=2.0)
+        if fault.phase is SessionPhase.DRAINING and fault.kind is not FaultKind.TERMINATE:
             async with self._draining():
                 await self._hit(fault)
             return
-        if not await until(
+        if not await wait_until(
             lambda: self._over or self._in(fault.phase), timeout_s=PHASE_S
         ) or not self._in(fault.phase):
             self.missed.append(fault)
@@ -60,14 +60,14 @@ class Nemesis:
     def _over(self) -> bool:
         return all(reader.over for reader in self._readers)
 
-    def _in(self, phase: Phase) -> bool:
+    def _in(self, phase: SessionPhase) -> bool:
         verifiers = self._fleet.verifiers
         match phase:
-            case Phase.PREFILL:
+            case SessionPhase.PREFILL:
                 return any(part.reads_prompts for part in verifiers)
-            case Phase.PREEMPTED:
+            case SessionPhase.PREEMPTED:
                 return any(part.preempted for part in verifiers)
-            case Phase.SWAPPING:
+            case SessionPhase.SWAPPING:
                 return any(part.swapped for part in verifiers)
             case _:
                 return any(part.decodes for part in verifiers)
@@ -90,7 +90,7 @@ class Nemesis:
     # ---- what ----------------------------------------------------------------------------------
 
     async def _hit(self, fault: Fault) -> None:
-        if fault.role is Role.CLIENT:
+        if fault.role is FaultRole.CLIENT:
             await self._hit_client(self._readers[fault.index % len(self._readers)], fault)
             return
         part = self._part(fault)
@@ -98,49 +98,49 @@ class Nemesis:
             return
         self.done.append(fault)
         match fault.kind:
-            case Kind.KILL:
+            case FaultKind.KILL:
                 await part.kill()
                 await self._back(part, fault.lasts_s)
-            case Kind.TERMINATE:
+            case FaultKind.TERMINATE:
                 await part.terminate()
                 await self._back(part, fault.lasts_s)
-            case Kind.DEVICE_LOST if not isinstance(part, RouterPart):
+            case FaultKind.DEVICE_LOST if not isinstance(part, RouterPart):
                 await self._lose_device(part, fault.lasts_s)
-            case Kind.STOP | Kind.PARTITION | Kind.ONE_WAY:
+            case FaultKind.STOP | FaultKind.PARTITION | FaultKind.ONE_WAY:
                 await self._block(part, fault)
-            case Kind.CUT:
+            case FaultKind.CUT:
                 for other in self._others(part):
-                    self._fleet.network.cut(part.name, other)
+                    self._fleet.network.cut_connections(part.name, other)
                 if isinstance(part, RouterPart):
                     for reader in self._readers:
                         reader.door.cut()
-            case Kind.DISK_FULL if isinstance(part, RouterPart):
+            case FaultKind.DISK_FULL if isinstance(part, RouterPart):
                 with part.disk_full():
                     await asyncio.sleep(fault.lasts_s)
-            case Kind.DELAY:
+            case FaultKind.DELAY:
                 await self._delay(part, fault.lasts_s)
-            case kind if kind in MANGLING:
+            case kind if kind in FRAME_FAULTS:
                 await self._mangle(part, fault)
 
-    async def _hit_client(self, reader: Reader, fault: Fault) -> None:
+    async def _hit_client(self, reader: ChaosClient, fault: Fault) -> None:
         if reader.over:
             return
         self.done.append(fault)
         match fault.kind:
-            case Kind.KILL | Kind.CANCEL:
-                reader.leave(abruptly=fault.kind is Kind.KILL)
-            case Kind.CUT:
+            case FaultKind.KILL | FaultKind.CANCEL:
+                reader.leave(abruptly=fault.kind is FaultKind.KILL)
+            case FaultKind.CUT:
                 reader.door.cut()
-            case Kind.SLOW:
+            case FaultKind.SLOW:
                 reader.pause()
                 await asyncio.sleep(4 * fault.lasts_s)
                 reader.resume()
 
     def _part(self, fault: Fault) -> VerifierPart | DrafterPart | RouterPart:
         match fault.role:
-            case Role.VERIFIER:
+            case FaultRole.VERIFIER:
                 return self._fleet.verifiers[fault.index]
-            case Role.DRAFTER:
+            case FaultRole.DRAFTER:
                 return self._fleet.drafters[fault.index]
             case _:
                 return self._fleet.router
@@ -172,11 +172,11 @@ class Nemesis:
 
     async def _block(self, part: VerifierPart | DrafterPart | RouterPart, fault: Fault) -> None:
         network, names = self._fleet.network, [one.name for one in self._fleet.parts]
-        stops = fault.kind is Kind.STOP
+        stops = fault.kind is FaultKind.STOP
         others = [name for name in names if name != part.name] if stops else self._others(part)
-        ways: list[Way] = network.ways_of(part.name, others)
-        if fault.kind is Kind.ONE_WAY:
-            ways = [network.way(part.name, other) for other in others]
+        ways: list[NetworkDirection] = network.directions_between(part.name, others)
+        if fault.kind is FaultKind.ONE_WAY:
+            ways = [network.direction(part.name, other) for other in others]
         doors = (
             [reader.door for reader in self._readers] if self._faces_clients(part, fault) else []
         )
@@ -192,10 +192,10 @@ class Nemesis:
 
     @staticmethod
     def _faces_clients(part: VerifierPart | DrafterPart | RouterPart, fault: Fault) -> bool:
-        return isinstance(part, RouterPart) and fault.kind is Kind.STOP
+        return isinstance(part, RouterPart) and fault.kind is FaultKind.STOP
 
     async def _delay(self, part: VerifierPart | DrafterPart | RouterPart, lasts_s: float) -> None:
-        ways = self._fleet.network.ways_of(part.name, self._others(part))
+        ways = self._fleet.network.directions_between(part.name, self._others(part))
         for way in ways:
             way.delay_s = DELAY_S
         await asyncio.sleep(2 * lasts_s)
@@ -203,12 +203,12 @@ class Nemesis:
             way.delay_s = 0.0
 
     async def _mangle(self, part: VerifierPart | DrafterPart | RouterPart, fault: Fault) -> None:
-        ways = self._fleet.network.ways_of(part.name, self._others(part))
+        ways = self._fleet.network.directions_between(part.name, self._others(part))
         for way in ways:
-            way.mangling = Mangling(kind=fault.kind, share=fault.share, rng=self._rng)
+            way.mangling = FrameFaults(kind=fault.kind, share=fault.share, rng=self._rng)
         await asyncio.sleep(2 * fault.lasts_s)
         for way in ways:
             way.mangling = None
         # A transport that has lost messages ends its connection: what they said is said again.
         for other in self._others(part):
-            self._fleet.network.cut(part.name, other)
+            self._fleet.network.cut_connections(part.name, other)

@@ -11,17 +11,17 @@ from outrider.chaos.network import CONTROL_S, ChaosNetwork
 from outrider.chaos.proxy import TcpProxy
 from outrider.chaos.schedule import FleetShape
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider_chaos.killable_parts import DrafterPart, Models, VerifierPart, until
+from outrider_chaos.killable_parts import ChaosModels, DrafterPart, VerifierPart, wait_until
 from outrider_chaos.killable_router import RouterPart
 
 READY_S = 30.0
 BEAT_S, SILENCE_S = 0.1, 0.5
 
 
-class Fleet:
+class InprocFleet:
     """Verifiers, drafters and a router over a network of their own."""
 
-    def __init__(self, shape: FleetShape, models: Models, folder: Path) -> None:
+    def __init__(self, shape: FleetShape, models: ChaosModels, folder: Path) -> None:
         """`folder` is for what the router keeps."""
         self._slowness = models.slowness
         self.network = ChaosNetwork(
@@ -70,7 +70,7 @@ class Fleet:
 
     async def healthy(self) -> bool:
         """Wait until the router sees everybody; False if it does not in time."""
-        return await until(self.router.ready, timeout_s=READY_S * self._slowness)
+        return await wait_until(self.router.ready, timeout_s=READY_S * self._slowness)
 
     async def door(self, seed: int) -> TcpProxy:
         """A way to the router for one client, wherever the router is when it is used."""

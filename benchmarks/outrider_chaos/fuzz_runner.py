@@ -18,7 +18,7 @@ from typing import Final
 import outrider
 from outrider.chaos.fuzz import PORTS, FuzzReport, fuzz_port
 from outrider.chaos.fuzz_shm import PORT as LANE
-from outrider.chaos.fuzz_shm import fuzz_lane
+from outrider.chaos.fuzz_shm import fuzz_shm_channel
 from outrider.errors import InvalidRequestError
 from outrider_chaos.parent_watch import end_with_parent
 
@@ -54,7 +54,7 @@ def run_fuzz(frames: int, *, seed: int, jobs: int, ports: Sequence[str] = EVERY_
     context = multiprocessing.get_context("spawn")
     failed = False
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool:
-        for done in pool.map(partial(fuzz, frames=frames, seed=seed), ports):
+        for done in pool.map(partial(fuzz_decoder, frames=frames, seed=seed), ports):
             rate = frames / max(done.seconds, 1e-9)
             sys.stdout.write(
                 f"{done.report}\nmemory grew by {done.growth_mb:.1f} MB, {rate:.0f} frames/s\n"
@@ -64,7 +64,7 @@ def run_fuzz(frames: int, *, seed: int, jobs: int, ports: Sequence[str] = EVERY_
     return int(failed)
 
 
-def fuzz(port: str, *, frames: int, seed: int) -> PortReport:
+def fuzz_decoder(port: str, *, frames: int, seed: int) -> PortReport:
     """Feed so many frames to a port, in pieces between which memory is looked at."""
     corpus, report, began = honest_frames(), FuzzReport(), time.monotonic()
     piece = max(1, min(_CHUNK, frames // 10))
@@ -74,7 +74,7 @@ def fuzz(port: str, *, frames: int, seed: int) -> PortReport:
         size = min(piece, left)
         own = seed * 1_000_003 + number
         if port == LANE:
-            report.add(fuzz_lane(size, seed=own))
+            report.add(fuzz_shm_channel(size, seed=own))
         else:
             report.add(fuzz_port(port, size, seed=own, corpus=corpus))
         left, number = left - size, number + 1

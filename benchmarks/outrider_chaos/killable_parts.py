@@ -28,7 +28,7 @@ _IDLE_GAUGES = (
     "sessions_running",
     "sessions_waiting",
     "swapped_bytes",
-    "inbox_proposals",
+    "pending_proposals",
     "feature_bytes",
 )
 """What a verifier without sessions has none of."""
@@ -37,7 +37,7 @@ GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
+class ChaosModels:
     """What all runs of a process serve."""
 
     target: Path
@@ -47,13 +47,13 @@ class Models:
     """By how much all bounds of time are longer than for a tiny model."""
 
     @classmethod
-    def load(cls, target: Path, head: Path, slowness: float = 1.0) -> Models:
+    def load(cls, target: Path, head: Path, slowness: float = 1.0) -> ChaosModels:
         """Read what can be shared."""
         tokenizer = Tokenizer.load(target)
         return cls(target=target, head=head, tokenizer=tokenizer, slowness=slowness)
 
 
-class Part(Protocol):
+class MortalProcess(Protocol):
     """One process that is not one."""
 
     name: str
@@ -83,14 +83,16 @@ class Part(Protocol):
 class VerifierPart:
     """A verifier."""
 
-    def __init__(self, name: str, shape: FleetShape, models: Models, network: ChaosNetwork) -> None:
+    def __init__(
+        self, name: str, shape: FleetShape, models: ChaosModels, network: ChaosNetwork
+    ) -> None:
         self.name = name
         self.service: VerifierService | None = None
         self._network = network
         self._config = VerifierConfig(
             model=str(models.target),
             verifier_id=name,
-            features_from=str(models.head),
+            feature_head=str(models.head),
             threads=1,
             kv_tokens=shape.kv_tokens,
             max_sessions=16,
@@ -98,9 +100,9 @@ class VerifierPart:
             prefill_tokens_per_round=32,
             planner=shape.planner,
             preemption=shape.preemption,
-            lanes=shape.lanes,
-            hello_s=models.slowness,
-            drain_s=DRAIN_S,
+            shared_memory=shape.shm_channels,
+            handshake_timeout_s=models.slowness,
+            drain_timeout_s=DRAIN_S,
         )
 
     @property
@@ -110,7 +112,7 @@ class VerifierPart:
     async def start(self) -> None:
         service = await asyncio.to_thread(build_verifier, self._config)
         service.start()
-        self._network.serve(self.name, service)
+        self._network.serve_process(self.name, service)
         self.service = service
 
     async def kill(self) -> None:
@@ -140,7 +142,7 @@ class VerifierPart:
     @property
     def preempted(self) -> bool:
         """Whether a session that had K/V waits for it."""
-        return any(session.preemptions > 0 for session in self._of_room("waiting"))
+        return any(session.preemptions > 0 for session in self._num_sessions("waiting"))
 
     @property
     def swapped(self) -> bool:
@@ -150,14 +152,14 @@ class VerifierPart:
     @property
     def reads_prompts(self) -> bool:
         """Whether a session has not read all of its prompt."""
-        return any(session.prefill_left > 0 for session in self._of_room("running"))
+        return any(session.prefill_left > 0 for session in self._num_sessions("running"))
 
     @property
     def decodes(self) -> bool:
         """Whether a session that runs has emitted something."""
-        return any(session.emitted > 0 for session in self._of_room("running"))
+        return any(session.emitted > 0 for session in self._num_sessions("running"))
 
-    def _of_room(self, which: str) -> list[Any]:
+    def _num_sessions(self, which: str) -> list[Any]:
         """Sessions that run or wait, as the engine thread has them just now."""
         if self.service is None:
             return []
@@ -191,7 +193,9 @@ class VerifierPart:
 class DrafterPart:
     """A drafter."""
 
-    def __init__(self, name: str, shape: FleetShape, models: Models, network: ChaosNetwork) -> None:
+    def __init__(
+        self, name: str, shape: FleetShape, models: ChaosModels, network: ChaosNetwork
+    ) -> None:
         self.name = name
         self.service: DrafterService | None = None
         self._network = network
@@ -203,9 +207,9 @@ class DrafterPart:
             draft_model=str(models.target),
             drafter_id=name,
             threads=1,
-            lanes=shape.lanes,
+            shared_memory=shape.shm_channels,
             reconnect=ReconnectConfig(
-                first_s=0.02, max_s=0.2, handshake_timeout_s=0.5, attach_wait_s=0.2
+                min_backoff_s=0.02, max_backoff_s=0.2, handshake_timeout_s=0.5, attach_wait_s=0.2
             ),
         )
 
@@ -216,7 +220,7 @@ class DrafterPart:
     async def start(self) -> None:
         dialer = self._network.dialer(self.name)
         self.service = await asyncio.to_thread(build_drafter, self._config, dialer)
-        self._network.serve(self.name, self.service)
+        self._network.serve_process(self.name, self.service)
 
     async def kill(self) -> None:
         service, self.service = self.service, None
@@ -259,7 +263,9 @@ def _break(device: Any, method: str) -> None:
     device.__class__ = type(kind.__name__, (kind,), {method: broken, "usable": False})
 
 
-async def until(condition: Callable[[], bool], *, timeout_s: float, poll_s: float = 0.002) -> bool:
+async def wait_until(
+    condition: Callable[[], bool], *, timeout_s: float, poll_s: float = 0.002
+) -> bool:
     """Wait for a condition; whether it came true in time."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from outrider_router.api.inference_grpc import inference_service
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import OverloadConfig, RouterConfig, SpeculationDefaults
-from outrider_router.requests.resumable_answers import Write
+from outrider_router.requests.resumable_answers import EventWriter
 from outrider_router.requests.service import RouterService
 
 from outrider.chaos.network import ChaosNetwork
 from outrider.transport.grpc import GrpcServer
 from outrider.wire.inference import StreamEvent
-from outrider_chaos.killable_parts import DRAIN_S, GRACE_S, Models
+from outrider_chaos.killable_parts import DRAIN_S, GRACE_S, ChaosModels
 
 T = TypeVar("T")
 
@@ -49,24 +49,24 @@ class MortalRouter:
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `RouterService`."""
-        return await self._told(self._service.generate(*args, **kwargs))
+        return await self._report_end(self._service.generate(*args, **kwargs))
 
-    async def serve(self, request: Any, write: Write, **kwargs: Any) -> None:
+    async def serve(self, request: Any, write: EventWriter, **kwargs: Any) -> None:
         """See `RouterService`."""
-        await self._told(self._service.serve(request, self._living(write), **kwargs))
+        await self._report_end(self._service.serve_request(request, self._living(write), **kwargs))
 
-    async def resume(self, position: Any, write: Write, caller: Any) -> None:
+    async def resume(self, position: Any, write: EventWriter, caller: Any) -> None:
         """See `RouterService`."""
-        await self._told(self._service.resume(position, self._living(write), caller))
+        await self._report_end(self._service.resume_stream(position, self._living(write), caller))
 
-    def _living(self, write: Write) -> Write:
+    def _living(self, write: EventWriter) -> EventWriter:
         async def written(event: StreamEvent) -> None:
             await self._living_only()
             await write(event)
 
         return written
 
-    async def _told(self, call: Awaitable[T]) -> T:
+    async def _report_end(self, call: Awaitable[T]) -> T:
         """How a call ends is told, too."""
         try:
             result = await call
@@ -88,7 +88,7 @@ class RouterPart:
     def __init__(
         self,
         name: str,
-        models: Models,
+        models: ChaosModels,
         network: ChaosNetwork,
         folder: Path,
         *,
@@ -110,14 +110,14 @@ class RouterPart:
             verifiers=verifiers,
             drafters=drafters,
             poll_interval_s=0.03,
-            silence_s=0.4 * models.slowness,
+            peer_timeout_s=0.4 * models.slowness,
             session_slack_tokens=16,
-            drain_s=DRAIN_S,
+            drain_timeout_s=DRAIN_S,
             resume_grace_s=GRACE_S * models.slowness,
-            failover_s=15.0 * models.slowness,
+            failover_timeout_s=15.0 * models.slowness,
             # More than fits, so that verifiers have to preempt.
-            overload=OverloadConfig(kv_overcommit=4.0, assumed_tokens=8),
-            speculation=SpeculationDefaults(patience_ms=round(60 * models.slowness)),
+            overload=OverloadConfig(kv_overcommit=4.0, prior_answer_tokens=8),
+            speculation=SpeculationDefaults(proposal_timeout_ms=round(60 * models.slowness)),
         )
 
     @property
@@ -136,7 +136,7 @@ class RouterPart:
             metrics=RouterMetrics(),
             clock=time.monotonic,
         )
-        service.restore()
+        service.restore_journal()
         front: Any = MortalRouter(service)
         self._server = GrpcServer("127.0.0.1:0", [inference_service(front)])
         self.address = await self._server.start()
@@ -191,7 +191,7 @@ class RouterPart:
             return False
         registry = self.service.registry
         peers = (*registry.verifiers.values(), *registry.drafters.values())
-        serving = all(peer.serving for peer in registry.drafters.values())
+        serving = all(peer.is_serving for peer in registry.drafters.values())
         return serving and all(peer.state.value == "healthy" for peer in peers)
 
     async def held(self) -> list[str]:
@@ -200,8 +200,8 @@ class RouterPart:
             return [f"{self.name} is not running"]
         counts = {
             "requests": len(service.journal),
-            "running": service.admission.running,
-            "waiting": service.admission.waiting,
+            "running": service.admission.num_running,
+            "waiting": service.admission.num_waiting,
             "reserved tokens": service.admission.reserved_tokens,
         }
         return [f"{self.name} holds {count} {what}" for what, count in counts.items() if count]

@@ -15,7 +15,7 @@ _GRPC_POLLER = "_poll_wrapper"
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class ProcessResources:
     """Tasks, threads and files of this process."""
 
     tasks: Counter[str]
@@ -23,7 +23,7 @@ class Holdings:
     files: Counter[str]
 
     @classmethod
-    def now(cls) -> Holdings:
+    def now(cls) -> ProcessResources:
         """What is held now; call it on the event loop."""
         return cls(
             tasks=Counter(_name_of(task) for task in asyncio.all_tasks() if not task.done()),
@@ -35,7 +35,7 @@ class Holdings:
             files=_files(),
         )
 
-    def beyond(self, before: Holdings) -> list[str]:
+    def beyond(self, before: ProcessResources) -> list[str]:
         """What is held now and was not before."""
         more = (
             ("task", self.tasks - before.tasks),
@@ -45,10 +45,10 @@ class Holdings:
         return [f"{count} {kind} {name}" for kind, new in more for name, count in new.items()]
 
 
-async def leaked(before: Holdings, *, timeout_s: float = 20.0) -> list[str]:
+async def find_leaks(before: ProcessResources, *, timeout_s: float = 20.0) -> list[str]:
     """What is still held beyond `before` once things had time to end."""
     end = asyncio.get_running_loop().time() + timeout_s
-    while found := Holdings.now().beyond(before):
+    while found := ProcessResources.now().beyond(before):
         if asyncio.get_running_loop().time() > end:
             return found
         gc.collect()

@@ -11,11 +11,11 @@ import sys
 import time
 from dataclasses import dataclass
 
-from outrider.chaos.checker import Violation
-from outrider.chaos.faults import Kind
-from outrider.chaos.load import Load
+from outrider.chaos.checker import CheckViolation
+from outrider.chaos.faults import FaultKind
+from outrider.chaos.load import ChaosLoad
 from outrider.chaos.report import describe
-from outrider.chaos.signals import Target, hit, pick
+from outrider.chaos.signals import FaultTarget, inject_fault, pick_fault
 from outrider.client import AsyncClient
 from outrider.errors import OutriderError
 
@@ -24,12 +24,12 @@ SETTLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Siege:
+class LiveRun:
     """What is done to a fleet."""
 
     router: str
-    targets: tuple[Target, ...]
-    kinds: tuple[Kind, ...]
+    targets: tuple[FaultTarget, ...]
+    kinds: tuple[FaultKind, ...]
     duration_s: float
     every_s: float
     """Between two faults."""
@@ -38,19 +38,19 @@ class Siege:
     seed: int
 
 
-def run_against(siege: Siege) -> int:
+def run_live(siege: LiveRun) -> int:
     """Run a siege and print what it has shown; the exit status. Raises OutriderError."""
     return asyncio.run(_run(siege))
 
 
-async def _run(siege: Siege) -> int:
-    load = Load(siege.router, siege.max_tokens, timeout_s=max(60.0, siege.duration_s))
-    await load.listen_in_calm()
+async def _run(siege: LiveRun) -> int:
+    load = ChaosLoad(siege.router, siege.max_tokens, timeout_s=max(60.0, siege.duration_s))
+    await load.record_baseline()
     faults: list[str] = []
     until = time.monotonic() + siege.duration_s
     storm = asyncio.create_task(_storm(siege, until, faults))
     try:
-        await load.run(siege.clients, until, siege.seed)
+        await load.run_clients(siege.clients, until, siege.seed)
     finally:
         await storm
     violations = load.violations + await _settle(siege.router)
@@ -58,26 +58,26 @@ async def _run(siege: Siege) -> int:
     return int(bool(violations))
 
 
-async def _storm(siege: Siege, until: float, faults: list[str]) -> None:
+async def _storm(siege: LiveRun, until: float, faults: list[str]) -> None:
     rng, began = random.Random(siege.seed), time.monotonic()
     while time.monotonic() + siege.every_s < until:
         await asyncio.sleep(siege.every_s)
-        chosen = pick(list(siege.targets), siege.kinds, rng)
+        chosen = pick_fault(list(siege.targets), siege.kinds, rng)
         if chosen is None:
             return
         kind, target = chosen
         lasts_s = rng.uniform(0.1, siege.every_s / 2)
         faults.append(f"{time.monotonic() - began:6.1f} s: {kind} {target}")
-        await hit(kind, target, lasts_s)
+        await inject_fault(kind, target, lasts_s)
 
 
-async def _settle(router: str) -> list[Violation]:
+async def _settle(router: str) -> list[CheckViolation]:
     """What is still held, or ill, a while after the last client has gone."""
     end, held = time.monotonic() + SETTLE_S, ["no answer"]
     while held and time.monotonic() < end:
         held = await _held(router)
         await asyncio.sleep(0.2 if held else 0.0)
-    return [Violation(promise="leak", detail=line) for line in held]
+    return [CheckViolation(promise="leak", detail=line) for line in held]
 
 
 async def _held(router: str) -> list[str]:

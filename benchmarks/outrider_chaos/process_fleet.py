@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outrider.chaos.faults import Fault, Kind, Role
+from outrider.chaos.faults import Fault, FaultKind, FaultRole
 from outrider.chaos.proxy import TcpProxy
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.client.local.child_process import ChildProcess
@@ -21,7 +21,7 @@ DRAIN_S = 5
 _ONCE = RetryPolicy(max_attempts=1)
 
 
-class Member:
+class ProxiedProcess:
     """One process and the proxy that its peers reach it by."""
 
     def __init__(self, name: str, process: ChildProcess) -> None:
@@ -51,16 +51,16 @@ class ProcessFleet:
 
     def __init__(self, target: Path, head: Path, folder: Path, *, kv_tokens: int = 4096) -> None:
         """`folder` is for logs and the journal."""
-        common = ["--threads", "1", "--no-lanes"]
+        common = ["--threads", "1", "--no-shared-memory"]
         self._folder, self._target = folder, target
         self.verifiers = [
-            Member(
+            ProxiedProcess(
                 f"v{number}",
                 ChildProcess(
                     f"v{number}",
                     "outrider_verifier",
                     [
-                        *("--model", str(target), "--features-from", str(head)),
+                        *("--model", str(target), "--feature-head", str(head)),
                         *("--verifier-id", f"v{number}", "--kv-tokens", str(kv_tokens)),
                         *common,
                     ],
@@ -70,7 +70,7 @@ class ProcessFleet:
             for number in range(2)
         ]
         self.drafters = [
-            Member(
+            ProxiedProcess(
                 f"d{number}",
                 ChildProcess(
                     f"d{number}",
@@ -85,7 +85,7 @@ class ProcessFleet:
             )
             for number in range(2)
         ]
-        self.router: Member | None = None
+        self.router: ProxiedProcess | None = None
         self._doors: list[TcpProxy] = []
 
     async def __aenter__(self) -> Self:
@@ -105,7 +105,7 @@ class ProcessFleet:
         await self.close()
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[ProxiedProcess]:
         """All of them, the router last."""
         router = [] if self.router is None else [self.router]
         return [*self.verifiers, *self.drafters, *router]
@@ -123,27 +123,27 @@ class ProcessFleet:
         """Let a fault happen, last, and end; what ended is started again."""
         member = self._member(fault)
         match fault.kind:
-            case Kind.KILL:
+            case FaultKind.KILL:
                 member.signal(signal.SIGKILL)
                 await self._back(member, fault.lasts_s)
-            case Kind.TERMINATE:
+            case FaultKind.TERMINATE:
                 member.signal(signal.SIGTERM)
                 await self._back(member, fault.lasts_s)
-            case Kind.STOP:
+            case FaultKind.STOP:
                 member.signal(signal.SIGSTOP)
                 await asyncio.sleep(fault.lasts_s)
                 member.signal(signal.SIGCONT)
-            case Kind.PARTITION | Kind.ONE_WAY:
-                member.link.stall(back=fault.kind is Kind.PARTITION)
+            case FaultKind.PARTITION | FaultKind.ONE_WAY:
+                member.link.stall(back=fault.kind is FaultKind.PARTITION)
                 await asyncio.sleep(fault.lasts_s)
                 member.link.heal()
-            case Kind.DELAY:
+            case FaultKind.DELAY:
                 member.link.delay(0.05)
                 await asyncio.sleep(fault.lasts_s)
                 member.link.heal()
-            case Kind.TRUNCATE:
+            case FaultKind.TRUNCATE:
                 member.link.truncate()
-            case Kind.CUT:
+            case FaultKind.CUT:
                 member.link.cut()
             case kind:
                 raise ValueError(f"{kind} is not for processes")
@@ -179,12 +179,12 @@ class ProcessFleet:
             ["--model", str(self._target), *flags, *journal],
             log_dir=self._folder,
         )
-        self.router = Member("router", process)
+        self.router = ProxiedProcess("router", process)
         await self.router.start()
         await self.router.link.start()
         await self.healthy(START_S)
 
-    async def _back(self, member: Member, after_s: float) -> None:
+    async def _back(self, member: ProxiedProcess, after_s: float) -> None:
         await member.ended()
         await asyncio.sleep(after_s)
         await member.start()
@@ -208,11 +208,11 @@ class ProcessFleet:
             and all(drafter.sessions == 0 for drafter in info.drafters)
         )
 
-    def _member(self, fault: Fault) -> Member:
+    def _member(self, fault: Fault) -> ProxiedProcess:
         match fault.role:
-            case Role.VERIFIER:
+            case FaultRole.VERIFIER:
                 return self.verifiers[fault.index]
-            case Role.DRAFTER:
+            case FaultRole.DRAFTER:
                 return self.drafters[fault.index]
             case _:
                 assert self.router is not None

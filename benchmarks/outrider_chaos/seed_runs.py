@@ -18,13 +18,13 @@ import grpc
 import torch
 
 from outrider.chaos.faults import Fault
-from outrider.chaos.schedule import Schedule
-from outrider.chaos.shrink import shrink
+from outrider.chaos.schedule import FaultSchedule
+from outrider.chaos.shrink import shrink_schedule
 from outrider.errors import InternalError
-from outrider.process_tuning import run, tune_process
-from outrider_chaos.killable_parts import Models
+from outrider.process_tuning import run_event_loop, tune_process
+from outrider_chaos.killable_parts import ChaosModels
 from outrider_chaos.parent_watch import end_with_parent
-from outrider_chaos.schedule_run import Oracle, Outcome, listen_in_calm, run_schedule
+from outrider_chaos.schedule_run import Baseline, RunOutcome, record_baseline, run_schedule
 from outrider_chaos.tiny_models import make_eagle3_head, make_target
 
 _LAYERS = 4
@@ -32,7 +32,7 @@ _LAYERS = 4
 _TRIES = 3
 """Runs of a schedule while it is shrunk: time is not part of a seed, and some faults are missed."""
 
-OnOutcome = Callable[[Outcome], None]
+OnOutcome = Callable[[RunOutcome], None]
 
 
 @contextmanager
@@ -70,22 +70,24 @@ def run_seeds(
         initargs=(target, head, slowness),
     ) as pool:
         try:
-            for outcome in pool.map(_run_here, map(Schedule.of, seeds)):
+            for outcome in pool.map(_run_here, map(FaultSchedule.from_seed, seeds)):
                 on_outcome(outcome)
         except BrokenProcessPool as error:
             detail = "a process that runs seeds died; what it logged is above"
             raise InternalError(detail, reason="WORKER_DIED") from error
 
 
-def replay(seed: int, target: Path, head: Path, *, shrinks: bool, slowness: float = 1.0) -> Outcome:
+def replay(
+    seed: int, target: Path, head: Path, *, shrinks: bool, slowness: float = 1.0
+) -> RunOutcome:
     """Run the schedule of a seed in this process, and if it fails the least that still does."""
     _prepare(target, head, slowness)
-    outcome = _run_here(Schedule.of(seed))
+    outcome = _run_here(FaultSchedule.from_seed(seed))
     if not shrinks or not outcome.violations:
         return outcome
     failed = {outcome.schedule: outcome}
 
-    def fails(schedule: Schedule) -> bool:
+    def fails(schedule: FaultSchedule) -> bool:
         for _ in range(_TRIES):
             again = _run_here(schedule)
             if again.violations:
@@ -93,15 +95,15 @@ def replay(seed: int, target: Path, head: Path, *, shrinks: bool, slowness: floa
                 return True
         return False
 
-    return failed[shrink(outcome.schedule, fails)]
+    return failed[shrink_schedule(outcome.schedule, fails)]
 
 
-class Tally:
+class SeedTally:
     """What many runs have shown, counted."""
 
     def __init__(self) -> None:
         self.runs = 0
-        self.failed: list[Outcome] = []
+        self.failed: list[RunOutcome] = []
         self.hits: Counter[str] = Counter()
         """Faults that found somebody, by role and by phase that was met."""
         self.promises: Counter[str] = Counter()
@@ -111,7 +113,7 @@ class Tally:
         self.preemptions = 0
         self.seconds = 0.0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: RunOutcome) -> None:
         """Take in a run."""
         self.runs += 1
         self.seconds += outcome.seconds
@@ -140,11 +142,11 @@ def _cells(hit: Sequence[Fault], missed: Sequence[Fault]) -> Iterator[str]:
         yield f"{fault.role} {'outside its phase' if fault in missed else fault.phase}"
 
 
-class _Process:
+class _SeedProcess:
     """What this process runs schedules with."""
 
-    models: Models
-    oracle: Oracle
+    models: ChaosModels
+    oracle: Baseline
 
 
 def _prepare_worker(target: Path, head: Path, slowness: float) -> None:
@@ -156,24 +158,24 @@ def _prepare_worker(target: Path, head: Path, slowness: float) -> None:
 def _prepare(target: Path, head: Path, slowness: float = 1.0) -> None:
     """Load the models, hear every text in calm, and keep the loop for all runs."""
     torch.set_num_threads(1)
-    _Process.models = Models.load(target, head, slowness)
-    _Process.oracle = run(listen_in_calm(_Process.models))
+    _SeedProcess.models = ChaosModels.load(target, head, slowness)
+    _SeedProcess.oracle = run_event_loop(record_baseline(_SeedProcess.models))
     # A process whose peers die all the time logs nothing else; what goes wrong in calm is logged.
     logging.disable(logging.CRITICAL)
     tune_process()
 
 
-def _run_here(schedule: Schedule) -> Outcome:
-    return run(_keeping_grpc(schedule))
+def _run_here(schedule: FaultSchedule) -> RunOutcome:
+    return run_event_loop(_holding_grpc(schedule))
 
 
-async def _keeping_grpc(schedule: Schedule) -> Outcome:
+async def _holding_grpc(schedule: FaultSchedule) -> RunOutcome:
     # As long as there is a channel gRPC keeps its descriptors, and none of them seems leaked.
     async with grpc.aio.insecure_channel("127.0.0.1:1"):
-        return await run_schedule(schedule, _Process.models, _Process.oracle)
+        return await run_schedule(schedule, _SeedProcess.models, _SeedProcess.oracle)
 
 
-def say(line: str) -> None:
+def print_progress(line: str) -> None:
     """A line of progress."""
     with contextlib.suppress(BrokenPipeError):
         sys.stderr.write(line + "\n")

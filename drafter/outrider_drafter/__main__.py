@@ -14,23 +14,23 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
-from outrider.extras import needs_packages
+from outrider.extras import explain_missing_packages
 from outrider.failure_event import report_failure
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
 from outrider.process_tuning import (
     add_tls_arguments,
-    in_brief_thread,
-    run,
+    run_event_loop,
+    run_in_short_thread,
+    set_openmp_spin,
     tune_process,
-    wait_awake_briefly,
 )
 from outrider.signals import stop_signals
-from outrider.spans import add_tracing_flags, exporting
-from outrider.timeline import recording
+from outrider.spans import add_tracing_flags, export_spans
+from outrider.timeline import record_timeline
 from outrider.watchdog import EXIT_GRACE_S, EXIT_NOTICE_S, EXIT_STALLED, exit_now, exit_within
 from outrider_drafter.config import DTYPES, DrafterConfig
 
@@ -70,12 +70,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--threads", type=int, help="threads of CPU operators")
     parser.add_argument(
-        "--lanes",
+        "--shared-memory",
         action=argparse.BooleanOptionalAction,
         help="exchange through shared memory on one host (the default)",
     )
-    parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
-    parser.add_argument("--drain-s", type=float, help="time to hand sessions over after SIGTERM")
+    parser.add_argument(
+        "--busy-polling-cores", type=int, help="cores kept from going idle while serving"
+    )
+    parser.add_argument(
+        "--drain-timeout-s", type=float, help="time to hand sessions over after SIGTERM"
+    )
     parser.add_argument("--drafter-id", metavar="NAME", help="stable name of this drafter")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
     parser.add_argument(
@@ -100,27 +104,29 @@ def make_parser() -> argparse.ArgumentParser:
 async def serve(config: DrafterConfig) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP, then hand the sessions over; or until a device is
     lost. The exit status."""
-    with AwakeCores.claim(config.awake_cores) as awake:
-        return await _serve(config, awake)
+    with BusyCores.claim(config.busy_polling_cores) as busy_cores:
+        return await _serve(config, busy_cores)
 
 
-async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
-    from outrider.transport.grpc import Access, GrpcDialer, GrpcServer, drafter_services
-    from outrider.transport.shm import join_lane
+async def _serve(config: DrafterConfig, busy_cores: BusyCores) -> int:
+    from outrider.transport.grpc import AccessRules, GrpcDialer, GrpcServer, drafter_services
+    from outrider.transport.shm import join_channel
     from outrider_drafter.server.build import build_service
     from outrider_drafter.slow_link import SlowDialer
 
     dialer: GrpcDialer | SlowDialer = GrpcDialer(tls=config.tls)
-    join = join_lane
+    join = join_channel
     if config.bench_exchange_delay_ms:
         dialer = SlowDialer(dialer, config.bench_exchange_delay_ms)
-        join = dialer.join_lane
-    service = await in_brief_thread(build_service, config, dialer, awake, join)
+        join = dialer.join_shm_channel
+    service = await run_in_short_thread(build_service, config, dialer, busy_cores, join)
     tune_process()
-    awake.adopt_thread()
+    busy_cores.adopt_thread()
     metrics_address = _serve_metrics(config, service.metrics.registry)
     ports = PortMetrics(service.metrics.registry)
-    access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
+    access = AccessRules(
+        tls=config.tls, on_refused=ports.count_refusal, on_handshake=ports.count_handshake
+    )
     server = GrpcServer(
         config.listen,
         drafter_services(service),
@@ -149,7 +155,9 @@ async def _serve(config: DrafterConfig, awake: AwakeCores) -> int:
         if not service.lost.is_set():
             logger.info("draining", extra={"sessions": service.num_sessions})
             # Who asks twice does not want to wait.
-            await _first(service.hand_over(config.drain_s), signals.get(), service.lost.wait())
+            await _first(
+                service.hand_over(config.drain_timeout_s), signals.get(), service.lost.wait()
+            )
         logger.info("stopping", extra={"sessions": service.num_sessions})
         if service.is_stalled:
             return EXIT_STALLED
@@ -183,10 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        wait_awake_briefly()
-        spans = exporting(config.tracing, "outrider-drafter", config.drafter_id)
-        with recording(config.trace_file, "drafter"), spans, needs_packages("outrider-drafter"):
-            status = run(serve(config))
+        set_openmp_spin()
+        spans = export_spans(config.tracing, "outrider-drafter", config.drafter_id)
+        with (
+            record_timeline(config.trace_file, "drafter"),
+            spans,
+            explain_missing_packages("outrider-drafter"),
+        ):
+            status = run_event_loop(serve(config))
         if status == EXIT_STALLED:
             # The end of the interpreter could wait for the thread that hangs.
             exit_now(status)

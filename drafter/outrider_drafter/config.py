@@ -10,7 +10,7 @@ from typing import Annotated
 from outrider.busy_polling import check_request
 from outrider.config import OneOf
 from outrider.grammar.limits import CompileLimits, MaskLimits
-from outrider.logs import LEVELS, check_level
+from outrider.logs import LOG_LEVELS, check_level
 from outrider.spans import TracingConfig
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import TlsConfig
@@ -30,9 +30,9 @@ def _require(ok: bool, message: str) -> None:
 class ReconnectConfig:
     """How a lost verifier is dialled again."""
 
-    first_s: float = 0.1
+    min_backoff_s: float = 0.1
     """Pause before the first new attempt; doubled at each further one, with jitter."""
-    max_s: float = 5.0
+    max_backoff_s: float = 5.0
     """Longest pause."""
     handshake_timeout_s: float = 5.0
     """Longest wait for the verifier's answer to `Hello`."""
@@ -40,7 +40,10 @@ class ReconnectConfig:
     """How long `attach` waits for the outcome of the first attempt; it goes on in any case."""
 
     def __post_init__(self) -> None:
-        _require(0.0 < self.first_s <= self.max_s, "0 < first_s <= max_s must hold")
+        _require(
+            0.0 < self.min_backoff_s <= self.max_backoff_s,
+            "0 < min_backoff_s <= max_backoff_s must hold",
+        )
         _require(self.handshake_timeout_s > 0.0, "handshake_timeout_s must be positive")
         _require(self.attach_wait_s >= 0.0, "attach_wait_s must not be negative")
 
@@ -80,10 +83,10 @@ class DrafterConfig:
     """Whether a CUDA device runs a head's drafts as captured graphs; off, kernel by kernel."""
     threads: int = 0
     """Threads of torch's CPU operators; 0 measures which number is fastest, on a CPU."""
-    awake_cores: int = 0
+    busy_polling_cores: int = 0
     """Cores kept from going idle while sessions are served, for threads that wake at once; with an
     accelerator only. A process that does rounds with others over gRPC uses 3."""
-    lanes: bool = True
+    shared_memory: bool = True
     """Whether to exchange with verifiers of this host through shared memory, from working thread to
     working thread (Linux); off, and with other hosts, over the connection."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
@@ -97,9 +100,9 @@ class DrafterConfig:
     on this machine. Port 0 takes a free one, "" serves none."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
     """Spans of requests, for OpenTelemetry."""
-    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
+    log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
     """Level of the log on stderr."""
-    drain_s: float = 10.0
+    drain_timeout_s: float = 10.0
     """After SIGTERM, how long routers may take to give its sessions to others."""
     stall_s: float = 10.0
     """Time without a step of drafting while there is something to draft, after which the drafting
@@ -109,7 +112,7 @@ class DrafterConfig:
     max_sessions: int = 1024
     """Sessions followed at most, which routers are told; beyond it the verifier with most of them
     gives up its least recently used one."""
-    look_ahead_in_time: bool = True
+    limit_look_ahead_time: bool = True
     """Whether look-ahead is cut to the time until the next verdict; off, passes are made whole."""
     max_context: int = 131072
     """Longest session followed, tokens."""
@@ -123,7 +126,7 @@ class DrafterConfig:
     from the host have up to 16384 of their own."""
     max_backlog: int = 4096
     """Messages of a verifier that may wait for the drafting thread before it is read no further."""
-    max_outbox: int = 1024
+    max_unsent_batches: int = 1024
     """Draft batches that may wait for a slow connection; beyond it the oldest are dropped."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """This process's certificate, for its own ports and for those that it connects to."""
@@ -160,15 +163,15 @@ class DrafterConfig:
             "max_context",
             "head_kv_rows",
             "max_backlog",
-            "max_outbox",
+            "max_unsent_batches",
         ):
             _require(getattr(self, name) > 0, f"{name} must be positive")
         _require(self.threads >= 0, "threads must not be negative")
-        _require(self.drain_s >= 0.0, "drain_s must not be negative")
+        _require(self.drain_timeout_s >= 0.0, "drain_timeout_s must not be negative")
         _require(0.0 <= self.stall_s < math.inf, "stall_s must be finite and not negative")
         check_level(self.log_level)
         self.tls.for_fleet()
-        check_request(self.awake_cores, self.device)
+        check_request(self.busy_polling_cores, self.device)
         _require(self.head_max_context >= 0, "head_max_context must not be negative")
         _require(self.draft_model_kv_tokens >= 0, "draft_model_kv_tokens must not be negative")
         _require(

@@ -14,7 +14,7 @@ _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _WINDOW = 256
 
 
-class Metrics:
+class DrafterMetrics:
     """All metrics of one drafter in one registry; written by one thread each."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Metrics:
             registry=registry,
         )
         self.branches = Counter(
-            "outrider_drafter_branches",
+            "outrider_drafter_outcome_drafts",
             "Drafts sent for outcomes that had not happened",
             ["method"],
             registry=registry,
@@ -109,7 +109,7 @@ class Metrics:
             registry=registry,
         )
         self.cut_look_aheads = Counter(
-            "outrider_drafter_cut_look_aheads",
+            "outrider_drafter_shortened_look_aheads",
             "Left out as verdicts were due: proposals not scored (pass), outcomes (slice)",
             ["part"],
             registry=registry,
@@ -128,7 +128,7 @@ class Metrics:
             registry=registry,
         )
 
-    def begin_at_zero(self, methods: Iterable[str]) -> None:
+    def init_series(self, methods: Iterable[str]) -> None:
         """Series whose labels are known are there from the start: a rate sees the first event."""
         by_method = (
             self.proposals,
@@ -149,7 +149,7 @@ class Metrics:
         for step in ("score", "branch"):
             self.look_ahead_seconds.labels(step)
 
-    def drafted(self, method: str, node_counts: NDArray[np.int64], seconds: float) -> None:
+    def record_drafts(self, method: str, node_counts: NDArray[np.int64], seconds: float) -> None:
         """Count the proposals of a batch, which took so long, by their nodes [n]."""
         made = int(np.count_nonzero(node_counts))
         if made < len(node_counts):

@@ -23,21 +23,21 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from outrider.errors import ConnectionLostError, OutriderError, UnavailableError
-from outrider.transport.shm import Lane, LaneListener, join_lane
-from outrider.wire.messages import LaneOffer
+from outrider.transport.shm import ShmChannel, ShmListener, join_channel
+from outrider.wire.messages import ShmOffer
 
 SPIN_S: Final = 0.0002
 """A sleep ends late by up to some 100 us: so long before something is due, the relay looks again
 and again instead."""
-_MOST_HELD: Final = 256 << 20
+_MAX_HELD: Final = 256 << 20
 """Bytes of one direction; beyond them its source is read no further."""
 _CONNECT_S: Final = 5.0
 _READ_BYTES: Final = 1 << 18
-_MOST_READS: Final = 16
+_MAX_READS: Final = 16
 """Reads of one end at once: it must not keep the others waiting."""
 
 
-class End(Protocol):
+class RelayEndpoint(Protocol):
     """One of the two that a link joins; a `Lane` is one. Nothing blocks."""
 
     def fileno(self) -> int:
@@ -45,7 +45,7 @@ class End(Protocol):
         ...
 
     @property
-    def unsent(self) -> int:
+    def num_unsent(self) -> int:
         """How much found no room yet; `flush` tries again."""
         ...
 
@@ -66,7 +66,7 @@ class End(Protocol):
         ...
 
 
-class Stream:
+class TcpEndpoint:
     """A TCP connection as an end."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -81,7 +81,7 @@ class Stream:
         return self._socket.fileno()
 
     @property
-    def unsent(self) -> int:
+    def num_unsent(self) -> int:
         """Pieces that found no room yet."""
         return len(self._unsent)
 
@@ -108,7 +108,7 @@ class Stream:
     def receive(self) -> list[bytes]:
         """What has come, in pieces. Raises ConnectionLostError at the end."""
         pieces: list[bytes] = []
-        while len(pieces) < _MOST_READS:
+        while len(pieces) < _MAX_READS:
             try:
                 piece = self._socket.recv(_READ_BYTES)
             except (BlockingIOError, InterruptedError):
@@ -127,10 +127,10 @@ class Stream:
         self._socket.close()
 
 
-class Direction:
+class RelayDirection:
     """From one end to the other: what has come and is not due yet, in order."""
 
-    def __init__(self, source: End, sink: End, delay_s: float) -> None:
+    def __init__(self, source: RelayEndpoint, sink: RelayEndpoint, delay_s: float) -> None:
         self.source, self.sink = source, sink
         self._delay_s = delay_s
         self._held: deque[tuple[float, bytes]] = deque()
@@ -140,7 +140,7 @@ class Direction:
     @property
     def reads(self) -> bool:
         """Whether its source is to be read."""
-        return self._ended_at is None and self._size < _MOST_HELD
+        return self._ended_at is None and self._size < _MAX_HELD
 
     @property
     def due(self) -> float | None:
@@ -150,7 +150,7 @@ class Direction:
     def over(self, now: float) -> bool:
         """Whether the end of its source is due at the other end, after all that came before."""
         ended = self._ended_at is not None and self._ended_at <= now
-        return ended and not self._held and not self.sink.unsent
+        return ended and not self._held and not self.sink.num_unsent
 
     def take_in(self, now: float) -> None:
         """Read the source."""
@@ -162,13 +162,13 @@ class Direction:
         self._held.extend((now + self._delay_s, frame) for frame in frames)
         self._size += sum(map(len, frames))
 
-    def let_go(self, now: float) -> None:
+    def deliver_due(self, now: float) -> None:
         """Hand over what is due. Raises ConnectionLostError when nobody is there to take it."""
         while self._held and self._held[0][0] <= now:
             frame = self._held.popleft()[1]
             self._size -= len(frame)
             self.sink.send(frame)
-        if self.sink.unsent:
+        if self.sink.num_unsent:
             self.sink.flush()
 
 
@@ -178,7 +178,7 @@ class Relay:
     def __init__(self, delay_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._delay_s = delay_s
         self._clock = clock
-        self._links: list[tuple[Direction, Direction]] = []
+        self._links: list[tuple[RelayDirection, RelayDirection]] = []
         self._listeners: dict[socket.socket, tuple[str, int]] = {}
 
     @property
@@ -186,10 +186,12 @@ class Relay:
         """Pairs of ends that are joined."""
         return len(self._links)
 
-    def join(self, one: End, other: End) -> None:
+    def join(self, one: RelayEndpoint, other: RelayEndpoint) -> None:
         """Carry what either of two ends says to the other one, until one of them ends."""
         delay_s = self._delay_s
-        self._links.append((Direction(one, other, delay_s), Direction(other, one, delay_s)))
+        self._links.append(
+            (RelayDirection(one, other, delay_s), RelayDirection(other, one, delay_s))
+        )
 
     def listen(self, host: str, port: int) -> str:
         """An address whose connections are carried to another. Raises OSError."""
@@ -206,7 +208,7 @@ class Relay:
         for direction in self._directions():
             if direction.reads:
                 readers.append(direction.source.fileno())
-            if direction.sink.unsent:
+            if direction.sink.num_unsent:
                 writers.append(direction.sink.fileno())
         ready = set(select.select(readers, writers, (), self._wait_s())[0])
         for link in list(self._links):
@@ -229,24 +231,26 @@ class Relay:
             listener.close()
         self._listeners.clear()
 
-    def _directions(self) -> list[Direction]:
+    def _directions(self) -> list[RelayDirection]:
         return [direction for link in self._links for direction in link]
 
     def _wait_s(self) -> float | None:
         """How long to sleep; None: until something comes."""
-        dues = [due for d in self._directions() if (due := d.due) is not None and not d.sink.unsent]
+        dues = [
+            due for d in self._directions() if (due := d.due) is not None and not d.sink.num_unsent
+        ]
         if not dues:
             return None
         return max(0.0, min(dues) - self._clock() - SPIN_S)
 
-    def _carry(self, link: tuple[Direction, Direction], ready: set[int]) -> bool:
+    def _carry(self, link: tuple[RelayDirection, RelayDirection], ready: set[int]) -> bool:
         """Whether the link still stands."""
         for direction in link:
             if direction.reads and direction.source.fileno() in ready:
                 direction.take_in(self._clock())
         try:
             for direction in link:
-                direction.let_go(self._clock())
+                direction.deliver_due(self._clock())
         except OutriderError:
             return False
         return not any(direction.over(self._clock()) for direction in link)
@@ -261,10 +265,10 @@ class Relay:
         except OSError:
             caller.close()
             return
-        self.join(Stream(caller), Stream(called))
+        self.join(TcpEndpoint(caller), TcpEndpoint(called))
 
 
-def obey(relay: Relay, order: str, answer: Callable[[str], None]) -> None:
+def handle_command(relay: Relay, order: str, answer: Callable[[str], None]) -> None:
     """Do what a line says; the answer goes out as soon as the asker may act on it."""
     try:
         match order.split():
@@ -272,9 +276,9 @@ def obey(relay: Relay, order: str, answer: Callable[[str], None]) -> None:
                 host, _, port = address.rpartition(":")
                 answer(relay.listen(host.strip("[]"), int(port)))
             case ["lane", name, token]:
-                far = join_lane(LaneOffer(name=name, token=bytes.fromhex(token)))
+                far = join_channel(ShmOffer(name=name, token=bytes.fromhex(token)))
                 try:
-                    near = asyncio.run(_lane_of_asker(answer))
+                    near = asyncio.run(_shm_channel_of_asker(answer))
                 except BaseException:
                     far.close()
                     raise
@@ -285,14 +289,14 @@ def obey(relay: Relay, order: str, answer: Callable[[str], None]) -> None:
         answer(f"error {error}")
 
 
-async def _lane_of_asker(answer: Callable[[str], None]) -> Lane:
-    listener = LaneListener.open()
+async def _shm_channel_of_asker(answer: Callable[[str], None]) -> ShmChannel:
+    listener = ShmListener.open()
     if listener is None:
         raise UnavailableError("this system has no lanes", reason="NO_LANES")
     try:
-        offer = listener.offer()
+        offer = listener.make_offer()
         answer(f"{offer.name} {offer.token.hex()}")
-        return await listener.joined(offer)
+        return await listener.wait_joined(offer)
     finally:
         listener.close()
 
@@ -314,7 +318,7 @@ def main(delay_ms: float) -> None:
                 break
             *orders, said = (said + more).split(b"\n")
             for order in orders:
-                obey(relay, order.decode(), answer)
+                handle_command(relay, order.decode(), answer)
     relay.close()
 
 

@@ -15,8 +15,8 @@ from outrider.transport.interface import (
     DrafterControl,
     VerifierControl,
 )
-from outrider.transport.shm import Lane, join_lane
-from outrider.wire.messages import LaneOffer
+from outrider.transport.shm import ShmChannel, join_channel
+from outrider.wire.messages import ShmOffer
 
 _STOP_S = 2.0
 
@@ -50,11 +50,11 @@ class SlowDialer:
             self._detours[verifier_address] = detour
         return await self._dialer.exchange(detour)
 
-    def join_lane(self, offer: LaneOffer) -> Lane:
+    def join_shm_channel(self, offer: ShmOffer) -> ShmChannel:
         """Join the lane that a peer offers, through the relay; blocks for a moment. Raises
         UnavailableError, or InvalidMessageError for memory that is no good."""
         name, _, token = self._ask(f"lane {offer.name} {offer.token.hex()}").partition(" ")
-        return join_lane(LaneOffer(name=name, token=bytes.fromhex(token)))
+        return join_channel(ShmOffer(name=name, token=bytes.fromhex(token)))
 
     async def verifier(self, address: str) -> VerifierControl:
         """A control client of the verifier at `address`."""

@@ -6,6 +6,6 @@ poll, up to 200 us in a virtual machine. See docs/decisions/0012-awake-cores.md.
 """
 
 from outrider.busy_polling.core_selection import check_request
-from outrider.busy_polling.cores import AwakeCores
+from outrider.busy_polling.cores import BusyCores
 
-__all__ = ["AwakeCores", "check_request"]
+__all__ = ["BusyCores", "check_request"]

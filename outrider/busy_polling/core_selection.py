@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Set
 def check_request(count: int, device: str) -> None:
     """Raise ValueError for a number of awake cores that a process on this device cannot have."""
     if count < 0:
-        raise ValueError("awake_cores must not be negative")
+        raise ValueError("busy_polling_cores must not be negative")
     if count and device == "cpu":
         raise ValueError(
-            "awake_cores needs an accelerator: a model on the CPU computes on all cores"
+            "busy_polling_cores needs an accelerator: a model on the CPU computes on all cores"
         )
 
 
-def order_of(allowed: Iterable[int], siblings: Mapping[int, Set[int]]) -> list[int]:
+def claim_order(allowed: Iterable[int], siblings: Mapping[int, Set[int]]) -> list[int]:
     """Cores in the order in which they are to be claimed: the highest first (interrupts tend to go
     to the lowest), and a second hardware thread of a physical core only after all first ones.
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from outrider.busy_polling.core_selection import order_of, parse_core_list
+from outrider.busy_polling.core_selection import claim_order, parse_core_list
 from outrider.busy_polling.polling_process import SLEEP, SPIN
 from outrider.errors import FailedPreconditionError
 
@@ -22,7 +22,7 @@ _SPINNER = Path(__file__).with_name("spin.py")
 _STOP_S = 2.0
 
 
-class AwakeCores:
+class BusyCores:
     """Cores of this process alone (among its kind), awake while `keep(True)` holds.
 
     Without cores every method does nothing. A context manager that closes. Linux only.
@@ -40,14 +40,16 @@ class AwakeCores:
         ]
 
     @classmethod
-    def claim(cls, count: int) -> AwakeCores:
+    def claim(cls, count: int) -> BusyCores:
         """Take `count` cores out of those that this process may run on and no other process of its
         kind has claimed. Raises FailedPreconditionError where there are fewer."""
         if count and not hasattr(os, "SCHED_IDLE"):
-            raise FailedPreconditionError("awake_cores needs Linux", reason="NO_AWAKE_CORES")
+            raise FailedPreconditionError(
+                "busy_polling_cores needs Linux", reason="NO_BUSY_POLLING_CORES"
+            )
         allowed = os.sched_getaffinity(0) if count else set()
         claims: dict[int, socket.socket] = {}
-        for core in order_of(allowed, {core: _siblings(core) for core in allowed}):
+        for core in claim_order(allowed, {core: _siblings(core) for core in allowed}):
             if len(claims) == count:
                 break
             claim = _claim(core)
@@ -57,13 +59,13 @@ class AwakeCores:
             for claim in claims.values():
                 claim.close()
             raise FailedPreconditionError(
-                f"awake_cores is {count}, but only {len(claims)} of the {len(allowed)} cores that "
-                "this process may use are unclaimed",
-                reason="NO_AWAKE_CORES",
+                f"busy_polling_cores is {count}, but only {len(claims)} of the {len(allowed)} "
+                "cores that this process may use are unclaimed",
+                reason="NO_BUSY_POLLING_CORES",
             )
         return cls(claims)
 
-    def __enter__(self) -> AwakeCores:
+    def __enter__(self) -> BusyCores:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,16 +76,16 @@ class AwakeCores:
         if self.cores:
             os.sched_setaffinity(0, self.cores)
 
-    def keep(self, awake: bool) -> None:
+    def set_busy(self, busy_cores: bool) -> None:
         """Keep the cores awake, or let them sleep; repeating the last order costs nothing."""
-        if awake == self._kept:
+        if busy_cores == self._kept:
             return
-        self._kept = awake
+        self._kept = busy_cores
         for spinner in self._spinners:
             assert spinner.stdin is not None
             # A spinner that was killed is missed by nobody but the clock.
             with contextlib.suppress(OSError):
-                os.write(spinner.stdin.fileno(), SPIN if awake else SLEEP)
+                os.write(spinner.stdin.fileno(), SPIN if busy_cores else SLEEP)
 
     def close(self) -> None:
         """End the spinners and give the cores up; idempotent."""

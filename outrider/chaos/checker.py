@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from outrider.chaos.history import End, History
+from outrider.chaos.history import ClientHistory, StreamResult
 from outrider.errors import DeadlineExceededError, InternalError, OutriderError
 from outrider.wire.messages import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class ExpectedAnswer:
     """What a client hears in calm."""
 
     token_ids: tuple[int, ...]
@@ -22,7 +22,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
+class CheckViolation:
     """A promise that was not kept."""
 
     promise: str
@@ -33,42 +33,44 @@ class Violation:
         return f"{self.promise}: {self.detail}"
 
 
-Allowed = Callable[[OutriderError], bool]
+AllowedError = Callable[[OutriderError], bool]
 """Whether a client may hear this error."""
 
 
-def check(history: History, expected: Expected, *, allowed: Allowed) -> list[Violation]:
+def check_history(
+    history: ClientHistory, expected: ExpectedAnswer, *, allowed: AllowedError
+) -> list[CheckViolation]:
     """What is wrong with a client's history."""
     found = _check_text(history, expected)
     match history.end:
-        case End.FINISHED:
+        case StreamResult.FINISHED:
             found += _check_finish(history, expected)
-        case End.HUNG:
-            found.append(Violation(promise="hang", detail=str(history)))
-        case End.CRASHED:
-            found.append(Violation(promise="error", detail=f"not a typed error: {history}"))
-        case End.FAILED if not _permitted(history.error, allowed):
-            found.append(Violation(promise="error", detail=str(history)))
+        case StreamResult.HUNG:
+            found.append(CheckViolation(promise="hang", detail=str(history)))
+        case StreamResult.CRASHED:
+            found.append(CheckViolation(promise="error", detail=f"not a typed error: {history}"))
+        case StreamResult.FAILED if not _permitted(history.error, allowed):
+            found.append(CheckViolation(promise="error", detail=str(history)))
     return found
 
 
-def never(_error: OutriderError) -> bool:
+def allow_none(_error: OutriderError) -> bool:
     """No error is allowed."""
     return False
 
 
-def reasons(allowed: Collection[str]) -> Allowed:
+def allow_reasons(allowed: Collection[str]) -> AllowedError:
     """Errors with these reasons are allowed."""
     return lambda error: error.reason in allowed
 
 
-def _permitted(error: BaseException | None, allowed: Allowed) -> bool:
+def _permitted(error: BaseException | None, allowed: AllowedError) -> bool:
     # A bug is never what was to be expected, and a deadline that nobody set is a hang.
     hopeless = isinstance(error, InternalError | DeadlineExceededError)
     return isinstance(error, OutriderError) and not hopeless and allowed(error)
 
 
-def _check_text(history: History, expected: Expected) -> list[Violation]:
+def _check_text(history: ClientHistory, expected: ExpectedAnswer) -> list[CheckViolation]:
     """Everything that was heard is the beginning of the expected text, once and in order."""
     if not expected.exact:
         return []
@@ -76,31 +78,35 @@ def _check_text(history: History, expected: Expected) -> list[Violation]:
     found = []
     if ids != expected.token_ids[: len(ids)]:
         found.append(
-            Violation(promise="text", detail=_divergence(history.number, ids, expected.token_ids))
+            CheckViolation(
+                promise="text", detail=_divergence(history.number, ids, expected.token_ids)
+            )
         )
     elif text != expected.text[: len(text)]:
         detail = _divergence(history.number, tuple(text), tuple(expected.text))
-        found.append(Violation(promise="text", detail=f"same ids, other characters: {detail}"))
+        found.append(CheckViolation(promise="text", detail=f"same ids, other characters: {detail}"))
     return found
 
 
-def _check_finish(history: History, expected: Expected) -> list[Violation]:
+def _check_finish(history: ClientHistory, expected: ExpectedAnswer) -> list[CheckViolation]:
     if history.finish is None:
-        return [Violation(promise="end", detail=f"{history} without a finish")]
+        return [CheckViolation(promise="end", detail=f"{history} without a finish")]
     usage, heard = history.finish.usage.completion_tokens, len(history.token_ids)
     found = []
     if usage != heard:
         found.append(
-            Violation(promise="end", detail=f"{history}: usage says {usage} tokens, heard {heard}")
+            CheckViolation(
+                promise="end", detail=f"{history}: usage says {usage} tokens, heard {heard}"
+            )
         )
     if not expected.exact:
         return found
     if history.finish.reason is not expected.reason:
         detail = f"{history}: {history.finish.reason}, expected {expected.reason}"
-        found.append(Violation(promise="end", detail=detail))
+        found.append(CheckViolation(promise="end", detail=detail))
     if heard < len(expected.token_ids) or len(history.text) < len(expected.text):
         detail = f"{history}: {len(expected.token_ids)} tokens were expected"
-        found.append(Violation(promise="text", detail=detail))
+        found.append(CheckViolation(promise="text", detail=detail))
     return found
 
 

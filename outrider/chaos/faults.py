@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Role(StrEnum):
+class FaultRole(StrEnum):
     """Whom a fault hits."""
 
     DRAFTER = "drafter"
@@ -15,7 +15,7 @@ class Role(StrEnum):
     CLIENT = "client"
 
 
-class Phase(StrEnum):
+class SessionPhase(StrEnum):
     """What a session is in when a fault hits."""
 
     PREFILL = "prefill"
@@ -30,7 +30,7 @@ class Phase(StrEnum):
     """A verifier was told to end."""
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     """What happens."""
 
     KILL = "kill"
@@ -64,16 +64,48 @@ class Kind(StrEnum):
     """The client does not read for a while."""
 
 
-MANGLING = (Kind.LOSE, Kind.DUPLICATE, Kind.REORDER, Kind.CORRUPT, Kind.TRUNCATE)
+FRAME_FAULTS = (
+    FaultKind.LOSE,
+    FaultKind.DUPLICATE,
+    FaultKind.REORDER,
+    FaultKind.CORRUPT,
+    FaultKind.TRUNCATE,
+)
 """Faults of single messages. Only the exchange of drafter and verifier stands them: there a message
 is worth what its digest says. Streams of sessions rest on an ordered, checked transport."""
-LINKS = (Kind.PARTITION, Kind.ONE_WAY, Kind.DELAY, Kind.CUT)
+LINK_FAULTS = (FaultKind.PARTITION, FaultKind.ONE_WAY, FaultKind.DELAY, FaultKind.CUT)
 
-KINDS: dict[Role, tuple[Kind, ...]] = {
-    Role.DRAFTER: (Kind.KILL, Kind.TERMINATE, Kind.STOP, Kind.DEVICE_LOST, *LINKS, *MANGLING),
-    Role.VERIFIER: (Kind.KILL, Kind.TERMINATE, Kind.STOP, Kind.DEVICE_LOST, *LINKS),
-    Role.ROUTER: (Kind.KILL, Kind.TERMINATE, Kind.STOP, Kind.DISK_FULL, Kind.PARTITION, Kind.CUT),
-    Role.CLIENT: (Kind.KILL, Kind.CANCEL, Kind.DEADLINE, Kind.SLOW, Kind.CUT),
+FAULTS_BY_ROLE: dict[FaultRole, tuple[FaultKind, ...]] = {
+    FaultRole.DRAFTER: (
+        FaultKind.KILL,
+        FaultKind.TERMINATE,
+        FaultKind.STOP,
+        FaultKind.DEVICE_LOST,
+        *LINK_FAULTS,
+        *FRAME_FAULTS,
+    ),
+    FaultRole.VERIFIER: (
+        FaultKind.KILL,
+        FaultKind.TERMINATE,
+        FaultKind.STOP,
+        FaultKind.DEVICE_LOST,
+        *LINK_FAULTS,
+    ),
+    FaultRole.ROUTER: (
+        FaultKind.KILL,
+        FaultKind.TERMINATE,
+        FaultKind.STOP,
+        FaultKind.DISK_FULL,
+        FaultKind.PARTITION,
+        FaultKind.CUT,
+    ),
+    FaultRole.CLIENT: (
+        FaultKind.KILL,
+        FaultKind.CANCEL,
+        FaultKind.DEADLINE,
+        FaultKind.SLOW,
+        FaultKind.CUT,
+    ),
 }
 """What can happen to whom. A drafter's links are those to the verifiers, a verifier's those to the
 router, a router's those to the drafters (a cut: to its clients too)."""
@@ -83,11 +115,11 @@ router, a router's those to the drafters (a cut: to its clients too)."""
 class Fault:
     """One thing that goes wrong."""
 
-    kind: Kind
-    role: Role
+    kind: FaultKind
+    role: FaultRole
     index: int = 0
     """Which of that role; of clients, the request of that number."""
-    phase: Phase = Phase.ROUND
+    phase: SessionPhase = SessionPhase.ROUND
     """When: as soon as a session is in it, after `after` tokens of all clients."""
     after: int = 0
     lasts_s: float = 0.05
@@ -103,7 +135,10 @@ class Fault:
         )
 
 
-CELLS: tuple[tuple[Kind, Role, Phase], ...] = tuple(
-    (kind, role, phase) for role, kinds in KINDS.items() for kind in kinds for phase in Phase
+CELLS: tuple[tuple[FaultKind, FaultRole, SessionPhase], ...] = tuple(
+    (kind, role, phase)
+    for role, kinds in FAULTS_BY_ROLE.items()
+    for kind in kinds
+    for phase in SessionPhase
 )
 """Every fault in every phase."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from outrider.chaos.faults import MANGLING, Kind
+from outrider.chaos.faults import FRAME_FAULTS, FaultKind
 
 MAX_FLIPS = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class Mangling:
+class FrameFaults:
     """What one direction of a link does to its frames."""
 
-    kind: Kind
+    kind: FaultKind
     share: float
     """Of the frames."""
     rng: random.Random
@@ -22,7 +22,7 @@ class Mangling:
     """A frame that waits to be overtaken."""
 
     def __post_init__(self) -> None:
-        assert self.kind in MANGLING, self.kind
+        assert self.kind in FRAME_FAULTS, self.kind
 
     def frames(self, frame: bytes) -> list[bytes]:
         """What arrives in place of a frame."""
@@ -32,20 +32,20 @@ class Mangling:
         if self.rng.random() >= self.share:
             return [frame]
         match self.kind:
-            case Kind.LOSE:
+            case FaultKind.LOSE:
                 return []
-            case Kind.DUPLICATE:
+            case FaultKind.DUPLICATE:
                 return [frame, frame]
-            case Kind.REORDER:
+            case FaultKind.REORDER:
                 self.held = frame
                 return []
-            case Kind.CORRUPT:
-                return [flipped(frame, self.rng)]
+            case FaultKind.CORRUPT:
+                return [flip_bits(frame, self.rng)]
             case _:
                 return [frame[: self.rng.randrange(len(frame) + 1)]]
 
 
-def flipped(frame: bytes, rng: random.Random) -> bytes:
+def flip_bits(frame: bytes, rng: random.Random) -> bytes:
     """A frame in which a few bits are others."""
     changed = bytearray(frame)
     for _ in range(rng.randint(1, MAX_FLIPS) if changed else 0):

@@ -10,8 +10,8 @@ import time
 
 from outrider.chaos.fuzz import MAX_DECODE_S, FuzzReport
 from outrider.errors import ConnectionLostError
-from outrider.transport.shm.channel import Lane
-from outrider.transport.shm.ring_buffer import RING_BYTES, Ring
+from outrider.transport.shm.channel import ShmChannel
+from outrider.transport.shm.ring_buffer import RING_BYTES, RingBuffer
 from outrider.wire.codec import decode_drafter_messages
 
 PORT = "lane"
@@ -21,7 +21,7 @@ _PLACES = (0, 1, 4096, RING_BYTES - 1, RING_BYTES, RING_BYTES + 1, 2**31, 2**63,
 _MAX_BYTES = 512
 
 
-def fuzz_lane(frames: int, *, seed: int) -> FuzzReport:
+def fuzz_shm_channel(frames: int, *, seed: int) -> FuzzReport:
     """Send so many packets to one end of lanes; a lane that is lost is followed by another."""
     report, rng = FuzzReport(), random.Random(seed)
     ring, other = _ring(), _ring()
@@ -30,11 +30,11 @@ def fuzz_lane(frames: int, *, seed: int) -> FuzzReport:
         ours, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, peer:
             peer.setblocking(False)
-            lane = Lane(ours, other, ring)
+            shm_channel = ShmChannel(ours, other, ring)
             while left > 0:
                 packets = [_packet(rng) for _ in range(min(left, _PACKETS))]
                 left -= len(packets)
-                if not _receives(lane, peer, packets, report):
+                if not _receives(shm_channel, peer, packets, report):
                     break
     report.frames[PORT] += frames
     ring.close()
@@ -42,13 +42,15 @@ def fuzz_lane(frames: int, *, seed: int) -> FuzzReport:
     return report
 
 
-def _receives(lane: Lane, peer: socket.socket, packets: list[bytes], report: FuzzReport) -> bool:
+def _receives(
+    shm_channel: ShmChannel, peer: socket.socket, packets: list[bytes], report: FuzzReport
+) -> bool:
     """Whether the lane stands these packets."""
     began = time.thread_time()
     try:
         for packet in packets:
             peer.send(packet)
-        for frame in lane.receive():
+        for frame in shm_channel.receive():
             report.accepted[PORT] += 1
             decode_drafter_messages(frame)
         return True
@@ -79,9 +81,9 @@ def _packet(rng: random.Random) -> bytes:
     return packet if form < 0.99 else packet + rng.randbytes(rng.randrange(3))
 
 
-def _ring() -> Ring:
-    descriptor = Ring.make()
+def _ring() -> RingBuffer:
+    descriptor = RingBuffer.create_memory()
     try:
-        return Ring.of(descriptor)
+        return RingBuffer.from_descriptor(descriptor)
     finally:
         os.close(descriptor)

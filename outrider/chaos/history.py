@@ -10,7 +10,7 @@ from outrider.errors import OutriderError
 from outrider.wire.inference import Delta, FinishInfo
 
 
-class End(StrEnum):
+class StreamResult(StrEnum):
     """How a client's reading ended."""
 
     FINISHED = "finished"
@@ -24,7 +24,7 @@ class End(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Heard:
+class ReceivedEvent:
     """Something that a client heard."""
 
     at: float
@@ -34,15 +34,15 @@ class Heard:
 
 
 @dataclass(slots=True, kw_only=True)
-class History:
+class ClientHistory:
     """One client's, from its request to its end."""
 
     number: int
     """Of the request."""
     began: float = 0.0
-    heard: list[Heard] = field(default_factory=list)
+    heard: list[ReceivedEvent] = field(default_factory=list)
     finish: FinishInfo | None = None
-    end: End = End.HUNG
+    end: StreamResult = StreamResult.HUNG
     error: BaseException | None = None
     ended: float = 0.0
 
@@ -62,22 +62,22 @@ class History:
         times = [self.began, *(heard.at for heard in self.heard)]
         return [later - earlier for earlier, later in itertools.pairwise(times)]
 
-    def add(self, delta: Delta, at: float) -> None:
+    def add_delta(self, delta: Delta, at: float) -> None:
         """Note a delta."""
-        self.heard.append(Heard(at=at, token_ids=delta.token_ids, text=delta.text))
+        self.heard.append(ReceivedEvent(at=at, token_ids=delta.token_ids, text=delta.text))
 
     def finished(self, finish: FinishInfo | None, at: float) -> None:
         """The stream ended by itself."""
-        self.finish, self.ended, self.end = finish, at, End.FINISHED
+        self.finish, self.ended, self.end = finish, at, StreamResult.FINISHED
 
     def failed(self, error: BaseException, at: float) -> None:
         """The stream ended with an error."""
         self.error, self.ended = error, at
-        self.end = End.FAILED if isinstance(error, OutriderError) else End.CRASHED
+        self.end = StreamResult.FAILED if isinstance(error, OutriderError) else StreamResult.CRASHED
 
     def left(self, at: float) -> None:
         """The client ended it."""
-        self.ended, self.end = at, End.LEFT
+        self.ended, self.end = at, StreamResult.LEFT
 
     def __str__(self) -> str:
         error = "" if self.error is None else f": {type(self.error).__name__}: {self.error}"

@@ -7,8 +7,8 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from outrider.chaos.checker import Expected, Violation, check, never
-from outrider.chaos.history import History
+from outrider.chaos.checker import CheckViolation, ExpectedAnswer, allow_none, check_history
+from outrider.chaos.history import ClientHistory
 from outrider.client import AsyncClient
 from outrider.client.options import GenerateOptions
 
@@ -26,28 +26,28 @@ SAMPLINGS: tuple[GenerateOptions, ...] = (
 
 
 @dataclass(slots=True)
-class Load:
+class ChaosLoad:
     """Questions whose answers were heard in calm, and what is heard of them later."""
 
     address: str
     max_tokens: int
     timeout_s: float
-    expected: dict[tuple[int, int], Expected] = field(default_factory=dict)
+    expected: dict[tuple[int, int], ExpectedAnswer] = field(default_factory=dict)
     """By prompt and sampling."""
-    histories: list[History] = field(default_factory=list)
-    violations: list[Violation] = field(default_factory=list)
+    histories: list[ClientHistory] = field(default_factory=list)
+    violations: list[CheckViolation] = field(default_factory=list)
 
-    async def listen_in_calm(self) -> None:
+    async def record_baseline(self) -> None:
         """Ask everything once. Raises OutriderError if that fails."""
         async with AsyncClient(self.address, timeout_s=self.timeout_s) as client:
             for prompt, text in enumerate(PROMPTS):
                 for number, sampling in enumerate(SAMPLINGS):
                     answer = await client.generate(text, **self._options(sampling))
-                    self.expected[prompt, number] = Expected(
+                    self.expected[prompt, number] = ExpectedAnswer(
                         token_ids=answer.token_ids, text=answer.text, reason=answer.finish.reason
                     )
 
-    async def run(self, clients: int, until: float, seed: int) -> None:
+    async def run_clients(self, clients: int, until: float, seed: int) -> None:
         """Let so many clients ask until the clock's time `until`; all answers are waited for."""
         await asyncio.gather(*(self._ask_on(until, seed + number) for number in range(clients)))
 
@@ -56,19 +56,21 @@ class Load:
         async with AsyncClient(self.address, timeout_s=self.timeout_s) as client:
             while time.monotonic() < until:
                 what = (rng.randrange(len(PROMPTS)), rng.randrange(len(SAMPLINGS)))
-                history = History(number=len(self.histories))
+                history = ClientHistory(number=len(self.histories))
                 self.histories.append(history)
                 await self._ask(client, what, history)
-                self.violations += check(history, self.expected[what], allowed=never)
+                self.violations += check_history(history, self.expected[what], allowed=allow_none)
 
-    async def _ask(self, client: AsyncClient, what: tuple[int, int], history: History) -> None:
+    async def _ask(
+        self, client: AsyncClient, what: tuple[int, int], history: ClientHistory
+    ) -> None:
         history.began = time.monotonic()
         prompt, number = what
         try:
             stream = client.stream(PROMPTS[prompt], **self._options(SAMPLINGS[number]))
             async with stream:
                 async for delta in stream:
-                    history.add(delta, time.monotonic())
+                    history.add_delta(delta, time.monotonic())
             history.finished(stream.finish, time.monotonic())
         except Exception as error:
             history.failed(error, time.monotonic())

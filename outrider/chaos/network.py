@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from outrider.chaos.frame_faults import Mangling
+from outrider.chaos.frame_faults import FrameFaults
 from outrider.errors import (
     AlreadyExistsError,
     ConnectionLostError,
@@ -19,8 +19,8 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.transport.bounded_queue import Mailbox
-from outrider.transport.error_codec import typed
+from outrider.transport.bounded_queue import BoundedQueue
+from outrider.transport.error_codec import to_typed_error
 from outrider.transport.framed_connection import drafter_end, router_end, serving_end, verifier_end
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.transport.interface import DrafterConnection, RouterConnection
@@ -34,14 +34,14 @@ def _lost(peer: str) -> ConnectionLostError:
     return ConnectionLostError(f"lost {peer}", reason="PEER_LOST")
 
 
-class Way:
+class NetworkDirection:
     """One direction between two processes, for all that goes that way."""
 
     def __init__(self) -> None:
         self._blocks = 0
         self._changed = asyncio.Event()
         self.delay_s = 0.0
-        self.mangling: Mangling | None = None
+        self.mangling: FrameFaults | None = None
         """What happens to frames of exchanges."""
 
     def block(self) -> None:
@@ -54,7 +54,7 @@ class Way:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def passes(self) -> None:
+    async def wait_transit(self) -> None:
         """Wait as long as something takes on its way."""
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
@@ -65,23 +65,23 @@ class Way:
 class _Pipe:
     """One direction of a connection."""
 
-    def __init__(self, way: Way, *, mangles: bool) -> None:
+    def __init__(self, way: NetworkDirection, *, mangles: bool) -> None:
         self._way = way
         self._mangles = mangles
-        self.sent: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
-        self.arrived: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
+        self.sent: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
+        self.arrived: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
 
     async def run(self) -> None:
         """Carry frames until the sender is gone and all of its frames have arrived."""
         try:
             while True:
                 frame = await self.sent.get()
-                await self._way.passes()
+                await self._way.wait_transit()
                 mangling = self._way.mangling if self._mangles else None
                 for one in [frame] if mangling is None else mangling.frames(bytes(frame)):
                     await self.arrived.put(one)
         except OutriderError as end:
-            await self._way.passes()
+            await self._way.wait_transit()
             self.arrived.close(end)
 
     def cut(self, peer: str) -> None:
@@ -89,7 +89,7 @@ class _Pipe:
         self.sent.close(_lost(peer), discard=True)
 
 
-class _End:
+class _NetworkEnd:
     """One end of a connection, as frames."""
 
     def __init__(self, peer: str, out: _Pipe, into: _Pipe) -> None:
@@ -102,13 +102,13 @@ class _End:
     async def send(self, frame: bytes) -> None:
         await self._out.sent.put(frame)
 
-    def offer(self, *frames: bytes) -> bool:
-        return self._out.sent.offer(*frames)
+    def try_send(self, *frames: bytes) -> bool:
+        return self._out.sent.try_put(*frames)
 
     async def receive(self) -> bytes | memoryview:
         return await self._into.arrived.get()
 
-    def ready(self) -> list[bytes | memoryview]:
+    def receive_ready(self) -> list[bytes | memoryview]:
         return self._into.arrived.take_all()
 
     async def close(self) -> None:
@@ -141,11 +141,11 @@ class ChaosNetwork:
         self._heartbeat = heartbeat
         self._endpoints: dict[str, Any] = {}
         self._callers: dict[str, ChaosDialer] = {}
-        self._ways: dict[tuple[str, str], Way] = {}
+        self._ways: dict[tuple[str, str], NetworkDirection] = {}
         self._connections: dict[_Connection, tuple[str, str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serve(self, name: str, endpoint: object) -> None:
+    def serve_process(self, name: str, endpoint: object) -> None:
         """Make a process reachable."""
         if name in self._endpoints:
             raise AlreadyExistsError(f"{name} is taken", reason="ADDRESS_IN_USE")
@@ -159,14 +159,14 @@ class ChaosNetwork:
         dialer = self._callers[caller] = ChaosDialer(self, caller)
         return dialer
 
-    def way(self, source: str, target: str) -> Way:
+    def direction(self, source: str, target: str) -> NetworkDirection:
         """The direction from one process to another."""
-        return self._ways.setdefault((source, target), Way())
+        return self._ways.setdefault((source, target), NetworkDirection())
 
-    def ways_of(self, name: str, others: list[str]) -> list[Way]:
+    def directions_between(self, name: str, others: list[str]) -> list[NetworkDirection]:
         """Both directions between one process and others."""
         pairs = [pair for other in others for pair in ((name, other), (other, name))]
-        return [self.way(*pair) for pair in pairs]
+        return [self.direction(*pair) for pair in pairs]
 
     def kill(self, name: str) -> None:
         """A process is gone: its connections end, and whatever it still does reaches nobody."""
@@ -178,7 +178,7 @@ class ChaosNetwork:
             if name in pair:
                 connection.cut(*pair)
 
-    def cut(self, one: str, other: str) -> None:
+    def cut_connections(self, one: str, other: str) -> None:
         """End every connection between two processes; what is on its way is lost."""
         for connection, pair in list(self._connections.items()):
             if set(pair) == {one, other}:
@@ -198,31 +198,35 @@ class ChaosNetwork:
             raise UnavailableError(f"nothing serves {name}", reason="UNREACHABLE")
         return self._endpoints[name]
 
-    def connect(self, caller: str, host: str, serve: str, *, mangles: bool) -> tuple[_End, _End]:
+    def connect(
+        self, caller: str, host: str, serve: str, *, mangles: bool
+    ) -> tuple[_NetworkEnd, _NetworkEnd]:
         """Both ends, the caller's first, of a new connection whose frames are carried.
 
         `serve` is the method of the host's endpoint that is given the other end.
         """
-        there = _Pipe(self.way(caller, host), mangles=mangles)
-        back = _Pipe(self.way(host, caller), mangles=mangles)
+        there = _Pipe(self.direction(caller, host), mangles=mangles)
+        back = _Pipe(self.direction(host, caller), mangles=mangles)
         connection = _Connection(there, back)
         self._connections[connection] = (caller, host)
-        near, far = _End(host, there, back), _End(caller, back, there)
+        near, far = _NetworkEnd(host, there, back), _NetworkEnd(caller, back, there)
         carrying = [self._start(pipe.run()) for pipe in (there, back)]
         for task in carrying:
             task.add_done_callback(partial(self._forget, connection, carrying))
         self._start(self._serve(getattr(self.endpoint(host), serve), serve, far))
         return near, far
 
-    def exchange_end(self, frames: _End) -> DrafterConnection:
+    def exchange_end(self, frames: _NetworkEnd) -> DrafterConnection:
         """A drafter's end of an exchange."""
         return drafter_end(frames, self._heartbeat)
 
-    def router_end(self, frames: _End) -> RouterConnection:
+    def router_end(self, frames: _NetworkEnd) -> RouterConnection:
         """A router's end of a stream of sessions."""
         return router_end(frames, self._heartbeat)
 
-    async def _serve(self, serve: Callable[[Any], Awaitable[None]], kind: str, far: _End) -> None:
+    async def _serve(
+        self, serve: Callable[[Any], Awaitable[None]], kind: str, far: _NetworkEnd
+    ) -> None:
         make = verifier_end if kind == "exchange" else serving_end
         connection: Any = make(far, self._heartbeat)
         error: OutriderError = _lost("the verifier")
@@ -230,7 +234,7 @@ class ChaosNetwork:
             await serve(connection)
             error = ConnectionLostError("the verifier ended the stream", reason="PEER_CLOSED")
         except Exception as failure:
-            error = typed(failure)
+            error = to_typed_error(failure)
         finally:
             far.end(error)
             await connection.close()
@@ -284,29 +288,29 @@ class ChaosDialer:
         try:
             async with asyncio.timeout(self._network.control_s):
                 endpoint = self._endpoint(host)
-                await network.way(caller, host).passes()
+                await network.direction(caller, host).wait_transit()
                 result = await getattr(self._endpoint(host), method)(*args, **kwargs)
-                await network.way(host, caller).passes()
+                await network.direction(host, caller).wait_transit()
                 if self._endpoint(host) is not endpoint:
                     raise _lost(host)
                 return result
         except TimeoutError:
             raise DeadlineExceededError(f"{host} did not answer", reason="TRANSPORT") from None
         except Exception as error:
-            raise typed(error) from error
+            raise to_typed_error(error) from error
 
     def _endpoint(self, host: str) -> Any:
         if not self.alive:
             raise UnavailableError("this process is gone", reason="UNREACHABLE")
         return self._network.endpoint(host)
 
-    async def _connect(self, host: str, serve: str, *, mangles: bool) -> _End:
+    async def _connect(self, host: str, serve: str, *, mangles: bool) -> _NetworkEnd:
         network, caller = self._network, self._caller
         try:
             async with asyncio.timeout(self._network.control_s):
                 self._endpoint(host)
-                await network.way(caller, host).passes()
-                await network.way(host, caller).passes()
+                await network.direction(caller, host).wait_transit()
+                await network.direction(host, caller).wait_transit()
                 self._endpoint(host)
         except TimeoutError:
             raise UnavailableError(f"{host} does not answer", reason="UNREACHABLE") from None

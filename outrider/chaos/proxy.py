@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.chaos.frame_faults import flipped
+from outrider.chaos.frame_faults import flip_bits
 
 CHUNK_BYTES = 16384
 
@@ -134,7 +134,7 @@ class TcpProxy:
                     await asyncio.sleep(way.delay_s)
                 await way.open.wait()
                 if way.corrupt and self._rng.random() < way.corrupt:
-                    data = flipped(data, self._rng)
+                    data = flip_bits(data, self._rng)
                 if way.truncate:
                     way.truncate = False
                     writer.write(data[: len(data) // 2])

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from outrider.chaos.checker import Violation
-from outrider.chaos.history import End, History
+from outrider.chaos.checker import CheckViolation
+from outrider.chaos.history import ClientHistory, StreamResult
 from outrider.errors import OutriderError
 
 
@@ -20,14 +20,14 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def describe(
-    histories: Sequence[History], violations: Sequence[Violation], faults: Sequence[str]
+    histories: Sequence[ClientHistory], violations: Sequence[CheckViolation], faults: Sequence[str]
 ) -> str:
     """Counts, gaps, errors and everything that is wrong, as lines."""
     gaps = [gap for history in histories for gap in history.gaps[1:]]
     firsts = [history.gaps[0] for history in histories if history.heard]
     ends = Counter(str(history.end) for history in histories)
     errors = Counter(
-        _name(history.error) for history in histories if history.end is not End.FINISHED
+        _name(history.error) for history in histories if history.end is not StreamResult.FINISHED
     )
     texts = sum(violation.promise in ("text", "end") for violation in violations)
     lines = [

@@ -15,7 +15,7 @@ LONG = " ".join([_WORDS, _NUMBERS] * 4)
 
 PROMPTS = (_NUMBERS, _WORDS, LONG, f"{_WORDS} {_NUMBERS}")
 
-SAMPLINGS: dict[str, GenerateOptions] = {
+SAMPLING_SETS: dict[str, GenerateOptions] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.8, "seed": 7},
     "nucleus": {"temperature": 1.1, "top_p": 0.9, "top_k": 40, "seed": 11},
@@ -41,7 +41,7 @@ SAMPLINGS: dict[str, GenerateOptions] = {
 _CHAIN: GenerateOptions = {"draft_tokens": 4, "draft_top_k": 1, "look_ahead": 0}
 _TREE: GenerateOptions = {"draft_tokens": 8, "draft_top_k": 2, "look_ahead": 0}
 _AHEAD: GenerateOptions = {"draft_tokens": 4, "draft_top_k": 1, "look_ahead": 1}
-DRAFTING: dict[str, GenerateOptions] = {
+DRAFTING_SETS: dict[str, GenerateOptions] = {
     "head": {"drafter": DraftMethod.EAGLE3, **_CHAIN},
     "head, tree": {"drafter": DraftMethod.EAGLE3, **_TREE},
     "head, ahead": {"drafter": DraftMethod.EAGLE3, **_AHEAD},
@@ -54,17 +54,17 @@ DRAFTING: dict[str, GenerateOptions] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class TextSpec:
     """What determines a text."""
 
     prompt: int
     """Index into `PROMPTS`."""
     sampling: str
-    """Key of `SAMPLINGS`."""
+    """Key of `SAMPLING_SETS`."""
     max_tokens: int
 
     @property
-    def exact(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether the text is the same whatever was drafted."""
         return self.sampling != "rejection"
 
@@ -72,25 +72,29 @@ class Text:
     def options(self) -> GenerateOptions:
         """Sampling and stopping."""
         ignore = self.sampling != "min tokens"
-        return {**SAMPLINGS[self.sampling], "max_tokens": self.max_tokens, "ignore_eos": ignore}
+        return {**SAMPLING_SETS[self.sampling], "max_tokens": self.max_tokens, "ignore_eos": ignore}
 
 
 TEXTS = tuple(
-    Text(prompt=(number + number // len(SAMPLINGS)) % len(PROMPTS), sampling=name, max_tokens=size)
+    TextSpec(
+        prompt=(number + number // len(SAMPLING_SETS)) % len(PROMPTS),
+        sampling=name,
+        max_tokens=size,
+    )
     for number, (name, size) in enumerate(
-        (name, size) for size in (10, 20, 32) for name in SAMPLINGS
+        (name, size) for size in (10, 20, 32) for name in SAMPLING_SETS
     )
 )
 """All texts that runs ask for: few, so that each is computed once in calm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ChaosRequest:
     """One request."""
 
-    text: Text
+    text: TextSpec
     drafting: str = "model"
-    """Key of `DRAFTING`."""
+    """Key of `DRAFTING_SETS`."""
     priority: int = 0
     resumable: bool = True
     starts_s: float = 0.0
@@ -100,7 +104,7 @@ class Ask:
     def options(self) -> GenerateOptions:
         """All options of the request."""
         own: GenerateOptions = {"priority": self.priority, "resume": self.resumable}
-        return {**self.text.options, **DRAFTING[self.drafting], **own}
+        return {**self.text.options, **DRAFTING_SETS[self.drafting], **own}
 
     def __str__(self) -> str:
         text = self.text
@@ -111,18 +115,18 @@ class Ask:
         )
 
 
-def intruder(rng: random.Random) -> Ask:
+def priority_request(rng: random.Random) -> ChaosRequest:
     """A request for which others have to make room."""
     large = [text for text in TEXTS if PROMPTS[text.prompt] == LONG]
-    return Ask(text=rng.choice(large), priority=50, starts_s=rng.uniform(0.05, 0.2))
+    return ChaosRequest(text=rng.choice(large), priority=50, starts_s=rng.uniform(0.05, 0.2))
 
 
-def draw(rng: random.Random, count: int) -> tuple[Ask, ...]:
+def draw_requests(rng: random.Random, count: int) -> tuple[ChaosRequest, ...]:
     """Requests of one run."""
     return tuple(
-        Ask(
+        ChaosRequest(
             text=rng.choice(TEXTS),
-            drafting=rng.choice(tuple(DRAFTING)),
+            drafting=rng.choice(tuple(DRAFTING_SETS)),
             priority=rng.choice((0, 0, 0, 5, -5)),
             resumable=rng.random() < 0.75,
             starts_s=rng.choice((0.0, 0.0, rng.uniform(0.0, 0.1))),

@@ -6,8 +6,16 @@ import random
 from dataclasses import dataclass, replace
 from typing import Self
 
-from outrider.chaos.faults import CELLS, KINDS, MANGLING, Fault, Kind, Phase, Role
-from outrider.chaos.requests import Ask, draw, intruder
+from outrider.chaos.faults import (
+    CELLS,
+    FAULTS_BY_ROLE,
+    FRAME_FAULTS,
+    Fault,
+    FaultKind,
+    FaultRole,
+    SessionPhase,
+)
+from outrider.chaos.requests import ChaosRequest, draw_requests, priority_request
 
 MAX_FAULTS = 3
 _STRIDE = 61
@@ -22,64 +30,68 @@ class FleetShape:
     drafters: int = 1
     kv_tokens: int = 4096
     """Of each verifier; few make it preempt."""
-    lanes: bool = False
+    shm_channels: bool = False
     """Whether drafters exchange through shared memory: messages cannot be mangled then."""
     planner: str = "fixed"
     preemption: str = "auto"
     """How sessions that lost their K/V get it back: auto, swap or recompute."""
 
-    def count(self, role: Role, clients: int) -> int:
+    def count(self, role: FaultRole, clients: int) -> int:
         """How many there are of a role."""
-        counts = {Role.DRAFTER: self.drafters, Role.VERIFIER: self.verifiers, Role.ROUTER: 1}
+        counts = {
+            FaultRole.DRAFTER: self.drafters,
+            FaultRole.VERIFIER: self.verifiers,
+            FaultRole.ROUTER: 1,
+        }
         return counts.get(role, clients)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class FaultSchedule:
     """One run."""
 
     seed: int
     fleet: FleetShape
-    asks: tuple[Ask, ...]
+    asks: tuple[ChaosRequest, ...]
     faults: tuple[Fault, ...]
 
     @classmethod
-    def of(cls, seed: int) -> Self:
+    def from_seed(cls, seed: int) -> Self:
         """The run of a seed: its first fault goes through all cells as seeds are counted up."""
         rng = random.Random(f"outrider-chaos-{seed}")
         kind, role, phase = CELLS[seed * _STRIDE % len(CELLS)]
-        tight = phase in (Phase.PREEMPTED, Phase.SWAPPING) or rng.random() < 0.3
-        asks = draw(rng, rng.randint(4, 5) if tight else rng.randint(3, 5))
-        asks += (intruder(rng),) * tight
+        tight = phase in (SessionPhase.PREEMPTED, SessionPhase.SWAPPING) or rng.random() < 0.3
+        asks = draw_requests(rng, rng.randint(4, 5) if tight else rng.randint(3, 5))
+        asks += (priority_request(rng),) * tight
         shape = FleetShape(
             verifiers=rng.choice((1, 2)),
             drafters=rng.choice((1, 2)),
             kv_tokens=rng.choice((320, 352, 384)) if tight else 4096,
             planner=rng.choice(("fixed", "fixed", "automatic")),
             preemption="swap"
-            if phase is Phase.SWAPPING
+            if phase is SessionPhase.SWAPPING
             else rng.choice(("auto", "swap", "recompute")),
         )
         cells = [(kind, role, phase)]
         cells += [rng.choice(CELLS) for _ in range(rng.randint(0, MAX_FAULTS - 1))]
         faults = tuple(_fault(rng, *cell, shape, len(asks)) for cell in cells)
-        mangled = any(fault.kind in MANGLING for fault in faults)
-        shape = replace(shape, lanes=not mangled and rng.random() < 0.4)
+        mangled = any(fault.kind in FRAME_FAULTS for fault in faults)
+        shape = replace(shape, shm_channels=not mangled and rng.random() < 0.4)
         return cls(seed=seed, fleet=shape, asks=asks, faults=faults)
 
-    def without(self, index: int) -> Schedule:
+    def without(self, index: int) -> FaultSchedule:
         """The same run with one fault less."""
         kept = self.faults[:index] + self.faults[index + 1 :]
         return replace(self, faults=kept)
 
-    def without_ask(self, index: int) -> Schedule:
+    def without_ask(self, index: int) -> FaultSchedule:
         """The same run with one request less; faults of its client go with it."""
         faults = tuple(
             replace(fault, index=fault.index - (fault.index > index))
-            if fault.role is Role.CLIENT
+            if fault.role is FaultRole.CLIENT
             else fault
             for fault in self.faults
-            if fault.role is not Role.CLIENT or fault.index != index
+            if fault.role is not FaultRole.CLIENT or fault.index != index
         )
         return replace(self, asks=self.asks[:index] + self.asks[index + 1 :], faults=faults)
 
@@ -87,8 +99,8 @@ class Schedule:
         shape = self.fleet
         lines = [
             f"seed {self.seed}: {shape.verifiers} verifiers of {shape.kv_tokens} tokens of K/V, "
-            f"{shape.drafters} drafters{' over lanes' * shape.lanes}, {shape.planner} planner, "
-            f"K/V back by {shape.preemption}",
+            f"{shape.drafters} drafters{' over shared memory' * shape.shm_channels}, "
+            f"{shape.planner} planner, K/V back by {shape.preemption}",
             *(f"  request {number}: {ask}" for number, ask in enumerate(self.asks)),
             *(f"  fault {number}: {fault}" for number, fault in enumerate(self.faults)),
         ]
@@ -96,12 +108,17 @@ class Schedule:
 
 
 def _fault(
-    rng: random.Random, kind: Kind, role: Role, phase: Phase, shape: FleetShape, clients: int
+    rng: random.Random,
+    kind: FaultKind,
+    role: FaultRole,
+    phase: SessionPhase,
+    shape: FleetShape,
+    clients: int,
 ) -> Fault:
-    assert kind in KINDS[role]
-    early = phase is not Phase.ROUND and rng.random() < 0.8
+    assert kind in FAULTS_BY_ROLE[role]
+    early = phase is not SessionPhase.ROUND and rng.random() < 0.8
     lasts = rng.choice((0.02, 0.06, 0.15))
-    if kind is Kind.STOP:
+    if kind is FaultKind.STOP:
         # Some are over before anybody notices, some last beyond every heartbeat.
         lasts = rng.choice((0.05, 0.2, 0.9))
     return Fault(
@@ -112,5 +129,5 @@ def _fault(
         # Prompts are read, and memory runs out, before most tokens come.
         after=0 if early else rng.choice((1, rng.randint(2, 30), rng.randint(10, 120))),
         lasts_s=lasts,
-        share=rng.choice((0.1, 0.5)) if kind in MANGLING else 0.0,
+        share=rng.choice((0.1, 0.5)) if kind in FRAME_FAULTS else 0.0,
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.chaos.schedule import Schedule
+from outrider.chaos.schedule import FaultSchedule
 
 
-def shrink(schedule: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+def shrink_schedule(
+    schedule: FaultSchedule, fails: Callable[[FaultSchedule], bool]
+) -> FaultSchedule:
     """Leave out faults, then requests, one by one, as long as what is left fails."""
     smaller = True
     while smaller:

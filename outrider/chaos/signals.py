@@ -9,45 +9,45 @@ import random
 import signal
 from dataclasses import dataclass
 
-from outrider.chaos.faults import Kind, Role
+from outrider.chaos.faults import FaultKind, FaultRole
 from outrider.errors import InvalidRequestError, NotFoundError
 
-KINDS = (Kind.KILL, Kind.TERMINATE, Kind.STOP)
+KINDS = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.STOP)
 """What signals can do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FaultTarget:
     """A process that may be hit."""
 
-    role: Role
+    role: FaultRole
     pid: int
 
     def __str__(self) -> str:
         return f"{self.role} {self.pid}"
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> FaultTarget:
     """ROLE=PID of a process that runs. Raises InvalidRequestError or NotFoundError."""
     role, _, pid = text.partition("=")
     try:
-        target = Target(Role(role), int(pid))
+        target = FaultTarget(FaultRole(role), int(pid))
     except ValueError:
-        roles = ", ".join(role for role in Role if role is not Role.CLIENT)
+        roles = ", ".join(role for role in FaultRole if role is not FaultRole.CLIENT)
         raise InvalidRequestError(
             f"{text!r} is not ROLE=PID with a role of {roles}", reason="INVALID_FLAG"
         ) from None
-    if target.role is Role.CLIENT or target.pid <= 1:
+    if target.role is FaultRole.CLIENT or target.pid <= 1:
         raise InvalidRequestError(f"{text!r}: not a process to hit", reason="INVALID_FLAG")
-    if not alive(target):
+    if not is_alive(target):
         raise NotFoundError(f"there is no process {target.pid}", reason="NO_PROCESS")
     return target
 
 
-def parse_kinds(text: str) -> tuple[Kind, ...]:
+def parse_kinds(text: str) -> tuple[FaultKind, ...]:
     """Kinds of faults, separated by commas. Raises InvalidRequestError."""
     try:
-        kinds = tuple(Kind(name) for name in text.split(",") if name)
+        kinds = tuple(FaultKind(name) for name in text.split(",") if name)
     except ValueError:
         kinds = ()
     if not kinds or not set(kinds) <= set(KINDS):
@@ -56,7 +56,7 @@ def parse_kinds(text: str) -> tuple[Kind, ...]:
     return kinds
 
 
-def alive(target: Target) -> bool:
+def is_alive(target: FaultTarget) -> bool:
     """Whether the process is there."""
     try:
         os.kill(target.pid, 0)
@@ -65,21 +65,25 @@ def alive(target: Target) -> bool:
     return True
 
 
-def pick(
-    targets: list[Target], kinds: tuple[Kind, ...], rng: random.Random
-) -> tuple[Kind, Target] | None:
+def pick_fault(
+    targets: list[FaultTarget], kinds: tuple[FaultKind, ...], rng: random.Random
+) -> tuple[FaultKind, FaultTarget] | None:
     """What happens next, and to whom; None if nobody is left. Only what runs is hit: a keeper's
     new process has another id."""
-    left = [target for target in targets if alive(target)]
+    left = [target for target in targets if is_alive(target)]
     return (rng.choice(kinds), rng.choice(left)) if left else None
 
 
-async def hit(kind: Kind, target: Target, lasts_s: float) -> None:
+async def inject_fault(kind: FaultKind, target: FaultTarget, lasts_s: float) -> None:
     """Let it happen; what is stopped goes on after a while, also if this is cancelled."""
-    numbers = {Kind.KILL: signal.SIGKILL, Kind.TERMINATE: signal.SIGTERM, Kind.STOP: signal.SIGSTOP}
+    numbers = {
+        FaultKind.KILL: signal.SIGKILL,
+        FaultKind.TERMINATE: signal.SIGTERM,
+        FaultKind.STOP: signal.SIGSTOP,
+    }
     with contextlib.suppress(ProcessLookupError):
         os.kill(target.pid, numbers[kind])
-    if kind is not Kind.STOP:
+    if kind is not FaultKind.STOP:
         return
     try:
         await asyncio.sleep(lasts_s)

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
-from outrider.wire.checks import quoted
+from outrider.wire.checks import quote_value
 
 ArgumentT = TypeVar("ArgumentT")
 
@@ -29,24 +29,24 @@ def is_text(value: object) -> bool:
     return True
 
 
-def must_be(name: str, wanted: str, value: object) -> InvalidRequestError:
+def invalid_argument(name: str, wanted: str, value: object) -> InvalidRequestError:
     """The error of an argument that is something else."""
     return InvalidRequestError(
-        f"{name} must be {wanted}, got {quoted(value)}", reason="INVALID_OPTION"
+        f"{name} must be {wanted}, got {quote_value(value)}", reason="INVALID_OPTION"
     )
 
 
 def check_address(address: str) -> str:
     """The address of a router."""
     if not (is_text(address) and address and address.isprintable()):
-        raise must_be("address", "HOST:PORT of a router", address)
+        raise invalid_argument("address", "HOST:PORT of a router", address)
     return address
 
 
 def check_kind(name: str, value: ArgumentT | None, kind: type[ArgumentT]) -> ArgumentT | None:
     """An optional argument of one class."""
     if value is not None and not isinstance(value, kind):
-        raise must_be(name, f"a {kind.__name__} or None", value)
+        raise invalid_argument(name, f"a {kind.__name__} or None", value)
     return value
 
 
@@ -58,7 +58,7 @@ def check_timeout_s(timeout_s: float | None) -> float | None:
     # The comparison is false for NaN.
     if not (is_number and 0.0 <= timeout_s <= MAX_TIMEOUT_S):
         wanted = f"a number of seconds in [0, {MAX_TIMEOUT_S:.0f}], or None for no bound"
-        raise must_be("timeout_s", wanted, timeout_s)
+        raise invalid_argument("timeout_s", wanted, timeout_s)
     return timeout_s
 
 
@@ -66,8 +66,8 @@ def check_request_ids(request_ids: Iterable[str]) -> list[RequestId]:
     """Ids of requests. One text alone is no sequence of ids: its characters would be taken."""
     wanted = "a sequence of texts"
     if isinstance(request_ids, (str, bytes, Mapping)) or not isinstance(request_ids, Iterable):
-        raise must_be("request_ids", wanted, request_ids)
+        raise invalid_argument("request_ids", wanted, request_ids)
     ids = list(request_ids)
     if not all(map(is_text, ids)):
-        raise must_be("request_ids", wanted, ids)
+        raise invalid_argument("request_ids", wanted, ids)
     return [RequestId(request_id) for request_id in ids]

@@ -10,9 +10,9 @@ from weakref import WeakSet
 
 import grpc
 
-from outrider.client.attempts import Again, Attempts
-from outrider.client.channels import Channels
-from outrider.client.pending_requests import Wanted
+from outrider.client.attempts import RequestAttempts, RetryDecision
+from outrider.client.channels import ChannelPool
+from outrider.client.pending_requests import PendingRequests
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.rpcs import ABORT, ABORT_TIMEOUT_S, Metadata
 from outrider.errors import OutriderError
@@ -21,26 +21,26 @@ from outrider.ids import RequestId
 AnswerT = TypeVar("AnswerT")
 
 
-class Farewells:
+class AbortSender:
     """Tells the router of resumable requests that nobody wants any more, in the background."""
 
-    def __init__(self, channels: Channels[grpc.aio.Channel]) -> None:
-        self.wanted = Wanted()
+    def __init__(self, channels: ChannelPool[grpc.aio.Channel]) -> None:
+        self.wanted = PendingRequests()
         self.calls: WeakSet[grpc.aio.UnaryStreamCall[bytes, bytes]] = WeakSet()
         """Of streams, which a channel that is closed may leave as they are."""
         self._channels = channels
         self._telling: set[asyncio.Future[list[Any]]] = set()
 
-    def say(self, attempts: Attempts) -> asyncio.Future[list[Any]]:
+    def send_abort(self, attempts: RequestAttempts) -> asyncio.Future[list[Any]]:
         """Have a request aborted; those that are not resumable end with their calls."""
-        left = self.wanted.done(attempts)
+        left = self.wanted.remove_request(attempts)
         # A closed client has said so of all of them.
         return self._tell(self._channels.current, left) if left else asyncio.gather()
 
-    async def say_all(self, channel: grpc.aio.Channel) -> None:
+    async def send_all(self, channel: grpc.aio.Channel) -> None:
         """Have all aborted that are wanted, and wait until the router was told of these and of
         others, within a bound; then end the calls of streams."""
-        self._tell(channel, self.wanted.take())
+        self._tell(channel, self.wanted.take_all())
         await asyncio.gather(*self._telling, return_exceptions=True)
         for call in list(self.calls):
             call.cancel()
@@ -66,7 +66,9 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def answer_of(channels: Channels[grpc.aio.Channel], call: Awaitable[AnswerT]) -> AnswerT:
+async def await_answer(
+    channels: ChannelPool[grpc.aio.Channel], call: Awaitable[AnswerT]
+) -> AnswerT:
     """What a call answers. Raises CancelledRequestError where the client was closed meanwhile:
     grpc.aio reports that as if the caller were cancelled."""
     try:
@@ -77,16 +79,18 @@ async def answer_of(channels: Channels[grpc.aio.Channel], call: Awaitable[Answer
         raise
 
 
-async def replace(
-    channels: Channels[grpc.aio.Channel], channel: grpc.aio.Channel, problem: OutriderError
+async def replace_channel(
+    channels: ChannelPool[grpc.aio.Channel], channel: grpc.aio.Channel, problem: OutriderError
 ) -> None:
     """Have calls go by a new channel if this one broke."""
-    old = channels.broke(channel, problem)
+    old = channels.report_broken(channel, problem)
     if old is not None:
         await old.close()
 
 
-async def wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
+async def wait_attempt(
+    again: RetryDecision, problem: OutriderError, deadline: float | None
+) -> bool:
     """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
     left_s = remaining(deadline, time.monotonic())
     if left_s is not None and again.delay_s >= left_s:
@@ -95,11 +99,11 @@ async def wait(again: Again, problem: OutriderError, deadline: float | None) -> 
     return again.resume
 
 
-async def pause(
+async def wait_retry(
     retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None
 ) -> None:
     """Wait before the next attempt; raises `problem` if there is to be none."""
     delay_s = retry.delay_s(attempt, problem)
     if delay_s is None:
         raise problem
-    await wait(Again(delay_s, resume=False), problem, deadline)
+    await wait_attempt(RetryDecision(delay_s, resume=False), problem, deadline)

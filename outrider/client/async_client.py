@@ -16,11 +16,18 @@ from outrider.client.arguments import (
     check_request_ids,
     check_timeout_s,
 )
-from outrider.client.async_calls import Farewells, answer_of, is_cancelled, pause, replace, wait
-from outrider.client.attempts import Attempts
-from outrider.client.channels import Channels
-from outrider.client.collected_stream import Collected, left_error
-from outrider.client.connection import Door, call_metadata, check_metadata
+from outrider.client.async_calls import (
+    AbortSender,
+    await_answer,
+    is_cancelled,
+    replace_channel,
+    wait_attempt,
+    wait_retry,
+)
+from outrider.client.attempts import RequestAttempts
+from outrider.client.channels import ChannelPool
+from outrider.client.collected_stream import CollectedStream, left_error
+from outrider.client.connection import RouterConnector, call_metadata, check_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.rpcs import (
@@ -33,9 +40,9 @@ from outrider.client.rpcs import (
     Metadata,
     Rpc,
     stream_call,
-    typed,
+    to_typed_error,
 )
-from outrider.client.tracing import with_trace
+from outrider.client.tracing import add_trace_metadata
 from outrider.errors import OutriderError
 from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
@@ -88,8 +95,10 @@ class AsyncClient:
         self._metadata = call_metadata(metadata, api_key=api_key, tenant=tenant)
         self._timeout_s = check_timeout_s(timeout_s)
         self._retry = check_kind("retry", retry, RetryPolicy) or RetryPolicy()
-        self._channels = Channels(Door(address, check_kind("tls", tls, TlsConfig)).aio_channel)
-        self._farewells = Farewells(self._channels)
+        self._channels = ChannelPool(
+            RouterConnector(address, check_kind("tls", tls, TlsConfig)).aio_channel
+        )
+        self._farewells = AbortSender(self._channels)
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,8 +113,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; running requests are aborted, whoever reads their answers."""
-        channels = self._channels.take()
-        await self._farewells.say_all(channels[0])
+        channels = self._channels.take_all()
+        await self._farewells.send_all(channels[0])
         for channel in channels:
             await channel.close()
 
@@ -130,15 +139,15 @@ class AsyncClient:
         """
         said = self._said(metadata)
         request, deadline = make_request(prompt, options), self._deadline(timeout_s)
-        attempts = Attempts(self._retry, resumable=request.resumable)
-        self._farewells.wanted.add(attempts, request, said)
+        attempts = RequestAttempts(self._retry, resumable=request.resumable)
+        self._farewells.wanted.add_request(attempts, request, said)
         try:
             answer = await self._attempt(request, attempts, deadline, said)
         except asyncio.CancelledError:
-            self._farewells.say(attempts)
+            self._farewells.send_abort(attempts)
             raise
         finally:
-            self._farewells.wanted.done(attempts)
+            self._farewells.wanted.remove_request(attempts)
         if answer is not None:
             return answer
         # The request has arrived, its answer has not: that is taken up as a stream.
@@ -158,7 +167,7 @@ class AsyncClient:
         The request is sent with the first step of the iteration, which raises what goes wrong.
         """
         request = make_request(prompt, options)
-        attempts = Attempts(self._retry, resumable=request.resumable)
+        attempts = RequestAttempts(self._retry, resumable=request.resumable)
         return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
 
     async def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
@@ -176,7 +185,7 @@ class AsyncClient:
 
     def _said(self, metadata: Metadata) -> Metadata:
         """What goes with a request, the caller's trace included."""
-        return with_trace((*self._metadata, *check_metadata(metadata)))
+        return add_trace_metadata((*self._metadata, *check_metadata(metadata)))
 
     def _deadline(self, timeout_s: float | None) -> float | None:
         limit_s = self._timeout_s if timeout_s is None else check_timeout_s(timeout_s)
@@ -185,7 +194,7 @@ class AsyncClient:
     def _open(
         self,
         request: GenerateRequest,
-        attempts: Attempts,
+        attempts: RequestAttempts,
         deadline: float | None,
         metadata: Metadata,
         *,
@@ -205,7 +214,7 @@ class AsyncClient:
     async def _attempt(
         self,
         request: GenerateRequest,
-        attempts: Attempts,
+        attempts: RequestAttempts,
         deadline: float | None,
         metadata: Metadata,
     ) -> GenerateResult | None:
@@ -218,12 +227,14 @@ class AsyncClient:
             try:
                 timeout_s = remaining(deadline, time.monotonic())
                 call = method(data, timeout=timeout_s, metadata=metadata)
-                answer = await answer_of(self._channels, call)
+                answer = await await_answer(self._channels, call)
                 return GENERATE.decode(answer)
             except grpc.aio.AioRpcError as error:
-                problem = typed(error, self.address)
-            await replace(self._channels, channel, problem)
-            if await wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
+                problem = to_typed_error(error, self.address)
+            await replace_channel(self._channels, channel, problem)
+            if await wait_attempt(
+                attempts.decide_after(problem, now=time.monotonic()), problem, deadline
+            ):
                 return None
 
     async def _call(
@@ -239,12 +250,12 @@ class AsyncClient:
             try:
                 left_s = remaining(deadline, time.monotonic())
                 call = method(data, timeout=left_s, metadata=self._metadata)
-                answer = await answer_of(self._channels, call)
+                answer = await await_answer(self._channels, call)
                 return rpc.decode(answer)
             except grpc.aio.AioRpcError as error:
-                problem = typed(error, self.address)
-            await replace(self._channels, channel, problem)
-            await pause(self._retry, attempt, problem, deadline)
+                problem = to_typed_error(error, self.address)
+            await replace_channel(self._channels, channel, problem)
+            await wait_retry(self._retry, attempt, problem, deadline)
             attempt += 1
 
 
@@ -257,13 +268,13 @@ class AsyncStream:
 
     def __init__(
         self,
-        channels: Channels[grpc.aio.Channel],
+        channels: ChannelPool[grpc.aio.Channel],
         address: str,
         request: GenerateRequest,
-        attempts: Attempts,
+        attempts: RequestAttempts,
         deadline: float | None,
         *,
-        farewells: Farewells,
+        farewells: AbortSender,
         metadata: Metadata,
         resume: bool = False,
     ) -> None:
@@ -277,7 +288,7 @@ class AsyncStream:
         self._farewells = farewells
         self._metadata = metadata
         self._resume = resume
-        self._collected = Collected()
+        self._collected = CollectedStream()
         self._call: grpc.aio.UnaryStreamCall[bytes, bytes] | None = None
         self._decode: Callable[[bytes], StreamEvent]
         self._over = False
@@ -317,7 +328,7 @@ class AsyncStream:
             try:
                 delta = await self._step()
             except grpc.aio.AioRpcError as error:
-                delta, problem = None, typed(error, self._address)
+                delta, problem = None, to_typed_error(error, self._address)
             except OutriderError as error:
                 # An answer that makes no sense, or a client that was closed.
                 if not self._over:
@@ -350,11 +361,11 @@ class AsyncStream:
             self._channel = self._channels.current
             method = self._channel.unary_stream(path)
             timeout_s = remaining(self._deadline, time.monotonic())
-            self._farewells.wanted.add(self._attempts, self._request, self._metadata)
+            self._farewells.wanted.add_request(self._attempts, self._request, self._metadata)
             self._call = method(data, timeout=timeout_s, metadata=self._metadata)
             self._farewells.calls.add(self._call)
         try:
-            message = await answer_of(self._channels, self._call.read())
+            message = await await_answer(self._channels, self._call.read())
         except asyncio.CancelledError:
             # grpc.aio reports a call that `close` cancelled as if its reader were cancelled.
             if not self._over or is_cancelled():
@@ -362,22 +373,22 @@ class AsyncStream:
                 raise
             return None
         if isinstance(message, bytes):
-            self._attempts.heard()
-            return self._collected.add(self._decode(message))
+            self._attempts.record_message()
+            return self._collected.add_event(self._decode(message))
         self._end()
         return None
 
     async def _recover(self, problem: OutriderError) -> None:
         self._call = None
         try:
-            await replace(self._channels, self._channel, problem)
-            again = self._attempts.after(
+            await replace_channel(self._channels, self._channel, problem)
+            again = self._attempts.decide_after(
                 problem,
                 informed=self._collected.info is not None,
-                told=self._collected.heard_tokens,
+                told=self._collected.has_tokens,
                 now=time.monotonic(),
             )
-            self._resume = await wait(again, problem, self._deadline)
+            self._resume = await wait_attempt(again, problem, self._deadline)
         except OutriderError as error:
             self._collected.fail(error)
             self._end()
@@ -388,7 +399,7 @@ class AsyncStream:
 
     def _end(self) -> None:
         self._over = True
-        self._farewells.wanted.done(self._attempts)
+        self._farewells.wanted.remove_request(self._attempts)
 
     def _leave(self) -> asyncio.Future[list[Any]]:
         """Want no more, and have the router told."""
@@ -396,4 +407,4 @@ class AsyncStream:
         self._collected.fail(left_error())
         if self._call is not None:
             self._call.cancel()
-        return self._farewells.say(self._attempts)
+        return self._farewells.send_abort(self._attempts)

@@ -16,10 +16,10 @@ from outrider.errors import (
     OutriderError,
 )
 
-FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 0.25
+MIN_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 0.25
 """Of attempts to take a stream up again: somebody waits for the next word."""
-MOST_LOOKS = 32
+MAX_ROUTER_LOOKUPS = 32
 """Connections by which an answer is looked for where several routers share an address: with four
 of them all of these lead to others once in ten thousand times, with eight once in seventy."""
 SHUTDOWN = "SHUTDOWN"
@@ -27,14 +27,14 @@ SHUTDOWN = "SHUTDOWN"
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RetryDecision:
     """Try again after so many seconds; `resume`: the stream, behind what was heard."""
 
     delay_s: float
     resume: bool
 
 
-class Attempts:
+class RequestAttempts:
     """The attempts of one request.
 
     Opening it is retried by the policy; an attempt that broke may have arrived, so its stream is
@@ -54,15 +54,15 @@ class Attempts:
         self._broke: OutriderError | None = None
         self._broke_at = 0.0
 
-    def heard(self) -> None:
+    def record_message(self) -> None:
         """A message has come: what broke is mended."""
         self._broke = None
         self._probing = False
         self._pauses = self._looks = 0
 
-    def after(
+    def decide_after(
         self, error: OutriderError, *, now: float, informed: bool = False, told: bool = False
-    ) -> Again:
+    ) -> RetryDecision:
         """What to do about a failed attempt; raises the error if that is nothing.
 
         `informed`: it was heard that the request was admitted; `told`: some of its answer; `now`
@@ -71,15 +71,15 @@ class Attempts:
         broken = self._resumable and _is_break(error)
         if broken and informed:
             return self._resume(error, now)
-        if is_elsewhere(error) and self._looks < MOST_LOOKS:
+        if is_elsewhere(error) and self._looks < MAX_ROUTER_LOOKUPS:
             self._looks += 1
-            return Again(FIRST_PAUSE_S, resume=True)
+            return RetryDecision(MIN_BACKOFF_S, resume=True)
         if self._probing and isinstance(error, NotFoundError):
             self._probing = False
-            return Again(0.0, resume=False)
+            return RetryDecision(0.0, resume=False)
         if self._resumable and self._openings > 1 and isinstance(error, AlreadyExistsError):
             self._probing = True
-            return Again(0.0, resume=True)
+            return RetryDecision(0.0, resume=True)
         if self._broke is not None and isinstance(error, NotFoundError):
             # The router that knew of the request is gone for good.
             error, self._broke = self._broke, None
@@ -90,16 +90,16 @@ class Attempts:
             raise error
         self._openings += 1
         self._probing = broken
-        return Again(delay_s, resume=broken)
+        return RetryDecision(delay_s, resume=broken)
 
-    def _resume(self, error: OutriderError, now: float) -> Again:
+    def _resume(self, error: OutriderError, now: float) -> RetryDecision:
         if self._broke is None:
             self._broke, self._broke_at = error, now
         if now - self._broke_at > self._retry.resume_s:
             raise error
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._pauses, 10))
+        pause_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(self._pauses, 10))
         self._pauses += 1
-        return Again(pause_s * (1.0 + self._retry.jitter * random.random()), resume=True)
+        return RetryDecision(pause_s * (1.0 + self._retry.jitter * random.random()), resume=True)
 
 
 def is_elsewhere(error: OutriderError) -> bool:

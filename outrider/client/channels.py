@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from outrider.client.attempts import MOST_LOOKS, is_elsewhere
+from outrider.client.attempts import MAX_ROUTER_LOOKUPS, is_elsewhere
 from outrider.errors import CancelledRequestError, ConnectionLostError, OutriderError
 
 ChannelT = TypeVar("ChannelT")
 
-MOST_OLD: Final = 2 * MOST_LOOKS
+MAX_OLD_CHANNELS: Final = 2 * MAX_ROUTER_LOOKUPS
 """Channels that were replaced and are kept open: other calls may still end on those that broke, and
 go on on those that lead to another router than was looked for."""
 
 
-class Channels(Generic[ChannelT]):
+class ChannelPool(Generic[ChannelT]):
     """Gives out the channel that calls go by. Threads may share it."""
 
     def __init__(self, make: Callable[[], ChannelT]) -> None:
@@ -38,7 +38,7 @@ class Channels(Generic[ChannelT]):
         self.check_open()
         return self._current
 
-    def broke(self, channel: ChannelT, problem: OutriderError) -> ChannelT | None:
+    def report_broken(self, channel: ChannelT, problem: OutriderError) -> ChannelT | None:
         """A call on `channel` failed with `problem`; the one to be closed now, if any. Raises
         CancelledRequestError (CLIENT_CLOSED) where the call failed because all were closed."""
         self.check_open()
@@ -50,9 +50,9 @@ class Channels(Generic[ChannelT]):
                 return None
             self._old.append(channel)
             self._current = self._make()
-            return self._old.popleft() if len(self._old) > MOST_OLD else None
+            return self._old.popleft() if len(self._old) > MAX_OLD_CHANNELS else None
 
-    def take(self) -> list[ChannelT]:
+    def take_all(self) -> list[ChannelT]:
         """Every channel that is open, to be closed; there are no others from now on."""
         with self._lock:
             self._closed = True

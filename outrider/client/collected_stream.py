@@ -15,7 +15,7 @@ from outrider.wire.inference import (
 )
 
 
-class Collected:
+class CollectedStream:
     """The messages of one stream, put together."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Collected:
         return "".join(self._text)
 
     @property
-    def heard_tokens(self) -> bool:
+    def has_tokens(self) -> bool:
         """Whether anything was emitted; from then on a retry would repeat it."""
         return bool(self.token_ids or self._text)
 
@@ -44,7 +44,7 @@ class Collected:
             request_id=request_id, tokens=len(self.token_ids), characters=self._characters
         )
 
-    def add(self, event: StreamEvent) -> Delta | None:
+    def add_event(self, event: StreamEvent) -> Delta | None:
         """Take a message in; the delta if it is one."""
         match event:
             case PromptInfo():

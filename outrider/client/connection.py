@@ -14,7 +14,7 @@ from outrider.client.rpcs import Metadata, client_options
 from outrider.errors import InvalidRequestError
 from outrider.transport.grpc.credentials import channel_credentials
 from outrider.transport.tls import TlsConfig, TlsFiles
-from outrider.wire.checks import quoted
+from outrider.wire.checks import quote_value
 
 API_KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
 """Environment variable with the key of clients that are given none."""
@@ -23,7 +23,7 @@ TENANT_KEY: Final = "x-outrider-tenant"
 """Metadata that says whose a call is, to routers that take the caller's word for it."""
 _KEY: Final = re.compile(r"[a-z0-9_.-]+")
 
-Options: TypeAlias = "Sequence[tuple[str, int | str]]"
+GrpcOptions: TypeAlias = "Sequence[tuple[str, int | str]]"
 
 
 def call_metadata(
@@ -52,7 +52,7 @@ def check_metadata(metadata: Metadata) -> Metadata:
         if not (isinstance(key, str) and _KEY.fullmatch(key)):
             raise InvalidRequestError(
                 "a key of metadata must be a text of lower-case letters, digits, '-', '_' and '.', "
-                f"got {quoted(key)}",
+                f"got {quote_value(key)}",
                 reason="INVALID_METADATA",
             )
         _printable(value, f"metadata {key}", "INVALID_METADATA")
@@ -91,7 +91,7 @@ def _printable(value: str, what: str, reason: str) -> str:
     return value
 
 
-class Door:
+class RouterConnector:
     """Opens channels to one router."""
 
     def __init__(self, address: str, tls: TlsConfig | None) -> None:
@@ -108,7 +108,7 @@ class Door:
     def channel(self) -> grpc.Channel:
         """A channel of the synchronous kind, whose streams are read by who iterates over them:
         without gRPC's thread in between a first message is there .3 to .4 ms sooner."""
-        options: Options = [*self._options(), (ChannelOptions.SingleThreadedUnaryStream, 1)]
+        options: GrpcOptions = [*self._options(), (ChannelOptions.SingleThreadedUnaryStream, 1)]
         if self._files is None:
             return grpc.insecure_channel(self._address, options=options)
         credentials = channel_credentials(self._files)
@@ -121,7 +121,7 @@ class Door:
         credentials = channel_credentials(self._files)
         return grpc.aio.secure_channel(self._address, credentials, options=self._options())
 
-    def _options(self) -> Options:
+    def _options(self) -> GrpcOptions:
         options: list[tuple[str, int | str]] = [*client_options()]
         if self._name:
             options.append(("grpc.ssl_target_name_override", self._name))
@@ -132,7 +132,7 @@ def is_serving(address: str, tls: TlsConfig | None, timeout_s: float = 5.0) -> b
     """Whether a process says of itself, to everybody, that it serves."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    with Door(address, tls).channel() as channel:
+    with RouterConnector(address, tls).channel() as channel:
         try:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

@@ -17,7 +17,7 @@ AUTO = "auto"
 """A choice that is left to the server."""
 
 
-def at_least(low: int) -> Callable[[str], int]:
+def integer_at_least(low: int) -> Callable[[str], int]:
     """An integer that is not below `low`."""
 
     def parse(text: str) -> int:
@@ -32,7 +32,7 @@ def at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
-def number_from(low: float) -> Callable[[str], float]:
+def number_at_least(low: float) -> Callable[[str], float]:
     """A finite number that is not below `low`."""
 
     def parse(text: str) -> float:
@@ -49,13 +49,13 @@ def number_from(low: float) -> Callable[[str], float]:
 
 def fraction(text: str) -> float:
     """A number above 0 that is at most 1."""
-    value = number_from(0.0)(text)
+    value = number_at_least(0.0)(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value
 
 
-def look_ahead(text: str) -> int | None:
+def parse_look_ahead(text: str) -> int | None:
     """0, 1, or auto: None."""
     if text == AUTO:
         return None
@@ -64,9 +64,9 @@ def look_ahead(text: str) -> int | None:
     return int(text)
 
 
-def fan_out(text: str) -> int:
+def parse_fan_out(text: str) -> int:
     """A number of outcomes that are drafted ahead."""
-    value = at_least(0)(text)
+    value = integer_at_least(0)(text)
     if value > MAX_FAN_OUT:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_FAN_OUT}, got {value}")
     return value
@@ -77,23 +77,28 @@ def add_look_ahead_arguments(add: Callable[..., object]) -> None:
     add(
         "--look-ahead",
         metavar="0|1|auto",
-        type=look_ahead,
+        type=parse_look_ahead,
         help="draft ahead of verdicts: never, where the planner finds that it pays, or as the "
         "router says (default)",
     )
-    add("--fan-out", metavar="N", type=fan_out, help="outcomes drafted ahead; 0: drafter's choice")
+    add(
+        "--fan-out",
+        metavar="N",
+        type=parse_fan_out,
+        help="outcomes drafted ahead; 0: drafter's choice",
+    )
 
 
-def bias(text: str) -> tuple[int, float]:
+def parse_bias(text: str) -> tuple[int, float]:
     """ID=AMOUNT of a logit bias."""
     id_, sign, amount = text.partition("=")
     try:
-        return at_least(0)(id_), float(amount if sign else "")
+        return integer_at_least(0)(id_), float(amount if sign else "")
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=AMOUNT") from None
 
 
-def priority(text: str) -> int:
+def parse_priority(text: str) -> int:
     """A request's priority."""
     try:
         value = int(text)
@@ -104,17 +109,17 @@ def priority(text: str) -> int:
     return value
 
 
-def top_logprobs(text: str) -> int:
+def parse_top_logprobs(text: str) -> int:
     """How many of the most probable ids to give with each token."""
-    value = at_least(0)(text)
+    value = integer_at_least(0)(text)
     if value > MAX_TOP_LOGPROBS:
         raise argparse.ArgumentTypeError(f"must be in [0, {MAX_TOP_LOGPROBS}]")
     return value
 
 
-def seed(text: str) -> int:
+def parse_seed(text: str) -> int:
     """An integer that fits in 64 bits."""
-    value = at_least(0)(text)
+    value = integer_at_least(0)(text)
     if value > UINT64_MAX:
         raise argparse.ArgumentTypeError("must fit in 64 bits")
     return value

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
-from outrider.client.arguments import is_text, must_be
+from outrider.client.arguments import invalid_argument, is_text
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.plan import DraftMethod
@@ -298,7 +298,7 @@ def _strings(options: GenerateOptions, name: str) -> tuple[str, ...]:
 
 
 def _not(options: GenerateOptions, name: str, wanted: str) -> InvalidRequestError:
-    return must_be(name, wanted, options.get(name))
+    return invalid_argument(name, wanted, options.get(name))
 
 
 def _seed(options: GenerateOptions) -> int | None:
@@ -312,4 +312,4 @@ def _member(kind: type[EnumT], value: str, name: str) -> EnumT:
         return kind(value)
     except ValueError:
         allowed = ", ".join(member.value for member in kind)
-        raise must_be(name, f"one of {allowed}", value) from None
+        raise invalid_argument(name, f"one of {allowed}", value) from None

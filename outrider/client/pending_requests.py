@@ -7,32 +7,36 @@ import threading
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
-from outrider.client.attempts import Attempts
+from outrider.client.attempts import RequestAttempts
 from outrider.client.rpcs import Metadata
 from outrider.ids import RequestId
 from outrider.wire.inference import GenerateRequest
 
 
-class Wanted:
+class PendingRequests:
     """Of one client; threads may share it. A stream that is dropped is forgotten."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._asked: WeakKeyDictionary[Attempts, tuple[RequestId, Metadata]] = WeakKeyDictionary()
+        self._asked: WeakKeyDictionary[RequestAttempts, tuple[RequestId, Metadata]] = (
+            WeakKeyDictionary()
+        )
 
-    def add(self, attempts: Attempts, request: GenerateRequest, metadata: Metadata) -> None:
+    def add_request(
+        self, attempts: RequestAttempts, request: GenerateRequest, metadata: Metadata
+    ) -> None:
         """A request is sent, with this metadata; one that is not resumable ends with its call."""
         if request.resumable and request.request_id is not None:
             with self._lock:
                 self._asked[attempts] = (request.request_id, metadata)
 
-    def done(self, attempts: Attempts) -> Mapping[Metadata, list[RequestId]]:
+    def remove_request(self, attempts: RequestAttempts) -> Mapping[Metadata, list[RequestId]]:
         """Its answer is whole, or nobody wants it any more. What `take` would say of it alone."""
         with self._lock:
             asked = self._asked.pop(attempts, None)
         return {} if asked is None else {asked[1]: [asked[0]]}
 
-    def take(self) -> Mapping[Metadata, list[RequestId]]:
+    def take_all(self) -> Mapping[Metadata, list[RequestId]]:
         """All that are left, by what went with them; none is kept."""
         left: dict[Metadata, list[RequestId]] = {}
         with self._lock:

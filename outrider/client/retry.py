@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from outrider.client.arguments import must_be
+from outrider.client.arguments import invalid_argument
 from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableError
 
 
@@ -29,16 +29,16 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if not _is_number(self.max_attempts, int) or self.max_attempts < 1:
-            raise must_be("max_attempts", "an integer >= 1", self.max_attempts)
+            raise invalid_argument("max_attempts", "an integer >= 1", self.max_attempts)
         for name in ("first_delay_s", "max_delay_s", "max_hint_s", "resume_s", "jitter"):
             value = getattr(self, name)
             if not (_is_number(value, (int, float)) and value >= 0.0):
-                raise must_be(name, "a number >= 0", value)
+                raise invalid_argument(name, "a number >= 0", value)
         if self.first_delay_s > self.max_delay_s:
             wanted = f"at most max_delay_s ({self.max_delay_s})"
-            raise must_be("first_delay_s", wanted, self.first_delay_s)
+            raise invalid_argument("first_delay_s", wanted, self.first_delay_s)
         if self.jitter > 1.0:
-            raise must_be("jitter", "in [0, 1]", self.jitter)
+            raise invalid_argument("jitter", "in [0, 1]", self.jitter)
 
     def delay_s(self, attempt: int, error: OutriderError) -> float | None:
         """Seconds to wait after attempt number `attempt` (from 1) failed; None: do not retry.

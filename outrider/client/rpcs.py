@@ -8,10 +8,10 @@ from typing import Generic, TypeVar, cast
 
 import grpc
 
-from outrider.client.collected_stream import Collected
+from outrider.client.collected_stream import CollectedStream
 from outrider.errors import InternalError, InvalidMessageError, OutriderError
 from outrider.ids import RequestId
-from outrider.transport.grpc.error_status import lost_call_error
+from outrider.transport.grpc.error_status import to_lost_error
 from outrider.transport.grpc.options import GrpcConfig, channel_options
 from outrider.wire.answer_codec import event_from_pb, result_from_pb, resumed_event_from_pb
 from outrider.wire.inference import (
@@ -104,7 +104,7 @@ LIST_MODELS: Rpc[None, tuple[ModelInfo, ...]] = Rpc(
 
 
 def stream_call(
-    request: GenerateRequest, collected: Collected, *, resume: bool
+    request: GenerateRequest, collected: CollectedStream, *, resume: bool
 ) -> tuple[str, bytes, Callable[[bytes], StreamEvent]]:
     """The call that begins a request's stream, or goes on behind what was collected of it: its
     path, its message, and how to read what it answers."""
@@ -124,7 +124,7 @@ def client_options() -> list[tuple[str, int]]:
     return list(options.items())
 
 
-def typed(error: grpc.RpcError, address: str) -> OutriderError:
+def to_typed_error(error: grpc.RpcError, address: str) -> OutriderError:
     """The typed error behind a failed call, of either client."""
     # A failed call of the synchronous client has the same accessors as an AioRpcError.
-    return lost_call_error(cast("grpc.aio.AioRpcError", error), peer=address)
+    return to_lost_error(cast("grpc.aio.AioRpcError", error), peer=address)

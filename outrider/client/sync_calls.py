@@ -8,24 +8,24 @@ from collections.abc import Iterator, Mapping
 
 import grpc
 
-from outrider.client.attempts import Again
-from outrider.client.channels import Channels
+from outrider.client.attempts import RetryDecision
+from outrider.client.channels import ChannelPool
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.rpcs import ABORT, ABORT_TIMEOUT_S, Metadata
 from outrider.errors import CancelledRequestError, OutriderError
 from outrider.ids import RequestId
 
 
-def say_farewell(
-    channels: Channels[grpc.Channel], left: Mapping[Metadata, list[RequestId]]
+def send_abort(
+    channels: ChannelPool[grpc.Channel], left: Mapping[Metadata, list[RequestId]]
 ) -> None:
     """Tell the router of a resumable request that nobody wants; others end with their calls."""
     # A closed client has said so of all of them.
-    with contextlib.suppress(CancelledRequestError), calling(channels):
-        say_farewells(channels.current, left)
+    with contextlib.suppress(CancelledRequestError), convert_call_errors(channels):
+        send_aborts(channels.current, left)
 
 
-def say_farewells(channel: grpc.Channel, left: Mapping[Metadata, list[RequestId]]) -> None:
+def send_aborts(channel: grpc.Channel, left: Mapping[Metadata, list[RequestId]]) -> None:
     """The same of several, side by side."""
     method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(ABORT.path)
     told = [
@@ -39,7 +39,7 @@ def say_farewells(channel: grpc.Channel, left: Mapping[Metadata, list[RequestId]
 
 
 @contextlib.contextmanager
-def calling(channels: Channels[grpc.Channel]) -> Iterator[None]:
+def convert_call_errors(channels: ChannelPool[grpc.Channel]) -> Iterator[None]:
     """Around a call. Raises CancelledRequestError where the client is closed meanwhile: grpc has a
     ValueError for a closed channel."""
     try:
@@ -49,16 +49,16 @@ def calling(channels: Channels[grpc.Channel]) -> Iterator[None]:
         raise
 
 
-def replace(
-    channels: Channels[grpc.Channel], channel: grpc.Channel, problem: OutriderError
+def replace_channel(
+    channels: ChannelPool[grpc.Channel], channel: grpc.Channel, problem: OutriderError
 ) -> None:
     """Have calls go by a new channel if this one broke."""
-    old = channels.broke(channel, problem)
+    old = channels.report_broken(channel, problem)
     if old is not None:
         old.close()
 
 
-def wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
+def wait_attempt(again: RetryDecision, problem: OutriderError, deadline: float | None) -> bool:
     """Wait before the next attempt, and say whether it resumes; `problem` if it is too late."""
     left_s = remaining(deadline, time.monotonic())
     if left_s is not None and again.delay_s >= left_s:
@@ -67,9 +67,11 @@ def wait(again: Again, problem: OutriderError, deadline: float | None) -> bool:
     return again.resume
 
 
-def pause(retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None) -> None:
+def wait_retry(
+    retry: RetryPolicy, attempt: int, problem: OutriderError, deadline: float | None
+) -> None:
     """Wait before the next attempt; raises `problem` if there is to be none."""
     delay_s = retry.delay_s(attempt, problem)
     if delay_s is None:
         raise problem
-    wait(Again(delay_s, resume=False), problem, deadline)
+    wait_attempt(RetryDecision(delay_s, resume=False), problem, deadline)

@@ -15,12 +15,12 @@ from outrider.client.arguments import (
     check_request_ids,
     check_timeout_s,
 )
-from outrider.client.attempts import Attempts
-from outrider.client.channels import Channels
-from outrider.client.collected_stream import Collected, left_error
-from outrider.client.connection import Door, call_metadata, check_metadata
+from outrider.client.attempts import RequestAttempts
+from outrider.client.channels import ChannelPool
+from outrider.client.collected_stream import CollectedStream, left_error
+from outrider.client.connection import RouterConnector, call_metadata, check_metadata
 from outrider.client.options import GenerateOptions, PromptLike, make_request
-from outrider.client.pending_requests import Wanted
+from outrider.client.pending_requests import PendingRequests
 from outrider.client.retry import RetryPolicy, remaining
 from outrider.client.rpcs import (
     ABORT,
@@ -32,10 +32,17 @@ from outrider.client.rpcs import (
     Metadata,
     Rpc,
     stream_call,
-    typed,
+    to_typed_error,
 )
-from outrider.client.sync_calls import calling, pause, replace, say_farewell, say_farewells, wait
-from outrider.client.tracing import with_trace
+from outrider.client.sync_calls import (
+    convert_call_errors,
+    replace_channel,
+    send_abort,
+    send_aborts,
+    wait_attempt,
+    wait_retry,
+)
+from outrider.client.tracing import add_trace_metadata
 from outrider.errors import OutriderError
 from outrider.transport.tls import TlsConfig
 from outrider.wire.inference import (
@@ -88,8 +95,10 @@ class Client:
         self._metadata = call_metadata(metadata, api_key=api_key, tenant=tenant)
         self._timeout_s = check_timeout_s(timeout_s)
         self._retry = check_kind("retry", retry, RetryPolicy) or RetryPolicy()
-        self._channels = Channels(Door(address, check_kind("tls", tls, TlsConfig)).channel)
-        self._wanted = Wanted()
+        self._channels = ChannelPool(
+            RouterConnector(address, check_kind("tls", tls, TlsConfig)).channel
+        )
+        self._wanted = PendingRequests()
 
     def __enter__(self) -> Self:
         return self
@@ -104,9 +113,9 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; running requests are aborted, whoever reads their answers."""
-        channels = self._channels.take()
-        if left := self._wanted.take():
-            say_farewells(channels[0], left)
+        channels = self._channels.take_all()
+        if left := self._wanted.take_all():
+            send_aborts(channels[0], left)
         for channel in channels:
             channel.close()
 
@@ -131,18 +140,18 @@ class Client:
         """
         said = self._said(metadata)
         request, deadline = make_request(prompt, options), self._deadline(timeout_s)
-        attempts = Attempts(self._retry, resumable=request.resumable)
-        self._wanted.add(attempts, request, said)
+        attempts = RequestAttempts(self._retry, resumable=request.resumable)
+        self._wanted.add_request(attempts, request, said)
         try:
             answer = self._attempt(request, attempts, deadline, said)
         except OutriderError:
             raise
         except BaseException:
             # An interrupt: nobody waits for the answer any more.
-            say_farewell(self._channels, self._wanted.done(attempts))
+            send_abort(self._channels, self._wanted.remove_request(attempts))
             raise
         finally:
-            self._wanted.done(attempts)
+            self._wanted.remove_request(attempts)
         if answer is not None:
             return answer
         # The request has arrived, its answer has not: that is taken up as a stream.
@@ -162,7 +171,7 @@ class Client:
         The request is sent with the first step of the iteration, which raises what goes wrong.
         """
         request = make_request(prompt, options)
-        attempts = Attempts(self._retry, resumable=request.resumable)
+        attempts = RequestAttempts(self._retry, resumable=request.resumable)
         return self._open(request, attempts, self._deadline(timeout_s), self._said(metadata))
 
     def abort(self, request_ids: Iterable[str]) -> tuple[str, ...]:
@@ -180,7 +189,7 @@ class Client:
 
     def _said(self, metadata: Metadata) -> Metadata:
         """What goes with a request, the caller's trace included."""
-        return with_trace((*self._metadata, *check_metadata(metadata)))
+        return add_trace_metadata((*self._metadata, *check_metadata(metadata)))
 
     def _deadline(self, timeout_s: float | None) -> float | None:
         limit_s = self._timeout_s if timeout_s is None else check_timeout_s(timeout_s)
@@ -189,7 +198,7 @@ class Client:
     def _open(
         self,
         request: GenerateRequest,
-        attempts: Attempts,
+        attempts: RequestAttempts,
         deadline: float | None,
         metadata: Metadata,
         *,
@@ -209,7 +218,7 @@ class Client:
     def _attempt(
         self,
         request: GenerateRequest,
-        attempts: Attempts,
+        attempts: RequestAttempts,
         deadline: float | None,
         metadata: Metadata,
     ) -> GenerateResult | None:
@@ -219,15 +228,17 @@ class Client:
         while True:
             channel = self._channels.current
             try:
-                with calling(self._channels):
+                with convert_call_errors(self._channels):
                     method = channel.unary_unary(GENERATE.path)
                     timeout_s = remaining(deadline, time.monotonic())
                     answer = method(data, timeout=timeout_s, metadata=metadata)
                 return GENERATE.decode(answer)
             except grpc.RpcError as error:
-                problem = typed(error, self.address)
-            replace(self._channels, channel, problem)
-            if wait(attempts.after(problem, now=time.monotonic()), problem, deadline):
+                problem = to_typed_error(error, self.address)
+            replace_channel(self._channels, channel, problem)
+            if wait_attempt(
+                attempts.decide_after(problem, now=time.monotonic()), problem, deadline
+            ):
                 return None
 
     def _call(
@@ -240,15 +251,15 @@ class Client:
         while True:
             channel = self._channels.current
             try:
-                with calling(self._channels):
+                with convert_call_errors(self._channels):
                     method = channel.unary_unary(rpc.path)
                     left_s = remaining(deadline, time.monotonic())
                     answer = method(data, timeout=left_s, metadata=self._metadata)
                 return rpc.decode(answer)
             except grpc.RpcError as error:
-                problem = typed(error, self.address)
-            replace(self._channels, channel, problem)
-            pause(self._retry, attempt, problem, deadline)
+                problem = to_typed_error(error, self.address)
+            replace_channel(self._channels, channel, problem)
+            wait_retry(self._retry, attempt, problem, deadline)
             attempt += 1
 
 
@@ -261,13 +272,13 @@ class Stream:
 
     def __init__(
         self,
-        channels: Channels[grpc.Channel],
+        channels: ChannelPool[grpc.Channel],
         address: str,
         request: GenerateRequest,
-        attempts: Attempts,
+        attempts: RequestAttempts,
         deadline: float | None,
         *,
-        wanted: Wanted,
+        wanted: PendingRequests,
         metadata: Metadata,
         resume: bool = False,
     ) -> None:
@@ -281,7 +292,7 @@ class Stream:
         self._wanted = wanted
         self._metadata = metadata
         self._resume = resume
-        self._collected = Collected()
+        self._collected = CollectedStream()
         self._call: grpc._CallIterator[bytes] | None = None
         self._decode: Callable[[bytes], StreamEvent]
         self._over = False
@@ -321,7 +332,7 @@ class Stream:
             try:
                 delta = self._step()
             except grpc.RpcError as error:
-                delta, problem = None, typed(error, self._address)
+                delta, problem = None, to_typed_error(error, self._address)
             except OutriderError as error:
                 # An answer that makes no sense, or a client that was closed.
                 if not self._over:
@@ -352,29 +363,29 @@ class Stream:
             )
             method: grpc.UnaryStreamMultiCallable[bytes, bytes]
             self._channel = self._channels.current
-            with calling(self._channels):
+            with convert_call_errors(self._channels):
                 method = self._channel.unary_stream(path)
                 timeout_s = remaining(self._deadline, time.monotonic())
-                self._wanted.add(self._attempts, self._request, self._metadata)
+                self._wanted.add_request(self._attempts, self._request, self._metadata)
                 self._call = method(data, timeout=timeout_s, metadata=self._metadata)
         message = next(self._call, None)
         if message is not None:
-            self._attempts.heard()
-            return self._collected.add(self._decode(message))
+            self._attempts.record_message()
+            return self._collected.add_event(self._decode(message))
         self._end()
         return None
 
     def _recover(self, problem: OutriderError) -> None:
         self._call = None
         try:
-            replace(self._channels, self._channel, problem)
-            again = self._attempts.after(
+            replace_channel(self._channels, self._channel, problem)
+            again = self._attempts.decide_after(
                 problem,
                 informed=self._collected.info is not None,
-                told=self._collected.heard_tokens,
+                told=self._collected.has_tokens,
                 now=time.monotonic(),
             )
-            self._resume = wait(again, problem, self._deadline)
+            self._resume = wait_attempt(again, problem, self._deadline)
         except OutriderError as error:
             self._collected.fail(error)
             self._end()
@@ -382,7 +393,7 @@ class Stream:
 
     def _end(self) -> None:
         self._over = True
-        self._wanted.done(self._attempts)
+        self._wanted.remove_request(self._attempts)
 
     def _leave(self) -> None:
         """Want no more, and have the router told."""
@@ -390,4 +401,4 @@ class Stream:
         self._collected.fail(left_error())
         if self._call is not None:
             self._call.cancel()
-        say_farewell(self._channels, self._wanted.done(self._attempts))
+        send_abort(self._channels, self._wanted.remove_request(self._attempts))

@@ -16,7 +16,7 @@ TRACEPARENT: Final = "traceparent"
 """Key of W3C's Trace Context."""
 
 
-def with_trace(metadata: Metadata) -> Metadata:
+def add_trace_metadata(metadata: Metadata) -> Metadata:
     """Metadata of a request with the current span's context, where there is one and the metadata
     names none."""
     trace: Any = sys.modules.get(_MODULE)

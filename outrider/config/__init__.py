@@ -8,17 +8,23 @@ An unknown key or variable is an error that names the one that may be meant.
 
 from outrider.config.annotations import KeysOf, OneOf
 from outrider.config.builder import from_plain
-from outrider.config.environment import Environment
-from outrider.config.loader import Loaded, comma_list, load, load_config, parse_config
+from outrider.config.environment import ProcessEnvironment
+from outrider.config.loader import (
+    LoadedConfig,
+    comma_list,
+    load_config,
+    load_with_sources,
+    parse_config,
+)
 
 __all__ = [
-    "Environment",
+    "ProcessEnvironment",
     "KeysOf",
-    "Loaded",
+    "LoadedConfig",
     "OneOf",
     "comma_list",
     "from_plain",
-    "load",
+    "load_with_sources",
     "load_config",
     "parse_config",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from outrider.config.display import as_json, as_toml
 from outrider.config.loader import load_config, parse_config
 from outrider.config.process_registry import PROCESSES
-from outrider.config.reference import flags_of, page, section
+from outrider.config.reference import flags_of, render_page, render_section
 from outrider.config.schema import json_schema
 from outrider.errors import OutriderError
 
@@ -64,8 +64,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _reference() -> str:
-    return page(
-        section(process.title, process.table, flags_of(process.parser))
+    return render_page(
+        render_section(process.title, process.table, flags_of(process.parser))
         for process in PROCESSES.values()
     )
 

@@ -22,5 +22,5 @@ class KeysOf:
     `Annotated[Mapping[str, object], KeysOf(RouterConfig)]`. Names and types are checked."""
 
     config: type[Any]
-    but: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
     """Keys that may not be given here."""

@@ -41,22 +41,26 @@ def _build(cls: type[ConfigT], values: Mapping[str, object], *, where: str) -> C
         if field.init and field.name not in arguments and _required(field)
     ]
     if missing:
-        raise invalid(f"missing configuration keys: {', '.join(where + name for name in missing)}")
+        raise invalid_config_error(
+            f"missing configuration keys: {', '.join(where + name for name in missing)}"
+        )
     try:
         return cls(**arguments)
     except InvalidRequestError:
         raise
     except ValueError as error:
-        raise invalid(f"invalid configuration: {error}") from error
+        raise invalid_config_error(f"invalid configuration: {error}") from error
 
 
 def _check_names(values: Mapping[str, object], names: Sequence[str], where: str) -> None:
     for key in values:
         if key not in names:
-            raise invalid(f"unknown configuration key {where}{key}{nearest(key, names, where)}")
+            raise invalid_config_error(
+                f"unknown configuration key {where}{key}{describe_valid_keys(key, names, where)}"
+            )
 
 
-def nearest(key: str, names: Sequence[str], where: str = "") -> str:
+def describe_valid_keys(key: str, names: Sequence[str], where: str = "") -> str:
     """What an error says of the known keys: the one that may be meant, and all."""
     near = difflib.get_close_matches(key, names, n=1)
     hint = f"; did you mean {where}{near[0]}?" if near else ""
@@ -96,10 +100,12 @@ def _check_keys(mark: KeysOf, values: dict[str, Any], *, where: str) -> dict[str
     """Some keys of another configuration, as they are: its own dataclass is built from them."""
     hints = typing.get_type_hints(mark.config, include_extras=True)
     for key in values:
-        if key in mark.but:
-            raise invalid(f"{where}{key} may not be given here: another key decides it")
+        if key in mark.excluded:
+            raise invalid_config_error(
+                f"{where}{key} may not be given here: another key decides it"
+            )
     fields = dataclasses.fields(mark.config)
-    _check_names(values, [f.name for f in fields if f.init and f.name not in mark.but], where)
+    _check_names(values, [f.name for f in fields if f.init and f.name not in mark.excluded], where)
     for key, value in values.items():
         _convert(hints[key], value, where=f"{where}{key}")
     return values
@@ -117,16 +123,16 @@ def _convert_union(hint: Any, value: object, *, where: str) -> object:
             return _convert(member, value, where=where)
         except InvalidRequestError as error:
             problem = error
-    raise problem or invalid(f"{where} may not be set")
+    raise problem or invalid_config_error(f"{where} may not be set")
 
 
 def _convert_tuple(members: tuple[Any, ...], value: object, *, where: str) -> tuple[object, ...]:
     if not isinstance(value, (list, tuple)):
-        raise invalid(f"{where} must be a list, got {value!r}")
+        raise invalid_config_error(f"{where} must be a list, got {value!r}")
     if len(members) == 2 and members[1] is Ellipsis:
         members = (members[0],) * len(value)
     if len(members) != len(value):
-        raise invalid(f"{where} must have {len(members)} elements, got {len(value)}")
+        raise invalid_config_error(f"{where} must have {len(members)} elements, got {len(value)}")
     pairs = zip(members, value, strict=True)
     return tuple(_convert(m, v, where=f"{where}[{i}]") for i, (m, v) in enumerate(pairs))
 
@@ -137,7 +143,7 @@ def _convert_scalar(hint: Any, value: object, *, where: str) -> object:
             return hint(value)
         except ValueError:
             allowed = ", ".join(repr(member.value) for member in hint)
-            raise invalid(f"{where} must be one of {allowed}, got {value!r}") from None
+            raise invalid_config_error(f"{where} must be one of {allowed}, got {value!r}") from None
     if hint is Path and isinstance(value, str):
         return Path(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -151,10 +157,10 @@ def _expect(hint: Any, value: object, where: str) -> Any:
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         # What stands where a table should be may be a secret.
         got = type(value).__name__ if hint is dict else repr(value)
-        raise invalid(f"{where} must be {hint.__name__}, got {got}")
+        raise invalid_config_error(f"{where} must be {hint.__name__}, got {got}")
     return value
 
 
-def invalid(message: str) -> InvalidRequestError:
+def invalid_config_error(message: str) -> InvalidRequestError:
     """The error for a configuration that cannot be."""
     return InvalidRequestError(message, reason="INVALID_CONFIG")

@@ -17,14 +17,14 @@ from typing import Any, Union
 
 from outrider.config.annotations import KeysOf, OneOf
 
-CHOSEN = object()
+GENERATED_DEFAULT = object()
 """The default of a field whose value is chosen anew in every process."""
-NEEDED = object()
+REQUIRED = object()
 """Of one that must be given."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueType:
     """The type of a value, without whether it may be unset."""
 
     word: str
@@ -32,18 +32,18 @@ class Kind:
     table)."""
     choices: tuple[str, ...] = ()
     """Of a text: what it may be; none: anything."""
-    item: Kind | None = None
+    item: ValueType | None = None
     """Of a list: what its items are; of tables by name: what each is."""
-    table: Table | None = None
+    table: ConfigTable | None = None
     """Of a table: its keys."""
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class ConfigField:
     """One key."""
 
     name: str
-    kind: Kind
+    value_type: ValueType
     default: object
     """As TOML has it (None: unset), CHOSEN or NEEDED."""
     text: str
@@ -51,14 +51,14 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ConfigTable:
     """A dataclass of a configuration."""
 
     text: str
-    fields: tuple[Field, ...]
+    fields: tuple[ConfigField, ...]
 
 
-def describe(cls: type) -> Table:
+def describe_config(cls: type) -> ConfigTable:
     """The keys of a configuration's dataclass, in their order.
 
     Raises TypeError for a field of a type that TOML has no value for.
@@ -66,17 +66,19 @@ def describe(cls: type) -> Table:
     hints = typing.get_type_hints(cls, include_extras=True)
     texts = _texts(cls)
     fields = tuple(
-        Field(field.name, _kind(hints[field.name]), _default(field), texts.get(field.name, ""))
+        ConfigField(
+            field.name, _kind(hints[field.name]), _default(field), texts.get(field.name, "")
+        )
         for field in dataclasses.fields(cls)
         if field.init
     )
-    return Table(_paragraph(inspect.getdoc(cls) or ""), fields)
+    return ConfigTable(_paragraph(inspect.getdoc(cls) or ""), fields)
 
 
-def keys_of(table: Table, where: str = "") -> Iterator[tuple[str, Field]]:
+def keys_of(table: ConfigTable, where: str = "") -> Iterator[tuple[str, ConfigField]]:
     """Every key that is no table, by its dotted name; NAME stands for a name that is free."""
     for field in table.fields:
-        kind, name = field.kind, f"{where}{field.name}"
+        kind, name = field.value_type, f"{where}{field.name}"
         if kind.item is not None and kind.item.table is not None:
             kind, name = kind.item, f"{name}.NAME"
         if kind.table is None or kind.word == "keys":
@@ -85,27 +87,31 @@ def keys_of(table: Table, where: str = "") -> Iterator[tuple[str, Field]]:
             yield from keys_of(kind.table, f"{name}.")
 
 
-def plain(value: object) -> object:
+def to_plain(value: object) -> object:
     """A field's value as TOML has it; None where TOML has nothing for it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {
+            f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init
+        }
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value
 
 
-def _kind(hint: Any) -> Kind:
+def _kind(hint: Any) -> ValueType:
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         for mark in hint.__metadata__:
             if isinstance(mark, OneOf):
                 return dataclasses.replace(_kind(hint.__origin__), choices=mark.choices)
             if isinstance(mark, KeysOf):
-                return Kind("keys", table=_without(describe(mark.config), mark.but))
+                return ValueType(
+                    "keys", table=_without(describe_config(mark.config), mark.excluded)
+                )
         return _kind(hint.__origin__)
     if origin is Union or origin is types.UnionType:
         members = [each for each in typing.get_args(hint) if each is not type(None)]
@@ -113,23 +119,23 @@ def _kind(hint: Any) -> Kind:
             raise TypeError(f"a field of more than one type: {hint}")
         return _kind(members[0])
     if origin is tuple:
-        return Kind("list", item=_kind(typing.get_args(hint)[0]))
+        return ValueType("list", item=_kind(typing.get_args(hint)[0]))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return Kind("tables", item=_kind(typing.get_args(hint)[1]))
+        return ValueType("tables", item=_kind(typing.get_args(hint)[1]))
     if isinstance(hint, typing.NewType):
         return _kind(hint.__supertype__)
     if isinstance(hint, type):
         if dataclasses.is_dataclass(hint):
-            return Kind("table", table=describe(hint))
+            return ValueType("table", table=describe_config(hint))
         if issubclass(hint, Enum):
-            return Kind("text", choices=tuple(str(member.value) for member in hint))
+            return ValueType("text", choices=tuple(str(member.value) for member in hint))
     words = {bool: "boolean", int: "integer", float: "number", str: "text", Path: "path"}
     if hint not in words:
         raise TypeError(f"a field of a type that is not for configurations: {hint}")
-    return Kind(words[hint])
+    return ValueType(words[hint])
 
 
-def _without(table: Table, names: frozenset[str]) -> Table:
+def _without(table: ConfigTable, names: frozenset[str]) -> ConfigTable:
     fields = tuple(field for field in table.fields if field.name not in names)
     return dataclasses.replace(table, fields=fields)
 
@@ -138,8 +144,8 @@ def _default(field: dataclasses.Field[Any]) -> object:
     factory = field.default_factory
     if factory is not dataclasses.MISSING:
         value = factory()
-        return plain(value) if value == factory() else CHOSEN
-    return NEEDED if field.default is dataclasses.MISSING else plain(field.default)
+        return to_plain(value) if value == factory() else GENERATED_DEFAULT
+    return REQUIRED if field.default is dataclasses.MISSING else to_plain(field.default)
 
 
 def _texts(cls: type) -> dict[str, str]:

@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from outrider.config.description import Kind, describe, plain
-from outrider.config.loader import Loaded
+from outrider.config.description import ValueType, describe_config, to_plain
+from outrider.config.loader import LoadedConfig
 from outrider.config.toml import toml_key, toml_value
 
 REDACTED = "(redacted)"
@@ -17,7 +17,7 @@ DEFAULT = "default"
 _SECRET = re.compile(r"(^|_)(secret|password|passphrase|token|api_key|headers)$")
 
 
-def as_toml(loaded: Loaded[object]) -> str:
+def as_toml(loaded: LoadedConfig[object]) -> str:
     """A file that gives the same configuration; what is unset is a comment."""
     lines = []
     for key, value, source in _values(loaded):
@@ -26,28 +26,31 @@ def as_toml(loaded: Loaded[object]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_json(loaded: Loaded[object]) -> str:
+def as_json(loaded: LoadedConfig[object]) -> str:
     """One object: by dotted key the `value` and its `source`."""
     values = {key: {"value": value, "source": source} for key, value, source in _values(loaded)}
     return json.dumps(values, indent=2) + "\n"
 
 
-def _values(loaded: Loaded[object]) -> Iterator[tuple[str, object, str]]:
-    root, kind = plain(loaded.config), Kind("table", table=describe(type(loaded.config)))
+def _values(loaded: LoadedConfig[object]) -> Iterator[tuple[str, object, str]]:
+    root, kind = (
+        to_plain(loaded.config),
+        ValueType("table", table=describe_config(type(loaded.config))),
+    )
     assert isinstance(root, Mapping)
     yield from _walk(root, kind, loaded.sources, (), secret=False)
 
 
 def _walk(
     values: Mapping[str, object],
-    kind: Kind,
+    kind: ValueType,
     sources: Mapping[str, str],
     above: tuple[str, ...],
     *,
     secret: bool,
 ) -> Iterator[tuple[str, object, str]]:
     """`kind`: of these values, a table of some sort; `secret`: whether it is one as a whole."""
-    fields = {field.name: field.kind for field in kind.table.fields} if kind.table else {}
+    fields = {field.name: field.value_type for field in kind.table.fields} if kind.table else {}
     for name, value in values.items():
         path = (*above, name)
         below = fields.get(name) or kind.item

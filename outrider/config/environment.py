@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from outrider.config.annotations import KeysOf
-from outrider.config.builder import invalid, nearest
+from outrider.config.builder import describe_valid_keys, invalid_config_error
 
-FILE = "CONFIG"
+CONFIG_FILE = "CONFIG"
 """OUTRIDER_<ROLE>_CONFIG names the TOML file."""
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 # Kubernetes tells every container of the services beside it: a Service named outrider-router makes
@@ -33,7 +33,7 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class EnvironmentSetting:
     """A value that a variable gives."""
 
     variable: str
@@ -44,7 +44,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class ProcessEnvironment:
     """The variables of one process."""
 
     prefix: str
@@ -53,16 +53,16 @@ class Environment:
     """All variables, those of others among them."""
 
     @classmethod
-    def of(cls, role: str) -> Environment:
+    def for_role(cls, role: str) -> ProcessEnvironment:
         """Those of this process, which is a `role`: router, verifier, drafter or ray."""
         return cls(f"OUTRIDER_{role.upper()}_", os.environ)
 
     @property
     def file(self) -> str | None:
         """The TOML file that is named here."""
-        return self.variables.get(self.prefix + FILE) or None
+        return self.variables.get(self.prefix + CONFIG_FILE) or None
 
-    def settings(self, config: type) -> Iterator[Setting]:
+    def settings(self, config: type) -> Iterator[EnvironmentSetting]:
         """The values for a dataclass, by name of their variables.
 
         Raises InvalidRequestError (reason INVALID_CONFIG) for a variable with this prefix that is
@@ -73,14 +73,14 @@ class Environment:
             if not variable.startswith(self.prefix) or _is_service_link(variable, text):
                 continue
             rest = variable.removeprefix(self.prefix)
-            if rest == FILE:
+            if rest == CONFIG_FILE:
                 continue
             path = tuple(part.lower() for part in rest.split("__"))
             hint = _find(config, path, variable, self.prefix)
             try:
-                yield Setting(variable, path, _parse(hint, text))
+                yield EnvironmentSetting(variable, path, _parse(hint, text))
             except ValueError as error:
-                raise invalid(f"{variable}: {error}") from None
+                raise invalid_config_error(f"{variable}: {error}") from None
 
 
 def variable_of(role: str, key: str) -> str:
@@ -104,13 +104,13 @@ def _find(config: type, path: tuple[str, ...], variable: str, prefix: str) -> An
             names = [field.name for field in dataclasses.fields(hint) if field.init]
             if name not in names:
                 known = [each.upper() for each in names]
-                said = nearest(name.upper(), known, prefix + above)
-                raise invalid(f"unknown environment variable {variable}{said}")
+                said = describe_valid_keys(name.upper(), known, prefix + above)
+                raise invalid_config_error(f"unknown environment variable {variable}{said}")
             hint = typing.get_type_hints(hint, include_extras=True)[name]
         elif _is_mapping(hint) and name:
             hint = typing.get_args(hint)[1]
         else:
-            raise invalid(
+            raise invalid_config_error(
                 f"unknown environment variable {variable}: "
                 f"{prefix}{above.removesuffix('__')} is no table"
             )

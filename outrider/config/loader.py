@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from outrider.config.builder import from_plain, invalid
-from outrider.config.environment import Environment
+from outrider.config.builder import from_plain, invalid_config_error
+from outrider.config.environment import ProcessEnvironment
 from outrider.errors import NotFoundError
 
 ConfigT = TypeVar("ConfigT")
 
-FLAG = "flag"
+FLAG_SOURCE = "flag"
 """Where a value came from that an override gave."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Generic[ConfigT]):
+class LoadedConfig(Generic[ConfigT]):
     """A configuration, and where its values came from."""
 
     config: ConfigT
@@ -35,7 +35,7 @@ def load_config(
     toml_path: str | Path | None = None,
     overrides: Mapping[str, object] | None = None,
     *,
-    environment: Environment | None = None,
+    environment: ProcessEnvironment | None = None,
 ) -> ConfigT:
     """Build `cls` from a TOML file, environment variables and overrides; the last one wins.
 
@@ -44,16 +44,16 @@ def load_config(
     Raises NotFoundError if the file is missing, InvalidRequestError (reason INVALID_CONFIG) for
     bad TOML, unknown keys, wrong types and values that the dataclass refuses (ValueError).
     """
-    return load(cls, toml_path, overrides, environment=environment).config
+    return load_with_sources(cls, toml_path, overrides, environment=environment).config
 
 
-def load(
+def load_with_sources(
     cls: type[ConfigT],
     toml_path: str | Path | None = None,
     overrides: Mapping[str, object] | None = None,
     *,
-    environment: Environment | None = None,
-) -> Loaded[ConfigT]:
+    environment: ProcessEnvironment | None = None,
+) -> LoadedConfig[ConfigT]:
     """`load_config`, and where the values came from."""
     layers = _Layers()
     path = toml_path if toml_path is not None or environment is None else environment.file
@@ -69,8 +69,8 @@ def load(
         if key in layers.sources and str(layers.value_of(key)) != str(value)
     }
     for key, value in flags.items():
-        layers.add(_nested(tuple(key.split(".")), value), FLAG)
-    return Loaded(from_plain(cls, layers.values), layers.sources, overridden)
+        layers.add(_nested(tuple(key.split(".")), value), FLAG_SOURCE)
+    return LoadedConfig(from_plain(cls, layers.values), layers.sources, overridden)
 
 
 def parse_config(
@@ -78,14 +78,14 @@ def parse_config(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
     role: str,
-) -> Loaded[ConfigT]:
+) -> LoadedConfig[ConfigT]:
     """The configuration of a process by its command line: `--config` and flags named like fields.
 
     Raises like `load_config`; ends the process as argparse does for what is no flag.
     """
     flags = vars(parser.parse_args(argv))
     path = flags.pop("config")
-    return load(cls, path, flags, environment=Environment.of(role))
+    return load_with_sources(cls, path, flags, environment=ProcessEnvironment.for_role(role))
 
 
 def comma_list(text: str) -> list[str]:
@@ -138,6 +138,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, IsADirectoryError):
         raise NotFoundError(f"no configuration file at {path}", reason="NO_CONFIG") from None
     except OSError as error:
-        raise invalid(f"{path} cannot be read: {error.strerror}") from error
+        raise invalid_config_error(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"{path} is not TOML: {error}") from error
+        raise invalid_config_error(f"{path} is not TOML: {error}") from error

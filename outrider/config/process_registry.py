@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.config.description import Table, describe
-from outrider.config.loader import Loaded, parse_config
+from outrider.config.description import ConfigTable, describe_config
+from outrider.config.loader import LoadedConfig, parse_config
 from outrider.errors import NotFoundError
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ConfiguredProcess:
     """One kind of process."""
 
     role: str
@@ -41,7 +41,7 @@ class Process:
         assert isinstance(parser, argparse.ArgumentParser)
         return parser
 
-    def load(self, argv: Sequence[str]) -> Loaded[Any]:
+    def load(self, argv: Sequence[str]) -> LoadedConfig[Any]:
         """Its configuration by this command line, its environment and its file; the further files
         that it reads before it loads a model are checked, too. Raises NotFoundError,
         InvalidRequestError and FailedPreconditionError."""
@@ -52,9 +52,9 @@ class Process:
         return loaded
 
     @property
-    def table(self) -> Table:
+    def table(self) -> ConfigTable:
         """Its keys. Raises NotFoundError."""
-        return describe(self.config)
+        return describe_config(self.config)
 
     def _module(self, name: str) -> Any:
         try:
@@ -69,9 +69,9 @@ class Process:
 PROCESSES = {
     process.role: process
     for process in (
-        Process("router", "Router", "outrider_router", "RouterConfig"),
-        Process("verifier", "Verifier", "outrider_verifier", "VerifierConfig"),
-        Process("drafter", "Drafter", "outrider_drafter", "DrafterConfig"),
-        Process("ray", "Ray launcher", "outrider_ray", "LaunchConfig"),
+        ConfiguredProcess("router", "Router", "outrider_router", "RouterConfig"),
+        ConfiguredProcess("verifier", "Verifier", "outrider_verifier", "VerifierConfig"),
+        ConfiguredProcess("drafter", "Drafter", "outrider_drafter", "DrafterConfig"),
+        ConfiguredProcess("ray", "Ray launcher", "outrider_ray", "RayFleetConfig"),
     )
 }

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Mapping
 
-from outrider.config.description import CHOSEN, NEEDED, Field, Kind, Table, keys_of
+from outrider.config.description import (
+    GENERATED_DEFAULT,
+    REQUIRED,
+    ConfigField,
+    ConfigTable,
+    ValueType,
+    keys_of,
+)
 from outrider.config.toml import toml_value
 
 INTRODUCTION = """\
@@ -42,12 +49,12 @@ is written. Bounds of numbers, and keys that need each other, are what `check` a
 """
 
 
-def page(sections: Iterable[str]) -> str:
+def render_page(sections: Iterable[str]) -> str:
     """The whole page."""
     return "\n".join((INTRODUCTION, *sections))
 
 
-def section(title: str, table: Table, flags: Mapping[str, str]) -> str:
+def render_section(title: str, table: ConfigTable, flags: Mapping[str, str]) -> str:
     """A process's keys; `flags` has their flags, by dotted key."""
     lines = [
         f"## {title}",
@@ -59,7 +66,7 @@ def section(title: str, table: Table, flags: Mapping[str, str]) -> str:
     ]
     for key, field in keys_of(table):
         flag = f"`{flags[key]}`" if key in flags else ""
-        cells = (f"`{key}`", _type(field.kind), _default(field), flag, field.text)
+        cells = (f"`{key}`", _type(field.value_type), _default(field), flag, field.text)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -73,7 +80,7 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
     return found
 
 
-def _type(kind: Kind) -> str:
+def _type(kind: ValueType) -> str:
     if kind.choices:
         return " or ".join(f"`{choice}`" for choice in kind.choices)
     if kind.item is not None:
@@ -84,9 +91,9 @@ def _type(kind: Kind) -> str:
     return kind.word
 
 
-def _default(field: Field) -> str:
-    if field.default is NEEDED:
+def _default(field: ConfigField) -> str:
+    if field.default is REQUIRED:
         return "**needed**"
-    if field.default is CHOSEN:
+    if field.default is GENERATED_DEFAULT:
         return "chosen at the start"
     return "unset" if field.default is None else f"`{toml_value(field.default)}`"

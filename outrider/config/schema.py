@@ -7,7 +7,7 @@ file leaves out may come from the environment or from flags.
 
 from __future__ import annotations
 
-from outrider.config.description import CHOSEN, NEEDED, Kind, Table
+from outrider.config.description import GENERATED_DEFAULT, REQUIRED, ConfigTable, ValueType
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest one that Helm's checker, editors and Python's jsonschema all know."""
@@ -20,19 +20,19 @@ _TYPES = {
 }
 
 
-def json_schema(table: Table, title: str) -> dict[str, object]:
+def json_schema(table: ConfigTable, title: str) -> dict[str, object]:
     """The schema of a process's configuration; without references, to be embedded as it is."""
     return {"$schema": DIALECT, "title": title, **_table(table)}
 
 
-def _table(table: Table) -> dict[str, object]:
+def _table(table: ConfigTable) -> dict[str, object]:
     properties: dict[str, object] = {}
     for field in table.fields:
         said: dict[str, object] = {"description": field.text} if field.text else {}
-        said |= _kind(field.kind)
+        said |= _kind(field.value_type)
         # TOML cannot say "unset", and the defaults of a table are those of its keys.
-        absent = field.default is None or field.default in (CHOSEN, NEEDED)
-        if not absent and field.kind.table is None:
+        absent = field.default is None or field.default in (GENERATED_DEFAULT, REQUIRED)
+        if not absent and field.value_type.table is None:
             said["default"] = field.default
         properties[field.name] = said
     return {
@@ -43,7 +43,7 @@ def _table(table: Table) -> dict[str, object]:
     }
 
 
-def _kind(kind: Kind) -> dict[str, object]:
+def _kind(kind: ValueType) -> dict[str, object]:
     if kind.table is not None:
         # What the table is for is said where it is a key.
         return {key: value for key, value in _table(kind.table).items() if key != "description"}

@@ -38,21 +38,21 @@ from torch import Tensor
 
 from outrider.engine.logits_processor import (
     TokenHistory,
+    apply_logits_processor,
     edit_logits,
     has_finite,
-    needs_edits,
+    needs_editing,
     plain_argmax,
-    warp,
 )
 from outrider.engine.noise import noise_keys, perturbed_argmax
-from outrider.engine.residual import ResidualWalk
-from outrider.spec.draft_distribution import DraftLaw
-from outrider.spec.noise import SHARED_COIN_ID, Stream, bits_from_keys, uniform_from_bits
+from outrider.engine.residual import ResidualSampler
+from outrider.spec.draft_distribution import DraftDistribution
+from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream, bits_from_keys, uniform_from_bits
 from outrider.spec.noise import noise_keys as position_keys
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 
-CHUNK_ELEMENTS = 1 << 18
+MAX_CHUNK_ELEMENTS = 1 << 18
 """Logits handled in one piece on a CPU: more rows at once would fall out of its caches."""
 
 
@@ -67,7 +67,7 @@ class AcceptRow:
     logits_start: int
     """Row of the root in the logits; node i is at logits_start + 1 + i."""
     tree: DraftTree | None = None
-    law: DraftLaw | None = None
+    distribution: DraftDistribution | None = None
     """The law that the tree was drawn from; only the rejection rule looks at it."""
     sampling: SamplingParams
     position: int
@@ -78,12 +78,12 @@ class AcceptRow:
     banned_now: tuple[int, ...] = ()
     """Ids banned at positions below `banned_until` (stop tokens before min_new_tokens)."""
     banned_until: int = sys.maxsize
-    legal: NDArray[np.uint32] | None = None
+    allowed_tokens: NDArray[np.uint32] | None = None
     """uint32 [1 + N, W]: what a grammar allows after the root, and after each node; None: there is
     none (`outrider.engine.logits_processor.TokenHistory`)."""
 
 
-class Acceptance(NamedTuple):
+class AcceptanceResult(NamedTuple):
     """The outcome of one row."""
 
     accepted_nodes: tuple[int, ...]
@@ -101,7 +101,7 @@ class Acceptance(NamedTuple):
 class _Walk:
     """A row on its way down."""
 
-    __slots__ = ("below", "fallback", "law", "nodes", "result", "row", "rule", "tokens")
+    __slots__ = ("below", "distribution", "fallback", "nodes", "result", "row", "rule", "tokens")
 
     below: dict[int, list[tuple[int, int]]]
     """(node, token) by parent; a node whose children are all out of range has an empty list."""
@@ -109,12 +109,14 @@ class _Walk:
     def __init__(self, row: AcceptRow, vocab_size: int) -> None:
         self.row = row
         self.rule = row.sampling.effective_rule
-        self.law = row.law
+        self.distribution = row.distribution
         self.below = _children_in_range(row.tree, vocab_size)
-        self.fallback = self.rule is Rule.REJECTION and bool(self.below) and row.law is None
+        self.fallback = (
+            self.rule is Rule.REJECTION and bool(self.below) and row.distribution is None
+        )
         self.nodes: list[int] = []
         self.tokens: list[int] = []
-        self.result: Acceptance | None = None
+        self.result: AcceptanceResult | None = None
 
     @property
     def node(self) -> int:
@@ -135,7 +137,9 @@ class _Walk:
             output_ids=row.output_ids,
             path_ids=tuple(self.tokens),
             banned_now=row.banned_now if self.position < row.banned_until else (),
-            legal=None if row.legal is None else row.legal[1 + self.node],
+            allowed_tokens=None
+            if row.allowed_tokens is None
+            else row.allowed_tokens[1 + self.node],
         )
 
     def descend(self, node: int, token: int) -> None:
@@ -143,7 +147,7 @@ class _Walk:
         self.tokens.append(token)
 
     def finish(self, token: int) -> None:
-        self.result = Acceptance(
+        self.result = AcceptanceResult(
             accepted_nodes=tuple(self.nodes),
             tokens=(*self.tokens, token),
             resampled=self.node in self.below,
@@ -169,12 +173,12 @@ def _children_in_range(tree: DraftTree | None, vocab_size: int) -> dict[int, lis
     return below
 
 
-def accept(logits: Tensor, rows: Sequence[AcceptRow]) -> list[Acceptance]:
+def accept_drafts(logits: Tensor, rows: Sequence[AcceptRow]) -> list[AcceptanceResult]:
     """Judge the drafts of all rows against the target's logits, float32 [R, V].
 
     Rules mix freely. Rejection rows without a law are judged target-only, which is lossless for
     any draft that does not depend on the coins. Never emits an id outside [0, V). A row that meets
-    logits of which none is finite ends as `Acceptance.invalid_output` says.
+    logits of which none is finite ends as `AcceptanceResult.invalid_output` says.
     """
     walks = [_Walk(row, logits.shape[1]) for row in rows]
     active = walks
@@ -195,7 +199,7 @@ def accept(logits: Tensor, rows: Sequence[AcceptRow]) -> list[Acceptance]:
 def _chunks(walks: list[_Walk], logits: Tensor) -> Iterator[list[_Walk]]:
     size = max(len(walks), 1)
     if logits.device.type == "cpu":
-        size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+        size = max(1, MAX_CHUNK_ELEMENTS // logits.shape[1])
     for begin in range(0, len(walks), size):
         yield walks[begin : begin + size]
 
@@ -221,21 +225,21 @@ def _rows_of(logits: Tensor, walks: list[_Walk]) -> Tensor:
     return logits[torch.tensor(indices, device=logits.device)]
 
 
-def _warped(logits_AV: Tensor, walks: list[_Walk]) -> Tensor:
+def _processed(logits_AV: Tensor, walks: list[_Walk]) -> Tensor:
     params = [walk.row.sampling for walk in walks]
-    return warp(logits_AV, params, [walk.history() for walk in walks])
+    return apply_logits_processor(logits_AV, params, [walk.history() for walk in walks])
 
 
-def _keys(walks: list[_Walk], stream: Stream, device: torch.device) -> Tensor:
+def _keys(walks: list[_Walk], stream: NoiseStream, device: torch.device) -> Tensor:
     keys = [walk.row.sampling.stream_key(stream) for walk in walks]
     return noise_keys(keys, [walk.position for walk in walks], device)
 
 
-def _judge_greedy(rows_AV: Tensor, walks: list[_Walk]) -> None:
+def _accept_greedy(rows_AV: Tensor, walks: list[_Walk]) -> None:
     """One level of greedy rows, by logits [A, V]."""
     params = [walk.row.sampling for walk in walks]
     histories = [walk.history() for walk in walks]
-    edits = [i for i in range(len(walks)) if needs_edits(params[i], histories[i])]
+    edits = [i for i in range(len(walks)) if needs_editing(params[i], histories[i])]
     chosen = plain_argmax(rows_AV)
     if edits:
         of_edits = [params[i] for i in edits], [histories[i] for i in edits]
@@ -243,10 +247,10 @@ def _judge_greedy(rows_AV: Tensor, walks: list[_Walk]) -> None:
     _follow(walks, chosen)
 
 
-def _judge_coupled(rows_AV: Tensor, walks: list[_Walk]) -> None:
+def _accept_coupled(rows_AV: Tensor, walks: list[_Walk]) -> None:
     """One level of coupled rows, by logits [A, V]."""
-    keys = _keys(walks, Stream.TARGET, rows_AV.device)
-    _follow(walks, perturbed_argmax(_warped(rows_AV, walks), keys))
+    keys = _keys(walks, NoiseStream.TARGET, rows_AV.device)
+    _follow(walks, perturbed_argmax(_processed(rows_AV, walks), keys))
 
 
 def _follow(walks: list[_Walk], chosen_A: Tensor) -> None:
@@ -260,21 +264,21 @@ def _follow(walks: list[_Walk], chosen_A: Tensor) -> None:
             walk.finish(wanted)
 
 
-def _judge_by_coins(rows_AV: Tensor, walks: list[_Walk]) -> None:
+def _accept_randomized(rows_AV: Tensor, walks: list[_Walk]) -> None:
     """One level of rejection and target-only rows, by logits [A, V]."""
-    logprobs_AV = _warped(rows_AV, walks).log_softmax(dim=-1)
-    probs, coins = _candidate_probs(logprobs_AV, walks), _coins(walks)
+    logprobs_AV = _processed(rows_AV, walks).log_softmax(dim=-1)
+    probs, coins = _candidate_probs(logprobs_AV, walks), _random_draws(walks)
     unfinished: list[tuple[_Walk, int]] = []
     changes: list[tuple[int, NDArray[np.int64], NDArray[np.float64]]] = []
     for index, walk in enumerate(walks):
         candidates = walk.children()
         row_probs, row_coins = probs[index], coins[index]
-        if walk.rule is Rule.TARGET_ONLY or walk.law is None:
+        if walk.rule is Rule.TARGET_ONLY or walk.distribution is None:
             winner, change = _target_only(candidates, row_probs, row_coins[-1])
         else:
-            slot = walk.law.entries(walk.node + 1)
-            residual = ResidualWalk(logprobs_AV[index], *slot)
-            winner, change = residual.run(candidates, row_probs, row_coins)
+            slot = walk.distribution.entries(walk.node + 1)
+            residual = ResidualSampler(logprobs_AV[index], *slot)
+            winner, change = residual.try_children(candidates, row_probs, row_coins)
         if winner is not None:
             walk.descend(*winner)
             continue
@@ -295,12 +299,12 @@ def _candidate_probs(logprobs_AV: Tensor, walks: list[_Walk]) -> list[list[float
     return _split(flat, [len(walk.children()) for walk in walks])
 
 
-def _coins(walks: list[_Walk]) -> list[list[float]]:
+def _random_draws(walks: list[_Walk]) -> list[list[float]]:
     """ACCEPT coins of each walk's children, then the coin that they share."""
     sizes = [len(walk.children()) + 1 for walk in walks]
-    ids = [[*(t for _, t in walk.children()), SHARED_COIN_ID] for walk in walks]
+    ids = [[*(t for _, t in walk.children()), SHARED_DRAW_ID] for walk in walks]
     keys = position_keys(
-        [walk.row.sampling.stream_key(Stream.ACCEPT) for walk in walks],
+        [walk.row.sampling.stream_key(NoiseStream.ACCEPT) for walk in walks],
         [walk.position for walk in walks],
     )
     bits = bits_from_keys(np.repeat(keys, sizes), [i for row in ids for i in row])
@@ -351,13 +355,13 @@ def _finish_sampled(
     empty = scores.amax(dim=-1) == -torch.inf
     if bool(empty.any()):
         scores[empty] = logprobs_AV[indices[empty]]
-    chosen = perturbed_argmax(scores, _keys(walks, Stream.RECOVER, scores.device))
+    chosen = perturbed_argmax(scores, _keys(walks, NoiseStream.RECOVER, scores.device))
     for walk, token in zip(walks, chosen.tolist(), strict=True):
         walk.finish(token)
 
 
 _JUDGES = (
-    (frozenset({Rule.GREEDY}), _judge_greedy),
-    (frozenset({Rule.COUPLED}), _judge_coupled),
-    (frozenset({Rule.REJECTION, Rule.TARGET_ONLY}), _judge_by_coins),
+    (frozenset({Rule.GREEDY}), _accept_greedy),
+    (frozenset({Rule.COUPLED}), _accept_coupled),
+    (frozenset({Rule.REJECTION, Rule.TARGET_ONLY}), _accept_randomized),
 )

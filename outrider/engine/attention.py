@@ -102,7 +102,7 @@ def _additive_mask(
     return additive.masked_fill_(hidden, float("-inf"))
 
 
-def attend(plan: SegmentPlan, layer: int, qkv_NDd: Tensor, num_heads: int) -> Tensor:
+def attend_segment(plan: SegmentPlan, layer: int, qkv_NDd: Tensor, num_heads: int) -> Tensor:
     """Write this segment's keys and values, then attend. Returns [N, G, g, d] (a view).
 
     All query heads of a single row see the same slots. Those of a group are then rows of one

@@ -21,14 +21,14 @@ class BlockAllocator:
         """Free extents (start, end), sorted, never adjacent."""
 
     @classmethod
-    def of(cls, total: int, free: Sequence[int]) -> BlockAllocator:
+    def from_free(cls, total: int, free: Sequence[int]) -> BlockAllocator:
         """With these of the `total` blocks free."""
         allocator = cls(total)
         allocator._extents, allocator.free = [], 0
-        allocator.give(free)
+        allocator.free_blocks(free)
         return allocator
 
-    def take(self, count: int) -> list[int]:
+    def allocate_blocks(self, count: int) -> list[int]:
         """Remove `count` free blocks: the smallest extent that holds them all, else the largest
         extents first. Raises ResourceExhaustedError when fewer are free."""
         _check_free(count, self.free, self.total)
@@ -46,7 +46,7 @@ class BlockAllocator:
                 break
         return taken
 
-    def place(self, count: int) -> range | None:
+    def allocate_contiguous(self, count: int) -> range | None:
         """Remove `count` neighbouring blocks with room to grow behind them; None if no extent holds
         that many."""
         if not self._extents:
@@ -60,7 +60,7 @@ class BlockAllocator:
         self._replace((start, end), (start, first), (first + count, end))
         return range(first, first + count)
 
-    def extend(self, block: int, count: int) -> bool:
+    def allocate_next(self, block: int, count: int) -> bool:
         """Remove the `count` blocks from `block` on; False and nothing removed if one is taken."""
         place = bisect_left(self._extents, (block, block))
         if place == len(self._extents):
@@ -71,7 +71,7 @@ class BlockAllocator:
         self._replace((start, end), (start + count, end))
         return True
 
-    def give(self, blocks: Sequence[int]) -> None:
+    def free_blocks(self, blocks: Sequence[int]) -> None:
         """Return blocks. A block that is free already is a bug of the caller."""
         merged: list[tuple[int, int]] = []
         for start, end in sorted([*self._extents, *((b, b + 1) for b in blocks)]):
@@ -91,7 +91,7 @@ class BlockAllocator:
         self.free -= extent[1] - extent[0] - sum(end - start for start, end in kept)
 
 
-class BlockStack:
+class FreeBlockStack:
     """Free blocks one by one, for tables that name each block: where they lie does not matter, and
     taking one takes the same time however many holes there are."""
 
@@ -108,7 +108,7 @@ class BlockStack:
         """Number of free blocks."""
         return len(self._blocks)
 
-    def take(self, count: int) -> list[int]:
+    def allocate_blocks(self, count: int) -> list[int]:
         """Remove `count` free blocks. Raises ResourceExhaustedError when fewer are free."""
         _check_free(count, self.free, self.total)
         taken = [self._blocks.pop() for _ in range(count)]
@@ -116,7 +116,7 @@ class BlockStack:
             self._is_free[block] = 0
         return taken
 
-    def give(self, blocks: Sequence[int]) -> None:
+    def free_blocks(self, blocks: Sequence[int]) -> None:
         """Return blocks. A block that is free already is a bug of the caller."""
         for block in reversed(blocks):
             assert not self._is_free[block], f"block {block} is free already"

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-from outrider.engine.block_allocator import BlockAllocator, BlockStack
+from outrider.engine.block_allocator import BlockAllocator, FreeBlockStack
 
-CROWDED: Final = 2
+LOW_FREE_BLOCKS_FACTOR: Final = 2
 """Where sequences are to lie in one piece, at most one of so many blocks is kept for nobody."""
 
 
-class BlockLedger:
+class BlockRefCounts:
     """Holders of each block, on top of what knows which blocks are free."""
 
-    def __init__(self, free: BlockAllocator | BlockStack) -> None:
+    def __init__(self, free: BlockAllocator | FreeBlockStack) -> None:
         self._free = free
         self._holders = [0] * free.total
         self._kept = bytearray(free.total)
@@ -32,9 +32,9 @@ class BlockLedger:
         """Called for a kept block that somebody else is about to have."""
 
     @property
-    def by_tables(self) -> bool:
+    def uses_block_tables(self) -> bool:
         """Whether any blocks will do, so that a sequence may begin with those of another."""
-        return isinstance(self._free, BlockStack)
+        return isinstance(self._free, FreeBlockStack)
 
     @property
     def total(self) -> int:
@@ -46,57 +46,58 @@ class BlockLedger:
         """Number of blocks that nobody holds."""
         return self._free.free + len(self._idle)
 
-    def name_by_tables(self, by_tables: bool) -> None:
+    def use_block_tables(self, by_tables: bool) -> None:
         """From here on any blocks will do, or not any more."""
-        if by_tables is self.by_tables:
+        if by_tables is self.uses_block_tables:
             return
         self._evict(len(self._idle))
-        free = sorted(self._free.take(self._free.free))
-        of = BlockStack if by_tables else BlockAllocator.of
+        free = sorted(self._free.allocate_blocks(self._free.free))
+        of = FreeBlockStack if by_tables else BlockAllocator.from_free
         self._free = of(self.total, free)
 
     # ---- holding -------------------------------------------------------------------------------
 
-    def take(self, count: int) -> list[int]:
+    def allocate_blocks(self, count: int) -> list[int]:
         """Hold `count` blocks that nobody holds. Raises ResourceExhaustedError when fewer are."""
         if count <= self.free:
             self._evict(count - self._free.free)
-        taken = self._free.take(count)
+        taken = self._free.allocate_blocks(count)
         self._begin(taken)
         return taken
 
-    def place(self, count: int) -> range | None:
-        """The same of neighbouring blocks, see `BlockAllocator.place`; None if there are none."""
+    def allocate_contiguous(self, count: int) -> range | None:
+        """The same of neighbouring blocks, see `BlockAllocator.allocate_contiguous`; None if there
+        are none."""
         assert isinstance(self._free, BlockAllocator)
-        extent = self._free.place(count)
+        extent = self._free.allocate_contiguous(count)
         if extent is None and (room := self._run_of(count)) is not None:
-            self._let_go([block for block in room if block in self._idle])
-            extent = self._free.place(count)
+            self._release_unused([block for block in room if block in self._idle])
+            extent = self._free.allocate_contiguous(count)
         if extent is not None:
             self._begin(extent)
         return extent
 
-    def extend(self, block: int, count: int) -> bool:
+    def allocate_next(self, block: int, count: int) -> bool:
         """Hold the `count` blocks from `block` on; False, and nothing is changed, if somebody holds
         one of them."""
         assert isinstance(self._free, BlockAllocator)
         wanted = range(block, block + count)
         if wanted.stop > self.total or any(self._holders[wanted.start : wanted.stop]):
             return False
-        self._let_go([each for each in wanted if each in self._idle])
-        taken = self._free.extend(block, count)
+        self._release_unused([each for each in wanted if each in self._idle])
+        taken = self._free.allocate_next(block, count)
         assert taken, (block, count)
         self._begin(wanted)
         return True
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def add_refs(self, blocks: Iterable[int]) -> None:
         """Hold blocks that are kept, or that somebody holds already."""
         for block in blocks:
             assert self._kept[block] or self._holders[block], f"block {block} is free"
             self._idle.pop(block, None)
             self._holders[block] += 1
 
-    def give(self, blocks: Sequence[int]) -> None:
+    def release_refs(self, blocks: Sequence[int]) -> None:
         """Hold blocks no longer. A block that nobody holds is a bug of the caller."""
         free: list[int] = []
         # The end of a prefix is of no use without its beginning: it is to go first.
@@ -110,27 +111,27 @@ class BlockLedger:
             else:
                 free.append(block)
         if free:
-            self._free.give(free[::-1])
-        if not self.by_tables:
-            self._evict(len(self._idle) - self.total // CROWDED)
+            self._free.free_blocks(free[::-1])
+        if not self.uses_block_tables:
+            self._evict(len(self._idle) - self.total // LOW_FREE_BLOCKS_FACTOR)
 
-    def shared(self, blocks: Iterable[int]) -> list[int]:
+    def shared_blocks(self, blocks: Iterable[int]) -> list[int]:
         """Those of these blocks that several hold."""
         return [block for block in blocks if self._holders[block] > 1]
 
     # ---- keeping -------------------------------------------------------------------------------
 
-    def keep(self, block: int) -> None:
+    def retain_block(self, block: int) -> None:
         """Keep a block that somebody holds."""
         assert self._holders[block] > 0, f"block {block} is free"
         self._kept[block] = 1
 
-    def drop(self, block: int) -> None:
+    def release_block(self, block: int) -> None:
         """Keep a block no longer; nobody is told."""
         self._kept[block] = 0
         if block in self._idle:
             del self._idle[block]
-            self._free.give([block])
+            self._free.free_blocks([block])
 
     def _begin(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -139,9 +140,9 @@ class BlockLedger:
     def _evict(self, count: int) -> None:
         """Let go of so many blocks that nobody holds; of none if that is negative."""
         if count > 0:
-            self._let_go(list(islice(self._idle, count)))
+            self._release_unused(list(islice(self._idle, count)))
 
-    def _let_go(self, blocks: Sequence[int]) -> None:
+    def _release_unused(self, blocks: Sequence[int]) -> None:
         """Let go of kept blocks that nobody holds."""
         if not blocks:
             return
@@ -149,7 +150,7 @@ class BlockLedger:
             self._kept[block] = 0
             del self._idle[block]
         # At once: an allocator of extents sorts them all.
-        self._free.give(blocks)
+        self._free.free_blocks(blocks)
         for block in blocks:
             self.evicted(block)
 

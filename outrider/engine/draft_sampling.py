@@ -25,25 +25,25 @@ from torch import Tensor
 from outrider.engine.logits_processor import (
     EMPTY_HISTORY,
     TokenHistory,
+    apply_logits_processor,
     edit_logits,
-    needs_edits,
+    needs_editing,
     plain_argmax,
-    warp,
 )
 from outrider.engine.noise import noise_keys, perturbed_topk
-from outrider.spec.draft_distribution import LawEntries
-from outrider.spec.noise import Stream, bits_from_keys, gumbel_from_bits
+from outrider.spec.draft_distribution import DistributionEntries
+from outrider.spec.noise import NoiseStream, bits_from_keys, gumbel_from_bits
 from outrider.spec.noise import noise_keys as numpy_noise_keys
 from outrider.spec.sampling import Rule, SamplingParams
 
 DRAFT_LOGIT_ERROR = 0.5
 """Scale of the draft logits' error, at temperature 1, that `coupled_logprobs` assumes."""
-SCORED_RIVALS = 32
+NUM_RUNNER_UPS = 32
 """Perturbed candidates that compete in `coupled_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LawLimits:
+class DistributionLimits:
     """How much of a draft law is shipped: 6 bytes an id.
 
     What is cut off costs its mass in acceptance, at most. SmolLM2-135M over its 16,384 most
@@ -57,18 +57,20 @@ class LawLimits:
     """And at most so many: 6 KB a node."""
 
 
-LAW_ENTRIES_BUDGET = 1 << 15
-"""Ids of a whole proposal's law that `law_limits_for` allows: 192 KB."""
-DEFAULT_LAW_LIMITS = LawLimits()
+MAX_DISTRIBUTION_ENTRIES = 1 << 15
+"""Ids of a whole proposal's law that `distribution_limits_for` allows: 192 KB."""
+DEFAULT_DISTRIBUTION_LIMITS = DistributionLimits()
 
 
-def law_limits_for(num_laws: int) -> LawLimits:
+def distribution_limits_for(num_distributions: int) -> DistributionLimits:
     """Limits of a proposal that ships `num_laws` laws (its root and every node with children).
 
     Short chains get room for the flat laws of high temperatures (8,192 ids a node for a chain of
     4), wide trees are kept to a bounded message. Depends on the shape only, as it must.
     """
-    return LawLimits(max_ids=max(64, LAW_ENTRIES_BUDGET // max(num_laws, 1)))
+    return DistributionLimits(
+        max_ids=max(64, MAX_DISTRIBUTION_ENTRIES // max(num_distributions, 1))
+    )
 
 
 MAX_COUNT = 65535
@@ -88,7 +90,7 @@ class ChildCandidates:
     logprobs: Tensor
     """float32 [N, k], <= 0: the score to sum along a path when ranking nodes. 0, the only bound
     that costs nothing, for greedy, target-only and coupled rows with k = 1."""
-    laws: tuple[LawEntries | None, ...]
+    distributions: tuple[DistributionEntries | None, ...]
     """Of each row: target ids (int32) and counts (uint16) under the rejection rule, else None."""
 
 
@@ -100,7 +102,8 @@ def propose_children(
     top_k: int,
     histories: Sequence[TokenHistory] | None = None,
     *,
-    law_limits: LawLimits | Sequence[LawLimits] = DEFAULT_LAW_LIMITS,
+    distribution_limits: DistributionLimits
+    | Sequence[DistributionLimits] = DEFAULT_DISTRIBUTION_LIMITS,
 ) -> ChildCandidates:
     """Children of every row of draft logits, float32 [N, D].
 
@@ -116,28 +119,32 @@ def propose_children(
         positions,
         [EMPTY_HISTORY] * rows if histories is None else histories,
         top_k,
-        [law_limits] * rows if isinstance(law_limits, LawLimits) else law_limits,
+        [distribution_limits] * rows
+        if isinstance(distribution_limits, DistributionLimits)
+        else distribution_limits,
     )
     groups: dict[_Proposer, list[int]] = {}
     for row, params in enumerate(sampling):
         groups.setdefault(_proposer(params, top_k), []).append(row)
-    laws: list[LawEntries | None]
+    distributions: list[DistributionEntries | None]
     if len(groups) == 1:
         (proposer,) = groups
-        columns, logprobs, laws = proposer(batch)
+        columns, logprobs, distributions = proposer(batch)
     else:
         columns = torch.full((rows, top_k), -1, dtype=torch.int64, device=logits.device)
         logprobs = torch.zeros(rows, top_k, device=logits.device)
-        laws = [None] * rows
+        distributions = [None] * rows
         for proposer, members in groups.items():
             part = proposer(batch.select(members))
             columns[members], logprobs[members] = part[0], part[1]
-            for row, law in zip(members, part[2], strict=True):
-                laws[row] = law
+            for row, distribution in zip(members, part[2], strict=True):
+                distributions[row] = distribution
     tokens = columns
     if target_ids is not None:
         tokens = torch.where(columns >= 0, target_ids[columns.clamp(min=0)], columns)
-    return ChildCandidates(tokens=tokens, draft_ids=columns, logprobs=logprobs, laws=tuple(laws))
+    return ChildCandidates(
+        tokens=tokens, draft_ids=columns, logprobs=logprobs, distributions=tuple(distributions)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +155,7 @@ class _Batch:
     positions: Sequence[int]
     histories: Sequence[TokenHistory]
     top_k: int
-    law_limits: Sequence[LawLimits]
+    distribution_limits: Sequence[DistributionLimits]
 
     def select(self, rows: list[int]) -> _Batch:
         return _Batch(
@@ -158,22 +165,24 @@ class _Batch:
             [self.positions[row] for row in rows],
             [self.histories[row] for row in rows],
             self.top_k,
-            [self.law_limits[row] for row in rows],
+            [self.distribution_limits[row] for row in rows],
         )
 
-    def warped(self) -> Tensor:
-        return warp(self.logits_ND, self.sampling, self.histories, target_ids=self.target_ids)
+    def processed(self) -> Tensor:
+        return apply_logits_processor(
+            self.logits_ND, self.sampling, self.histories, target_ids=self.target_ids
+        )
 
     def edited(self) -> Tensor:
         return edit_logits(
             self.logits_ND, self.sampling, self.histories, target_ids=self.target_ids
         )
 
-    def stream_keys(self, stream: Stream) -> list[int]:
+    def stream_keys(self, stream: NoiseStream) -> list[int]:
         return [params.stream_key(stream) for params in self.sampling]
 
 
-_Part = tuple[Tensor, Tensor, list[LawEntries | None]]
+_Part = tuple[Tensor, Tensor, list[DistributionEntries | None]]
 """Columns [N, k], log-probs [N, k] and the law of each row."""
 _Proposer = Callable[[_Batch], _Part]
 
@@ -181,26 +190,26 @@ _Proposer = Callable[[_Batch], _Part]
 def _proposer(params: SamplingParams, top_k: int) -> _Proposer:
     match params.effective_rule:
         case Rule.REJECTION:
-            return _drawn_from_law
+            return _drawn_from_distribution
         case Rule.COUPLED:
             return _coupled
         case Rule.GREEDY | Rule.TARGET_ONLY:
-            return _argmax if top_k == 1 else _most_probable
+            return _argmax if top_k == 1 else _max_probable
 
 
 def _argmax(batch: _Batch) -> _Part:
     """The mode. Temperature and truncation cannot move it, so rows are edited and not warped."""
     columns = plain_argmax(batch.logits_ND)
     pairs = zip(batch.sampling, batch.histories, strict=True)
-    edited = [row for row, pair in enumerate(pairs) if needs_edits(*pair)]
+    edited = [row for row, pair in enumerate(pairs) if needs_editing(*pair)]
     if edited:
         columns[edited] = plain_argmax(batch.select(edited).edited())
     zeros = torch.zeros(len(batch.sampling), 1, device=columns.device)
     return columns[:, None], zeros, [None] * len(batch.sampling)
 
 
-def _most_probable(batch: _Batch) -> _Part:
-    logprobs_ND = batch.warped().log_softmax(dim=-1)
+def _max_probable(batch: _Batch) -> _Part:
+    logprobs_ND = batch.processed().log_softmax(dim=-1)
     columns = torch.stack([_stable_topk(row, batch.top_k) for row in logprobs_ND])
     logprobs = logprobs_ND.gather(1, columns.clamp(min=0))
     return columns, logprobs.masked_fill(columns < 0, -torch.inf), [None] * len(columns)
@@ -216,9 +225,11 @@ def _stable_topk(logprobs_D: Tensor, k: int) -> Tensor:
 
 
 def _coupled(batch: _Batch) -> _Part:
-    keys = noise_keys(batch.stream_keys(Stream.TARGET), batch.positions, batch.logits_ND.device)
-    wanted = 1 if batch.top_k == 1 else max(batch.top_k, SCORED_RIVALS)
-    perturbed, columns = perturbed_topk(batch.warped(), keys, wanted, batch.target_ids)
+    keys = noise_keys(
+        batch.stream_keys(NoiseStream.TARGET), batch.positions, batch.logits_ND.device
+    )
+    wanted = 1 if batch.top_k == 1 else max(batch.top_k, NUM_RUNNER_UPS)
+    perturbed, columns = perturbed_topk(batch.processed(), keys, wanted, batch.target_ids)
     if batch.top_k == 1:
         logprobs = torch.zeros(len(columns), 1, device=columns.device)
     else:
@@ -243,28 +254,34 @@ def coupled_logprobs(perturbed_NM: Tensor, temperatures_N: Tensor) -> Tensor:
     return (perturbed_NM * scale).log_softmax(dim=-1).to(torch.float32)
 
 
-def _drawn_from_law(batch: _Batch) -> _Part:
+def _drawn_from_distribution(batch: _Batch) -> _Part:
     rows, k = len(batch.sampling), batch.top_k
     columns, logprobs = np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
-    laws: list[LawEntries | None] = []
+    distributions: list[DistributionEntries | None] = []
     target_ids = None if batch.target_ids is None else batch.target_ids.cpu().numpy()
-    keys = numpy_noise_keys(batch.stream_keys(Stream.DRAFT), list(batch.positions))
-    weights_ND = law_weights(batch.warped()).cpu().numpy()
+    keys = numpy_noise_keys(batch.stream_keys(NoiseStream.DRAFT), list(batch.positions))
+    weights_ND = distribution_weights(batch.processed()).cpu().numpy()
     for row in range(rows):
-        kept, counts = quantise(weights_ND[row], batch.law_limits[row], at_least=k)
+        kept, counts = quantise_distribution(
+            weights_ND[row], batch.distribution_limits[row], at_least=k
+        )
         ids = kept
         if target_ids is not None:
             order = target_ids[kept].argsort(kind="stable")  # one pass if they increase already
             kept, counts = kept[order], counts[order]
             ids = target_ids[kept]
-        laws.append((ids.astype(np.int32), counts))
+        distributions.append((ids.astype(np.int32), counts))
         weights = np.log(counts.astype(np.float64))
         noise = gumbel_from_bits(bits_from_keys(keys[row : row + 1], ids))
         drawn = _largest(weights + noise, k)
         columns[row, : len(drawn)] = kept[drawn]
         logprobs[row, : len(drawn)] = weights[drawn] - math.log(counts.sum(dtype=np.int64))
     device = batch.logits_ND.device
-    return torch.from_numpy(columns).to(device), torch.from_numpy(logprobs).to(device), laws
+    return (
+        torch.from_numpy(columns).to(device),
+        torch.from_numpy(logprobs).to(device),
+        distributions,
+    )
 
 
 def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
@@ -275,22 +292,22 @@ def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
     return top[values[top].argsort()[::-1]]
 
 
-def law_weights(scores_ND: Tensor) -> Tensor:
+def distribution_weights(scores_ND: Tensor) -> Tensor:
     """exp(score - the row's largest), float32: what `quantise` counts. Scores are finite or -inf,
     with a finite one in every row."""
     return (scores_ND - scores_ND.amax(dim=-1, keepdim=True)).exp()
 
 
-def quantise(
-    weights_D: NDArray[np.float32], limits: LawLimits, *, at_least: int
+def quantise_distribution(
+    weights_D: NDArray[np.float32], limits: DistributionLimits, *, at_least: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
     """Columns (increasing) and counts of a truncated, quantised law.
 
     weights: probabilities up to a factor. The largest has count 65535, the others are rounded to
     that scale, and those of count 0 are left out. What is kept is a matter of the counts alone, so
     that no order of summation decides it: the largest counts, of equal ones those of the lower
-    columns; so many that they have the mass, but at most max_ids, and at least `at_least` if there
-    are as many.
+    columns; so many that they have the mass, but at most max_ids, and at least `integer_at_least`
+    if there are as many.
     """
     scale = MAX_COUNT / float(weights_D.max())
     possible = np.flatnonzero(weights_D > 0.49 / scale)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.block_allocator import BlockAllocator
-from outrider.engine.block_refcounts import BlockLedger
+from outrider.engine.block_refcounts import BlockRefCounts
 from outrider.errors import ResourceExhaustedError
 
 
@@ -38,7 +38,7 @@ class KVPool:
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, not {block_tokens}")
         self.block_tokens = block_tokens
-        self.ledger = BlockLedger(BlockAllocator(num_blocks))
+        self.ledger = BlockRefCounts(BlockAllocator(num_blocks))
         """Who holds which block, and which are kept when nobody does."""
         slots = num_blocks * block_tokens
         self.storage = torch.zeros(
@@ -60,12 +60,12 @@ class KVPool:
         """Number of blocks that hold `num_tokens` slots."""
         return -(-num_tokens // self.block_tokens)
 
-    def name_by_tables(self, by_tables: bool = True) -> None:
+    def use_block_tables(self, by_tables: bool = True) -> None:
         """From here on blocks are named by tables on a device, so that no sequence moves; or not
         any more."""
-        self.ledger.name_by_tables(by_tables)
+        self.ledger.use_block_tables(by_tables)
 
-    def sequence(self) -> KVSequence:
+    def new_sequence(self) -> KVSequence:
         """A sequence without blocks; see `KVSequence.reserve`."""
         return KVSequence(self)
 
@@ -77,8 +77,8 @@ class KVPool:
         """
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
-        sequence = self.sequence()
-        sequence._append(self.ledger.take(self.blocks_for(max_tokens)))
+        sequence = self.new_sequence()
+        sequence._append(self.ledger.allocate_blocks(self.blocks_for(max_tokens)))
         return sequence
 
 
@@ -118,7 +118,7 @@ class KVSequence:
         return len(self._blocks)
 
     @property
-    def released(self) -> bool:
+    def is_released(self) -> bool:
         """Whether the blocks went back to the pool for good."""
         return self._released
 
@@ -143,18 +143,18 @@ class KVSequence:
         ledger = self._pool.ledger
         if missing > ledger.free:
             return False
-        if ledger.by_tables:
-            self._append(ledger.take(missing))
-        elif self.start is not None and ledger.extend(self._blocks[-1] + 1, missing):
+        if ledger.uses_block_tables:
+            self._append(ledger.allocate_blocks(missing))
+        elif self.start is not None and ledger.allocate_next(self._blocks[-1] + 1, missing):
             first = self._blocks[-1] + 1
             self._append(range(first, first + missing))
-        elif (extent := ledger.place(len(self._blocks) + missing)) is not None:
+        elif (extent := ledger.allocate_contiguous(len(self._blocks) + missing)) is not None:
             self._move_to(extent)
         else:
-            self._append(ledger.take(missing))
+            self._append(ledger.allocate_blocks(missing))
         return True
 
-    def begin_with(self, filled: Sequence[int], slots: int) -> bool:
+    def attach_blocks(self, filled: Sequence[int], slots: int) -> bool:
         """Hold blocks for at least `slots` slots, of which the first are as in these blocks, all of
         them full, that are kept or held by others: the blocks themselves where they are named by
         tables, else copies. False, and nothing is changed, if too few are free. Only of a sequence
@@ -164,11 +164,11 @@ class KVSequence:
             raise ValueError(f"the sequence holds {len(self._blocks)} blocks")
         ledger, count = self._pool.ledger, len(filled) * self._pool.block_tokens
         # Nobody may have them while the others are taken.
-        ledger.hold(filled)
-        if ledger.by_tables:
+        ledger.add_refs(filled)
+        if ledger.uses_block_tables:
             self._append(filled)
             if not self.reserve(slots):
-                self.clear()
+                self.reset()
                 return False
             self.restore(count, None)
             return True
@@ -176,20 +176,20 @@ class KVSequence:
         if held:
             self._copy_from(filled)
             self.restore(count, torch.arange(count, device=self._pool.storage.device))
-        ledger.give(filled)
+        ledger.release_refs(filled)
         return held
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Give all blocks back and forget everything; the sequence may be used again."""
         blocks, self._blocks = self._blocks, []
         self._len = self._pending = self.capacity = self._told = 0
         self.start = None
         if blocks:
-            self._pool.ledger.give(blocks)
+            self._pool.ledger.release_refs(blocks)
 
     def release(self) -> None:
         """Give the blocks back for good. Idempotent."""
-        self.clear()
+        self.reset()
         self._released = True
         self._slots = self._positions = None
 
@@ -213,7 +213,7 @@ class KVSequence:
                 else:
                     there.copy_(storage.index_select(3, self.slots(0, used)))
         if self._blocks:
-            self._pool.ledger.give(self._blocks)
+            self._pool.ledger.release_refs(self._blocks)
         self._blocks, self._told = [], 0
         self._append(extent)
 

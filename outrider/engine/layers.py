@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.attention import SegmentPlan, attend
+from outrider.engine.attention import SegmentPlan, attend_segment
 from outrider.engine.heads.layers import rms_norm
 from outrider.engine.linear import Linear
 
@@ -85,7 +85,7 @@ def run_layer(weights: LayerWeights, index: int, x_RH: Tensor, shared: LayerCont
         qkv = _norm_heads(qkv, weights.qk_norms, shared.norm_eps)
     qkv = rotate(qkv, shared.rotations)
     for plan in shared.segments:
-        context = attend(plan, index, qkv[plan.rows], shared.num_heads)
+        context = attend_segment(plan, index, qkv[plan.rows], shared.num_heads)
         shared.attention_RQd[plan.rows].view(context.shape).copy_(context)
     x_RH = weights.o_proj.add(shared.attention_RQd, x_RH)
     normed = rms_norm(x_RH, weights.post_norm, shared.norm_eps)

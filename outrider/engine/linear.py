@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.matmul_tuning import Single, choose_single, record_choice, this_processor
+from outrider.engine.matmul_tuning import (
+    SingleRowMethod,
+    choose_single,
+    record_choice,
+    this_processor,
+)
 from outrider.errors import FailedPreconditionError
 
 MIN_ROWS: Final = 4
@@ -65,7 +70,11 @@ class PackedLinear:
     """Holds the packed copy of the weight, and a plain one where single rows take that."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, single: Single = Single.PADDED
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        single: SingleRowMethod = SingleRowMethod.PADDED,
     ) -> None:
         ops: Any = torch.ops.mkldnn
         with torch.inference_mode():
@@ -74,8 +83,8 @@ class PackedLinear:
         self._out_features = weight.shape[0]
         self._unary: Callable[..., Tensor] = ops._linear_pointwise.default
         self._binary: Callable[..., Tensor] = ops._linear_pointwise.binary
-        self._alone = PlainLinear(weight, bias) if single is Single.PLAIN else None
-        self.min_rows = MIN_ROWS if single is Single.PADDED else 1
+        self._alone = PlainLinear(weight, bias) if single is SingleRowMethod.PLAIN else None
+        self.min_rows = MIN_ROWS if single is SingleRowMethod.PADDED else 1
         """Fewer rows are padded to this many."""
 
     def __call__(self, x: Tensor, /) -> Tensor:

@@ -4,7 +4,7 @@ Order: penalties, logit bias, banned ids, what a grammar does not allow, divisio
 temperature, top-k, top-p, min-p; what is cut is -inf. The verifier warps target logits, the drafter
 warps its own with the same parameters; at a tree node the draft tokens on its path count as output.
 At temperature 0 only penalties, biases, bans and grammars apply (`edit_logits`). A row's result
-depends on that row only, bit for bit, and its arithmetic is defined to the bit (`penalties_of`,
+depends on that row only, bit for bit, and its arithmetic is defined to the bit (`penalties_for`,
 `outrider.engine.truncation`), so that `outrider.engine.kernels.logits_processor.process` can do the
 same on a device.
 
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from outrider.engine.truncation import edges, min_p_floor
+from outrider.engine.truncation import min_p_floor, probability_thresholds
 from outrider.spec.sampling import SamplingParams
 
 MAX_LOGIT = 1e30
@@ -51,7 +51,7 @@ class TokenHistory:
     """Draft tokens between the root and the node, the node's own included."""
     banned_now: tuple[int, ...] = ()
     """Ids banned at this position only (stop tokens before the minimum length)."""
-    legal: NDArray[np.uint32] | None = None
+    allowed_tokens: NDArray[np.uint32] | None = None
     """uint32 [W]: target ids that a grammar allows at this position, id i is bit i % 32 of word
     i // 32; ids beyond the words are not allowed. None: all are."""
 
@@ -65,7 +65,7 @@ class TokenHistory:
 EMPTY_HISTORY = TokenHistory()
 
 
-def warp(
+def apply_logits_processor(
     logits_RV: Tensor,
     params: Sequence[SamplingParams],
     histories: Sequence[TokenHistory],
@@ -86,7 +86,7 @@ def warp(
         # A tensor and not a scalar: a scalar may be turned into a product with its reciprocal.
         divisors = torch.tensor(temperatures, dtype=torch.float32, device=warped.device)
         warped = warped / divisors[:, None]
-    cut = [row for row, p in enumerate(params) if p.temperature and truncates(p)]
+    cut = [row for row, p in enumerate(params) if p.temperature and has_truncation(p)]
     if len(cut) == len(params):
         return _truncated(warped, params)
     if cut:
@@ -139,14 +139,14 @@ def _raw_argmax(logits_RV: Tensor) -> Tensor:
     return logits_RV.argmax(dim=-1)
 
 
-def needs_edits(params: SamplingParams, history: TokenHistory) -> bool:
+def needs_editing(params: SamplingParams, history: TokenHistory) -> bool:
     """Whether penalties, biases, bans or a grammar touch the row: if not, greedy rows are a bare
     argmax."""
     return bool(
         params.banned_ids
         or params.logit_bias
         or history.banned_now
-        or history.legal is not None
+        or history.allowed_tokens is not None
         or has_penalties(params)
     )
 
@@ -160,7 +160,7 @@ def has_penalties(params: SamplingParams) -> bool:
     )
 
 
-def truncates(params: SamplingParams) -> bool:
+def has_truncation(params: SamplingParams) -> bool:
     """Whether top-k, top-p or min-p is on."""
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
@@ -190,11 +190,11 @@ def _edited(
     target_ids: Tensor | None,
 ) -> Tensor:
     """The rows with their edits; the input itself when there are none."""
-    if not any(needs_edits(p, h) for p, h in zip(params, histories, strict=True)):
+    if not any(needs_editing(p, h) for p, h in zip(params, histories, strict=True)):
         return logits_RV
     edited = logits_RV.clone()
     for row, (row_params, history) in enumerate(zip(params, histories, strict=True)):
-        if needs_edits(row_params, history):
+        if needs_editing(row_params, history):
             _edit_(edited[row], row_params, history, target_ids)
     return edited
 
@@ -217,22 +217,22 @@ def _edit_(
         columns = _columns(ids, logits_V, target_ids)
         owners = columns if target_ids is None else target_ids[columns]
         counts = np.array([by_id[i] for i in owners.tolist()], dtype=np.int64)
-        amounts = torch.from_numpy(penalties_of(counts, params))
+        amounts = torch.from_numpy(penalties_for(counts, params))
         logits_V[columns] -= amounts.to(logits_V.device)
     for id_, amount in params.logit_bias:
         logits_V[_columns(np.array([id_]), logits_V, target_ids)] += amount
     banned = _banned(params, history)
     if banned.size:
         logits_V[_columns(banned, logits_V, target_ids)] = -math.inf
-    if history.legal is not None:
-        logits_V[~_legal_columns(history.legal, logits_V, target_ids)] = -math.inf
+    if history.allowed_tokens is not None:
+        logits_V[~_allowed_columns(history.allowed_tokens, logits_V, target_ids)] = -math.inf
 
 
-def _legal_columns(
-    legal: NDArray[np.uint32], logits_V: Tensor, target_ids: Tensor | None
+def _allowed_columns(
+    allowed_tokens: NDArray[np.uint32], logits_V: Tensor, target_ids: Tensor | None
 ) -> Tensor:
     """bool [V]: columns that a grammar allows."""
-    bits = np.unpackbits(legal.astype("<u4", copy=False).view(np.uint8), bitorder="little")
+    bits = np.unpackbits(allowed_tokens.astype("<u4", copy=False).view(np.uint8), bitorder="little")
     allowed = torch.from_numpy(bits).to(logits_V.device, torch.bool)
     if target_ids is not None:
         missing = int(target_ids.max()) + 1 - allowed.shape[0]
@@ -245,7 +245,7 @@ def _legal_columns(
     return allowed[: logits_V.shape[0]]
 
 
-def penalties_of(counts: NDArray[np.int64], params: SamplingParams) -> NDArray[np.float32]:
+def penalties_for(counts: NDArray[np.int64], params: SamplingParams) -> NDArray[np.float32]:
     """What frequency and presence penalty take from logits of ids with these counts > 0.
 
     The penalties are float32 values and the sum is rounded once: with or without a fused
@@ -275,18 +275,18 @@ def _tamed(
     tamed = logits_RV.nan_to_num(nan=-math.inf, posinf=limit, neginf=-math.inf)
     tamed.clamp_(max=limit)
     for row in (tamed.amax(dim=-1) == -math.inf).nonzero()[:, 0].tolist():
-        legal = torch.ones(tamed.shape[1], dtype=torch.bool, device=tamed.device)
-        if (bits := histories[row].legal) is not None:
-            legal = _legal_columns(bits, tamed[row], target_ids)
-        allowed = legal.clone()
+        allowed_tokens = torch.ones(tamed.shape[1], dtype=torch.bool, device=tamed.device)
+        if (bits := histories[row].allowed_tokens) is not None:
+            allowed_tokens = _allowed_columns(bits, tamed[row], target_ids)
+        allowed = allowed_tokens.clone()
         allowed[_columns(_banned(params[row], histories[row]), tamed[row], target_ids)] = False
-        tamed[row, (allowed if bool(allowed.any()) else legal).int().argmax()] = 0.0
+        tamed[row, (allowed if bool(allowed.any()) else allowed_tokens).int().argmax()] = 0.0
     return tamed
 
 
 def _truncated(scores_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """A copy cut by top-k, then top-p and min-p of what top-k left."""
-    lowest = edges(
+    lowest = probability_thresholds(
         scores_RV,
         [p.top_k for p in params],
         [p.top_p for p in params],

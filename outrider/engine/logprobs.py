@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.engine.logits_processor import MAX_LOGIT
 from outrider.spec.sampling import LOWEST_LOGPROB
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Rows of logits handled in one piece: they are as wide as the vocabulary."""
 
 
@@ -32,12 +32,12 @@ class PathLogprobs(NamedTuple):
     top_ids: NDArray[np.int32]
     """[n, K]: whose the others are."""
 
-    def first(self, count: int) -> PathLogprobs:
+    def first_tokens(self, count: int) -> PathLogprobs:
         """Those of the first `count` tokens."""
         return PathLogprobs(self.values[:count], self.top_ids[:count])
 
 
-class AskedPath(NamedTuple):
+class LogprobPath(NamedTuple):
     """Where a row of a round chose its tokens, and what is asked of them."""
 
     rows: Sequence[int]
@@ -62,21 +62,21 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Te
     return values.clamp(LOWEST_LOGPROB, 0.0), best.indices.int()
 
 
-def logprobs_of(logits: Tensor, paths: Sequence[AskedPath]) -> list[PathLogprobs]:
+def path_logprobs(logits: Tensor, paths: Sequence[LogprobPath]) -> list[PathLogprobs]:
     """What is asked of each of `paths`, from logits float32 [L, V] as the target gave them."""
     if not paths:
         return []
     rows = torch.tensor([row for path in paths for row in path.rows], device=logits.device)
     tokens = torch.tensor([token for path in paths for token in path.tokens], device=logits.device)
     top = max(path.top for path in paths)
-    pieces = [slice(first, first + MOST_ROWS) for first in range(0, len(rows), MOST_ROWS)]
+    pieces = [slice(first, first + MAX_ROWS) for first in range(0, len(rows), MAX_ROWS)]
     parts = [token_logprobs(logits[rows[piece]], tokens[piece], top) for piece in pieces]
     values = torch.cat([part[0] for part in parts]).cpu().numpy()
     top_ids = torch.cat([part[1] for part in parts]).cpu().numpy()
-    return cut_paths(values, top_ids, [(len(path.tokens), path.top) for path in paths])
+    return split_paths(values, top_ids, [(len(path.tokens), path.top) for path in paths])
 
 
-def cut_paths(
+def split_paths(
     values: NDArray[np.float32], top_ids: NDArray[np.int32], paths: Sequence[tuple[int, int]]
 ) -> list[PathLogprobs]:
     """Rows of several paths, one after the other, as a piece for each; `paths`: each one's tokens

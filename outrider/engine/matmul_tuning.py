@@ -26,9 +26,9 @@ SAMPLE_BYTES: Final = 32 << 20
 """Size of the weight that threads are timed with: more than a core's own caches hold."""
 MIN_CHOICE_BYTES: Final = 1 << 20
 """Size of the smallest weight whose single rows may take another product than the padded one."""
-REPEATS: Final = 7
+MIN_REPEATS: Final = 7
 """Number of times that each number of threads is timed."""
-STRONG_MARGIN: Final = 0.8
+STRICT_TIME_SHARE: Final = 0.8
 """Largest share of the time of all threads that a smaller number of threads may take to be chosen.
 """
 MAX_COPIES_SHARE: Final = 0.125
@@ -37,7 +37,7 @@ MAX_COPIES_SHARE: Final = 0.125
 Product = Callable[[Tensor], Tensor]
 
 
-class Single(StrEnum):
+class SingleRowMethod(StrEnum):
     """How a product of one row is taken."""
 
     PADDED = "padded"
@@ -83,7 +83,7 @@ def parse_cpuinfo(text: str) -> Processor:
 
 def choose_single(
     shape: tuple[int, int], dtype: torch.dtype, processor: Processor, *, keep_plain: bool
-) -> Single:
+) -> SingleRowMethod:
     """Choose the product for single rows of a weight of `shape` [out, in].
 
     `keep_plain` allows a plain copy beside the packed weight. Rows of bfloat16 are always padded:
@@ -91,21 +91,21 @@ def choose_single(
     """
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     if dtype != torch.float32 or num_bytes < MIN_CHOICE_BYTES or processor != _INTEL_AVX512:
-        return Single.PADDED
-    return Single.PLAIN if keep_plain else Single.PACKED
+        return SingleRowMethod.PADDED
+    return SingleRowMethod.PLAIN if keep_plain else SingleRowMethod.PACKED
 
 
-def record_choice(shape: tuple[int, int], dtype: torch.dtype, choice: Single) -> None:
+def record_choice(shape: tuple[int, int], dtype: torch.dtype, choice: SingleRowMethod) -> None:
     """Note the choice for a weight of `shape`, for `choices`."""
     _chosen[f"{shape[0]}x{shape[1]} {str(dtype).removeprefix('torch.')}"] = str(choice)
 
 
-def choices() -> dict[str, str]:
+def measured_choices() -> dict[str, str]:
     """Return the choices of this process: "OUTxIN float32" -> how single rows are multiplied."""
     return dict(_chosen)
 
 
-def room_for_copies(num_bytes: int) -> bool:
+def has_memory_for_copies(num_bytes: int) -> bool:
     """Return whether plain copies of `num_bytes` may be kept beside the packed weights.
 
     The bound is a share of the memory that the machine or the container has, and not of what is
@@ -149,7 +149,7 @@ def fastest_threads(most: int) -> int:
     best = dict.fromkeys(counts, math.inf)
     try:
         with torch.inference_mode():
-            for _ in range(REPEATS):
+            for _ in range(MIN_REPEATS):
                 for count in counts:
                     torch.set_num_threads(count)
                     product(x)  # threads start with the first product that uses them
@@ -158,12 +158,12 @@ def fastest_threads(most: int) -> int:
         torch.set_num_threads(before)
     chosen = counts[0]
     for count in counts[1:]:
-        if best[count] < STRONG_MARGIN * best[chosen]:
+        if best[count] < STRICT_TIME_SHARE * best[chosen]:
             chosen = count
     return chosen
 
 
-def set_threads(wanted: int, device: str) -> None:
+def set_compute_threads(wanted: int, device: str) -> None:
     """Set torch's compute threads: `wanted`, or where that is 0 and models compute on the CPU, as
     many as were measured to be fastest."""
     if wanted:

@@ -20,7 +20,7 @@ from outrider.engine.checkpoint import TensorSource, load_model_config, open_che
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.layers import LayerWeights, interleave_pairs
 from outrider.engine.linear import Linear, make_linear
-from outrider.engine.matmul_tuning import room_for_copies
+from outrider.engine.matmul_tuning import has_memory_for_copies
 from outrider.engine.target import ModelWeights, TargetModel
 from outrider.errors import InvalidRequestError
 
@@ -110,7 +110,7 @@ class WeightLoader:
         self._dtype = dtype
         self._device = device
         size = _weight_bytes(config, dtype) if packed else 0
-        self._make = partial(make_linear, packed=packed, keep_plain=room_for_copies(size))
+        self._make = partial(make_linear, packed=packed, keep_plain=has_memory_for_copies(size))
 
     def load(self) -> ModelWeights:
         """Everything, layer by layer. Raises InvalidRequestError for shapes that do not fit."""

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, from_numpy
 
-Candidate = tuple[int, int]
+ChildNode = tuple[int, int]
 """(node, token) of a child."""
 
 
-class ResidualWalk:
+class ResidualSampler:
     """Tries the children of one node in the order in which they were drawn."""
 
     def __init__(
@@ -32,9 +32,9 @@ class ResidualWalk:
         self._ids = ids
         self._counts = counts
 
-    def run(
-        self, candidates: list[Candidate], probs: list[float], coins: list[float]
-    ) -> tuple[Candidate | None, tuple[NDArray[np.int64], NDArray[np.float64]] | None]:
+    def try_children(
+        self, candidates: list[ChildNode], probs: list[float], coins: list[float]
+    ) -> tuple[ChildNode | None, tuple[NDArray[np.int64], NDArray[np.float64]] | None]:
         """The child that stands, or the residual as (ids, log-probs up to the constant of p).
 
         probs: target_probs of the candidates; coins: one a candidate. (None, None) means that

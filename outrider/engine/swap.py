@@ -20,13 +20,13 @@ from torch import Tensor
 
 from outrider.engine.block_allocator import BlockAllocator
 from outrider.engine.kv_cache import KVSequence
-from outrider.engine.swap_paths import BlockLayout, DirectLane, Lane, StagedLane
+from outrider.engine.swap_paths import BlockLayout, DirectSwapPath, StagedSwapPath, SwapPath
 
 SLAB_BYTES = 256 << 20
 """Host memory that is taken at a time."""
 STAGING_BYTES = 256 << 20
 """Memory on a device that K/V passes on its way, both ways together."""
-RUN_BYTES = 32 << 20
+MAX_RUN_BYTES = 32 << 20
 """Most bytes that are copied at once: those of the next run are gathered meanwhile."""
 _GAIN = 0.2
 """Weight of a new measurement."""
@@ -35,7 +35,7 @@ _PROBE_BYTES = 8 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Saved:
+class SavedKV:
     """The K/V of one sequence in host memory."""
 
     length: int
@@ -58,7 +58,7 @@ class SwapSpace:
         *,
         block_tokens: int,
         slab_bytes: int = SLAB_BYTES,
-        run_bytes: int = RUN_BYTES,
+        run_bytes: int = MAX_RUN_BYTES,
         staging_bytes: int = STAGING_BYTES,
         staged: bool | None = None,
     ) -> None:
@@ -77,10 +77,10 @@ class SwapSpace:
         self._host = BlockAllocator(max(1, self._total))
         self._slabs: list[Tensor] = []
         self._pinned = layout.device.type == "cuda"
-        self._lane: Lane = DirectLane(layout)
+        self._shm_channel: SwapPath = DirectSwapPath(layout)
         if self._pinned if staged is None else staged:
             size = self._run_blocks * layout.block_bytes
-            self._lane = StagedLane(layout, run_bytes=size, staging_bytes=staging_bytes)
+            self._shm_channel = StagedSwapPath(layout, run_bytes=size, staging_bytes=staging_bytes)
         self._rates = [0.0, 0.0]
         """Seconds a byte, out and back."""
         if self._total:
@@ -96,52 +96,52 @@ class SwapSpace:
         """Host memory that copies take now."""
         return (self._host.total - self._host.free) * self.block_bytes
 
-    def fits(self, num_tokens: int) -> bool:
+    def has_room_for(self, num_tokens: int) -> bool:
         """Whether there is room for the K/V of so many slots now."""
         return self._total > 0 and self._blocks_for(num_tokens) <= self._host.free
 
-    def seconds(self, num_tokens: int) -> float:
+    def round_trip_s(self, num_tokens: int) -> float:
         """What it takes to bring the K/V of so many slots out and back again, by what copies took
         lately; most of that is beside the rounds."""
-        return sum(self.ways(num_tokens))
+        return sum(self.copy_times_s(num_tokens))
 
-    def ways(self, num_tokens: int) -> tuple[float, float]:
+    def copy_times_s(self, num_tokens: int) -> tuple[float, float]:
         """The same for each way: out, back."""
         self._learn()
         size = self._blocks_for(num_tokens) * self.block_bytes
         return self._rates[0] * size, self._rates[1] * size
 
     @torch.inference_mode()
-    def save(self, kv: KVSequence) -> Saved | None:
+    def swap_out_sequence(self, kv: KVSequence) -> SavedKV | None:
         """Copy what is committed; None if there is no room in the budget. `kv` may be cleared at
         once."""
-        if not self.fits(kv.len):
+        if not self.has_room_for(kv.len):
             return None
         count = self._blocks_for(kv.len)
-        blocks = self._host.take(count)
+        blocks = self._host.allocate_blocks(count)
         runs = self._runs(blocks)
-        self._lane.save(kv.blocks[:count], runs)
-        return Saved(kv.len, kv.save_positions(), blocks, runs)
+        self._shm_channel.save_blocks(kv.blocks[:count], runs)
+        return SavedKV(kv.len, kv.save_positions(), blocks, runs)
 
     @torch.inference_mode()
-    def fetch(self, saved: Saved) -> bool:
+    def prefetch(self, saved: SavedKV) -> bool:
         """Begin to bring a copy back, beside the rounds: whether `restore` would make none wait.
         To be called again until it is so; one copy at a time is brought."""
-        return self._lane.fetch(saved.runs)
+        return self._shm_channel.prefetch_runs(saved.runs)
 
     @torch.inference_mode()
-    def restore(self, saved: Saved, kv: KVSequence) -> None:
+    def swap_in_sequence(self, saved: SavedKV, kv: KVSequence) -> None:
         """Fill an empty sequence that holds blocks enough; the copy is dropped. Raises ValueError
         if the sequence does not fit."""
         kv.restore(saved.length, saved.positions)
-        self._lane.load(saved.runs, kv.blocks[: len(saved.blocks)])
-        self.drop(saved)
+        self._shm_channel.load_blocks(saved.runs, kv.blocks[: len(saved.blocks)])
+        self.drop_copy(saved)
 
-    def drop(self, saved: Saved) -> None:
+    def drop_copy(self, saved: SavedKV) -> None:
         """Forget a copy. Idempotent."""
         blocks, saved.blocks, saved.runs = saved.blocks, [], []
         if blocks:
-            self._host.give(blocks)
+            self._host.free_blocks(blocks)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
@@ -188,16 +188,16 @@ class SwapSpace:
         runs = self._runs(range(count))
         for _ in range(2):
             # The first time takes longer than any later one.
-            self._lane.took()
-            self._lane.save(range(count), runs)
-            self._lane.load(runs, range(count))
+            self._shm_channel.take_copy_times()
+            self._shm_channel.save_blocks(range(count), runs)
+            self._shm_channel.load_blocks(runs, range(count))
             if self._pinned:
                 torch.cuda.synchronize()
         self._learn()
 
     def _learn(self) -> None:
-        for took in self._lane.took():
+        for took in self._shm_channel.take_copy_times():
             if not took.bytes:
                 continue
-            rate, known = took.seconds / took.bytes, self._rates[took.back]
-            self._rates[took.back] = rate if not known else known + _GAIN * (rate - known)
+            rate, known = took.seconds / took.bytes, self._rates[took.is_restore]
+            self._rates[took.is_restore] = rate if not known else known + _GAIN * (rate - known)

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.device.transfer.uploads import upload
+from outrider.engine.device.transfer.uploads import upload_int32s
 
 
-class Took(NamedTuple):
+class CopyTime(NamedTuple):
     """What a copy took that has ended."""
 
     bytes: int
     seconds: float
-    back: bool
+    is_restore: bool
     """Whether it was one into the pool."""
 
 
@@ -46,7 +46,7 @@ class BlockLayout:
     def index(self, blocks: Sequence[int]) -> Tensor:
         """int64 [n] on the device, in the order of the stream."""
         numbers = torch.empty(len(blocks), dtype=torch.int32, device=self.device)
-        upload(numbers, np.array(blocks, dtype=np.int32))
+        upload_int32s(numbers, np.array(blocks, dtype=np.int32))
         return numbers.long()
 
     def gather(self, blocks: Tensor, run: Tensor) -> None:
@@ -68,64 +68,64 @@ class BlockLayout:
         ]
 
 
-class Lane(Protocol):
+class SwapPath(Protocol):
     """Copies runs, in the order of the calls; what a call reads or writes in the pool is in order
     with what is launched there before and after it."""
 
-    def save(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
+    def save_blocks(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
         """Blocks of the pool to runs; the blocks may be given away at once."""
         ...
 
-    def fetch(self, runs: Sequence[Tensor]) -> bool:
+    def prefetch_runs(self, runs: Sequence[Tensor]) -> bool:
         """Bring runs near, as many as find room, for a `load` of the same runs; whether that need
         not wait. May be called again. Forgets what was fetched before, if that is another."""
         ...
 
-    def load(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
+    def load_blocks(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
         """Runs to blocks of the pool; the host memory may be saved to at once."""
         ...
 
-    def took(self) -> list[Took]:
+    def take_copy_times(self) -> list[CopyTime]:
         """What copies took that have ended and were not told yet."""
         ...
 
 
-class DirectLane:
+class DirectSwapPath:
     """Copies that the host makes, at once."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout = layout
-        self._took: list[Took] = []
+        self._took: list[CopyTime] = []
 
-    def save(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
+    def save_blocks(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
         """See `Lane`."""
         began = time.perf_counter()
         for run, numbers in _by_run(self._layout, runs, blocks):
             self._layout.gather(numbers, run)
         self._note(runs, began, back=False)
 
-    def fetch(self, runs: Sequence[Tensor]) -> bool:
+    def prefetch_runs(self, runs: Sequence[Tensor]) -> bool:
         """Nothing to do."""
         return True
 
-    def load(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
+    def load_blocks(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
         """See `Lane`."""
         began = time.perf_counter()
         for run, numbers in _by_run(self._layout, runs, blocks):
             self._layout.scatter(run, numbers)
         self._note(runs, began, back=True)
 
-    def took(self) -> list[Took]:
+    def take_copy_times(self) -> list[CopyTime]:
         """See `Lane`."""
         took, self._took = self._took, []
         return took
 
     def _note(self, runs: Sequence[Tensor], began: float, *, back: bool) -> None:
         size = sum(run.shape[0] for run in runs)
-        self._took.append(Took(size, time.perf_counter() - began, back))
+        self._took.append(CopyTime(size, time.perf_counter() - began, back))
 
 
-class _Buffer:
+class _SwapBuffer:
     """Staging memory of a run."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -145,7 +145,7 @@ class _Timed(NamedTuple):
     back: bool
 
 
-class StagedLane:
+class StagedSwapPath:
     """Copies beside the rounds of a CUDA device, through staging memory on it; on a CPU the same
     steps one after another."""
 
@@ -153,15 +153,15 @@ class StagedLane:
         """`run_bytes`: of the longest run; `staging_bytes`: for both ways together."""
         self._layout, device = layout, layout.device
         count = max(2, staging_bytes // 2 // run_bytes)
-        self._out = [_Buffer(run_bytes, device) for _ in range(count)]
-        self._back = [_Buffer(run_bytes, device) for _ in range(count)]
+        self._out = [_SwapBuffer(run_bytes, device) for _ in range(count)]
+        self._back = [_SwapBuffer(run_bytes, device) for _ in range(count)]
         self._next_out = 0
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._fetched: list[Tensor] = []
         """Runs that are in the first buffers of the way back."""
         self._timed: list[_Timed] = []
 
-    def save(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
+    def save_blocks(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
         """See `Lane`."""
         start: torch.cuda.Event | None = None
         for run, numbers in _by_run(self._layout, runs, blocks):
@@ -178,7 +178,7 @@ class StagedLane:
                 buffer.emptied = self._mark()
         self._time(start, runs, back=False)
 
-    def fetch(self, runs: Sequence[Tensor]) -> bool:
+    def prefetch_runs(self, runs: Sequence[Tensor]) -> bool:
         """See `Lane`."""
         near = list(runs[: len(self._back)])
         if not _same(near, self._fetched):
@@ -187,7 +187,7 @@ class StagedLane:
         filled = [buffer.filled for buffer in self._back[: len(near)]]
         return all(event is None or event.query() for event in filled)
 
-    def load(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
+    def load_blocks(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
         """See `Lane`."""
         count = len(self._back)
         if not _same(runs[:count], self._fetched):
@@ -201,16 +201,16 @@ class StagedLane:
             buffer.emptied = self._mark()
         self._fetched = []
 
-    def took(self) -> list[Took]:
+    def take_copy_times(self) -> list[CopyTime]:
         """See `Lane`."""
         ended = [timed for timed in self._timed if timed.end.query()]
         self._timed = [timed for timed in self._timed if timed not in ended]
         return [
-            Took(timed.bytes, timed.start.elapsed_time(timed.end) / 1e3, timed.back)
+            CopyTime(timed.bytes, timed.start.elapsed_time(timed.end) / 1e3, timed.back)
             for timed in ended
         ]
 
-    def _stage(self, runs: Sequence[Tensor], buffers: Sequence[_Buffer]) -> None:
+    def _stage(self, runs: Sequence[Tensor], buffers: Sequence[_SwapBuffer]) -> None:
         """Copy runs into buffers, beside the rounds."""
         start: torch.cuda.Event | None = None
         with self._beside():

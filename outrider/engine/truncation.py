@@ -25,9 +25,9 @@ from torch import Tensor
 
 STEP_BITS: Final = 16
 STEPS_PER_NAT: Final = float(np.float32(2**STEP_BITS / math.log(2.0)))
-FARTHEST: Final = 64.0
+MAX_DISTANCE: Final = 64.0
 """Distances in nats beyond this one count as it: the mass is 0 from 30 on."""
-OCTAVE: Final = (
+EXP2_POLYNOMIAL: Final = (
     8796092540511,
     -6096952079359,
     2112641131570,
@@ -38,11 +38,11 @@ OCTAVE: Final = (
 """2^43 * 2^-f as a polynomial of f in [0, 1), constant first; off by one part in 10^7."""
 MAX_COLUMNS: Final = 2**19
 """Of masses of 2^43 at most: a row cannot overflow an int64."""
-_FARTHEST: Final = np.float32(FARTHEST)
+_FARTHEST: Final = np.float32(MAX_DISTANCE)
 _STEPS_PER_NAT: Final = np.float32(STEPS_PER_NAT)
 
 
-def masses(distances: NDArray[np.float32]) -> NDArray[np.int64]:
+def probability_masses(distances: NDArray[np.float32]) -> NDArray[np.int64]:
     """Mass of ids that score `distances` (>= 0, not NaN) below the peak."""
     steps = (np.minimum(distances, _FARTHEST) * _STEPS_PER_NAT).astype(np.int32)
     octaves = np.minimum(steps >> STEP_BITS, 62)
@@ -54,8 +54,8 @@ def masses(distances: NDArray[np.float32]) -> NDArray[np.int64]:
 def _octave() -> NDArray[np.int64]:
     """Masses of the steps of one octave, [65536]."""
     fractions = np.arange(2**STEP_BITS, dtype=np.int64)
-    mass = np.full_like(fractions, OCTAVE[-1])
-    for coefficient in OCTAVE[-2::-1]:
+    mass = np.full_like(fractions, EXP2_POLYNOMIAL[-1])
+    for coefficient in EXP2_POLYNOMIAL[-2::-1]:
         mass = (mass * fractions >> STEP_BITS) + coefficient
     return mass
 
@@ -65,7 +65,9 @@ def min_p_floor(min_p: float) -> float:
     return math.log(min_p) if min_p > 0.0 else -math.inf
 
 
-def edges(scores_RV: Tensor, top_ks: list[int], top_ps: list[float], floors: list[float]) -> Tensor:
+def probability_thresholds(
+    scores_RV: Tensor, top_ks: list[int], top_ps: list[float], floors: list[float]
+) -> Tensor:
     """The lowest score that each row keeps, float32 [R].
 
     scores: float32, no NaN nor +inf, one finite entry a row at least. top_k 0, top_p 1 and floor
@@ -87,12 +89,12 @@ def edges(scores_RV: Tensor, top_ks: list[int], top_ps: list[float], floors: lis
 
 def _nucleus_edge(scores_V: NDArray[np.float32], top_p: float) -> np.float32:
     peak = scores_V.max()
-    mass = masses(peak - scores_V)
+    mass = probability_masses(peak - scores_V)
     total = int(mass.sum())
     need = max(int(float(total) * top_p), 1)
     # Ids lighter than this weigh less than total - need together: the edge is above them.
     possible = scores_V[mass >= (total - need) // len(scores_V)]
     ordered = np.sort(possible)[::-1]
-    before = masses(peak - ordered).cumsum()[:-1]
+    before = probability_masses(peak - ordered).cumsum()[:-1]
     edge: np.float32 = ordered[np.count_nonzero(before < need)]
     return edge

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from outrider.errors import CancelledRequestError, OutriderError, ResourceExhaustedError
-from outrider.grammar.compile_scheduler import CompileLanes, Turn
+from outrider.grammar.compile_scheduler import CompileScheduler, CompileTask
 from outrider.grammar.compiler import Cancellation, FirstTryEndedError
 from outrider.spec.structured_output import StructuredOutput
 
@@ -76,7 +76,7 @@ class CompileQueue(Generic[ResultT]):
         compiling.done.cancel()
 
 
-class LaneQueue(CompileQueue[ResultT]):
+class TwoStageCompileQueue(CompileQueue[ResultT]):
     """A queue for grammars of clients that do not know each other: each first gets a short try, and
     what does not compile in it waits in a slow lane that leaves a worker to others' first tries."""
 
@@ -91,12 +91,12 @@ class LaneQueue(CompileQueue[ResultT]):
         `compile_grammar`."""
         super().__init__(compile_grammar, threads=threads)
         self._first_try = first_try
-        self._lanes = CompileLanes[_Compiling[ResultT]](threads)
+        self._shm_channels = CompileScheduler[_Compiling[ResultT]](threads)
 
     def _begin(self, structured: StructuredOutput, tenant: str) -> _Compiling[ResultT]:
         done = asyncio.get_running_loop().create_future()
         begun = self._compiling[structured] = _Compiling(structured, done, Cancellation())
-        displaced = self._lanes.enter(begun, tenant)
+        displaced = self._shm_channels.add_first_try(begun, tenant)
         if displaced is not None:
             displaced.done.set_exception(_exhausted("too many structured outputs wait"))
         self._start()
@@ -104,12 +104,12 @@ class LaneQueue(CompileQueue[ResultT]):
 
     def _abandon(self, compiling: _Compiling[ResultT]) -> None:
         super()._abandon(compiling)
-        self._lanes.discard(compiling)
+        self._shm_channels.discard(compiling)
 
     def _start(self) -> None:
         """Give the free threads what is to be compiled next."""
         loop = asyncio.get_running_loop()
-        while (turn := self._lanes.take()) is not None:
+        while (turn := self._shm_channels.take()) is not None:
             compiling = turn.item
             call = self._compile if turn.is_slow else self._first_try
             future = loop.run_in_executor(
@@ -117,9 +117,11 @@ class LaneQueue(CompileQueue[ResultT]):
             )
             future.add_done_callback(partial(self._finish, turn))
 
-    def _finish(self, turn: Turn[_Compiling[ResultT]], ended: asyncio.Future[ResultT]) -> None:
+    def _finish(
+        self, turn: CompileTask[_Compiling[ResultT]], ended: asyncio.Future[ResultT]
+    ) -> None:
         """Pass on how a call on a thread has ended, and begin the next."""
-        self._lanes.finish(turn)
+        self._shm_channels.finish(turn)
         compiling, done = turn.item, turn.item.done
         if ended.cancelled():
             done.cancel()
@@ -131,7 +133,7 @@ class LaneQueue(CompileQueue[ResultT]):
             done.set_result(ended.result())
         elif not isinstance(error, FirstTryEndedError):
             done.set_exception(error)
-        elif not self._lanes.enter_slow(compiling):
+        elif not self._shm_channels.add_full_compile(compiling):
             done.set_exception(
                 _exhausted("too many structured outputs wait that take long to compile")
             )

@@ -15,7 +15,7 @@ MAX_WAITING_SLOW: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Turn(Generic[ItemT]):
+class CompileTask(Generic[ItemT]):
     """What a worker is to do next."""
 
     item: ItemT
@@ -23,7 +23,7 @@ class Turn(Generic[ItemT]):
     """Whether it is a compile with the full limits, and not a first try."""
 
 
-class CompileLanes(Generic[ItemT]):
+class CompileScheduler(Generic[ItemT]):
     """Decides whose turn it is; pure. At least one of several workers is always left to first
     tries, in which tenants take turns; a single worker serves both lanes in turn."""
 
@@ -36,7 +36,7 @@ class CompileLanes(Generic[ItemT]):
         self._was_slow = False
         """Whether the latest turn was of the slow lane."""
 
-    def enter(self, item: ItemT, tenant: str) -> ItemT | None:
+    def add_first_try(self, item: ItemT, tenant: str) -> ItemT | None:
         """Have an item wait for its first try. Returns the item that makes way for it, None if
         there is room: the one that has waited longest of the tenant that has most waiting. A client
         whose many grammars fill the lane so refuses neither others nor its own later ones."""
@@ -46,7 +46,7 @@ class CompileLanes(Generic[ItemT]):
         busiest = max(self._first, key=lambda name: len(self._first[name]))
         return self._pop(busiest)
 
-    def enter_slow(self, item: ItemT) -> bool:
+    def add_full_compile(self, item: ItemT) -> bool:
         """Have an item wait for a compile with the full limits; False: too many wait."""
         if len(self._slow) >= MAX_WAITING_SLOW:
             return False
@@ -64,7 +64,7 @@ class CompileLanes(Generic[ItemT]):
                     del self._first[tenant]
                 return
 
-    def take(self) -> Turn[ItemT] | None:
+    def take(self) -> CompileTask[ItemT] | None:
         """What a free worker begins now; None: no worker is free, or nothing may begin."""
         if self._running >= self._workers:
             return None
@@ -72,9 +72,9 @@ class CompileLanes(Generic[ItemT]):
         if may_be_slow and self._first and self._workers == 1:
             may_be_slow = not self._was_slow
         if may_be_slow:
-            turn = Turn(self._slow.popleft(), is_slow=True)
+            turn = CompileTask(self._slow.popleft(), is_slow=True)
         elif self._first:
-            turn = Turn(self._pop(next(iter(self._first))), is_slow=False)
+            turn = CompileTask(self._pop(next(iter(self._first))), is_slow=False)
         else:
             return None
         self._was_slow = turn.is_slow
@@ -82,7 +82,7 @@ class CompileLanes(Generic[ItemT]):
         self._running_slow += turn.is_slow
         return turn
 
-    def finish(self, turn: Turn[ItemT]) -> None:
+    def finish(self, turn: CompileTask[ItemT]) -> None:
         """Note that a worker is free again."""
         self._running -= 1
         self._running_slow -= turn.is_slow

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from outrider.errors import OutriderError
 from outrider.grammar.matcher_compiler import (
-    NICE,
+    NICE_INCREMENT,
     STACK_BYTES,
     call_with_stack,
     compile_matcher,
@@ -62,7 +62,7 @@ def _serve(source: socket.socket, control: socket.socket) -> None:
     except OutriderError as error:
         tokenizer = error
     del tokenizer_json
-    os.nice(NICE)
+    os.nice(NICE_INCREMENT)
     while True:
         message, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not message:

@@ -33,13 +33,13 @@ from outrider.errors import (
 )
 from outrider.grammar.complexity import check_complexity
 from outrider.grammar.limits import MAX_FIRST_TRY_S, MAX_FIRST_TRY_WALL_S, CompileLimits
-from outrider.grammar.matcher_compiler import is_installed, refusal
+from outrider.grammar.matcher_compiler import invalid_grammar_error, is_installed
 from outrider.grammar.socket_frames import read_frame, write_frame
 from outrider.spec.structured_output import StructuredOutput
 
 logger = logging.getLogger(__name__)
 
-MAX_VERDICTS: Final = 1024
+MAX_CACHED_OUTCOMES: Final = 1024
 """Verdicts on grammars that are kept."""
 RETRY_AFTER_DEATH_S: Final = 30.0
 """How long a grammar stays refused whose compile process ran out of time or died: the next time
@@ -59,7 +59,7 @@ _MAX_STARTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CompileOutcome:
     """The outcome of trying out a grammar."""
 
     error: OutriderError | None
@@ -117,7 +117,7 @@ class GrammarCompiler:
         self._clock = clock
         self._server: _CompileServer | None = None
         self._server_lock = threading.Lock()
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, CompileOutcome] = OrderedDict()
         self._lock = threading.Lock()
         """Of `_verdicts`."""
 
@@ -138,7 +138,7 @@ class GrammarCompiler:
         if server is not None:
             server.close()
 
-    def find_verdict(self, structured: StructuredOutput) -> Verdict | None:
+    def find_verdict(self, structured: StructuredOutput) -> CompileOutcome | None:
         """The verdict on a grammar that was tried out already; None: there is none."""
         key = _key(structured)
         with self._lock:
@@ -157,7 +157,7 @@ class GrammarCompiler:
         cancellation: Cancellation | None = None,
         *,
         is_first_try: bool = False,
-    ) -> Verdict:
+    ) -> CompileOutcome:
         """Compile a grammar in a process of its own; the verdict allows it. A first try is short:
         it raises FirstTryEndedError, and leaves no verdict, for what does not compile in it.
 
@@ -172,7 +172,7 @@ class GrammarCompiler:
             )
             with self._lock:
                 self._verdicts[_key(structured)] = verdict
-                while len(self._verdicts) > MAX_VERDICTS:
+                while len(self._verdicts) > MAX_CACHED_OUTCOMES:
                     self._verdicts.popitem(last=False)
         if verdict.error is not None:
             raise verdict.error.copy()
@@ -180,11 +180,11 @@ class GrammarCompiler:
 
     def _try_out(
         self, structured: StructuredOutput, cancellation: Cancellation, *, is_first_try: bool
-    ) -> Verdict:
+    ) -> CompileOutcome:
         try:
             check_complexity(structured)
         except InvalidRequestError as error:
-            return Verdict(error)
+            return CompileOutcome(error)
         for _ in range(_MAX_STARTS):
             server = self._running_server()
             try:
@@ -219,7 +219,7 @@ class GrammarCompiler:
         structured: StructuredOutput,
         *,
         is_first_try: bool,
-    ) -> Verdict | None:
+    ) -> CompileOutcome | None:
         """Have a grammar compiled over a socket to a process of its own; None: it did not begin, or
         `server` was killed because it hangs. Raises FirstTryEndedError."""
         timeout_s = self.limits.timeout_s
@@ -259,25 +259,29 @@ class GrammarCompiler:
             return self._died(structured)
         if "unsupported" in answer:
             error = FailedPreconditionError(answer["unsupported"], reason="UNSUPPORTED_TOKENIZER")
-            return Verdict(error)
+            return CompileOutcome(error)
         if "refused" in answer:
-            return Verdict(
+            return CompileOutcome(
                 InvalidRequestError(
                     answer["refused"], reason="INVALID_STRUCTURE", param="structured_outputs"
                 )
             )
-        return Verdict(None, memory_bytes=answer["memory_bytes"])
+        return CompileOutcome(None, memory_bytes=answer["memory_bytes"])
 
-    def _timed_out(self, structured: StructuredOutput) -> Verdict:
+    def _timed_out(self, structured: StructuredOutput) -> CompileOutcome:
         why = f"compiling it takes longer than {self.limits.timeout_s:g} s"
-        return Verdict(refusal(structured, why), expires_at=self._clock() + RETRY_AFTER_DEATH_S)
+        return CompileOutcome(
+            invalid_grammar_error(structured, why), expires_at=self._clock() + RETRY_AFTER_DEATH_S
+        )
 
-    def _died(self, structured: StructuredOutput) -> Verdict:
+    def _died(self, structured: StructuredOutput) -> CompileOutcome:
         why = (
             f"compiling it takes more than {self.limits.memory_mb} MiB of memory, or it is nested "
             "too deeply"
         )
-        return Verdict(refusal(structured, why), expires_at=self._clock() + RETRY_AFTER_DEATH_S)
+        return CompileOutcome(
+            invalid_grammar_error(structured, why), expires_at=self._clock() + RETRY_AFTER_DEATH_S
+        )
 
     def _running_server(self) -> _CompileServer:
         with self._server_lock:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 Mask = NDArray[np.uint32]
-ALL = np.uint32(0xFFFFFFFF)
+ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
 
 def mask_words(vocab_size: int) -> int:
@@ -36,12 +36,12 @@ def mask_of(ids: Sequence[int] | NDArray[np.int64], words: int) -> Mask:
     return np.packbits(found, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def allows(mask: Mask, token: int) -> bool:
+def is_allowed(mask: Mask, token: int) -> bool:
     """Whether an id that the mask has a bit for is in it."""
     return bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
-def only_id(mask: Mask) -> int | None:
+def single_id(mask: Mask) -> int | None:
     """The one id that a mask has; None if it has more, or none."""
     if np.count_nonzero(mask) != 1:
         return None
@@ -50,7 +50,7 @@ def only_id(mask: Mask) -> int | None:
     return None if bits & (bits - 1) else 32 * word + bits.bit_length() - 1
 
 
-def few_ids(mask: Mask, most: int) -> list[int]:
+def small_id_set(mask: Mask, most: int) -> list[int]:
     """The ids of a mask, in order, if there are no more than `most`; else none."""
     words = np.flatnonzero(mask)
     if len(words) > most:
@@ -68,26 +68,26 @@ class Constraint(Protocol):
     """
 
     @property
-    def failed(self) -> str:
+    def failure(self) -> str:
         """Why the session cannot go on; empty while it can."""
         ...
 
-    def follow(self, output_ids: NDArray[np.int32]) -> None:
+    def advance_to(self, output_ids: NDArray[np.int32]) -> None:
         """Move on to what stands behind `output_ids`, all that was emitted so far; those that were
         seen before are not looked at again."""
         ...
 
-    def stand(self) -> None:
+    def commit_tokens(self) -> None:
         """Let the draft tokens that were entered stand: they were emitted."""
         ...
 
     @property
-    def here(self) -> Mask | None:
+    def current_mask(self) -> Mask | None:
         """What is legal where it is, if that was asked before; not to be changed."""
         ...
 
     @property
-    def words(self) -> int:
+    def num_mask_words(self) -> int:
         """W."""
         ...
 
@@ -116,27 +116,27 @@ class Constraint(Protocol):
         """End the session with this reason; its matcher is not touched any more."""
         ...
 
-    def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
+    def fill_masks(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         """Make what `matcher` says of where it is and behind each of k draft tokens, uint32
         [1 + k, W], what is legal there, in place: up to behind the last token that something can
         follow. How many tokens these are; what further rows say does not matter."""
         ...
 
-    def enter(self, tokens: Sequence[int]) -> int:
+    def push_tokens(self, tokens: Sequence[int]) -> int:
         """Step on along draft tokens while something can follow them; how many those are."""
         ...
 
-    def leave(self, count: int) -> None:
+    def pop_tokens(self, count: int) -> None:
         """Step back so many tokens that were entered; before anything is followed, all."""
         ...
 
-    def forced(self) -> Sequence[int]:
+    def forced_tokens(self) -> Sequence[int]:
         """Ids that must follow one another where it is, because nothing else may; as many as are
         known at once."""
         ...
 
 
-class Along(NamedTuple):
+class PathMasks(NamedTuple):
     """What is legal along draft tokens."""
 
     masks: NDArray[np.uint32]
@@ -146,11 +146,11 @@ class Along(NamedTuple):
     """Tokens that something can follow, before the first one of which that is not so."""
 
 
-Wish = tuple[Constraint, Sequence[int]]
+MaskRequest = tuple[Constraint, Sequence[int]]
 """Whose masks are wanted, and along which draft tokens."""
 
 
-def masks_along(wishes: Sequence[Wish]) -> list[Along]:
+def masks_along_drafts(wishes: Sequence[MaskRequest]) -> list[PathMasks]:
     """What is legal where each constraint is and along its tokens; each constraint once.
 
     One call of the library: each gives up the interpreter lock, and to have it back takes as long
@@ -158,31 +158,31 @@ def masks_along(wishes: Sequence[Wish]) -> list[Along]:
     """
     if not wishes:
         return []
-    known = [_known_ids(tokens, constraint.vocab_size) for constraint, tokens in wishes]
+    known = [_valid_ids(tokens, constraint.vocab_size) for constraint, tokens in wishes]
     first = [0, *itertools.accumulate(1 + len(tokens) for _, tokens in wishes)]
-    masks = np.full((first[-1], wishes[0][0].words), ALL, dtype=np.uint32)
-    told = [None if tokens else constraint.here for constraint, tokens in wishes]
+    masks = np.full((first[-1], wishes[0][0].num_mask_words), ALL_TOKENS, dtype=np.uint32)
+    told = [None if tokens else constraint.current_mask for constraint, tokens in wishes]
     asked = [
         (constraint, row, tokens)
         for (constraint, _), here, row, tokens in zip(wishes, told, first, known, strict=False)
         if here is None
     ]
     _ask_together(asked, masks)
-    found: list[Along] = []
+    found: list[PathMasks] = []
     spans = itertools.pairwise(first)
     for (constraint, _), here, span, tokens in zip(wishes, told, spans, known, strict=True):
         mine = masks[slice(*span)]
         if here is not None:
             mine[:] = here
-            found.append(Along(mine, 0))
+            found.append(PathMasks(mine, 0))
             continue
-        entered = constraint.finish(mine, tokens)
-        mine[1 + entered :] = ALL
-        found.append(Along(mine, entered))
+        entered = constraint.fill_masks(mine, tokens)
+        mine[1 + entered :] = ALL_TOKENS
+        found.append(PathMasks(mine, entered))
     return found
 
 
-def _known_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
+def _valid_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
     """The tokens before the first one that is no id."""
     return list(itertools.takewhile(lambda token: 0 <= token < vocab_size, tokens))
 
@@ -191,7 +191,7 @@ def is_slow(constraint: Constraint | None) -> bool:
     """Whether the masks of a session take so long that rounds go on without it meanwhile."""
     if constraint is None or (meter := constraint.meter) is None:
         return False
-    return meter.is_slow and not constraint.failed
+    return meter.is_slow and not constraint.failure
 
 
 _Asked = tuple[Constraint, int, list[int]]
@@ -209,7 +209,7 @@ def _ask_together(asked: Sequence[_Asked], masks: NDArray[np.uint32]) -> None:
         if matcher is None:
             continue
         if meter is not None and meter.is_alone:
-            jobs.append((MaskJob(matcher, meter, constraint.words, drafts=tokens), each))
+            jobs.append((MaskJob(matcher, meter, constraint.num_mask_words, drafts=tokens), each))
             continue
         joint.append((matcher, row, tokens))
         meters += [] if meter is None else [meter]
@@ -245,30 +245,30 @@ def _ask(asked: Sequence[tuple[LLMatcher, int, list[int]]], masks: NDArray[np.ui
         _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
 
 
-def legal(constraint: Constraint) -> Mask:
+def allowed_mask(constraint: Constraint) -> Mask:
     """What may follow where a constraint is."""
-    mask: Mask = masks_along([(constraint, ())])[0].masks[0]
+    mask: Mask = masks_along_drafts([(constraint, ())])[0].masks[0]
     return mask
 
 
-def path_masks(constraint: Constraint, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
+def masks_of_paths(constraint: Constraint, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32]:
     """uint32 [P, W]: what may follow each of these paths of draft tokens; anything behind one that
     nothing can follow."""
-    masks = np.full((len(paths), constraint.words), ALL, dtype=np.uint32)
+    masks = np.full((len(paths), constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32)
     for mask, path in zip(masks, paths, strict=True):
-        entered = constraint.enter(path)
+        entered = constraint.push_tokens(path)
         if entered == len(path):
-            mask[:] = legal(constraint)
-        constraint.leave(entered)
+            mask[:] = allowed_mask(constraint)
+        constraint.pop_tokens(entered)
     return masks
 
 
-def legal_prefix(constraint: Constraint, tokens: Sequence[int]) -> int:
+def allowed_prefix_len(constraint: Constraint, tokens: Sequence[int]) -> int:
     """How many of these draft tokens may follow one another."""
-    along = masks_along([(constraint, tokens)])[0]
+    along = masks_along_drafts([(constraint, tokens)])[0]
     for count, token in enumerate(tokens):
         inside = count <= along.entered and 0 <= token < constraint.vocab_size
-        if not inside or not allows(along.masks[count], token):
+        if not inside or not is_allowed(along.masks[count], token):
             return count
     return len(tokens)
 

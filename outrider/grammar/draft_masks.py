@@ -13,33 +13,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.grammar.constraint import (
-    ALL,
-    Along,
+    ALL_TOKENS,
     Constraint,
     Mask,
-    allows,
-    masks_along,
-    only_id,
+    PathMasks,
+    is_allowed,
+    masks_along_drafts,
+    single_id,
 )
 from outrider.spec.tree import ROOT
 
-Walk = Generator[Sequence[int], Along, None]
+ConstraintWalk = Generator[Sequence[int], PathMasks, None]
 """Steps of one constraint; it yields the draft tokens along which it wants to know, from where the
 constraint is, and is sent what is legal there."""
 
 
-def side_by_side(walks: Sequence[tuple[Constraint, Walk]]) -> None:
+def run_walks(walks: Sequence[tuple[Constraint, ConstraintWalk]]) -> None:
     """Take all walks to their ends."""
     wishes = [(constraint, walk, _wish(walk, None)) for constraint, walk in walks]
     while wishes := [wish for wish in wishes if wish[2] is not None]:
-        found = masks_along([(constraint, tokens or ()) for constraint, _, tokens in wishes])
+        found = masks_along_drafts([(constraint, tokens or ()) for constraint, _, tokens in wishes])
         wishes = [
-            (constraint, walk, _wish(walk, along))
-            for (constraint, walk, _), along in zip(wishes, found, strict=True)
+            (constraint, walk, _wish(walk, walk_tree))
+            for (constraint, walk, _), walk_tree in zip(wishes, found, strict=True)
         ]
 
 
-def _wish(walk: Walk, along: Along | None) -> Sequence[int] | None:
+def _wish(walk: ConstraintWalk, along: PathMasks | None) -> Sequence[int] | None:
     """Send what is legal (None: begin); along what it wants to know next, None: nothing."""
     try:
         return next(walk) if along is None else walk.send(along)
@@ -47,7 +47,7 @@ def _wish(walk: Walk, along: Along | None) -> Sequence[int] | None:
         return None
 
 
-class DraftTree(NamedTuple):
+class ConstrainedTree(NamedTuple):
     """Draft nodes behind where a constraint is; parents before their children."""
 
     constraint: Constraint
@@ -57,22 +57,25 @@ class DraftTree(NamedTuple):
     """[N]; ROOT: none."""
 
 
-def masks_of(trees: Sequence[DraftTree]) -> list[NDArray[np.uint32]]:
+def masks_of_trees(trees: Sequence[ConstrainedTree]) -> list[NDArray[np.uint32]]:
     """uint32 [1 + N, W] of each: what may follow the root, and each node.
 
     Below an id that is not legal itself it says anything: nothing there can stand.
     """
     found = [
-        np.full((1 + len(tree.tokens), tree.constraint.words), ALL, dtype=np.uint32)
+        np.full((1 + len(tree.tokens), tree.constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32)
         for tree in trees
     ]
-    side_by_side(
-        [(tree.constraint, along(tree, masks)) for tree, masks in zip(trees, found, strict=True)]
+    run_walks(
+        [
+            (tree.constraint, walk_tree(tree, masks))
+            for tree, masks in zip(trees, found, strict=True)
+        ]
     )
     return found
 
 
-def along(tree: DraftTree, masks: NDArray[np.uint32]) -> Walk:
+def walk_tree(tree: ConstrainedTree, masks: NDArray[np.uint32]) -> ConstraintWalk:
     """Through a tree and back, noting in masks [1 + N, W] what is legal where it comes: from a node
     on along the first children, as far as there are any, then along those of the nodes above."""
     below: dict[int, list[int]] = {}
@@ -87,9 +90,9 @@ def along(tree: DraftTree, masks: NDArray[np.uint32]) -> Walk:
     while left:
         depth, node = left.pop()
         if entered > depth:
-            tree.constraint.leave(entered - depth)
+            tree.constraint.pop_tokens(entered - depth)
         else:
-            tree.constraint.enter([ids[each] for each in path[entered:depth]])
+            tree.constraint.push_tokens([ids[each] for each in path[entered:depth]])
         entered, path = depth, [*path[:depth], node]
         while path[-1] in below:
             path.append(below[path[-1]][0])
@@ -100,10 +103,10 @@ def along(tree: DraftTree, masks: NDArray[np.uint32]) -> Walk:
             masks[each + 1] = seen.masks[1 + place]
             others = below.get(each, ())[1:]
             left += [(depth + place + 1, other) for other in reversed(others)]
-    tree.constraint.leave(entered)
+    tree.constraint.pop_tokens(entered)
 
 
-class ChainFit:
+class ChainTruncation:
     """What of a chain may stand that was drafted in one piece.
 
     Where the grammar leaves one id, that is the draft, whatever was drafted; where it leaves more,
@@ -119,7 +122,7 @@ class ChainFit:
         self._others = others
         self._entered = 0
 
-    def settle(self, drafted: Sequence[int]) -> Walk:
+    def truncate(self, drafted: Sequence[int]) -> ConstraintWalk:
         """Settle what may be of a chain; it ends early where something else would have to be
         drafted. What may follow the whole chain nobody asks."""
         ahead = drafted
@@ -134,13 +137,13 @@ class ChainFit:
             token = self._instead(behind, others)
             if token is None or not self._replace(token, of=len(drafted)):
                 return
-            ahead = self.constraint.forced()[: len(drafted) - len(self.tokens)]
+            ahead = self.constraint.forced_tokens()[: len(drafted) - len(self.tokens)]
 
-    def _take(self, ahead: Sequence[int], seen: Along) -> Mask | None:
+    def _take(self, ahead: Sequence[int], seen: PathMasks) -> Mask | None:
         """Settle what is legal of these tokens; what may follow that, None: nothing."""
         taken = 0
         for mask, token in zip(seen.masks[: 1 + seen.entered], ahead, strict=False):
-            if not 0 <= token < self.constraint.vocab_size or not allows(mask, token):
+            if not 0 <= token < self.constraint.vocab_size or not is_allowed(mask, token):
                 break
             self.tokens.append(token)
             taken += 1
@@ -151,11 +154,11 @@ class ChainFit:
         """What may stand behind what is settled: what must, or one of the others (none or one
         sequence of them); None: that is open."""
         most = self.constraint.vocab_size
-        only = only_id(mask)
+        only = single_id(mask)
         if only is not None:
             return only
         inside = (int(i) for each in others for i in each if 0 <= i < most)
-        return next((i for i in inside if allows(mask, i)), None)
+        return next((i for i in inside if is_allowed(mask, i)), None)
 
     def _replace(self, token: int, *, of: int) -> bool:
         """Settle a token that was not drafted; whether anything is wanted of what follows it, of
@@ -163,10 +166,10 @@ class ChainFit:
         self.tokens.append(token)
         if len(self.tokens) == of:
             return False
-        self._entered += self.constraint.enter(self.tokens[self._entered :])
+        self._entered += self.constraint.push_tokens(self.tokens[self._entered :])
         return self._entered == len(self.tokens)
 
     def close(self) -> None:
         """Lead the constraint back."""
-        self.constraint.leave(self._entered)
+        self.constraint.pop_tokens(self._entered)
         self._entered = 0

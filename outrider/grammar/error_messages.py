@@ -38,7 +38,7 @@ _REWORDED: Final = (
 """Patterns of the library's messages, and what stands in their place."""
 
 
-def plain_reason(why: str) -> str:
+def plain_error_message(why: str) -> str:
     """What the library says is wrong, without names of its own."""
     why = why.replace(_MARK, "").rstrip()
     if row := _ROW.search(why):

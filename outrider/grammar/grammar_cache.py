@@ -15,11 +15,11 @@ from outrider.errors import FailedPreconditionError
 from outrider.grammar.compiler import Cancellation, GrammarCompiler
 from outrider.grammar.constraint import mask_words
 from outrider.grammar.digit_bound import DigitBound
-from outrider.grammar.grammar_constraint import FormConstraint
+from outrider.grammar.grammar_constraint import GrammarConstraint
 from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.grammar.mask_jobs import MaskMeter
 from outrider.grammar.matcher_compiler import (
-    NICE,
+    NICE_INCREMENT,
     call_with_stack,
     compile_matcher,
     is_installed,
@@ -30,7 +30,7 @@ from outrider.spec.structured_output import StructuredKind, StructuredOutput
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_KEPT: Final = 256
+MAX_CACHED_GRAMMARS: Final = 256
 """Compiled grammars that are kept."""
 MAX_KEPT_BYTES: Final = 512 << 20
 """Memory that the kept grammars may take together, besides the newest."""
@@ -38,7 +38,7 @@ MAX_KEPT_BYTES: Final = 512 << 20
 _JSON_KINDS: Final = (StructuredKind.JSON_SCHEMA, StructuredKind.JSON_OBJECT)
 
 
-class Grammar:
+class CompiledGrammar:
     """A compiled grammar; sessions begin from copies of it. Thread-safe."""
 
     def __init__(
@@ -60,10 +60,10 @@ class Grammar:
         self._masks, self._may_be_ambiguous = masks, may_be_ambiguous
         self.memory_bytes = memory_bytes
 
-    def begin(self, stop_ids: Sequence[int]) -> FormConstraint:
+    def start_constraint(self, stop_ids: Sequence[int]) -> GrammarConstraint:
         """The constraint of a session that begins; `stop_ids`, below the vocabulary's size, end
         it."""
-        return FormConstraint(
+        return GrammarConstraint(
             self._matcher.deep_copy(),
             vocab_size=self._vocab_size,
             end_id=self._end_id,
@@ -73,7 +73,7 @@ class Grammar:
         )
 
 
-class Grammars:
+class GrammarCache:
     """Compiles grammars for one tokenizer. Thread-safe; compiling takes milliseconds to seconds, so
     it does not belong on an event loop."""
 
@@ -96,20 +96,20 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._digits: DigitBound | None = None
         self._tokenizer_lock = threading.Lock()
-        self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
-        self._compiling: dict[StructuredOutput, Future[Grammar]] = {}
+        self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
+        self._compiling: dict[StructuredOutput, Future[CompiledGrammar]] = {}
         self._lock = threading.Lock()
         """Of what is kept and what is being compiled."""
 
     @classmethod
-    def load(
+    def from_tokenizer_file(
         cls,
         tokenizer_file: Path,
         *,
         vocab_size: int,
         limits: CompileLimits | None = None,
         masks: MaskLimits | None = None,
-    ) -> Grammars | None:
+    ) -> GrammarCache | None:
         """Of a tokenizer.json; None without the file, or without the library. Takes a third of a
         second for 50,000 ids, and holds all other threads up: before anybody is served."""
         if not is_installed() or not tokenizer_file.is_file():
@@ -125,7 +125,7 @@ class Grammars:
         """End the compile process; idempotent."""
         self.compiler.close()
 
-    def known(self, structured: StructuredOutput) -> Grammar | None:
+    def get_cached(self, structured: StructuredOutput) -> CompiledGrammar | None:
         """The grammar, if it was compiled already; never waits for one that is being compiled."""
         with self._lock:
             found = self._kept.get(structured)
@@ -133,9 +133,9 @@ class Grammars:
                 self._kept.move_to_end(structured)
             return found
 
-    def compile(
+    def compile_grammar(
         self, structured: StructuredOutput, cancellation: Cancellation | None = None
-    ) -> Grammar:
+    ) -> CompiledGrammar:
         """The grammar of a text; threads that ask for the same one share its compiling, which the
         first one's `cancellation` ends for all.
 
@@ -158,7 +158,7 @@ class Grammars:
 
     def _compile_into(
         self,
-        future: Future[Grammar],
+        future: Future[CompiledGrammar],
         structured: StructuredOutput,
         cancellation: Cancellation | None,
     ) -> None:
@@ -178,9 +178,11 @@ class Grammars:
 
     def _is_full(self) -> bool:
         taken = sum(grammar.memory_bytes for grammar in self._kept.values())
-        return len(self._kept) > MOST_KEPT or taken > MAX_KEPT_BYTES
+        return len(self._kept) > MAX_CACHED_GRAMMARS or taken > MAX_KEPT_BYTES
 
-    def _compile(self, structured: StructuredOutput, cancellation: Cancellation | None) -> Grammar:
+    def _compile(
+        self, structured: StructuredOutput, cancellation: Cancellation | None
+    ) -> CompiledGrammar:
         verdict = self.compiler.validate(structured, cancellation)
         tokenizer = self._llguidance_tokenizer()
 
@@ -188,7 +190,7 @@ class Grammars:
             _yield_to_serving()
             return compile_matcher(tokenizer, structured)
 
-        return Grammar(
+        return CompiledGrammar(
             call_with_stack(compile_here),
             vocab_size=self._vocab_size,
             end_id=tokenizer.eos_token,
@@ -215,4 +217,4 @@ class Grammars:
 def _yield_to_serving() -> None:
     """Let other threads have a core first; Linux has a niceness for each thread."""
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE_INCREMENT)

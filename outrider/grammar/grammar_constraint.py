@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import Mask, allows, mask_of, mask_words
+from outrider.grammar.constraint import Mask, is_allowed, mask_of, mask_words
 from outrider.grammar.digit_bound import DigitBound, JsonPosition
-from outrider.grammar.error_messages import plain_reason
+from outrider.grammar.error_messages import plain_error_message
 from outrider.grammar.limits import MaskLimits
 from outrider.grammar.mask_jobs import (
     MaskJob,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-class FormConstraint:
+class GrammarConstraint:
     """One session's way through its grammar.
 
     The ids that end the session are legal where the output is complete, and nowhere else unless
@@ -62,15 +62,15 @@ class FormConstraint:
         """Whether it has failed because its masks, or following its tokens, took too long."""
         self._here: tuple[int, Mask] | None = None
         """What may follow so many tokens, those that stand and those that were entered."""
-        self.failed = ""
+        self.failure = ""
         """Why the session cannot go on; empty while it can."""
 
-    def follow(self, output_ids: NDArray[np.int32]) -> None:
+    def advance_to(self, output_ids: NDArray[np.int32]) -> None:
         """See `Constraint`. What the grammar does not allow makes it `failed`."""
         self._finish_job()
         new = output_ids[self._seen :].tolist()
         self._seen = len(output_ids)
-        if not new or self.failed:
+        if not new or self.failure:
             return
         self._here = None
         taken = self._matcher.try_consume_tokens(new)
@@ -90,7 +90,7 @@ class FormConstraint:
                 self._fail_at(f"token {token}")
             elif why := self._meter.record_consumption(time.monotonic() - began):
                 self.give_up(why)
-            if self.failed:
+            if self.failure:
                 return
         self._advance(output_ids.tolist())
 
@@ -102,21 +102,21 @@ class FormConstraint:
                 position = self._digits.advance(position, token)
             self._positions = [position]
 
-    def stand(self) -> None:
+    def commit_tokens(self) -> None:
         """See `Constraint`."""
         self._seen += self._entered
         self._entered = 0
         del self._positions[:-1]
 
     @property
-    def here(self) -> Mask | None:
+    def current_mask(self) -> Mask | None:
         """See `Constraint`."""
         if self._here is None or self._here[0] != self._seen + self._entered:
             return None
         return self._here[1]
 
     @property
-    def words(self) -> int:
+    def num_mask_words(self) -> int:
         """See `Constraint`."""
         return self._words
 
@@ -124,7 +124,7 @@ class FormConstraint:
     def matcher(self) -> LLMatcher | None:
         """See `Constraint`."""
         self._finish_job()
-        return None if self.failed else self._matcher
+        return None if self.failure else self._matcher
 
     @property
     def meter(self) -> MaskMeter:
@@ -138,7 +138,7 @@ class FormConstraint:
             if not (self._job.done.is_set() or self._job.is_late):
                 return False
             self._finish_job()
-        if self.failed or (self._seen == len(output_ids) and self.here is not None):
+        if self.failure or (self._seen == len(output_ids) and self.current_mask is not None):
             return True
         new = output_ids[self._seen :].tolist()
         self._seen, self._here = len(output_ids), None
@@ -158,7 +158,7 @@ class FormConstraint:
         elif job.consumed < job.num_output:
             self._fail_at("a token")
         else:
-            self.finish(job.masks, ())
+            self.fill_masks(job.masks, ())
 
     def give_up(self, why: str) -> None:
         """See `Constraint`."""
@@ -170,19 +170,19 @@ class FormConstraint:
         """See `Constraint`."""
         return self._vocab_size
 
-    def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
+    def fill_masks(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         """See `Constraint`."""
-        if not self.failed and self._matcher.is_error():
+        if not self.failure and self._matcher.is_error():
             self._fail(self._matcher.get_error())
         position = self._positions[-1]
         for depth, mask in enumerate(masks):
-            goes_on = not self.failed and depth < len(tokens)
+            goes_on = not self.failure and depth < len(tokens)
             # Its own end id, which the library does not count as text, is none of the session's.
-            goes_on = goes_on and tokens[depth] != self._end_id and allows(mask, tokens[depth])
+            goes_on = goes_on and tokens[depth] != self._end_id and is_allowed(mask, tokens[depth])
             known = self._finish(mask, drafted=depth + self._entered > 0)
             if known and self._digits is not None:
                 self._digits.restrict(mask, position)
-                goes_on = goes_on and allows(mask, tokens[depth])
+                goes_on = goes_on and is_allowed(mask, tokens[depth])
                 position = self._digits.advance(position, tokens[depth]) if goes_on else position
             if not depth:
                 at = self._seen + self._entered
@@ -193,11 +193,11 @@ class FormConstraint:
 
     def _finish(self, mask: Mask, *, drafted: bool) -> bool:
         """Whether that is the same if what is drafted comes to stand."""
-        if self.failed:
+        if self.failure:
             # The session is about to end by an error; whatever is emitted until then ends it too.
             mask[:] = self._stops
             return False
-        complete = allows(mask, self._end_id)
+        complete = is_allowed(mask, self._end_id)
         mask[self._end_id >> 5] &= ~np.uint32(1 << (self._end_id & 31))
         if complete:
             mask |= self._stops
@@ -209,10 +209,10 @@ class FormConstraint:
             return False
         return True
 
-    def enter(self, tokens: Sequence[int]) -> int:
+    def push_tokens(self, tokens: Sequence[int]) -> int:
         """See `Constraint`; it stops, too, before a token that the grammar does not have here."""
         self._finish_job()
-        if self.failed or not tokens:
+        if self.failure or not tokens:
             return 0
         inside = tokens
         for count, token in enumerate(tokens):
@@ -226,7 +226,7 @@ class FormConstraint:
                 self._positions.append(self._digits.advance(self._positions[-1], token))
         return count
 
-    def leave(self, count: int) -> None:
+    def pop_tokens(self, count: int) -> None:
         """See `Constraint`."""
         if count:
             if not self.is_given_up:
@@ -236,10 +236,10 @@ class FormConstraint:
                 del self._positions[-count:]
             self._here = None
 
-    def forced(self) -> Sequence[int]:
+    def forced_tokens(self) -> Sequence[int]:
         """See `Constraint`."""
         self._finish_job()
-        return () if self.failed else self._matcher.compute_ff_tokens()
+        return () if self.failure else self._matcher.compute_ff_tokens()
 
     def _fail_at(self, token: str) -> None:
         """Fail because the matcher did not take a token: by an error of its own, if it has one."""
@@ -247,4 +247,4 @@ class FormConstraint:
         self._fail(error or f"{token} does not fit the grammar")
 
     def _fail(self, why: str) -> None:
-        self.failed = plain_reason(why).splitlines()[0] if why else "unknown"
+        self.failure = plain_error_message(why).splitlines()[0] if why else "unknown"

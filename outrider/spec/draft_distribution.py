@@ -13,7 +13,7 @@ from outrider.spec.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftLaw:
+class DraftDistribution:
     """Truncated, quantised draft distributions by parent node.
 
     Slot 0 is the root, slot i + 1 is node i of the tree; a slot that has no children is empty.
@@ -39,18 +39,20 @@ class DraftLaw:
         return ids.astype(np.int64), counts.astype(np.float64) / max(total, 1)
 
 
-LawEntries = tuple[NDArray[np.int32], NDArray[np.uint16]]
+DistributionEntries = tuple[NDArray[np.int32], NDArray[np.uint16]]
 """ids and counts of one slot."""
 
 
-def make_law(num_nodes: int, slots: Mapping[int, LawEntries]) -> DraftLaw:
+def make_distribution(
+    num_nodes: int, slots: Mapping[int, DistributionEntries]
+) -> DraftDistribution:
     """Assemble the law of a tree of `num_nodes` nodes from the slots that have children."""
     sizes = np.zeros(num_nodes + 2, dtype=np.int64)
     for slot, (ids, _) in slots.items():
         sizes[slot + 1] = len(ids)
     order = sorted(slots)
     no_ids, no_counts = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint16)
-    return DraftLaw(
+    return DraftDistribution(
         offsets=np.cumsum(sizes).astype(np.int32),
         ids=np.concatenate([no_ids, *(slots[s][0] for s in order)]).astype(np.int32),
         counts=np.concatenate([no_counts, *(slots[s][1] for s in order)]).astype(np.uint16),
@@ -62,7 +64,9 @@ def _require(ok: bool, message: str) -> None:
         raise InvalidMessageError(message, reason="INVALID_DRAFT_LAW")
 
 
-def validate_law(law: DraftLaw, tree: DraftTree, vocab_size: int) -> None:
+def validate_distribution(
+    distribution: DraftDistribution, tree: DraftTree, vocab_size: int
+) -> None:
     """Check a law against its (already valid) tree. Raises InvalidMessageError.
 
     Types and lengths; offsets rise from 0 to M; ids in range and strictly increasing within a
@@ -70,27 +74,30 @@ def validate_law(law: DraftLaw, tree: DraftTree, vocab_size: int) -> None:
     is among its parent's ids (a token outside cannot have been drawn from that law).
     """
     for name, array, dtype in (
-        ("offsets", law.offsets, np.int32),
-        ("ids", law.ids, np.int32),
-        ("counts", law.counts, np.uint16),
+        ("offsets", distribution.offsets, np.int32),
+        ("ids", distribution.ids, np.int32),
+        ("counts", distribution.counts, np.uint16),
     ):
         _require(array.dtype == dtype, f"{name} must be {np.dtype(dtype)}, got {array.dtype}")
         _require(array.ndim == 1, f"{name} must have one dimension, got {array.ndim}")
-    num_slots, entries = len(tree) + 1, len(law.ids)
-    offsets = law.offsets.astype(np.int64)
+    num_slots, entries = len(tree) + 1, len(distribution.ids)
+    offsets = distribution.offsets.astype(np.int64)
     _require(len(offsets) == num_slots + 1, f"expected {num_slots + 1} offsets")
-    _require(len(law.counts) == entries, f"{entries} ids but {len(law.counts)} counts")
+    _require(
+        len(distribution.counts) == entries, f"{entries} ids but {len(distribution.counts)} counts"
+    )
     sizes = np.diff(offsets)
     _require(
         int(offsets[0]) == 0 and int(offsets[-1]) == entries and bool((sizes >= 0).all()),
         f"offsets must rise from 0 to {entries}",
     )
     _require(
-        bool(((law.ids >= 0) & (law.ids < vocab_size)).all()), f"ids must be in [0, {vocab_size})"
+        bool(((distribution.ids >= 0) & (distribution.ids < vocab_size)).all()),
+        f"ids must be in [0, {vocab_size})",
     )
-    _require(bool((law.counts >= 1).all()), "counts must be >= 1")
+    _require(bool((distribution.counts >= 1).all()), "counts must be >= 1")
     slot_of_entry = np.repeat(np.arange(num_slots), sizes)
-    keys = slot_of_entry * vocab_size + law.ids
+    keys = slot_of_entry * vocab_size + distribution.ids
     _require(bool((np.diff(keys) > 0).all()), "ids must strictly increase within a slot")
     slot_of_node = tree.parents.astype(np.int64) + 1
     has_children = np.zeros(num_slots, dtype=np.bool_)

@@ -13,7 +13,7 @@ _TOKEN_BITS = 24
 """Ids are below 2^24 (the wire's bound), so that a slot and an id fit one word."""
 
 
-def sound_trees(
+def valid_trees(
     node_counts: NDArray[np.int64],
     tokens: NDArray[np.int32],
     parents: NDArray[np.int32],
@@ -69,7 +69,7 @@ def chain_parents(node_counts: NDArray[np.int64]) -> NDArray[np.int32]:
     return parents
 
 
-def sound_laws(
+def valid_distributions(
     node_counts: NDArray[np.int64],
     tokens: NDArray[np.int32],
     parents: NDArray[np.int32],
@@ -81,7 +81,8 @@ def sound_laws(
     trees: NDArray[np.bool_],
     vocab_size: int,
 ) -> NDArray[np.bool_]:
-    """[S]: which trees have no law, or one that keeps every rule of `validate_law`. Never raises.
+    """[S]: which trees have no law, or one that keeps every rule of `validate_distribution`. Never
+    raises.
 
     `given` [S] says who has one; `sizes` holds node_counts + 1 slots of each, `ids` and `counts`
     the sum of `sizes` entries. `trees` [S] are the sound ones; the others' laws are not looked at.

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from outrider.spec.mixing import GOLDEN64, MASK64, mix64_array
 
-SHARED_COIN_ID = -1
+SHARED_DRAW_ID = -1
 """Pseudo id of the one coin that siblings share under the target-only rule."""
 
 
@@ -46,7 +46,7 @@ Words = int | np.integer | Sequence[int] | NDArray[np.integer]
 """Integers in [-2^63, 2^64), as a scalar, a list or an array."""
 
 
-class Stream(IntEnum):
+class NoiseStream(IntEnum):
     """Independent noise streams; the values are part of the definition."""
 
     TARGET = 1
@@ -66,7 +66,7 @@ def _words(values: Words) -> NDArray[np.uint64]:
 
 
 @lru_cache(maxsize=4096)
-def stream_key(seed: int, stream: Stream) -> int:
+def stream_key(seed: int, stream: NoiseStream) -> int:
     """The 64-bit key of one stream of the session with this 64-bit seed."""
     person = b"outrider " + stream.name.lower().encode()
     digest = blake2b((seed & MASK64).to_bytes(8, "little"), digest_size=8, person=person).digest()
@@ -100,14 +100,14 @@ def uniform_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
-def noise_bits(seed: Words, stream: Stream, position: Words, ids: Words) -> NDArray[np.uint64]:
+def noise_bits(seed: Words, stream: NoiseStream, position: Words, ids: Words) -> NDArray[np.uint64]:
     """64 noise bits for every element of the broadcast of seed, position and ids."""
     seeds, places = np.unique(_words(seed), return_inverse=True)
     keys = np.array([stream_key(int(one), stream) for one in seeds], dtype=np.uint64)
     return bits_from_keys(noise_keys(keys[places.reshape(np.shape(seed))], position), ids)
 
 
-def uniform(seed: Words, stream: Stream, position: Words, ids: Words) -> NDArray[np.float64]:
+def uniform(seed: Words, stream: NoiseStream, position: Words, ids: Words) -> NDArray[np.float64]:
     """Uniform variates in (0, 1), float64; see `noise_bits` for the shape."""
     return uniform_from_bits(noise_bits(seed, stream, position, ids))
 
@@ -117,6 +117,6 @@ def gumbel_from_bits(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
     return np.asarray(-np.log(-np.log(uniform_from_bits(bits))), dtype=np.float64)
 
 
-def gumbel(seed: Words, stream: Stream, position: Words, ids: Words) -> NDArray[np.float64]:
+def gumbel(seed: Words, stream: NoiseStream, position: Words, ids: Words) -> NDArray[np.float64]:
     """Gumbel(0, 1) variates, float64, all finite; see `noise_bits` for the shape."""
     return gumbel_from_bits(noise_bits(seed, stream, position, ids))

@@ -10,7 +10,7 @@ from outrider.errors import InvalidRequestError
 
 MAX_DRAFT_TOKENS = 256
 MAX_DRAFT_TOP_K = 32
-MAX_PATIENCE_MS = 60_000
+MAX_PROPOSAL_TIMEOUT_MS = 60_000
 MAX_LOOK_AHEAD = 1
 """Rounds that may be drafted ahead: the outcomes of an outcome are too many to pay."""
 MAX_FAN_OUT = 64
@@ -37,7 +37,7 @@ class DraftMethod(StrEnum):
 
 _NONE: Final = DraftMethod.NONE
 """Rounds ask it of every session, and a member is looked up slowly."""
-FEATURE_FED = (DraftMethod.EAGLE3, DraftMethod.EAGLE)
+FEATURE_METHODS = (DraftMethod.EAGLE3, DraftMethod.EAGLE)
 """Draft methods that look at target features; the others get tokens only."""
 
 
@@ -47,7 +47,7 @@ def _require(ok: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SpeculationPlan:
     """Speculation settings of one session."""
 
     method: DraftMethod = DraftMethod.NONE
@@ -64,7 +64,7 @@ class Plan:
     fan_out: int = 0
     """Predicted outcomes pre-drafted per round when look_ahead > 0, in [0, 64]; 0 lets the drafter
     choose."""
-    patience_ms: int = 1000
+    proposal_timeout_ms: int = 1000
     """Longest wait of a row for its proposal before it decodes plainly."""
 
     def __post_init__(self) -> None:
@@ -89,11 +89,12 @@ class Plan:
             f"fan_out must be in [0, {MAX_FAN_OUT}], got {self.fan_out}",
         )
         _require(
-            0 <= self.patience_ms <= MAX_PATIENCE_MS,
-            f"patience_ms must be in [0, {MAX_PATIENCE_MS}], got {self.patience_ms}",
+            0 <= self.proposal_timeout_ms <= MAX_PROPOSAL_TIMEOUT_MS,
+            f"proposal_timeout_ms must be in [0, {MAX_PROPOSAL_TIMEOUT_MS}], "
+            f"got {self.proposal_timeout_ms}",
         )
 
     @property
-    def speculative(self) -> bool:
+    def is_speculative(self) -> bool:
         """Whether any draft is wanted."""
         return self.method is not _NONE and self.draft_tokens > 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from outrider.errors import InvalidRequestError
-from outrider.spec.noise import Stream, stream_key
+from outrider.spec.noise import NoiseStream, stream_key
 
 
 class Rule(StrEnum):
@@ -120,15 +120,15 @@ class SamplingParams:
         return self.rule
 
     @property
-    def draft_stream(self) -> Stream | None:
+    def draft_stream(self) -> NoiseStream | None:
         """The stream that a drafter of this session draws from, if any."""
         return _DRAFT_STREAMS.get(self.effective_rule)
 
-    def knows(self, stream: Stream) -> bool:
+    def has_noise_stream(self, stream: NoiseStream) -> bool:
         """Whether `stream_key` can tell the key of this stream."""
         return self.draft_key is None or stream is self.draft_stream
 
-    def stream_key(self, stream: Stream) -> int:
+    def stream_key(self, stream: NoiseStream) -> int:
         """The 64-bit key of a noise stream. Raises InvalidRequestError if it is withheld."""
         if self.draft_key is None:
             return stream_key(self.seed, stream)
@@ -159,5 +159,5 @@ class SamplingParams:
         return other
 
 
-_DRAFT_STREAMS = {Rule.COUPLED: Stream.TARGET, Rule.REJECTION: Stream.DRAFT}
+_DRAFT_STREAMS = {Rule.COUPLED: NoiseStream.TARGET, Rule.REJECTION: NoiseStream.DRAFT}
 _PARAMETERS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("seed", "draft_key"))

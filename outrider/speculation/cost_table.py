@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 ROW_STEPS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NODE_STEPS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Nodes of one session."""
-GAIN: Final = 1.0 / 8.0
+COST_EMA_WEIGHT: Final = 1.0 / 8.0
 """What a new observation weighs against the mean of the old ones."""
-FIRST: Final = 4
+NUM_WARM_UP_OBSERVATIONS: Final = 4
 """Observations of a shape of which the shortest stands: a round that was held up, of a shape that
 is seldom met, would stand for it for long, and for all larger ones."""
 
@@ -36,32 +36,32 @@ class CostTable:
         self._filled: NDArray[np.float64] | None = None
 
     @property
-    def known(self) -> bool:
+    def has_data(self) -> bool:
         """Whether anything was observed."""
         return bool(self._seconds)
 
-    def observe(self, rows: int, nodes: int, seconds: float) -> None:
+    def observe_forward(self, rows: int, nodes: int, seconds: float) -> None:
         """A forward of `rows` sessions (>= 1) with `nodes` draft nodes took `seconds` > 0."""
         if rows < 1 or not seconds > 0.0:
             return
         cell = _nearest(ROW_STEPS, rows), _nearest(NODE_STEPS, nodes / rows)
         before, seen = self._seconds.get(cell, seconds), self._seen.get(cell, 0)
-        if seen < FIRST:
+        if seen < NUM_WARM_UP_OBSERVATIONS:
             self._seconds[cell], self._seen[cell] = min(before, seconds), seen + 1
         else:
             # One round in a thousand takes ten times as long; it says nothing about the others.
-            self._seconds[cell] += GAIN * (min(seconds, 3.0 * before) - before)
+            self._seconds[cell] += COST_EMA_WEIGHT * (min(seconds, 3.0 * before) - before)
         self._filled = None
 
     def estimate(self, rows: int, nodes: float) -> float:
         """Seconds of such a forward; nan while unknown. Never less than a smaller one's."""
-        if not self.known:
+        if not self.has_data:
             return float("nan")
         return float(self.estimates(rows, np.asarray([nodes], dtype=np.float64))[0])
 
     def estimates(self, rows: int, nodes: NDArray[np.float64]) -> NDArray[np.float64]:
         """`estimate` for several numbers of nodes: float64 [n] -> float64 [n]."""
-        if not self.known:
+        if not self.has_data:
             return np.full(len(nodes), np.nan)
         if self._filled is None:
             self._filled = _fill(self._seconds)

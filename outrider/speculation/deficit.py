@@ -8,49 +8,54 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.speculation.measurements import SURE, Emitted, RoundTimes, Seen
+from outrider.speculation.measurements import (
+    MIN_STD_ERRORS,
+    EmissionStats,
+    RoundObservation,
+    RoundTimeWindow,
+)
 
-LIMIT: Final = 3.0
-PROVEN_LIMIT: Final = 12.0
+MAX_DEFICIT_ROUNDS: Final = 3.0
+MAX_PROVEN_DEFICIT_ROUNDS: Final = 12.0
 """Plain rounds that speculation may fall behind, since it was last ahead, before it is doubted."""
-MOST: Final = 2.0 * PROVEN_LIMIT
+MAX_COUNTED_ROUNDS: Final = 2.0 * MAX_PROVEN_DEFICIT_ROUNDS
 """Plain rounds that it counts as behind at most: a stall may not weigh on all that follow it."""
-LEAST_ROUNDS: Final = 1.9
+MIN_JUDGED_ROUNDS: Final = 1.9
 """Rounds of speculation without which it is not judged."""
 
 
 @dataclass(slots=True)
-class Behind:
+class SpeculationDeficit:
     """What was seen since then."""
 
-    emitted: Emitted = field(default_factory=Emitted)
-    times: RoundTimes = field(default_factory=RoundTimes)
+    emitted: EmissionStats = field(default_factory=EmissionStats)
+    times: RoundTimeWindow = field(default_factory=RoundTimeWindow)
     """Of the rounds whose seconds tell anything."""
     deficit: float = 0.0
     """Plain rounds that were lost."""
 
-    def observe(self, seen: Seen) -> None:
+    def observe_round(self, seen: RoundObservation) -> None:
         """A round with drafts."""
-        self.emitted.see(seen)
-        if seen.timed:
-            self.times.observe(seen.round_s, seen.rounds)
+        self.emitted.add_observation(seen)
+        if seen.is_timed:
+            self.times.observe_round(seen.round_s, seen.rounds)
 
-    def lose(self, rounds: float) -> bool:
+    def add_loss(self, rounds: float) -> bool:
         """It lost so many plain rounds, negative: won; whether it is still behind."""
-        self.deficit = min(self.deficit + rounds, MOST)
+        self.deficit = min(self.deficit + rounds, MAX_COUNTED_ROUNDS)
         return self.deficit > 0.0
 
-    def doubtful(self, plain_s: float, *, proven: bool) -> bool:
+    def is_uncertain(self, plain_s: float, *, proven: bool) -> bool:
         """Whether it has lost too much, and that is no bad luck; `proven`: whether it was well
         ahead once."""
-        if self.deficit <= (PROVEN_LIMIT if proven else LIMIT):
+        if self.deficit <= (MAX_PROVEN_DEFICIT_ROUNDS if proven else MAX_DEFICIT_ROUNDS):
             return False
-        return self.times.rounds > LEAST_ROUNDS and self.short_of(plain_s)
+        return self.times.rounds > MIN_JUDGED_ROUNDS and self.is_below(plain_s)
 
-    def short_of(self, plain_s: float, *, sure: float = SURE) -> bool:
+    def is_below(self, plain_s: float, *, sure: float = MIN_STD_ERRORS) -> bool:
         """Whether too few tokens were emitted for the time, by so many standard errors."""
-        return self.emitted.short_of(self.needed(plain_s), sure=sure)
+        return self.emitted.is_below(self.needed_tokens(plain_s), sure=sure)
 
-    def needed(self, plain_s: float) -> float:
+    def needed_tokens(self, plain_s: float) -> float:
         """Tokens that a row must emit to be worth such rounds."""
         return self.times.mean_s / plain_s

@@ -8,11 +8,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-HYSTERESIS: Final = 0.05
+MIN_SWITCH_GAIN: Final = 0.05
 """What another length must gain before it replaces the present one."""
 
 
-def choose_length(
+def choose_draft_length(
     reached: NDArray[np.float64],
     seconds: Callable[[NDArray[np.float64]], NDArray[np.float64]],
     *,
@@ -39,6 +39,6 @@ def choose_length(
         return longest
     rates = (1.0 + np.cumsum(reached)) / times
     best = int(np.argmax(rates)) + 1
-    if 1 <= present <= longest and rates[best - 1] < (1.0 + HYSTERESIS) * rates[present - 1]:
+    if 1 <= present <= longest and rates[best - 1] < (1.0 + MIN_SWITCH_GAIN) * rates[present - 1]:
         return present
     return best

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.spec.plan import MAX_DRAFT_TOKENS
 
-HALF_LIFE: Final = 32.0
+HALF_LIFE_ROUNDS: Final = 32.0
 """Rounds after which an observation of acceptance counts half."""
 PRIOR_ROUNDS: Final = 6.0
 """Rounds of its own after which a session's estimate counts as much as the one it began with."""
@@ -22,10 +22,10 @@ PRIOR_RATE: Final = 0.7
 """Conditional acceptance of a depth nobody has tried."""
 _MEAN_GAIN: Final = 1.0 / 8.0
 _DEVIATION_GAIN: Final = 1.0 / 4.0
-DEVIATIONS: Final = 6.0
+TIMEOUT_STD_DEVIATIONS: Final = 6.0
 """Mean deviations above the mean that hold nearly every arrival."""
 _LONGEST_GAIN: Final = 1.0 / 64.0
-LEAST_ROUNDS: Final = 2.0
+MIN_WAIT_ROUNDS: Final = 2.0
 """A row waits for its proposal for so many rounds, however long these are."""
 
 
@@ -45,7 +45,7 @@ class AcceptanceEstimate:
         self._new_stood: list[int] = []
         self._new_tried: list[int] = []
 
-    def observe(self, depth: int, accepted_len: int) -> None:
+    def observe_round(self, depth: int, accepted_len: int) -> None:
         """A round verified a draft of `depth` levels (>= 1), `accepted_len` of which stood."""
         depth = min(depth, MAX_DRAFT_TOKENS)
         accepted_len = min(accepted_len, depth)
@@ -60,26 +60,26 @@ class AcceptanceEstimate:
         for level in range(accepted_len):
             self._new_stood[level] += 1
 
-    def share(self) -> None:
+    def share_with_prior(self) -> None:
         """Weigh what is new against what is old, and let the prior have it too."""
         levels = len(self._new_tried)
         if not levels:
             return
         if self._prior is not None:
-            self._prior.add(self._new_tried, self._new_stood)
+            self._prior.add_rounds(self._new_tried, self._new_stood)
         if levels > len(self._tried):
             grow = (0, levels - len(self._tried))
             self._stood, self._tried = np.pad(self._stood, grow), np.pad(self._tried, grow)
         tried = np.asarray(self._new_tried, dtype=np.float64)
-        keep = 0.5 ** (tried / HALF_LIFE)
+        keep = 0.5 ** (tried / HALF_LIFE_ROUNDS)
         # The newest round counts fully and each one before it a little less: on average so much.
-        weight = (1.0 - keep) / (np.maximum(tried, 1.0) * (1.0 - 0.5 ** (1.0 / HALF_LIFE)))
+        weight = (1.0 - keep) / (np.maximum(tried, 1.0) * (1.0 - 0.5 ** (1.0 / HALF_LIFE_ROUNDS)))
         self._tried[:levels] = keep * self._tried[:levels] + weight * tried
         stood = np.asarray(self._new_stood, dtype=np.float64)
         self._stood[:levels] = keep * self._stood[:levels] + weight * stood
         self._new_tried, self._new_stood = [], []
 
-    def add(self, tried: Sequence[int], stood: Sequence[int]) -> None:
+    def add_rounds(self, tried: Sequence[int], stood: Sequence[int]) -> None:
         """Several rounds at once: how often each depth was tried, and how often it stood."""
         missing = [0] * max(0, len(tried) - len(self._new_tried))
         self._new_tried += missing
@@ -90,7 +90,7 @@ class AcceptanceEstimate:
 
     def rates(self, depth: int) -> NDArray[np.float64]:
         """float64 [depth]: conditional acceptance by depth, in (0, 1)."""
-        self.share()
+        self.share_with_prior()
         prior = self._prior
         base = np.full(depth, PRIOR_RATE) if prior is None else prior.rates(depth)
         known = min(depth, len(self._tried))
@@ -99,7 +99,7 @@ class AcceptanceEstimate:
             base[:known] = (self._stood[:known] + PRIOR_ROUNDS * base[:known]) / weight
         return base
 
-    def reached(self, depth: int) -> NDArray[np.float64]:
+    def acceptance_by_depth(self, depth: int) -> NDArray[np.float64]:
         """float64 [depth]: P(the token of depth d stands); their sum, plus one, is the number of
         tokens that a round is expected to emit."""
         reached: NDArray[np.float64] = np.cumprod(self.rates(depth), dtype=np.float64)
@@ -115,16 +115,16 @@ class ArrivalEstimate:
         self._longest = 0.0
 
     @property
-    def known(self) -> bool:
+    def has_data(self) -> bool:
         """Whether any proposal has arrived."""
         return not math.isnan(self._mean)
 
-    def observe(self, delay_s: float) -> None:
+    def observe_arrival(self, delay_s: float) -> None:
         """A proposal arrived `delay_s` after its root was known; early ones count as 0."""
         delay_s = max(0.0, delay_s)
         self._longest += _LONGEST_GAIN * (self.mean_s - self._longest)
         self._longest = max(self._longest, delay_s)
-        if not self.known:
+        if not self.has_data:
             self._mean, self._deviation = delay_s, delay_s / 2.0
             return
         off = delay_s - self._mean
@@ -134,7 +134,7 @@ class ArrivalEstimate:
     @property
     def mean_s(self) -> float:
         """Mean delay; 0 while nothing is known."""
-        return self._mean if self.known else 0.0
+        return self._mean if self.has_data else 0.0
 
     @property
     def latest_s(self) -> float:
@@ -143,20 +143,21 @@ class ArrivalEstimate:
         The longest of late counts too: those that were drafted ahead and come a little late are no
         reason to give up the others, however few these are.
         """
-        if not self.known:
+        if not self.has_data:
             return math.inf
-        return max(self._mean + DEVIATIONS * self._deviation, self._longest)
+        return max(self._mean + TIMEOUT_STD_DEVIATIONS * self._deviation, self._longest)
 
 
-def patience_s(
+def proposal_timeout_s(
     arrival: ArrivalEstimate, round_s: float, *, bound_s: float, ceiling_s: float
 ) -> float:
     """How long a row waits for its proposal.
 
     As long as nearly every proposal takes, and one round more: giving up sooner costs a round's
-    drafts, later a round's time. At least two rounds. At most `ceiling_s` or those two rounds,
-    whatever is longer: that is what a stopped drafter costs; and at most `bound_s`, the plan's.
+    drafts, later a round's time. At least two rounds. At most `max_proposal_wait_s` or those two
+    rounds, whatever is longer: that is what a stopped drafter costs; and at most `bound_s`, the
+    plan's.
     """
-    ceiling = max(ceiling_s, LEAST_ROUNDS * round_s)
-    wanted = max(arrival.latest_s + round_s, LEAST_ROUNDS * round_s)
+    ceiling = max(ceiling_s, MIN_WAIT_ROUNDS * round_s)
+    wanted = max(arrival.latest_s + round_s, MIN_WAIT_ROUNDS * round_s)
     return min(wanted, ceiling, bound_s)

@@ -12,22 +12,22 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from outrider.speculation.measurements import Emitted, Seen
+from outrider.speculation.measurements import EmissionStats, RoundObservation
 
-STALE: Final = 0.95
-STALE_DEVIATION: Final = 0.08
+PRIOR_STALE_SHARE: Final = 0.95
+PRIOR_STALE_DEVIATION: Final = 0.08
 """What a row emits under look-ahead over lock-step, as heads were seen to do it: some drafts are
 made from features of a round ago."""
-LEAST_DEVIATION: Final = 0.015
+MIN_DEVIATION: Final = 0.015
 """How uncertain it stays after however many pairs: drafts may change."""
-NEAR_ROUNDS: Final = 16.0
+NEIGHBOUR_ROUNDS: Final = 16.0
 """Rounds after which one before a change of way counts half, and rounds after the last change with
 which a pair is complete."""
-WANDER: Final = 0.07
+TEXT_DRIFT: Final = 0.07
 """Deviation of what one text gives, from some rounds to their neighbours."""
 
 
-class Share(NamedTuple):
+class LogRatioEstimate(NamedTuple):
     """What rows emit under look-ahead over lock-step."""
 
     log: float
@@ -36,13 +36,13 @@ class Share(NamedTuple):
     """Of that."""
 
 
-class StaleShare:
+class LookAheadAcceptance:
     """Tokens of a row under look-ahead over those of a row in lock-step, for a kind of session;
     rows that went without a draft are of neither."""
 
     def __init__(self) -> None:
-        self._log, self._variance = math.log(STALE), STALE_DEVIATION**2
-        self._near = {False: Emitted(), True: Emitted()}
+        self._log, self._variance = math.log(PRIOR_STALE_SHARE), PRIOR_STALE_DEVIATION**2
+        self._near = {False: EmissionStats(), True: EmissionStats()}
         """Rows of the pair under way, by whether they were of look-ahead."""
         self._ahead = False
         """What the last row was."""
@@ -50,41 +50,41 @@ class StaleShare:
         """Rounds since the last change of way."""
         self._sessions = 1
 
-    def estimate(self) -> Share:
+    def estimate(self) -> LogRatioEstimate:
         """What is known by now."""
         stale, fresh = self._near[True], self._near[False]
         if not (stale.rows and fresh.rows):
-            return Share(self._log, self._variance)
-        noise = WANDER**2 / self._sessions
+            return LogRatioEstimate(self._log, self._variance)
+        noise = TEXT_DRIFT**2 / self._sessions
         noise += stale.variance / stale.mean**2 + fresh.variance / fresh.mean**2
         weight = self._variance / (self._variance + noise)
         seen = math.log(stale.mean / fresh.mean)
         log = self._log + weight * (seen - self._log)
-        return Share(log, (1.0 - weight) * self._variance)
+        return LogRatioEstimate(log, (1.0 - weight) * self._variance)
 
-    def observe(self, seen: Seen, *, ahead: bool) -> None:
+    def observe_rows(self, seen: RoundObservation, *, ahead: bool) -> None:
         """Rows with drafts, of sessions that had gone over to this way before."""
         if ahead is not self._ahead:
             self._ahead, self._since = ahead, 0.0
         mine, other = self._near[ahead], self._near[not ahead]
         if not other.rows:
-            mine.fade(seen.rounds / NEAR_ROUNDS)
-        mine.see(seen)
+            mine.decay(seen.rounds / NEIGHBOUR_ROUNDS)
+        mine.add_observation(seen)
         self._since += seen.rounds
         self._sessions = max(1, seen.sessions)
-        if other.rows and self._since >= NEAR_ROUNDS:
+        if other.rows and self._since >= NEIGHBOUR_ROUNDS:
             self._complete()
 
-    def begins(self, sessions: int) -> None:
+    def begin_session(self, sessions: int) -> None:
         """Another text begins, of so many that share their rounds: what came before it is no
         neighbour of what follows."""
         if sessions <= 1:
             self._complete()
             return
         for rows in self._near.values():
-            rows.fade(-math.log2(1.0 - 1.0 / sessions))
+            rows.decay(-math.log2(1.0 - 1.0 / sessions))
 
     def _complete(self) -> None:
         self._log, variance = self.estimate()
-        self._variance = max(variance, LEAST_DEVIATION**2)
-        self._near = {False: Emitted(), True: Emitted()}
+        self._variance = max(variance, MIN_DEVIATION**2)
+        self._near = {False: EmissionStats(), True: EmissionStats()}

@@ -12,67 +12,67 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.speculation.measurements import Emitted
+from outrider.speculation.measurements import EmissionStats
 
-MOST: Final = 48.0
+MAX_GAIN_ROUNDS: Final = 48.0
 """Plain rounds beyond which what was won is forgotten: drafts that fail for good have so much to
 lose."""
-MOST_LOST: Final = 12.0
+MAX_LOSS_ROUNDS: Final = 12.0
 """Plain rounds beyond which what was lost is forgotten."""
-ANOTHER_TRY: Final = 3.0
+RETRY_COST_ROUNDS: Final = 3.0
 """Plain rounds that a text which is bad for drafts costs."""
-GRANT: Final = 0.005
+LOSS_GRANT_SHARE: Final = 0.005
 """Share of the plain rounds that may be lost to see whether another text is better."""
-FIRST_GRANT: Final = 0.015
+FIRST_LOSS_GRANT_SHARE: Final = 0.015
 """The same after the first text that was bad, where another one may well be good enough; each that
 follows halves it."""
-SPREAD: Final = 1.65
+TEXT_DEVIATION: Final = 1.65
 """By how much draft tokens of another text may stand more often: a deviation, as texts differ."""
 
 
 @dataclass(slots=True)
-class Winnings:
+class SessionGains:
     """Of one kind of session at one load."""
 
     _rounds: float = 0.0
     """Plain rounds' time that speculation has won; negative: lost."""
-    _grant: float = GRANT
+    _grant: float = LOSS_GRANT_SHARE
     _lost: int = 0
     """Texts in a row that were left since it had won enough for another try."""
 
     @classmethod
-    def beside(cls, other: Winnings, *, plain: bool) -> Winnings:
+    def from_other_load(cls, other: SessionGains, *, plain: bool) -> SessionGains:
         """Those at a load at which nothing was won yet, by those at the nearest; `plain`: whether
         it begins with plain decoding, which nobody has found to be wrong."""
-        rounds = min(other._rounds, -ANOTHER_TRY) if plain else other._rounds
+        rounds = min(other._rounds, -RETRY_COST_ROUNDS) if plain else other._rounds
         return cls(rounds, other._grant, other._lost)
 
     @property
-    def spendable(self) -> bool:
+    def can_spend(self) -> bool:
         """Whether there is anything to spend on another text."""
         return self._rounds > 0.0
 
-    def add(self, rounds: float) -> None:
+    def add_rounds(self, rounds: float) -> None:
         """Speculation has won so many plain rounds' time; negative: lost, nan: nobody knows."""
         if math.isnan(rounds):
             return
-        self._rounds = min(max(self._rounds + rounds, -MOST_LOST), MOST)
-        if self._rounds > ANOTHER_TRY:
+        self._rounds = min(max(self._rounds + rounds, -MAX_LOSS_ROUNDS), MAX_GAIN_ROUNDS)
+        if self._rounds > RETRY_COST_ROUNDS:
             self._lost = 0
 
-    def decoded_plainly(self, rounds: float) -> None:
+    def add_plain_rounds(self, rounds: float) -> None:
         """So many plain rounds were run, no trials of them."""
-        if not self.spendable:
-            self.add(self._grant * rounds)
+        if not self.can_spend:
+            self.add_rounds(self._grant * rounds)
 
-    def gave_up(self, emitted: Emitted, needed: float) -> None:
+    def record_failure(self, emitted: EmissionStats, needed: float) -> None:
         """Speculation was left: rows emitted this on a text, of `needed` tokens each."""
         self._lost += 1
-        likely = 1.0 + SPREAD * (emitted.mean + math.sqrt(emitted.variance) - 1.0)
-        self._grant = GRANT
+        likely = 1.0 + TEXT_DEVIATION * (emitted.mean + math.sqrt(emitted.variance) - 1.0)
+        self._grant = LOSS_GRANT_SHARE
         if likely > needed:
-            self._grant = max(GRANT, FIRST_GRANT * 0.5 ** (self._lost - 1))
+            self._grant = max(LOSS_GRANT_SHARE, FIRST_LOSS_GRANT_SHARE * 0.5 ** (self._lost - 1))
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Drafts are made another way from now on: what was lost tells nothing of it."""
-        self._rounds, self._grant, self._lost = max(self._rounds, 0.0), GRANT, 0
+        self._rounds, self._grant, self._lost = max(self._rounds, 0.0), LOSS_GRANT_SHARE, 0

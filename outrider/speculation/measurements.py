@@ -14,31 +14,31 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import Final
 
-WINDOW: Final = 16
+WINDOW_ROUNDS: Final = 16
 """Rounds that tell what one takes."""
-OUTLIER: Final = 3.0
+OUTLIER_FACTOR: Final = 3.0
 """Usual rounds that one round counts as at most: a stall says nothing of a mode."""
-STALLED: Final = 1.0 / 8.0
+MAX_STALL_SHARE: Final = 1.0 / 8.0
 """Share of the last rounds that may be stalls, each of which every session meets once. What is as
 long more often is of the mode: drafts that were not made ahead can take several times as long as
 those that were."""
-HELD_UP: Final = 2.0
+STALL_FACTOR: Final = 2.0
 """Usual rounds beyond which one was held up, if it is alone."""
-LEAST_USUAL: Final = 0.5
+MIN_USUAL_ROUNDS: Final = 0.5
 """Rounds without which nobody knows what is usual: a start is one of parts."""
-FORGOTTEN: Final = 1.0 / 16.0
+STALL_DECAY: Final = 1.0 / 16.0
 """How much of a stall is forgotten with a round that was none."""
 TIME_NOISE: Final = 0.15
 """Deviation of one round's time, as a share of it."""
-UNSEEN: Final = 2.0
+UNSEEN_VARIANCE: Final = 2.0
 """Variance of a row's tokens that was missed, over the rows seen: a few equal ones are no proof
 that all are."""
-SURE: Final = 1.5
+MIN_STD_ERRORS: Final = 1.5
 """Standard errors that make a difference."""
 
 
 @dataclass(slots=True)
-class Seen:
+class RoundObservation:
     """What sessions of one kind got in a round; sums over its rows."""
 
     rows: int
@@ -49,13 +49,13 @@ class Seen:
     """Of each row since the one before it ended, what prompts took left out."""
     sessions: int
     """Of this kind, in this round or not."""
-    settled: bool = True
+    is_settled: bool = True
     """Whether it says more of the mode than of the change to it."""
-    timed: bool = True
+    is_timed: bool = True
     """Whether its seconds tell anything."""
-    able: float = 1.0
+    eligible_share: float = 1.0
     """Share of the sessions that could speculate, in [0, 1]."""
-    stands_for: int = 1
+    weight: int = 1
     """Rounds like it, itself included, of which nothing else was seen."""
 
     @property
@@ -70,11 +70,11 @@ class Seen:
 
 
 @dataclass(slots=True)
-class RoundTimes:
+class RoundTimeWindow:
     """What the last `window` rounds took. Kept in order of their length, too: it is asked for after
     nearly every round, by whoever looks whether something is worth trying."""
 
-    window: int = WINDOW
+    window: int = WINDOW_ROUNDS
     _last: deque[tuple[float, float]] = field(default_factory=deque)
     """(seconds, weight) of each, the oldest one first."""
     _ranked: list[tuple[float, float]] = field(default_factory=list)
@@ -89,7 +89,7 @@ class RoundTimes:
     _stale: bool = False
     """Whether `_mean` is yet to be worked out: most rounds tell what nobody asks."""
 
-    def observe(self, seconds: float, rounds: float = 1.0) -> None:
+    def observe_round(self, seconds: float, rounds: float = 1.0) -> None:
         """A round took `seconds`; one of a part of the sessions counts as a part of a round."""
         ranked, seen = self._ranked, (seconds, rounds)
         self._last.append(seen)
@@ -106,10 +106,10 @@ class RoundTimes:
     def _work_out(self) -> float:
         ranked = self._ranked
         # Mostly none can be a stall.
-        if ranked[-1][0] <= OUTLIER * ranked[0][0]:
+        if ranked[-1][0] <= OUTLIER_FACTOR * ranked[0][0]:
             return self._seconds / self.rounds
         lasted, weights = zip(*ranked, strict=True)
-        most = OUTLIER * self._longest_usual()
+        most = OUTLIER_FACTOR * self._longest_usual()
         usual = bisect_right(lasted, most)
         lasted = (*lasted[:usual], *[most] * (len(lasted) - usual))
         mean: float = sum(map(mul, lasted, weights)) / sum(weights)
@@ -119,12 +119,15 @@ class RoundTimes:
         """The longest that is no stall, and at least the median."""
         ranked = self._ranked
         place, above = len(ranked) - 1, 0.0
-        while place > (len(ranked) - 1) // 2 and above + ranked[place][1] <= STALLED * self.window:
+        while (
+            place > (len(ranked) - 1) // 2
+            and above + ranked[place][1] <= MAX_STALL_SHARE * self.window
+        ):
             above += ranked[place][1]
             place -= 1
         return ranked[place][0]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Begin anew."""
         self._last.clear()
         self._ranked.clear()
@@ -150,36 +153,36 @@ class RoundTimes:
     def _work_out_error(self) -> float:
         rounds = self.rounds
         mean = self.mean_s
-        off = [(weight, self.clipped(value) / mean - 1.0) for value, weight in self._ranked]
+        off = [(weight, self.clip_outlier(value) / mean - 1.0) for value, weight in self._ranked]
         spread = sum([weight * value * value for weight, value in off]) / rounds
         return math.sqrt((spread + TIME_NOISE**2 / rounds) / rounds)
 
-    def clipped(self, seconds: float) -> float:
+    def clip_outlier(self, seconds: float) -> float:
         """`seconds` of one more round, or as much as a stall counts as."""
-        return min(seconds, OUTLIER * self.mean_s) if len(self._ranked) > 2 else seconds
+        return min(seconds, OUTLIER_FACTOR * self.mean_s) if len(self._ranked) > 2 else seconds
 
 
 @dataclass(slots=True)
-class Stalls:
+class StallDetector:
     """Tells rounds that were held up from a mode that has become slow: of the latter there are more
     than every session meets of the former."""
 
     _met: float = 0.0
     """Rounds of late that took too long."""
 
-    def held_up(self, seen: Seen, usual: RoundTimes) -> bool:
+    def is_stall(self, seen: RoundObservation, usual: RoundTimeWindow) -> bool:
         """Whether a round, `seen`, was: its seconds tell nothing of what such rounds take, which
         was `usual` before it."""
-        known = seen.timed and usual.rounds >= LEAST_USUAL
-        if not known or seen.round_s <= HELD_UP * usual.mean_s:
-            self._met = max(0.0, self._met - FORGOTTEN * seen.rounds)
+        known = seen.is_timed and usual.rounds >= MIN_USUAL_ROUNDS
+        if not known or seen.round_s <= STALL_FACTOR * usual.mean_s:
+            self._met = max(0.0, self._met - STALL_DECAY * seen.rounds)
             return False
-        self._met = min(self._met + seen.rounds, STALLED * WINDOW + 1.0)
-        return self._met <= STALLED * WINDOW
+        self._met = min(self._met + seen.rounds, MAX_STALL_SHARE * WINDOW_ROUNDS + 1.0)
+        return self._met <= MAX_STALL_SHARE * WINDOW_ROUNDS
 
 
 @dataclass(slots=True)
-class Emitted:
+class EmissionStats:
     """Tokens that rows emitted; rows of one session each."""
 
     rows: float = 0.0
@@ -187,18 +190,18 @@ class Emitted:
     squares: float = 0.0
     rounds: float = 0.0
 
-    def observe(self, rows: float, tokens: float, squares: float, rounds: float) -> None:
+    def add_rows(self, rows: float, tokens: float, squares: float, rounds: float) -> None:
         """In `rounds`, `rows` emitted `tokens`; `squares`: the sum of the squares of each row's."""
         self.rows += rows
         self.tokens += tokens
         self.squares += squares
         self.rounds += rounds
 
-    def see(self, seen: Seen) -> None:
+    def add_observation(self, seen: RoundObservation) -> None:
         """`observe` what was seen of a round."""
-        self.observe(seen.rows, seen.tokens, seen.squares, seen.rounds)
+        self.add_rows(seen.rows, seen.tokens, seen.squares, seen.rounds)
 
-    def fade(self, half_lives: float) -> None:
+    def decay(self, half_lives: float) -> None:
         """Count what is known less."""
         keep = 0.5**half_lives
         self.rows *= keep
@@ -217,13 +220,13 @@ class Emitted:
         if not self.rows > 0.0:
             return math.inf
         mean = self.mean
-        return (self.squares / self.rows - mean * mean + UNSEEN / self.rows) / self.rows
+        return (self.squares / self.rows - mean * mean + UNSEEN_VARIANCE / self.rows) / self.rows
 
-    def short_of(
+    def is_below(
         self,
         needed: float,
         *,
-        sure: float = SURE,
+        sure: float = MIN_STD_ERRORS,
         time_noise: float = TIME_NOISE,
         unsure: float = 0.0,
     ) -> bool:

@@ -11,15 +11,15 @@ from typing import Final
 
 from outrider.spec.decoding_mode import Mode
 
-FIRST_PRICE: Final = 2.0
+FIRST_PROBE_COST: Final = 2.0
 """Rounds of the mode in force that a probe counts as which was never made,"""
-COMING_BACK: Final = 0.15
+RETURN_COST: Final = 0.15
 """and with drafts, for each session that comes back to them (64 at an 8B's cost: .1 to .25 s, 20 to
 50 rounds)."""
 
 
 @dataclass(slots=True)
-class Prices:
+class ProbeCosts:
     """Of probes at one load; seconds."""
 
     _lost_s: dict[Mode, float] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Prices:
     """What one of speculation lost at a higher load, by the sessions that there are here."""
 
     @classmethod
-    def beside(cls, other: Prices, halvings: int) -> Prices:
+    def from_other_load(cls, other: ProbeCosts, halvings: int) -> ProbeCosts:
         """Those at a load at which nothing was tried, by those at one that is `halvings` higher.
         Of a lower one nothing follows: most of what its probe lost does not grow with sessions."""
         if halvings <= 0:
@@ -36,15 +36,15 @@ class Prices:
         lost_s = other._lost_s.get(Mode.SPECULATE, other._likely_s)
         return cls(_likely_s=lost_s * 0.5**halvings)
 
-    def learn(self, mode: Mode, lost_s: float) -> None:
+    def record_loss(self, mode: Mode, lost_s: float) -> None:
         """A probe of `mode` lost so much."""
         self._lost_s[mode] = lost_s
 
-    def of(self, mode: Mode, *, usual_s: float, sessions: int) -> float:
+    def expected_loss_s(self, mode: Mode, *, usual_s: float, sessions: int) -> float:
         """What one of `mode` may lose, where a round in the other takes `usual_s`."""
         known_s = self._lost_s.get(mode)
         if known_s is not None:
             return known_s
         if mode is Mode.PLAIN:
-            return FIRST_PRICE * usual_s
-        return max(self._likely_s, (FIRST_PRICE + COMING_BACK * sessions) * usual_s)
+            return FIRST_PROBE_COST * usual_s
+        return max(self._likely_s, (FIRST_PROBE_COST + RETURN_COST * sessions) * usual_s)

@@ -15,175 +15,197 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from outrider.spec.decoding_mode import Mode, Reason
-from outrider.speculation.deficit import LEAST_ROUNDS, Behind
-from outrider.speculation.loss_allowance import Winnings
-from outrider.speculation.measurements import SURE, Emitted, RoundTimes, Seen, Stalls
-from outrider.speculation.probe import CHECK_ROUNDS, DOUBT_ROUNDS, LOSS_LIMIT, PROBE_ROUNDS, Probe
-from outrider.speculation.probe_costs import Prices
-from outrider.speculation.trial_preparation import ABLE, LEAST_ABLE, Gathering
+from outrider.spec.decoding_mode import DecodingModeReason, Mode
+from outrider.speculation.deficit import MIN_JUDGED_ROUNDS, SpeculationDeficit
+from outrider.speculation.loss_allowance import SessionGains
+from outrider.speculation.measurements import (
+    MIN_STD_ERRORS,
+    EmissionStats,
+    RoundObservation,
+    RoundTimeWindow,
+    StallDetector,
+)
+from outrider.speculation.probe import (
+    FIRST_PLAIN_ROUNDS,
+    MAX_LOSS_ROUNDS,
+    PROBE_ROUNDS,
+    RECHECK_PROBE_ROUNDS,
+    ModeProbe,
+)
+from outrider.speculation.probe_costs import ProbeCosts
+from outrider.speculation.trial_preparation import (
+    LOST_ELIGIBLE_SHARE,
+    MIN_ELIGIBLE_SHARE,
+    TrialPreparation,
+)
 
-BUDGET: Final = 0.005
+PROBE_BUDGET: Final = 0.005
 """Share of the time that probes may lose."""
-THIN_BUDGET: Final = 0.01
+REDUCED_PROBE_BUDGET: Final = 0.01
 """The same where bad luck may have ended speculation."""
-HALF_LIFE: Final = 48.0
+HALF_LIFE_ROUNDS: Final = 48.0
 """Rounds after which an emission counts half."""
-BLIND_ROUNDS: Final = 8.0
+FIRST_MEASURE_ROUNDS: Final = 8.0
 """Rounds of speculation before plain ones are measured, where nothing else tells of these."""
-UNCHECKED_ROUNDS: Final = 12.0
+REMEASURE_ROUNDS: Final = 12.0
 """Rounds of speculation after which plain ones are measured where they were only expected,"""
-UNCHECKED_LONG: Final = 48.0
+REMEASURE_LONG_ROUNDS: Final = 48.0
 CLEAR_WIN: Final = 1.6
 """or after so many where speculation gains so much that it hardly matters what they take."""
-WORTHLESS: Final = 1.05
+WORTHLESS_TOKENS: Final = 1.05
 """Tokens a row below which drafts can win nothing, however little they cost: rows that wait for
 them neither run ahead nor let prompts in as others do."""
 WORTHLESS_ROUNDS: Final = 8.0
 """Rounds before that is judged."""
-LEAST_PRICE: Final = 0.5
+MIN_PROBE_COST: Final = 0.5
 """Rounds of the mode in force that any probe counts as."""
-WORTHLESS_PRICE: Final = 4.0
+WORTHLESS_PROBE_COST: Final = 4.0
 """Plain rounds that another look at such drafts counts as: it loses little that is measured."""
-ENOUGH_ROUNDS: Final = 3.0
+MIN_ROUNDS: Final = 3.0
 """Rounds of speculation before its rate may end plain decoding."""
-MARGIN: Final = 1.03
+MIN_GAIN: Final = 1.03
 """What speculation must gain to be begun again."""
 PROVEN_ROUNDS: Final = 32.0
 PROVEN_GAIN: Final = 1.1
 """Rounds and speed relative to plain decoding after which speculation is trusted for longer."""
-SURE_LOSS: Final = 2.5
+LOSS_STD_ERRORS: Final = 2.5
 """Standard errors beyond which it is not bad luck that drafts lose."""
-EASIER: Final = 1.2
+GAIN_PER_HALVING: Final = 1.2
 """What drafts may gain with every halving of the load: device and exchange have less to do."""
-EASY_TOKENS: Final = 1.5
+MIN_EASY_TOKENS: Final = 1.5
 """Tokens a row without which a lower load is no reason to try."""
-CONFIRMED: Final = 1.0
+CONFIRM_STD_ERRORS: Final = 1.0
 """Standard errors by which plain rounds of right now must bear out a doubt."""
 CLEAR_GAIN: Final = 1.3
 """Speed relative to plain decoding that other loads are thought to share."""
 
 
 @dataclass(slots=True)
-class Contest:
+class SpeculationController:
     """The mode of one kind of session at one load."""
 
-    expected_s: float = math.nan
+    expected_plain_s: float = math.nan
     """What a plain round is thought to take until any was seen; nan: nothing tells."""
-    ready_s: float = 0.0
+    preparation_s: float = 0.0
     """What it costs sessions to be able to speculate, before it is tried."""
-    in_force: Mode = Mode.SPECULATE
+    active_mode: Mode = Mode.SPECULATE
     """The mode of now, probes aside."""
-    _plain: RoundTimes = field(default_factory=RoundTimes)
-    _drafts: RoundTimes = field(default_factory=RoundTimes)
-    _stood: Emitted = field(default_factory=Emitted)
+    _plain: RoundTimeWindow = field(default_factory=RoundTimeWindow)
+    _drafts: RoundTimeWindow = field(default_factory=RoundTimeWindow)
+    _stood: EmissionStats = field(default_factory=EmissionStats)
     """Of rounds with drafts."""
-    _behind: Behind = field(default_factory=Behind)
-    _stalls: Stalls = field(default_factory=Stalls)
-    _probe: Probe | None = None
+    _behind: SpeculationDeficit = field(default_factory=SpeculationDeficit)
+    _stalls: StallDetector = field(default_factory=StallDetector)
+    _probe: ModeProbe | None = None
     _decided: bool = False
     _proven: bool = False
     """Whether drafts were well ahead once: so they are trusted for longer."""
-    _winnings: Winnings = field(default_factory=Winnings)
+    _winnings: SessionGains = field(default_factory=SessionGains)
     """For the texts of sessions that are alone."""
     _thought: float = math.nan
     """The gain that another load makes likely."""
     _thin: bool = False
     """Whether bad luck may have ended speculation."""
-    _gathering: Gathering = field(default_factory=Gathering)
+    _gathering: TrialPreparation = field(default_factory=TrialPreparation)
     _credit_s: float = 0.0
-    _prices: Prices = field(default_factory=Prices)
+    _prices: ProbeCosts = field(default_factory=ProbeCosts)
     _found: bool = False
     """Whether plain decoding was found to be faster here, and not only at another load."""
 
     @classmethod
-    def beside(cls, other: Contest, halvings: int = 0) -> Contest:
+    def from_other_load(
+        cls, other: SpeculationController, halvings: int = 0
+    ) -> SpeculationController:
         """The contest at a load at which nothing is known, by that at the nearest one, which is
         `halvings` higher (negative: lower)."""
-        stood = Emitted(other._stood.rows, other._stood.tokens, other._stood.squares)
+        stood = EmissionStats(other._stood.rows, other._stood.tokens, other._stood.squares)
         stood.rounds = other._stood.rounds
-        new = cls(in_force=other.in_force, _stood=stood, _decided=other._decided, _thin=other._thin)
+        new = cls(
+            active_mode=other.active_mode, _stood=stood, _decided=other._decided, _thin=other._thin
+        )
         new._proven = other._proven and other.gain > CLEAR_GAIN
-        new._thought = other.believed * EASIER ** max(0, halvings)
-        if halvings > 0 and new._thought > 1.0 and stood.mean > EASY_TOKENS:
-            new.in_force = Mode.SPECULATE
-        new._winnings = Winnings.beside(other._winnings, plain=new.in_force is Mode.PLAIN)
-        new._prices = Prices.beside(other._prices, halvings)
+        new._thought = other.estimated_gain * GAIN_PER_HALVING ** max(0, halvings)
+        if halvings > 0 and new._thought > 1.0 and stood.mean > MIN_EASY_TOKENS:
+            new.active_mode = Mode.SPECULATE
+        new._winnings = SessionGains.from_other_load(
+            other._winnings, plain=new.active_mode is Mode.PLAIN
+        )
+        new._prices = ProbeCosts.from_other_load(other._prices, halvings)
         return new
 
     @property
-    def decided(self) -> bool:
+    def is_decided(self) -> bool:
         """Whether enough is known for a verdict."""
         return self._decided
 
     @property
-    def found_plain(self) -> bool:
+    def is_plain_faster(self) -> bool:
         """Whether plain decoding is in force, and was found to be faster at this very load."""
-        return self._found and self.in_force is Mode.PLAIN
+        return self._found and self.active_mode is Mode.PLAIN
 
     @property
-    def holds_plain(self) -> bool:
+    def is_plain_in_force(self) -> bool:
         """Whether plain decoding is in force and was run at this very load, and nothing else is
         being tried."""
-        return self.in_force is Mode.PLAIN and not self.trying and self.compared
+        return self.active_mode is Mode.PLAIN and not self.is_probing and self.has_compared_modes
 
     @property
-    def mode(self) -> Mode:
+    def current_mode(self) -> Mode:
         """What sessions are to do now."""
-        return self.in_force if self._probe is None else self._probe.mode
+        return self.active_mode if self._probe is None else self._probe.mode
 
     @property
-    def reason(self) -> Reason:
+    def decision_reason(self) -> DecodingModeReason:
         """Why."""
         if not self._decided:
-            return Reason.MEASURING
-        return Reason.FASTER if self._probe is None else Reason.PROBE
+            return DecodingModeReason.MEASURING
+        return DecodingModeReason.FASTER if self._probe is None else DecodingModeReason.PROBE
 
     @property
-    def trying(self) -> bool:
+    def is_probing(self) -> bool:
         """Whether the other mode is being tried."""
         return self._probe is not None
 
     @property
     def gain(self) -> float:
         """Tokens per second with speculation over those without; nan while one is unknown."""
-        return self._stood.mean * self.plain_s / self._drafts.mean_s
+        return self._stood.mean * self.plain_round_s / self._drafts.mean_s
 
     @property
-    def believed(self) -> float:
+    def estimated_gain(self) -> float:
         """`gain`, or what another load makes likely; nan: nothing does."""
         return self._thought if math.isnan(self.gain) else self.gain
 
     @property
-    def plain_s(self) -> float:
+    def plain_round_s(self) -> float:
         """Seconds of a plain round, as measured or else expected; nan: unknown."""
         measured = self._plain.mean_s
-        return self.expected_s if math.isnan(measured) else measured
+        return self.expected_plain_s if math.isnan(measured) else measured
 
     @property
     def _usual_s(self) -> float:
         """Seconds of a round in the mode in force; nan: unknown."""
-        return self._plain.mean_s if self.in_force is Mode.PLAIN else self._drafts.mean_s
+        return self._plain.mean_s if self.active_mode is Mode.PLAIN else self._drafts.mean_s
 
-    def begin_text(self) -> None:
+    def begin_session(self) -> None:
         """Another session begins, alone: if drafts have won more than they lost, it begins with
         them and is judged by what its own text gives."""
-        if not self._winnings.spendable or self._probe is not None:
+        if not self._winnings.can_spend or self._probe is not None:
             return
-        if self.in_force is Mode.SPECULATE:
+        if self.active_mode is Mode.SPECULATE:
             self._begin_anew()
         else:
-            self.in_force = Mode.SPECULATE
+            self.active_mode = Mode.SPECULATE
             self._forget_drafts()
 
-    def renew(self) -> None:
+    def reset_draft_statistics(self) -> None:
         """Drafts are made another way from now on: whatever those before them gave, they get a
         chance."""
-        self.in_force = Mode.SPECULATE
-        self._winnings.renew()
+        self.active_mode = Mode.SPECULATE
+        self._winnings.reset()
         self._forget_drafts()
 
-    def observe(self, mode: Mode, seen: Seen) -> None:
+    def observe_round(self, mode: Mode, seen: RoundObservation) -> None:
         """Sessions decoded in `mode`."""
         if not (seen.rows > 0 and seen.seconds > 0.0):
             return
@@ -191,20 +213,20 @@ class Contest:
         if probe is not None:
             if probe.mode is mode:
                 self._probed(probe, seen)
-            elif mode is Mode.PLAIN and seen.able < LEAST_ABLE:
+            elif mode is Mode.PLAIN and seen.eligible_share < LOST_ELIGIBLE_SHARE:
                 # Nobody is left to try it with.
                 self._probe = None
-        elif mode is self.in_force:
+        elif mode is self.active_mode:
             self._went_on(mode, seen)
 
-    def _went_on(self, mode: Mode, seen: Seen) -> None:
+    def _went_on(self, mode: Mode, seen: RoundObservation) -> None:
         """A round in the mode in force: see whether it is time to try the other one."""
         usual_s = self._usual_s
         if not math.isnan(usual_s):
             # Usual rounds count: a stall pays for no probe.
-            served_s = seen.stands_for * seen.rounds * usual_s
-            self._credit_s += (THIN_BUDGET if self._thin else BUDGET) * served_s
-        if not seen.settled:
+            served_s = seen.weight * seen.rounds * usual_s
+            self._credit_s += (REDUCED_PROBE_BUDGET if self._thin else PROBE_BUDGET) * served_s
+        if not seen.is_settled:
             # Coming back is part of what a probe costs.
             lost_s = max(0.0, self._lost_s(mode, seen))
             self._credit_s -= lost_s
@@ -212,10 +234,10 @@ class Contest:
             return
         if mode is Mode.PLAIN:
             self._note_plain(seen)
-            self._winnings.decoded_plainly(seen.stands_for * seen.rounds)
+            self._winnings.add_plain_rounds(seen.weight * seen.rounds)
         else:
-            if self._stalls.held_up(seen, self._drafts):
-                seen = replace(seen, timed=False)
+            if self._stalls.is_stall(seen, self._drafts):
+                seen = replace(seen, is_timed=False)
             self._note_drafts(seen)
             if self._worthless:
                 self._leave()
@@ -223,184 +245,191 @@ class Contest:
             self._fall_behind(seen)
         if self._probe is not None:
             return
-        share = self._gathering.share
+        share = self._gathering.cost_share
         # The least price that there is first: mostly not even that is there.
-        affordable = self._credit_s >= LEAST_PRICE * usual_s * share
+        affordable = self._credit_s >= MIN_PROBE_COST * usual_s * share
         affordable = affordable and self._credit_s >= self._price(mode.other, seen) * share
-        if affordable and mode is Mode.PLAIN and seen.able < ABLE:
-            if not self._gathering.wait(seen):
+        if affordable and mode is Mode.PLAIN and seen.eligible_share < MIN_ELIGIBLE_SHARE:
+            if not self._gathering.extend_wait(seen):
                 self._credit_s = 0.0
             return
-        self._gathering.end()
+        self._gathering.cancel()
         if affordable:
             if mode is Mode.PLAIN:
                 self._forget_drafts()
-            self._probe = Probe(mode.other, PROBE_ROUNDS)
+            self._probe = ModeProbe(mode.other, PROBE_ROUNDS)
         elif mode is Mode.SPECULATE and self._unchecked:
-            self._probe = Probe(Mode.PLAIN, CHECK_ROUNDS)
+            self._probe = ModeProbe(Mode.PLAIN, FIRST_PLAIN_ROUNDS)
 
     @property
-    def due(self) -> bool:
+    def is_probe_due(self) -> bool:
         """Whether speculation is to be tried as soon as enough sessions are able to."""
-        return self._gathering.due
+        return self._gathering.is_due
 
     @property
-    def compared(self) -> bool:
+    def has_compared_modes(self) -> bool:
         """Whether plain rounds were run here, so that its verdict is its own."""
         return self._plain.rounds > 0.0
 
     @property
     def _unchecked(self) -> bool:
         """Whether what plain rounds are expected to take decides, and none was ever run here."""
-        if self._plain.rounds or self._drafts.rounds < UNCHECKED_ROUNDS:
+        if self._plain.rounds or self._drafts.rounds < REMEASURE_ROUNDS:
             return False
-        return self.gain < CLEAR_WIN or self._stood.rounds >= UNCHECKED_LONG
+        return self.gain < CLEAR_WIN or self._stood.rounds >= REMEASURE_LONG_ROUNDS
 
-    def _note_plain(self, seen: Seen) -> None:
-        if seen.timed:
-            self._plain.observe(seen.round_s, seen.rounds)
+    def _note_plain(self, seen: RoundObservation) -> None:
+        if seen.is_timed:
+            self._plain.observe_round(seen.round_s, seen.rounds)
 
-    def _note_drafts(self, seen: Seen) -> None:
-        self._stood.fade(seen.rounds / HALF_LIFE)
-        self._stood.see(seen)
-        if seen.timed:
-            self._drafts.observe(seen.round_s, seen.rounds)
+    def _note_drafts(self, seen: RoundObservation) -> None:
+        self._stood.decay(seen.rounds / HALF_LIFE_ROUNDS)
+        self._stood.add_observation(seen)
+        if seen.is_timed:
+            self._drafts.observe_round(seen.round_s, seen.rounds)
         if self._stood.rounds >= PROVEN_ROUNDS / 2.0 and not math.isnan(self.gain):
             self._decided = True
             self._proven = self._proven or (
                 self._stood.rounds >= PROVEN_ROUNDS and self.gain > PROVEN_GAIN
             )
 
-    def _fall_behind(self, seen: Seen) -> None:
+    def _fall_behind(self, seen: RoundObservation) -> None:
         """Doubt speculation when it has lost too much since it was last ahead of plain decoding."""
-        behind, plain_s = self._behind, self.plain_s
-        behind.observe(seen)
+        behind, plain_s = self._behind, self.plain_round_s
+        behind.observe_round(seen)
         if math.isnan(plain_s):
-            if behind.emitted.rounds >= BLIND_ROUNDS and behind.times.rounds > LEAST_ROUNDS:
+            if (
+                behind.emitted.rounds >= FIRST_MEASURE_ROUNDS
+                and behind.times.rounds > MIN_JUDGED_ROUNDS
+            ):
                 self._doubt()
             return
         # Without a time of its own a round is taken to have lasted as long as others.
-        took_s = self._drafts.clipped(seen.round_s) if seen.timed else self._drafts.mean_s
+        took_s = self._drafts.clip_outlier(seen.round_s) if seen.is_timed else self._drafts.mean_s
         if math.isnan(took_s):
             return
         lost = seen.rounds * (took_s / plain_s - seen.tokens / seen.rows)
         self._win(-lost * plain_s, seen)
-        if not behind.lose(lost):
+        if not behind.add_loss(lost):
             self._begin_anew()
-        elif behind.doubtful(plain_s, proven=self._proven or self.gain > 1.0):
+        elif behind.is_uncertain(plain_s, proven=self._proven or self.gain > 1.0):
             self._doubt()
 
-    def _win(self, seconds: float, seen: Seen) -> None:
+    def _win(self, seconds: float, seen: RoundObservation) -> None:
         """Speculation has won so much time in a round, negative: lost; a stall says nothing of it,
         noticed as one or not."""
-        if seen.timed and self.plain_s > 0.0:
-            self._winnings.add(max(seconds / self.plain_s, -LOSS_LIMIT * seen.rounds))
+        if seen.is_timed and self.plain_round_s > 0.0:
+            self._winnings.add_rounds(
+                max(seconds / self.plain_round_s, -MAX_LOSS_ROUNDS * seen.rounds)
+            )
 
     @property
     def _worthless(self) -> bool:
         """Whether hardly a draft token stands, chance aside."""
         if self._stood.rounds < WORTHLESS_ROUNDS:
             return False
-        return self._stood.mean + SURE * math.sqrt(self._stood.variance) < WORTHLESS
+        return (
+            self._stood.mean + MIN_STD_ERRORS * math.sqrt(self._stood.variance) < WORTHLESS_TOKENS
+        )
 
     def _doubt(self) -> None:
         """Compare speculation with plain rounds of right now."""
-        self._plain.forget()
-        self._probe = Probe(Mode.PLAIN, DOUBT_ROUNDS, doubts=True)
+        self._plain.clear()
+        self._probe = ModeProbe(Mode.PLAIN, RECHECK_PROBE_ROUNDS, is_recheck=True)
 
     def _forget_drafts(self) -> None:
-        self._drafts.forget()
-        self._stood = Emitted()
+        self._drafts.clear()
+        self._stood = EmissionStats()
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._gathering.end()
-        self._behind = Behind()
+        self._gathering.cancel()
+        self._behind = SpeculationDeficit()
 
-    def _lost_s(self, mode: Mode, seen: Seen) -> float:
+    def _lost_s(self, mode: Mode, seen: RoundObservation) -> float:
         """Seconds of a session that this round took longer than the usual ones of `mode`."""
         if mode is Mode.PLAIN:
-            lost = seen.round_s - self.plain_s
+            lost = seen.round_s - self.plain_round_s
         else:
             lost = seen.round_s - seen.tokens / seen.rows / self._stood.mean * self._drafts.mean_s
         return 0.0 if math.isnan(lost) else lost * seen.rounds
 
-    def _price(self, mode: Mode, seen: Seen) -> float:
+    def _price(self, mode: Mode, seen: RoundObservation) -> float:
         """Seconds that a probe of `mode` may be expected to lose; `seen`: the last round."""
         usual_s = self._usual_s
         if math.isnan(usual_s):
             return math.inf
-        lost_s = self._prices.of(mode, usual_s=usual_s, sessions=seen.sessions)
+        lost_s = self._prices.expected_loss_s(mode, usual_s=usual_s, sessions=seen.sessions)
         if mode is Mode.SPECULATE and not math.isnan(self.gain):
             # What the drafts were when they were left tells it before the first probe does.
-            lost_s = max(lost_s, ENOUGH_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
+            lost_s = max(lost_s, MIN_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
             if self._worthless:
-                lost_s = max(lost_s, WORTHLESS_PRICE * usual_s)
-        return max(lost_s, LEAST_PRICE * usual_s) + self.ready_s * (mode is Mode.SPECULATE)
+                lost_s = max(lost_s, WORTHLESS_PROBE_COST * usual_s)
+        return max(lost_s, MIN_PROBE_COST * usual_s) + self.preparation_s * (mode is Mode.SPECULATE)
 
-    def _probed(self, probe: Probe, seen: Seen) -> None:
+    def _probed(self, probe: ModeProbe, seen: RoundObservation) -> None:
         """A round in the mode that is being tried."""
         usual_s = self._usual_s
-        probe.lose(seen, usual_s, 1.0 if self.in_force is Mode.PLAIN else self._stood.mean)
-        if probe.counts(seen):
+        probe.add_loss(seen, usual_s, 1.0 if self.active_mode is Mode.PLAIN else self._stood.mean)
+        if probe.count_round(seen):
             if probe.mode is Mode.PLAIN:
                 self._note_plain(seen)
             else:
                 self._note_drafts(seen)
-                self._behind.emitted.see(seen)
-                took_s = self._drafts.clipped(seen.round_s)
+                self._behind.emitted.add_observation(seen)
+                took_s = self._drafts.clip_outlier(seen.round_s)
                 self._win(seen.rounds * (seen.tokens / seen.rows * usual_s - took_s), seen)
-        broken = probe.too_dear(usual_s) or self._hopeless(probe)
-        if broken or probe.over(usual_s) or (probe.won and self._succeeded(probe)):
+        broken = probe.is_too_expensive(usual_s) or self._hopeless(probe)
+        if broken or probe.is_over(usual_s) or (probe.has_won and self._succeeded(probe)):
             self._end(probe, broken)
 
-    def _hopeless(self, probe: Probe) -> bool:
+    def _hopeless(self, probe: ModeProbe) -> bool:
         """Whether the drafts that are being tried cannot be worth it any more."""
-        if probe.mode is Mode.PLAIN or not self._drafts.rounds > LEAST_ROUNDS:
+        if probe.mode is Mode.PLAIN or not self._drafts.rounds > MIN_JUDGED_ROUNDS:
             return False
         if self._worthless:
             return True
-        needed = self._drafts.mean_s / self.plain_s
-        hopeless = self._behind.emitted.short_of(needed, sure=SURE_LOSS)
+        needed = self._drafts.mean_s / self.plain_round_s
+        hopeless = self._behind.emitted.is_below(needed, sure=LOSS_STD_ERRORS)
         self._thin = self._thin and not hopeless
         return hopeless
 
-    def _succeeded(self, probe: Probe) -> bool:
+    def _succeeded(self, probe: ModeProbe) -> bool:
         """Whether speculation, being tried, is seen to be faster."""
-        enough = probe.mode is Mode.SPECULATE and self._drafts.rounds >= ENOUGH_ROUNDS
-        return enough and self.gain > MARGIN
+        enough = probe.mode is Mode.SPECULATE and self._drafts.rounds >= MIN_ROUNDS
+        return enough and self.gain > MIN_GAIN
 
-    def _end(self, probe: Probe, broken: bool) -> None:
+    def _end(self, probe: ModeProbe, broken: bool) -> None:
         self._probe = None
         lost = max(0.0, probe.lost_s)
-        self._prices.learn(probe.mode, lost)
+        self._prices.record_loss(probe.mode, lost)
         self._credit_s = min(0.0, self._credit_s - lost)
         if probe.mode is Mode.SPECULATE:
             if not broken and self._succeeded(probe):
-                self.in_force = Mode.SPECULATE
+                self.active_mode = Mode.SPECULATE
             else:
                 self._found = True
             self._begin_anew()
             return
-        if not probe.doubts:
+        if not probe.is_recheck:
             return
         self._decided = True
-        behind, plain_s = self._behind, self.plain_s
-        emitted, needed = behind.emitted, behind.needed(plain_s)
+        behind, plain_s = self._behind, self.plain_round_s
+        emitted, needed = behind.emitted, behind.needed_tokens(plain_s)
         # Now it is known what plain rounds take.
-        self._winnings.add(behind.deficit - emitted.rounds * (needed - emitted.mean))
-        if not broken and behind.short_of(plain_s, sure=CONFIRMED):
-            self.in_force, self._found = Mode.PLAIN, True
-            self._winnings.gave_up(emitted, needed)
-            self._thin = not behind.short_of(plain_s, sure=SURE_LOSS)
+        self._winnings.add_rounds(behind.deficit - emitted.rounds * (needed - emitted.mean))
+        if not broken and behind.is_below(plain_s, sure=CONFIRM_STD_ERRORS):
+            self.active_mode, self._found = Mode.PLAIN, True
+            self._winnings.record_failure(emitted, needed)
+            self._thin = not behind.is_below(plain_s, sure=LOSS_STD_ERRORS)
             # The times when it was ahead are over.
             self._stood, self._drafts = emitted, behind.times
         self._begin_anew()
 
     def _leave(self) -> None:
         """Decode plainly, without a comparison: there is nothing to compare."""
-        self.in_force, self._decided, self._thin = Mode.PLAIN, True, False
+        self.active_mode, self._decided, self._thin = Mode.PLAIN, True, False
         self._found = True
         self._credit_s = min(0.0, self._credit_s)
-        self._winnings.gave_up(self._stood, math.inf)
+        self._winnings.record_failure(self._stood, math.inf)
         self._begin_anew()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from outrider.text.token_bytes import PieceTable
+from outrider.text.token_bytes import TokenByteTable
 
 
 class Detokenizer:
@@ -15,17 +15,17 @@ class Detokenizer:
     longer become a character are shown as U+FFFD.
     """
 
-    def __init__(self, pieces: PieceTable) -> None:
+    def __init__(self, pieces: TokenByteTable) -> None:
         self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._to_strip = pieces.strip_start
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Text that `token_ids` completed; "" while a character is incomplete."""
+    def push_tokens(self, token_ids: Iterable[int]) -> str:
+        """Text that `check_token_ids` completed; "" while a character is incomplete."""
         text = self._utf8.decode(b"".join(map(self._pieces.__getitem__, token_ids)))
         return self._strip(text) if self._to_strip else text
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """What is left at the end of the stream: U+FFFD for an incomplete character, or ""."""
         return self._strip(self._utf8.decode(b"", final=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class StopStrings:
+class StopStringFilter:
     """Passes text through until a stop string is complete, and cuts the text before it or, where it
     is to be included, behind it.
 
@@ -28,7 +28,7 @@ class StopStrings:
         self.matched: str | None = None
         """The stop string that ended the text."""
 
-    def push(self, text: str, *, may_end: bool = True) -> str:
+    def push_text(self, text: str, *, may_end: bool = True) -> str:
         """Text that is safe to show now. After a match nothing more comes out.
 
         `may_end`: whether a stop string that `text` completes ends the whole.
@@ -46,7 +46,7 @@ class StopStrings:
         self._held = held[len(held) - keep :]
         return text if self._include else held[: len(held) - keep]
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """The text held back, once no more can follow."""
         held, self._held = self._held, ""
         return "" if self._include else held

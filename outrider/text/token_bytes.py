@@ -31,7 +31,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 _BYTE_LEVEL = _byte_level_alphabet()
 
 
-class PieceTable:
+class TokenByteTable:
     """Bytes of every id, filled on first use. Special and unknown ids contribute nothing."""
 
     def __init__(
@@ -53,14 +53,14 @@ class PieceTable:
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         self._cache: dict[int, bytes] = {}
 
-    def with_special(self) -> PieceTable:
+    def including_special(self) -> TokenByteTable:
         """The same table, in which special ids contribute their text, too."""
         table = copy.copy(self)
         table._special, table._cache = frozenset(), {}
         return table
 
     @classmethod
-    def from_tokenizer(cls, fast: FastTokenizer) -> PieceTable:
+    def from_tokenizer(cls, fast: FastTokenizer) -> TokenByteTable:
         """Read the tokenizer's decoder; FailedPreconditionError if it is of another kind."""
         if fast.decoder is None:
             raise _unsupported("none")

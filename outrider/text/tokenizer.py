@@ -15,7 +15,7 @@ from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.text.chat import NEXT_ANSWER, ChatOptions, ChatTemplate
 from outrider.text.plain_text_chat import PlainChat
 from outrider.text.special_tokens import SpecialTokens
-from outrider.text.token_bytes import PieceTable
+from outrider.text.token_bytes import TokenByteTable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-LONG = 4_000
+LONG_INPUT = 4_000
 """Characters or ids from which the work takes milliseconds: it belongs on a thread, and other
 threads run meanwhile."""
 _PIECE_CHARS = 1 << 14
@@ -79,9 +79,9 @@ class Tokenizer:
         """The tokenizer.json that it was read from; None: it was not."""
         self.num_ids = 1 + max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
         """One more than the largest id; the vocabulary of a target may be padded beyond it."""
-        self.pieces = PieceTable.from_tokenizer(fast)
+        self.pieces = TokenByteTable.from_tokenizer(fast)
         """What each id contributes to the text."""
-        self.special_pieces = self.pieces.with_special()
+        self.special_pieces = self.pieces.including_special()
         """The same where special tokens are part of the text."""
 
     @classmethod
@@ -141,7 +141,7 @@ class Tokenizer:
         (PROMPT_TOO_LONG), in time that grows with `max_tokens` and not with the text. A text that
         has a few more is encoded.
         """
-        if len(text) <= LONG:
+        if len(text) <= LONG_INPUT:
             return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
         if max_tokens is not None and len(text) > _MAX_CHARS_PER_TOKEN * max_tokens:
             self._check_length(text, max_tokens)
@@ -157,7 +157,7 @@ class Tokenizer:
         count = 0
         for start in range(0, len(text), _PIECE_CHARS):
             count += len(self._encode_long(text[start : start + _PIECE_CHARS], False))
-            if count > _MAX_EXCESS * max_tokens + LONG:
+            if count > _MAX_EXCESS * max_tokens + LONG_INPUT:
                 raise InvalidRequestError(
                     f"the prompt has more than {max_tokens} tokens, which is the most that the "
                     "context holds",
@@ -198,14 +198,14 @@ class Tokenizer:
         return tokens.encode(text)
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Text of `token_ids` at once, special tokens left out unless asked for."""
+        """Text of `check_token_ids` at once, special tokens left out unless asked for."""
         ids, skip = list(token_ids), not with_special
-        if len(ids) <= LONG:
+        if len(ids) <= LONG_INPUT:
             return self._fast.decode(ids, skip_special_tokens=skip)
         (text,) = self._fast.decode_batch([ids], skip_special_tokens=skip)
         return text
 
-    def name(self, token_id: int) -> str:
+    def token_name(self, token_id: int) -> str:
         """What the vocabulary calls an id; "" for one that it does not hold."""
         return self._fast.id_to_token(token_id) or ""
 

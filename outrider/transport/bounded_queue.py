@@ -19,7 +19,7 @@ def _no_size(_: object) -> int:
     return 0
 
 
-class Mailbox(Generic[ItemT]):
+class BoundedQueue(Generic[ItemT]):
     """FIFO bounded by number of items and by their total size.
 
     `put` waits while it is full, `get` while it is empty. After `close(error)` every `put` raises
@@ -47,12 +47,12 @@ class Mailbox(Generic[ItemT]):
         return len(self._items)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._error is not None
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether there is no room even for the smallest item."""
         return self._full(0)
 
@@ -63,22 +63,22 @@ class Mailbox(Generic[ItemT]):
 
     async def put(self, item: ItemT) -> None:
         """Append an item; waits for room. Raises the error of `close`."""
-        while not self.offer(item):
+        while not self.try_put(item):
             await _park(self._putters)
         if self._putters and not self._full(0):
             _wake(self._putters)
 
-    def offer(self, *items: ItemT) -> bool:
+    def try_put(self, *items: ItemT) -> bool:
         """Append items, all of them if there is room for the first now, else none. Raises the
         error of `close`."""
         if self._error is not None:
             raise self._error.copy()
         if items and self._full(self._size_of(items[0])):
             return False
-        self.add(*items)
+        self.put_unbounded(*items)
         return True
 
-    def add(self, *items: ItemT) -> None:
+    def put_unbounded(self, *items: ItemT) -> None:
         """Append items that are here, whether or not there is room: the caller gets no more of them
         before there is. Dropped after `close`."""
         if self._error is not None:
@@ -101,7 +101,7 @@ class Mailbox(Generic[ItemT]):
             _wake(self._getters)
         return item
 
-    def take(self, max_items: int, max_size: int) -> list[ItemT]:
+    def take_some(self, max_items: int, max_size: int) -> list[ItemT]:
         """Items that are there now, within both bounds but at least one if there is any.
 
         Raises the error of `close` once empty.

@@ -84,6 +84,6 @@ def from_status(status: ErrorStatus) -> OutriderError:
     return kind(status.message, reason=status.reason, retry_after_s=status.retry_after_s)
 
 
-def typed(error: Exception) -> OutriderError:
+def to_typed_error(error: Exception) -> OutriderError:
     """What an error looks like from another process."""
     return from_status(to_status(error))

@@ -31,7 +31,7 @@ SendT = TypeVar("SendT")
 ReceiveT = TypeVar("ReceiveT")
 
 
-class Frames(Protocol):
+class FrameStream(Protocol):
     """An ordered, bounded, bidirectional stream of byte strings."""
 
     @property
@@ -43,7 +43,7 @@ class Frames(Protocol):
         """Queue a frame; waits while the peer is not reading. Raises ConnectionLostError."""
         ...
 
-    def offer(self, *frames: bytes) -> bool:
+    def try_send(self, *frames: bytes) -> bool:
         """Queue frames, all of them if there is room for one now, else none. Raises
         ConnectionLostError."""
         ...
@@ -52,7 +52,7 @@ class Frames(Protocol):
         """The next frame; raises the error that ended the stream."""
         ...
 
-    def ready(self) -> Sequence[bytes | memoryview]:
+    def receive_ready(self) -> Sequence[bytes | memoryview]:
         """The frames that `receive` would give without waiting; never raises."""
         ...
 
@@ -67,7 +67,7 @@ class FramedConnection(Generic[SendT, ReceiveT]):
 
     def __init__(
         self,
-        frames: Frames,
+        frames: FrameStream,
         encode: Callable[[Sequence[SendT]], Sequence[bytes]],
         decode: Callable[[bytes | memoryview], Sequence[ReceiveT | InvalidMessageError]],
     ) -> None:
@@ -87,9 +87,9 @@ class FramedConnection(Generic[SendT, ReceiveT]):
         (frame,) = self._encode((message,))
         await self.frames.send(frame)
 
-    def offer(self, *messages: SendT) -> bool:
+    def try_send(self, *messages: SendT) -> bool:
         """Queue messages if there is room now."""
-        return self.frames.offer(*self._encode(messages))
+        return self.frames.try_send(*self._encode(messages))
 
     async def receive(self) -> ReceiveT:
         """The next message; InvalidMessageError costs that message only."""
@@ -100,9 +100,9 @@ class FramedConnection(Generic[SendT, ReceiveT]):
             raise message
         return message
 
-    def ready(self) -> list[ReceiveT]:
+    def receive_ready(self) -> list[ReceiveT]:
         """The messages that have arrived, up to the first malformed one."""
-        for frame in self.frames.ready():
+        for frame in self.frames.receive_ready():
             self._unread.extend(self._decode(frame))
         messages: list[ReceiveT] = []
         while self._unread and not isinstance(message := self._unread[0], InvalidMessageError):
@@ -117,7 +117,7 @@ class FramedConnection(Generic[SendT, ReceiveT]):
 
 
 def verifier_end(
-    frames: Frames, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
+    frames: FrameStream, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
 ) -> VerifierConnection:
     """The verifier's end of an exchange over frames."""
     encode = partial(encode_verifier_messages, max_bytes=bundle_bytes)
@@ -125,21 +125,21 @@ def verifier_end(
 
 
 def drafter_end(
-    frames: Frames, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
+    frames: FrameStream, heartbeat: HeartbeatConfig, *, bundle_bytes: int = MAX_BUNDLE_BYTES
 ) -> DrafterConnection:
     """The drafter's end of an exchange over frames."""
     encode = partial(encode_drafter_messages, max_bytes=bundle_bytes)
     return with_heartbeat(FramedConnection(frames, encode, decode_verifier_messages), heartbeat)
 
 
-def router_end(frames: Frames, heartbeat: HeartbeatConfig) -> RouterConnection:
+def router_end(frames: FrameStream, heartbeat: HeartbeatConfig) -> RouterConnection:
     """A router's end of a stream of sessions over frames."""
     encode = partial(_each, encode_sessions_request)
     decode = partial(_alone, decode_sessions_message)
     return with_heartbeat(FramedConnection(frames, encode, decode), heartbeat)
 
 
-def serving_end(frames: Frames, heartbeat: HeartbeatConfig) -> ServingConnection:
+def serving_end(frames: FrameStream, heartbeat: HeartbeatConfig) -> ServingConnection:
     """The verifier's end of a stream of sessions over frames."""
     encode = partial(_each, encode_sessions_message)
     decode = partial(_alone, decode_sessions_request)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from outrider.errors import ConnectionLostError, OutriderError
-from outrider.transport.interface import Connection
+from outrider.transport.interface import ExchangeConnection
 from outrider.wire.messages import Heartbeat
 
 SendT = TypeVar("SendT")
@@ -68,7 +68,7 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
 
     def __init__(
         self,
-        inner: Connection[SendT | Heartbeat, ReceiveT | Heartbeat],
+        inner: ExchangeConnection[SendT | Heartbeat, ReceiveT | Heartbeat],
         config: HeartbeatConfig,
     ) -> None:
         self.inner = inner
@@ -93,10 +93,10 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
         except ConnectionLostError as error:
             raise self._reason(error) from None
 
-    def offer(self, *messages: SendT) -> bool:
+    def try_send(self, *messages: SendT) -> bool:
         """Queue messages if there is room now."""
         try:
-            return self.inner.offer(*messages)
+            return self.inner.try_send(*messages)
         except ConnectionLostError as error:
             raise self._reason(error) from None
 
@@ -115,9 +115,11 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
             if not isinstance(message, Heartbeat):
                 return message
 
-    def ready(self) -> list[ReceiveT]:
+    def receive_ready(self) -> list[ReceiveT]:
         """The messages that have arrived, without heartbeats."""
-        return [message for message in self.inner.ready() if not isinstance(message, Heartbeat)]
+        return [
+            message for message in self.inner.receive_ready() if not isinstance(message, Heartbeat)
+        ]
 
     async def close(self) -> None:
         """Stop the heartbeats and close the connection; idempotent."""
@@ -153,13 +155,13 @@ class HeartbeatConnection(Generic[SendT, ReceiveT]):
 
 
 def with_heartbeat(
-    connection: Connection[SendT | Heartbeat, ReceiveT | Heartbeat], config: HeartbeatConfig
+    connection: ExchangeConnection[SendT | Heartbeat, ReceiveT | Heartbeat], config: HeartbeatConfig
 ) -> HeartbeatConnection[SendT, ReceiveT]:
     """Add heartbeats to a connection."""
     return HeartbeatConnection(connection, config)
 
 
-async def unless_silent(task: asyncio.Task[ItemT], peer: str, config: HeartbeatConfig) -> ItemT:
+async def cancel_if_silent(task: asyncio.Task[ItemT], peer: str, config: HeartbeatConfig) -> ItemT:
     """The task's result; cancels it and raises ConnectionLostError after a silent timeout."""
     try:
         for _ in range(_TICKS_PER_TIMEOUT):

@@ -18,15 +18,15 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.ids import SessionId
-from outrider.spec.plan import Plan
-from outrider.transport.bounded_queue import Mailbox
-from outrider.transport.error_codec import typed
+from outrider.spec.plan import SpeculationPlan
+from outrider.transport.bounded_queue import BoundedQueue
+from outrider.transport.error_codec import to_typed_error
 from outrider.transport.framed_connection import drafter_end, router_end, serving_end, verifier_end
 from outrider.transport.heartbeat import HeartbeatConfig, with_heartbeat
 from outrider.transport.interface import (
-    Connection,
     DrafterConnection,
     DrafterEndpoint,
+    ExchangeConnection,
     RouterConnection,
     VerifierEndpoint,
 )
@@ -52,10 +52,12 @@ def _lost(peer: str) -> ConnectionLostError:
     return ConnectionLostError(f"lost {peer}", reason="PEER_LOST")
 
 
-class _End(Generic[SendT, ReceiveT]):
+class _InProcessEnd(Generic[SendT, ReceiveT]):
     """One end of a pipe of two mailboxes."""
 
-    def __init__(self, peer: str, outbox: Mailbox[SendT], inbox: Mailbox[ReceiveT]) -> None:
+    def __init__(
+        self, peer: str, outbox: BoundedQueue[SendT], inbox: BoundedQueue[ReceiveT]
+    ) -> None:
         self._peer = peer
         self._outbox, self._inbox = outbox, inbox
 
@@ -66,13 +68,13 @@ class _End(Generic[SendT, ReceiveT]):
     async def send(self, message: SendT) -> None:
         await self._outbox.put(message)
 
-    def offer(self, *messages: SendT) -> bool:
-        return self._outbox.offer(*messages)
+    def try_send(self, *messages: SendT) -> bool:
+        return self._outbox.try_put(*messages)
 
     async def receive(self) -> ReceiveT:
         return await self._inbox.get()
 
-    def ready(self) -> list[ReceiveT]:
+    def receive_ready(self) -> list[ReceiveT]:
         return self._inbox.take_all()
 
     async def close(self) -> None:
@@ -86,14 +88,14 @@ class _End(Generic[SendT, ReceiveT]):
         self._inbox.close(_lost(self._peer))
 
 
-class _Process:
+class _InProcessHost:
     """What runs on behalf of one address."""
 
     def __init__(self) -> None:
         self.verifier: VerifierEndpoint | None = None
         self.drafter: DrafterEndpoint | None = None
         self.tasks: set[asyncio.Task[None]] = set()
-        self.ends: set[_End[Any, Any]] = set()
+        self.ends: set[_InProcessEnd[Any, Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -117,23 +119,23 @@ class InprocNetwork:
     def __init__(self, *, heartbeat: HeartbeatConfig | None = None, encoded: bool = True) -> None:
         self.heartbeat = heartbeat or HeartbeatConfig()
         self._encoded = encoded
-        self._processes: dict[str, _Process] = {}
+        self._processes: dict[str, _InProcessHost] = {}
 
     def serve_verifier(self, address: str, endpoint: VerifierEndpoint) -> None:
         """Make a verifier reachable."""
-        process = self._processes.setdefault(address, _Process())
+        process = self._processes.setdefault(address, _InProcessHost())
         if process.verifier is not None:
             raise AlreadyExistsError(f"{address} is taken", reason="ADDRESS_IN_USE")
         process.verifier = endpoint
 
     def serve_drafter(self, address: str, endpoint: DrafterEndpoint) -> None:
         """Make a drafter reachable."""
-        process = self._processes.setdefault(address, _Process())
+        process = self._processes.setdefault(address, _InProcessHost())
         if process.drafter is not None:
             raise AlreadyExistsError(f"{address} is taken", reason="ADDRESS_IN_USE")
         process.drafter = endpoint
 
-    async def withdraw(self, address: str) -> None:
+    async def remove(self, address: str) -> None:
         """Make an address unreachable and break its streams, as if its process had died."""
         process = self._processes.pop(address, None)
         if process is not None:
@@ -143,7 +145,7 @@ class InprocNetwork:
         """A dialer within this network."""
         return InprocDialer(self)
 
-    def process(self, address: str) -> _Process:
+    def process(self, address: str) -> _InProcessHost:
         """What serves an address; UnavailableError if nothing does."""
         process = self._processes.get(address)
         if process is None:
@@ -161,17 +163,17 @@ class InprocNetwork:
     def connect(self, address: str) -> DrafterConnection:
         """Start an exchange with the verifier at an address."""
         endpoint, process = self.verifier(address), self.process(address)
-        far: _End[Any, Any]
+        far: _InProcessEnd[Any, Any]
         if self._encoded:
             far, near_end = _byte_pipe(address, "inproc:drafter")
             connection = verifier_end(far, self.heartbeat)
             near = drafter_end(near_end, self.heartbeat)
         else:
-            requests: Mailbox[DrafterMessage] = Mailbox()
-            responses: Mailbox[VerifierMessage] = Mailbox()
-            far = _End("inproc:drafter", responses, requests)
+            requests: BoundedQueue[DrafterMessage] = BoundedQueue()
+            responses: BoundedQueue[VerifierMessage] = BoundedQueue()
+            far = _InProcessEnd("inproc:drafter", responses, requests)
             connection = with_heartbeat(far, self.heartbeat)
-            near = with_heartbeat(_End(address, requests, responses), self.heartbeat)
+            near = with_heartbeat(_InProcessEnd(address, requests, responses), self.heartbeat)
         process.ends.add(far)
         process.start(_serve(endpoint.exchange, connection, far, process))
         return near
@@ -179,7 +181,7 @@ class InprocNetwork:
     def connect_sessions(self, address: str) -> RouterConnection:
         """Start a stream of sessions with the verifier at an address."""
         endpoint, process = self.verifier(address), self.process(address)
-        far: _End[Any, Any]
+        far: _InProcessEnd[Any, Any]
         if self._encoded:
             far, near_end = _byte_pipe(address, "inproc:router")
             connection = serving_end(far, self.heartbeat)
@@ -193,9 +195,9 @@ class InprocNetwork:
         return near
 
 
-def local_sessions(endpoint: VerifierEndpoint) -> RouterConnection:
+def open_local_sessions(endpoint: VerifierEndpoint) -> RouterConnection:
     """A stream of sessions with an endpoint of this process, without codec and heartbeats."""
-    process = _Process()
+    process = _InProcessHost()
     far, near = _session_pipe("inproc:verifier")
     serving = process.start(_serve(endpoint.serve_sessions, far, far, process))
     _LOCAL.add(serving)
@@ -209,18 +211,18 @@ _LOCAL: set[asyncio.Task[None]] = set()
 
 def _byte_pipe(
     address: str, peer: str
-) -> tuple[_End[Any, Any], _End[bytes | memoryview, bytes | memoryview]]:
-    up: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
-    down: Mailbox[bytes | memoryview] = Mailbox(size_of=len)
-    return _End(peer, down, up), _End(address, up, down)
+) -> tuple[_InProcessEnd[Any, Any], _InProcessEnd[bytes | memoryview, bytes | memoryview]]:
+    up: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
+    down: BoundedQueue[bytes | memoryview] = BoundedQueue(size_of=len)
+    return _InProcessEnd(peer, down, up), _InProcessEnd(address, up, down)
 
 
 def _session_pipe(
     address: str,
-) -> tuple[_End[Any, Any], _End[SessionsRequest, SessionsMessage]]:
-    up: Mailbox[SessionsRequest] = Mailbox()
-    down: Mailbox[SessionsMessage] = Mailbox()
-    return _End("inproc:router", down, up), _End(address, up, down)
+) -> tuple[_InProcessEnd[Any, Any], _InProcessEnd[SessionsRequest, SessionsMessage]]:
+    up: BoundedQueue[SessionsRequest] = BoundedQueue()
+    down: BoundedQueue[SessionsMessage] = BoundedQueue()
+    return _InProcessEnd("inproc:router", down, up), _InProcessEnd(address, up, down)
 
 
 def _found(endpoint: EndpointT | None, kind: str, address: str) -> EndpointT:
@@ -235,21 +237,21 @@ def _typed_errors() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        raise typed(error) from error
+        raise to_typed_error(error) from error
 
 
 async def _serve(
     serve: Callable[[Any], Awaitable[None]],
-    connection: Connection[Any, Any],
-    far: _End[Any, Any],
-    process: _Process,
+    connection: ExchangeConnection[Any, Any],
+    far: _InProcessEnd[Any, Any],
+    process: _InProcessHost,
 ) -> None:
     error: OutriderError = _lost("the verifier")
     try:
         await serve(connection)
         error = ConnectionLostError("the verifier ended the stream", reason="PEER_CLOSED")
     except Exception as failure:
-        error = typed(failure)
+        error = to_typed_error(failure)
     finally:
         far.end(error)
         process.ends.discard(far)
@@ -273,7 +275,7 @@ class InprocVerifier(SessionIterators):
         """Open a stream of sessions. Raises UnavailableError."""
         return self._network.connect_sessions(self._address)
 
-    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         """Change a session's plan."""
         endpoint = self._network.verifier(self._address)
         with _typed_errors():
@@ -311,11 +313,11 @@ class InprocDrafter:
         with _typed_errors():
             await endpoint.detach(verifier_address)
 
-    async def drain(self, draining: bool) -> None:
+    async def set_draining(self, draining: bool) -> None:
         """Have it say that it leaves, or stays."""
         endpoint = self._network.drafter(self._address)
         with _typed_errors():
-            await endpoint.drain(draining)
+            await endpoint.set_draining(draining)
 
 
 class InprocDialer:

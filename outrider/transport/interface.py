@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, TypeVar
 
 from outrider.ids import SessionId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.wire.messages import (
     DrafterInfo,
     DrafterMessage,
@@ -27,7 +27,7 @@ SendT = TypeVar("SendT", contravariant=True)
 ReceiveT = TypeVar("ReceiveT", covariant=True)
 
 
-class Connection(Protocol[SendT, ReceiveT]):
+class ExchangeConnection(Protocol[SendT, ReceiveT]):
     """One end of a long-lived, ordered, message-oriented exchange connection.
 
     Connections that a dialer returns or an endpoint is given carry heartbeats already: neither
@@ -44,12 +44,12 @@ class Connection(Protocol[SendT, ReceiveT]):
         """Queue a message; waits while the peer is not reading. Raises ConnectionLostError."""
         ...
 
-    def offer(self, *messages: SendT) -> bool:
+    def try_send(self, *messages: SendT) -> bool:
         """Queue messages, all of them if there is room for one now, else none (False). Raises
         ConnectionLostError.
 
         They cross together as far as the transport has frames. Bounds may be overstepped by what
-        is offered at once. For whoever cannot wait; `Outgoing` keeps such messages in order with
+        is offered at once. For whoever cannot wait; `SendQueue` keeps such messages in order with
         those that must.
         """
         ...
@@ -62,7 +62,7 @@ class Connection(Protocol[SendT, ReceiveT]):
         """
         ...
 
-    def ready(self) -> Sequence[ReceiveT]:
+    def receive_ready(self) -> Sequence[ReceiveT]:
         """The messages that `receive` would give without waiting, up to the first malformed one.
 
         What stopped it, a malformed message or the loss of the connection, is raised by the
@@ -75,13 +75,13 @@ class Connection(Protocol[SendT, ReceiveT]):
         ...
 
 
-VerifierConnection = Connection[VerifierMessage, DrafterMessage]
+VerifierConnection = ExchangeConnection[VerifierMessage, DrafterMessage]
 """The verifier's end: sends verdicts, receives proposals."""
-DrafterConnection = Connection[DrafterMessage, VerifierMessage]
+DrafterConnection = ExchangeConnection[DrafterMessage, VerifierMessage]
 """The drafter's end: sends proposals, receives verdicts."""
-RouterConnection = Connection[SessionsRequest, SessionsMessage]
+RouterConnection = ExchangeConnection[SessionsRequest, SessionsMessage]
 """A router's end of the stream that carries its sessions: opens and leaves, receives events."""
-ServingConnection = Connection[SessionsMessage, SessionsRequest | MalformedOpen]
+ServingConnection = ExchangeConnection[SessionsMessage, SessionsRequest | MalformedOpen]
 """The verifier's end of that stream."""
 
 
@@ -109,7 +109,7 @@ class VerifierControl(Protocol):
         """
         ...
 
-    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         """Change a session's plan; NotFoundError if there is none."""
         ...
 
@@ -145,7 +145,7 @@ class DrafterControl(Protocol):
         """Drop the connection to a verifier; idempotent."""
         ...
 
-    async def drain(self, draining: bool) -> None:
+    async def set_draining(self, draining: bool) -> None:
         """Say in `info` that it leaves, or that it stays after all; it drafts on in any case."""
         ...
 

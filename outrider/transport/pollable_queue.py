@@ -16,7 +16,7 @@ _SELECT_FDS: Final = 1024
 _MS: Final = 1000.0
 
 
-class Letterbox(Generic[ItemT]):
+class WakeupQueue(Generic[ItemT]):
     """FIFO that any thread may put items into, and one thread, its owner, empties."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Letterbox(Generic[ItemT]):
             with contextlib.suppress(OSError):
                 os.close(end)
 
-    def put(self, item: ItemT) -> None:
+    def put_item(self, item: ItemT) -> None:
         """Append an item and wake the owner; any thread."""
         self._items.append(item)
         if self._asleep:
@@ -43,11 +43,11 @@ class Letterbox(Generic[ItemT]):
             with contextlib.suppress(BlockingIOError):
                 os.write(self._ring, b"\0")
 
-    def take(self) -> list[ItemT]:
+    def take_all(self) -> list[ItemT]:
         """All items that are there; the owner's thread."""
         return [self._items.popleft() for _ in range(len(self._items))]
 
-    def wait(
+    def wait_ready(
         self,
         timeout_s: float | None,
         readers: Sequence[int] = (),

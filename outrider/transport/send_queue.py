@@ -7,18 +7,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from outrider.transport.interface import Connection
+from outrider.transport.interface import ExchangeConnection
 from outrider.wire.limits import MAX_BUNDLE_BYTES
 
 SendT = TypeVar("SendT")
 
 
-class Outgoing(Generic[SendT]):
+class SendQueue(Generic[SendT]):
     """Hands messages to the connection at once while that has room, else to a queue that `pump`
     empties. The owner looks at `len` or `size` and bounds the queue."""
 
     def __init__(
-        self, connection: Connection[SendT, Any], *, size_of: Callable[[SendT], int] = lambda _: 0
+        self,
+        connection: ExchangeConnection[SendT, Any],
+        *,
+        size_of: Callable[[SendT], int] = lambda _: 0,
     ) -> None:
         self._connection = connection
         self._size_of = size_of
@@ -31,11 +34,11 @@ class Outgoing(Generic[SendT]):
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, *messages: SendT) -> None:
+    def put_messages(self, *messages: SendT) -> None:
         """Send or queue messages, in order; what is sent now crosses together. Raises
         ConnectionLostError."""
         for group in self._groups(messages):
-            if self._queue or self._sending or not self._connection.offer(*group):
+            if self._queue or self._sending or not self._connection.try_send(*group):
                 self._queue.extend(group)
                 self.size += sum(map(self._size_of, group))
                 self._wake.set()
@@ -57,7 +60,7 @@ class Outgoing(Generic[SendT]):
         """Forget the message that has been queued for longest."""
         self.size -= self._size_of(self._queue.popleft())
 
-    async def pump(self) -> None:
+    async def run_sender(self) -> None:
         """Send what is queued until the connection is lost, then raise ConnectionLostError."""
         while True:
             await self._wake.wait()

@@ -17,14 +17,14 @@ from outrider.errors import (
     OutriderError,
 )
 from outrider.ids import DrafterId
-from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.bounded_queue import BoundedQueue
 from outrider.transport.error_codec import ErrorStatus, from_status, to_status
 from outrider.transport.interface import RouterConnection
-from outrider.transport.send_queue import Outgoing
+from outrider.transport.send_queue import SendQueue
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,
-    HIT,
+    LOOK_AHEAD_HIT,
     LOOKED_AHEAD,
     MALFORMED_ROW,
     PLANNED,
@@ -48,33 +48,33 @@ from outrider.wire.spec_stats_accumulator import add_round
 
 logger = logging.getLogger(__name__)
 
-ListenerT = TypeVar("ListenerT", bound="Listener")
+ListenerT = TypeVar("ListenerT", bound="SessionListener")
 
 
-class Listener(Protocol):
+class SessionListener(Protocol):
     """Whoever follows a session."""
 
-    def fail(self, error: OutriderError) -> None:
+    def fail_session(self, error: OutriderError) -> None:
         """The session was refused or failed, or the stream that carried it is lost."""
         ...
 
-    def moved(self, drafter_id: DrafterId | None) -> None:
+    def handle_drafter_change(self, drafter_id: DrafterId | None) -> None:
         """This drafter has the session now that it was to be moved, be that done or not."""
         ...
 
 
-Deliver = Callable[[SessionEvents, Mapping[int, ListenerT]], None]
+EventSink = Callable[[SessionEvents, Mapping[int, ListenerT]], None]
 """Takes a message of events and the listeners by handle; listeners that left are not in it."""
 
 
-class Opened(Protocol):
+class OpenedSession(Protocol):
     """A session that was opened on a stream."""
 
-    def leave(self) -> None:
+    def leave_session(self) -> None:
         """Nobody listens any more; idempotent, also after the session's end."""
         ...
 
-    def move(self, drafter_id: DrafterId | None) -> None:
+    def request_drafter(self, drafter_id: DrafterId | None) -> None:
         """Ask for another drafter, or for none; the listener hears of the outcome, unless the
         session ends."""
         ...
@@ -90,7 +90,7 @@ class SessionStream(Generic[ListenerT]):
     def __init__(
         self,
         connect: Callable[[], Awaitable[RouterConnection]],
-        deliver: Deliver[ListenerT],
+        deliver: EventSink[ListenerT],
         *,
         on_lost: Callable[[OutriderError], None] = lambda _: None,
         on_draining: Callable[[float], None] = lambda _: None,
@@ -103,22 +103,22 @@ class SessionStream(Generic[ListenerT]):
         self._hooks = _Hooks(deliver, on_lost, on_draining)
         self._lasting = lasting
         self._handles = itertools.count(1)
-        self._live: _Live[ListenerT] | None = None
+        self._live: _LiveConnection[ListenerT] | None = None
 
-    def open(self, spec: SessionSpec, listener: ListenerT) -> Opened:
+    def open_session(self, spec: SessionSpec, listener: ListenerT) -> OpenedSession:
         """Start a session.
 
         Every error goes to the listener, UnavailableError if the verifier cannot be reached.
         """
         live = self._live
         if live is None or live.lost:
-            live = self._live = _Live(self._connect, self._hooks)
+            live = self._live = _LiveConnection(self._connect, self._hooks)
         handle = next(self._handles)
         live.listeners[handle] = listener
-        live.say(SessionOpen(handle, spec))
+        live.send_message(SessionOpen(handle, spec))
         return _Opened(self, live, handle)
 
-    def drop(self) -> None:
+    def close_in_background(self) -> None:
         """Close the connection, in the background; sessions that are open fail now."""
         live, self._live = self._live, None
         if live is not None and not live.lost:
@@ -130,38 +130,38 @@ class SessionStream(Generic[ListenerT]):
         if live is not None:
             await live.close()
 
-    def leave(self, live: _Live[ListenerT], handle: int) -> None:
+    def leave(self, live: _LiveConnection[ListenerT], handle: int) -> None:
         """See `Opened.leave`."""
         if live.listeners.pop(handle, None) is not None:
-            live.say(SessionLeave(handle))
+            live.send_message(SessionLeave(handle))
         if not (self._lasting or live.listeners) and live is self._live:
-            self.drop()
+            self.close_in_background()
 
 
 @dataclass(frozen=True, slots=True)
 class _Hooks(Generic[ListenerT]):
     """Who hears of what comes over a connection, beside its listeners."""
 
-    deliver: Deliver[ListenerT]
+    deliver: EventSink[ListenerT]
     on_lost: Callable[[OutriderError], None]
     on_draining: Callable[[float], None]
 
 
 class _Opened(Generic[ListenerT]):
     def __init__(
-        self, stream: SessionStream[ListenerT], live: _Live[ListenerT], handle: int
+        self, stream: SessionStream[ListenerT], live: _LiveConnection[ListenerT], handle: int
     ) -> None:
         self._stream, self._live, self._handle = stream, live, handle
 
-    def leave(self) -> None:
+    def leave_session(self) -> None:
         self._stream.leave(self._live, self._handle)
 
-    def move(self, drafter_id: DrafterId | None) -> None:
+    def request_drafter(self, drafter_id: DrafterId | None) -> None:
         if self._handle in self._live.listeners:
-            self._live.say(SessionMove(self._handle, drafter_id))
+            self._live.send_message(SessionMove(self._handle, drafter_id))
 
 
-class _Live(Generic[ListenerT]):
+class _LiveConnection(Generic[ListenerT]):
     """One connection, from the attempt to make it, and what is open on it."""
 
     def __init__(
@@ -174,16 +174,16 @@ class _Live(Generic[ListenerT]):
         self._hooks = hooks
         self._early: list[SessionsRequest] = []
         """What was said before there was a connection."""
-        self._outgoing: Outgoing[SessionsRequest] | None = None
+        self._outgoing: SendQueue[SessionsRequest] | None = None
         self._task = asyncio.create_task(self._run(), name="outrider-sessions")
 
-    def say(self, message: SessionsRequest) -> None:
+    def send_message(self, message: SessionsRequest) -> None:
         """Send a message; when the connection is lost its reader tells the listeners."""
         if self._outgoing is None:
             self._early.append(message)
             return
         with contextlib.suppress(OutriderError):
-            self._outgoing.put(message)
+            self._outgoing.put_messages(message)
 
     def hang_up(self) -> None:
         """Close without waiting for it; what was said before still leaves."""
@@ -219,13 +219,13 @@ class _Live(Generic[ListenerT]):
                 await connection.close()
 
     async def _serve(self, connection: RouterConnection) -> None:
-        self._outgoing = Outgoing(connection)
-        self._outgoing.put(*self._early)
-        writer = asyncio.create_task(self._outgoing.pump(), name="outrider-sessions-write")
+        self._outgoing = SendQueue(connection)
+        self._outgoing.put_messages(*self._early)
+        writer = asyncio.create_task(self._outgoing.run_sender(), name="outrider-sessions-write")
         try:
             while True:
                 message = await connection.receive()
-                for one in (message, *connection.ready()):
+                for one in (message, *connection.receive_ready()):
                     self._hear(one)
         finally:
             writer.cancel()
@@ -242,7 +242,7 @@ class _Live(Generic[ListenerT]):
             case SessionMoved():
                 listener = self.listeners.get(message.handle)
                 if listener is not None:
-                    listener.moved(message.drafter_id)
+                    listener.handle_drafter_change(message.drafter_id)
             case SessionsDraining():
                 self._hooks.on_draining(message.seconds)
             case Heartbeat():
@@ -255,7 +255,7 @@ class _Live(Generic[ListenerT]):
         for row in events.finish_reasons.nonzero()[0].tolist():
             handle = int(events.handles[row])
             if events.finish_reasons[row] == MALFORMED_ROW:
-                self.say(SessionLeave(handle))
+                self.send_message(SessionLeave(handle))
                 self._fail(handle, InternalError("malformed events", reason="INVALID_EVENTS"))
             else:
                 self.listeners.pop(handle, None)
@@ -263,7 +263,7 @@ class _Live(Generic[ListenerT]):
     def _fail(self, handle: int, error: OutriderError) -> None:
         listener = self.listeners.pop(handle, None)
         if listener is not None:
-            listener.fail(error)
+            listener.fail_session(error)
 
     def _end(self, error: OutriderError) -> None:
         """The connection is over; nobody hears of one that was closed from here."""
@@ -276,14 +276,14 @@ class _Live(Generic[ListenerT]):
         self.lost = True
         while self.listeners:
             _handle, listener = self.listeners.popitem()
-            listener.fail(error.copy())
+            listener.fail_session(error.copy())
 
 
 _CLOSING: set[asyncio.Task[None]] = set()
 """Connections that are being closed by nobody who waits for it."""
 
 
-def failure_of(handle: int, error: BaseException) -> SessionFailure:
+def make_failure(handle: int, error: BaseException) -> SessionFailure:
     """What a router is told of a session that failed."""
     status = to_status(error)
     return SessionFailure(
@@ -315,13 +315,13 @@ class _Followed:
         self.spec = spec
         self.stats = SpecStats()
         # Bounded by the tokens that the session may emit.
-        self.events: Mailbox[SessionEvent] = Mailbox(max_items=spec.max_new_tokens + 2)
+        self.events: BoundedQueue[SessionEvent] = BoundedQueue(max_items=spec.max_new_tokens + 2)
 
-    def fail(self, error: OutriderError) -> None:
+    def fail_session(self, error: OutriderError) -> None:
         """Events that came before are still handed out."""
         self.events.close(error)
 
-    def moved(self, drafter_id: DrafterId | None) -> None:
+    def handle_drafter_change(self, drafter_id: DrafterId | None) -> None:
         """Who drafts is nothing to whoever follows one session."""
 
 
@@ -339,7 +339,7 @@ class SessionIterators:
         if self._followed is None:
             self._followed = SessionStream(self.sessions, _deliver, lasting=False)
         followed = _Followed(spec)
-        opened = self._followed.open(spec, followed)
+        opened = self._followed.open_session(spec, followed)
         try:
             while True:
                 event = await followed.events.get()
@@ -347,13 +347,13 @@ class SessionIterators:
                 if event.finish_reason is not None:
                     return
         finally:
-            opened.leave()
+            opened.leave_session()
 
 
 def _deliver(events: SessionEvents, listeners: Mapping[int, _Followed]) -> None:
     start = 0
     counts = events.counts.tolist()
-    told = [] if events.logprobs is None else list(events.logprobs.rows(counts))
+    told = [] if events.logprobs is None else list(events.logprobs.split_rows(counts))
     for row, (handle, count) in enumerate(zip(events.handles.tolist(), counts, strict=True)):
         end = start + count
         followed = listeners.get(handle)
@@ -362,8 +362,10 @@ def _deliver(events: SessionEvents, listeners: Mapping[int, _Followed]) -> None:
             event = _event(events, row, tokens, followed)
             if told:
                 event = replace(event, logprobs=tuple(told[row]))
-            if not followed.events.offer(event):
-                followed.fail(InternalError("more events than tokens", reason="INVALID_EVENTS"))
+            if not followed.events.try_put(event):
+                followed.fail_session(
+                    InternalError("more events than tokens", reason="INVALID_EVENTS")
+                )
         start = end
 
 
@@ -381,7 +383,7 @@ def _event(
             target_only=bool(flags & TARGET_ONLY),
             planned=flags & PLANNED,
             looked_ahead=bool(flags & LOOKED_AHEAD),
-            hit=bool(flags & HIT),
+            hit=bool(flags & LOOK_AHEAD_HIT),
         )
     return SessionEvent(
         session_id=followed.spec.session_id,

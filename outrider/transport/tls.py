@@ -27,7 +27,7 @@ MAX_FILE_BYTES: Final = 1 << 20
 """Of one file with certificates."""
 
 
-class Role(StrEnum):
+class CertificateRole(StrEnum):
     """What a certificate's holder may be."""
 
     ROUTER = "router"
@@ -56,11 +56,11 @@ class RoleNames:
     """Of clients."""
 
     def __post_init__(self) -> None:
-        for role in Role:
-            if not all(self.of(role)):
+        for role in CertificateRole:
+            if not all(self.names_for_role(role)):
                 raise ValueError(f"tls.names.{role}: a name must not be empty")
 
-    def of(self, role: Role) -> tuple[str, ...]:
+    def names_for_role(self, role: CertificateRole) -> tuple[str, ...]:
         """Those of a role."""
         names: tuple[str, ...] = getattr(self, role.value)
         return names
@@ -92,11 +92,11 @@ class TlsConfig:
         """Whether connections are encrypted at all."""
         return self.cert is not None or self.ca is not None
 
-    def names_of(self, role: Role) -> tuple[str, ...]:
+    def names_of(self, role: CertificateRole) -> tuple[str, ...]:
         """What a certificate of this role may be named."""
-        return self.names.of(role) or (f"{role}{NAME_SUFFIX}", f"{SPIFFE_PREFIX}{role}")
+        return self.names.names_for_role(role) or (f"{role}{NAME_SUFFIX}", f"{SPIFFE_PREFIX}{role}")
 
-    def check_caller(self, names: Iterable[str], roles: Iterable[Role]) -> None:
+    def check_caller(self, names: Iterable[str], roles: Iterable[CertificateRole]) -> None:
         """PermissionDeniedError (WRONG_ROLE) unless a certificate with these names has a role."""
         held = set(names)
         wanted = tuple(roles)
@@ -116,7 +116,7 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class TlsMaterial:
     """What the files of a `TlsConfig` hold, PEM; None where there is no such file."""
 
     cert: bytes | None
@@ -134,7 +134,7 @@ class TlsFiles:
         self._material = self._read()
         self._problem = ""
 
-    def current(self) -> Material:
+    def current_material(self) -> TlsMaterial:
         """What they hold. While they have changed to something that is no good (say, half of it
         was replaced so far), what they held before."""
         try:
@@ -164,10 +164,10 @@ class TlsFiles:
 
         return tuple(map(stamp, self._paths()))
 
-    def _read(self) -> Material:
+    def _read(self) -> TlsMaterial:
         _check(self._config)
         cert, key, ca = map(_bytes_of, self._paths())
-        return Material(cert=cert, key=key, ca=ca)
+        return TlsMaterial(cert=cert, key=key, ca=ca)
 
 
 def server_context(config: TlsConfig, *, require_client: bool) -> ssl.SSLContext:

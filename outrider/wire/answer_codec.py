@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from outrider.ids import RequestId
-from outrider.wire.checks import fail, logprob, text, token_ids
+from outrider.wire.checks import check_logprob, check_text, check_token_ids, raise_invalid
 from outrider.wire.common_codec import (
     FINISH_REASONS,
     FINISH_REASONS_FROM_PB,
-    known,
+    require_member,
     stats_from_pb,
     stats_to_pb,
 )
@@ -39,10 +39,10 @@ def _prompt_info_to_pb(info: PromptInfo) -> pb.PromptInfo:
 
 def _prompt_info_from_pb(message: pb.PromptInfo) -> PromptInfo:
     return PromptInfo(
-        request_id=RequestId(text(message.request_id, "request_id")),
+        request_id=RequestId(check_text(message.request_id, "request_id")),
         prompt_tokens=message.prompt_tokens,
-        model=text(message.model, "model", empty=True),
-        prompt_token_ids=token_ids(
+        model=check_text(message.model, "model", empty=True),
+        prompt_token_ids=check_token_ids(
             message.prompt_token_ids, "prompt_token_ids", high=MAX_SEQUENCE_LEN
         ),
     )
@@ -60,9 +60,9 @@ def _delta_to_pb(delta: Delta) -> pb.Delta:
 
 
 def _delta_from_pb(message: pb.Delta) -> Delta:
-    ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
+    ids = check_token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
     if len(message.logprobs) not in (0, len(ids)):
-        fail(f"logprobs must have {len(ids)} entries or none, got {len(message.logprobs)}")
+        raise_invalid(f"logprobs must have {len(ids)} entries or none, got {len(message.logprobs)}")
     return Delta(
         text=message.text,
         token_ids=ids,
@@ -71,11 +71,13 @@ def _delta_from_pb(message: pb.Delta) -> Delta:
 
 
 def _token_logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
-    ids = token_ids(message.top_token_ids, "top_token_ids", high=MAX_TOP_LOGPROBS)
+    ids = check_token_ids(message.top_token_ids, "top_token_ids", high=MAX_TOP_LOGPROBS)
     if len(message.top_logprobs) != len(ids):
-        fail(f"top_logprobs must have {len(ids)} entries, got {len(message.top_logprobs)}")
-    values = [logprob(value, "top_logprobs") for value in message.top_logprobs]
-    return TokenLogprobs(logprob(message.logprob, "logprob"), tuple(zip(ids, values, strict=True)))
+        raise_invalid(f"top_logprobs must have {len(ids)} entries, got {len(message.top_logprobs)}")
+    values = [check_logprob(value, "top_logprobs") for value in message.top_logprobs]
+    return TokenLogprobs(
+        check_logprob(message.logprob, "logprob"), tuple(zip(ids, values, strict=True))
+    )
 
 
 def _finish_to_pb(finish: FinishInfo) -> pb.FinishInfo:
@@ -93,7 +95,7 @@ def _finish_to_pb(finish: FinishInfo) -> pb.FinishInfo:
 
 def _finish_from_pb(message: pb.FinishInfo) -> FinishInfo:
     return FinishInfo(
-        reason=known(FINISH_REASONS_FROM_PB, message.reason, "finish reason"),
+        reason=require_member(FINISH_REASONS_FROM_PB, message.reason, "finish reason"),
         usage=Usage(
             prompt_tokens=message.usage.prompt_tokens,
             completion_tokens=message.usage.completion_tokens,
@@ -125,7 +127,7 @@ def event_from_pb(message: pb.GenerateStreamResponse) -> StreamEvent:
         case "finish_info":
             return _finish_from_pb(message.finish_info)
         case _:
-            fail("a stream message must hold prompt_info, delta or finish_info")
+            raise_invalid("a stream message must hold prompt_info, delta or finish_info")
 
 
 def resumed_event_to_pb(event: StreamEvent) -> pb.ResumeStreamResponse:

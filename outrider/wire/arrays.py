@@ -33,24 +33,24 @@ class FeatureRows:
     """Features of a round, [F, H] in pieces: they are joined where they become bytes."""
 
     dtype: TensorDtype
-    pieces: tuple[NDArray[np.generic], ...]
+    segments: tuple[NDArray[np.generic], ...]
     """[m, H] each, at least one."""
 
     @property
     def width(self) -> int:
         """Values a row."""
-        return int(self.pieces[0].shape[1])
+        return int(self.segments[0].shape[1])
 
     @property
     def count(self) -> int:
         """Rows of all pieces."""
-        return sum(len(piece) for piece in self.pieces)
+        return sum(len(piece) for piece in self.segments)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return sum(piece.nbytes for piece in self.segments)
 
     def joined(self) -> NDArray[np.generic]:
         """All rows [F, H]; a view if they are one piece."""
-        return self.pieces[0] if len(self.pieces) == 1 else np.concatenate(self.pieces)
+        return self.segments[0] if len(self.segments) == 1 else np.concatenate(self.segments)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from outrider.wire.checks import fail
+from outrider.wire.checks import raise_invalid
 from outrider.wire.limits import MAX_BUNDLE_BYTES, MAX_BUNDLE_MESSAGES, MAX_MESSAGE_BYTES
 from outrider.wire.v1 import exchange_pb2 as pb
 
@@ -27,7 +27,7 @@ _MAX_OTHER_FIELDS = 64
 """Fields of a frame beside its bundle: one is known, the rest is for what newer peers may add."""
 
 
-def join(messages: Sequence[bytes], *, max_bytes: int = MAX_BUNDLE_BYTES) -> list[bytes]:
+def join_messages(messages: Sequence[bytes], *, max_bytes: int = MAX_BUNDLE_BYTES) -> list[bytes]:
     """Encoded messages as frames of at most `max_bytes`, in order; a larger message is one alone.
 
     A message that is alone in its frame is the frame.
@@ -48,38 +48,38 @@ def join(messages: Sequence[bytes], *, max_bytes: int = MAX_BUNDLE_BYTES) -> lis
     return frames
 
 
-def split(frame: Encoded) -> Sequence[Encoded]:
+def split_frame(frame: Encoded) -> Sequence[Encoded]:
     """The encoded messages of a frame: its bundle's, or the frame itself if it has none.
 
     Raises InvalidMessageError for a frame that is no sequence of protobuf fields, that has a
     bundle and a message, or more of anything than is allowed. The messages are not looked at.
     """
     if len(frame) > MAX_MESSAGE_BYTES:
-        fail(f"a frame of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+        raise_invalid(f"a frame of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
     members: list[Encoded] = []
     others: list[int] = []
-    for number, content in fields(memoryview(frame)):
+    for number, content in parse_fields(memoryview(frame)):
         if number == _BUNDLE:
             if not isinstance(content, memoryview):
-                fail("a bundle must hold messages")
+                raise_invalid("a bundle must hold messages")
             members.append(content)
         else:
             others.append(number)
         if len(members) > MAX_BUNDLE_MESSAGES:
-            fail(f"a bundle must have at most {MAX_BUNDLE_MESSAGES} messages")
+            raise_invalid(f"a bundle must have at most {MAX_BUNDLE_MESSAGES} messages")
         if len(others) > _MAX_OTHER_FIELDS:
-            fail(f"a frame must have at most {_MAX_OTHER_FIELDS} fields")
+            raise_invalid(f"a frame must have at most {_MAX_OTHER_FIELDS} fields")
     if not members:
         return (frame,)
     if any(number < _BUNDLE for number in others):
-        fail("a frame must hold a message or a bundle, not both")
+        raise_invalid("a frame must hold a message or a bundle, not both")
     return members
 
 
 def refuse_bundle(message: Encoded) -> None:
     """Raise InvalidMessageError for a message that holds a bundle, before that is built."""
-    if split(message)[0] is not message:
-        fail("a bundle must not hold bundles")
+    if split_frame(message)[0] is not message:
+        raise_invalid("a bundle must not hold bundles")
 
 
 def _frame(group: Sequence[bytes]) -> bytes:
@@ -87,11 +87,11 @@ def _frame(group: Sequence[bytes]) -> bytes:
         return group[0]
     parts: list[bytes] = []
     for message in group:
-        parts += (_TAG, varint(len(message)), message)
+        parts += (_TAG, encode_varint(len(message)), message)
     return b"".join(parts)
 
 
-def varint(value: int) -> bytes:
+def encode_varint(value: int) -> bytes:
     """A number >= 0 as protobuf writes it."""
     if value < len(_SHORT):
         return _SHORT[value]
@@ -103,7 +103,7 @@ def varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
+def parse_fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
     """(field number, content) of all outermost fields: of a length-delimited one where it lies, of
     a varint its value; None for others. Raises InvalidMessageError for what is no such sequence."""
     position, end = 0, len(data)
@@ -120,9 +120,9 @@ def fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
         elif kind in _FIXED_BYTES:
             position += _FIXED_BYTES[kind]
         else:
-            fail(f"wire type {kind} is not used")
+            raise_invalid(f"wire type {kind} is not used")
         if position > end or number == 0:
-            fail(f"{end} bytes are not a sequence of fields")
+            raise_invalid(f"{end} bytes are not a sequence of fields")
         yield number, content
 
 
@@ -137,4 +137,4 @@ def read_varint(data: memoryview, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
         shift += 7
-    fail("a field is cut short")
+    raise_invalid("a field is cut short")

@@ -20,23 +20,23 @@ from outrider.wire.limits import (
 
 MessageT = TypeVar("MessageT", bound=Message)
 
-_MOST_QUOTED = 80
+_MAX_QUOTED = 80
 """Characters of a value in an error."""
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def quoted(value: object) -> str:
+def quote_value(value: object) -> str:
     """A value as an error shows it, which is not all of it."""
-    return repr(value)[:_MOST_QUOTED]
+    return repr(value)[:_MAX_QUOTED]
 
 
-def fail(message: str) -> NoReturn:
+def raise_invalid(message: str) -> NoReturn:
     """Raise InvalidMessageError."""
     raise InvalidMessageError(message, reason="INVALID_MESSAGE")
 
 
 @contextmanager
-def reading(what: str) -> Generator[None]:
+def convert_validation_errors(what: str) -> Generator[None]:
     """Turn every InvalidRequestError of domain validation into an InvalidMessageError."""
     try:
         yield
@@ -46,10 +46,12 @@ def reading(what: str) -> Generator[None]:
         raise InvalidMessageError(f"{what}: {error.message}", reason=error.reason) from error
 
 
-def parse(kind: type[MessageT], data: bytes | memoryview) -> MessageT:
+def parse_message(kind: type[MessageT], data: bytes | memoryview) -> MessageT:
     """Parse protobuf bytes."""
     if len(data) > MAX_MESSAGE_BYTES:
-        fail(f"{kind.__name__} of {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+        raise_invalid(
+            f"{kind.__name__} of {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are allowed"
+        )
     try:
         return kind.FromString(data)  # type: ignore[arg-type]
     except DecodeError as error:
@@ -58,54 +60,56 @@ def parse(kind: type[MessageT], data: bytes | memoryview) -> MessageT:
         ) from error
 
 
-def text(value: str, name: str, *, limit: int = MAX_NAME_BYTES, empty: bool = False) -> str:
+def check_text(value: str, name: str, *, limit: int = MAX_NAME_BYTES, empty: bool = False) -> str:
     """A bounded string; `empty` says whether "" is allowed."""
     if not value and not empty:
-        fail(f"{name} must not be empty")
+        raise_invalid(f"{name} must not be empty")
     if len(value) > limit or (not value.isascii() and len(value.encode()) > limit):
-        fail(f"{name} must be at most {limit} bytes, got {len(value)} characters")
+        raise_invalid(f"{name} must be at most {limit} bytes, got {len(value)} characters")
     return value
 
 
-def traceparent(value: str) -> str:
+def check_traceparent(value: str) -> str:
     """A W3C Trace Context of version 00, or ""."""
     if value and not _TRACEPARENT.fullmatch(value):
-        fail(f"traceparent must be 00-TRACE-SPAN-FLAGS in lower-case hex, got {value[:64]!r}")
+        raise_invalid(
+            f"traceparent must be 00-TRACE-SPAN-FLAGS in lower-case hex, got {value[:64]!r}"
+        )
     return value
 
 
-def number(value: int, name: str, *, low: int = 0, high: int) -> int:
+def check_number(value: int, name: str, *, low: int = 0, high: int) -> int:
     """An integer in [low, high]."""
     if not low <= value <= high:
-        fail(f"{name} must be in [{low}, {high}], got {value}")
+        raise_invalid(f"{name} must be in [{low}, {high}], got {value}")
     return value
 
 
-def finite(value: float, name: str) -> float:
+def check_finite(value: float, name: str) -> float:
     """A finite number that is not negative (times, rates)."""
     if not (math.isfinite(value) and value >= 0.0):
-        fail(f"{name} must be finite and >= 0, got {value}")
+        raise_invalid(f"{name} must be finite and >= 0, got {value}")
     return value
 
 
-def logprob(value: float, name: str) -> float:
+def check_logprob(value: float, name: str) -> float:
     """A logarithm of a probability."""
     if not LOWEST_LOGPROB <= value <= 0.0:
-        fail(f"{name} must be in [{LOWEST_LOGPROB}, 0], got {value}")
+        raise_invalid(f"{name} must be in [{LOWEST_LOGPROB}, 0], got {value}")
     return value
 
 
-def count(values: Sized, name: str, *, high: int) -> None:
+def check_count(values: Sized, name: str, *, high: int) -> None:
     """At most `high` elements of a repeated field."""
     length = len(values)
     if length > high:
-        fail(f"{name} must have at most {high} entries, got {length}")
+        raise_invalid(f"{name} must have at most {high} entries, got {length}")
 
 
-def token_ids(values: Collection[int], name: str, *, high: int) -> tuple[int, ...]:
+def check_token_ids(values: Collection[int], name: str, *, high: int) -> tuple[int, ...]:
     """A bounded list of plausible token ids; the receiver knows the exact vocabulary."""
-    count(values, name, high=high)
+    check_count(values, name, high=high)
     ids = tuple(values)
     if ids and max(ids) >= MAX_VOCAB_SIZE:
-        fail(f"{name} must be below {MAX_VOCAB_SIZE}, got {max(ids)}")
+        raise_invalid(f"{name} must be below {MAX_VOCAB_SIZE}, got {max(ids)}")
     return ids

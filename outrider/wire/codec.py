@@ -7,7 +7,7 @@
     decode_Xs(frame) -> messages      the InvalidMessageError in a malformed one's place
 
 Decoding bounds every size and checks every field that means the same to all receivers; what the
-entries of a round say is checked by their reader (`sound_proposals` for a verifier).
+entries of a round say is checked by their reader (`valid_proposals` for a verifier).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import Message
 
-from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, Plan
+from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, SpeculationPlan
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import (
@@ -18,7 +18,13 @@ from outrider.spec.token_limits import (
     MAX_BAD_WORDS,
     TokenLimits,
 )
-from outrider.wire.checks import count, fail, reading, text, token_ids
+from outrider.wire.checks import (
+    check_count,
+    check_text,
+    check_token_ids,
+    convert_validation_errors,
+    raise_invalid,
+)
 from outrider.wire.limits import MAX_DECISION_BYTES, MAX_METHODS
 from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
 from outrider.wire.v1 import common_pb2 as pb
@@ -66,23 +72,23 @@ FINISH_REASONS_FROM_PB = _invert(FINISH_REASONS)
 LAYOUTS_FROM_PB = _invert(LAYOUTS)
 
 
-def known(table: Mapping[int, EnumT], value: int, name: str) -> EnumT:
+def require_member(table: Mapping[int, EnumT], value: int, name: str) -> EnumT:
     """The member for an enum value; unspecified and unknown values are malformed."""
     member = table.get(value)
     if member is None:
-        fail(f"{name} must be one of {sorted(table)}, got {value}")
+        raise_invalid(f"{name} must be one of {sorted(table)}, got {value}")
     return member
 
 
-def maybe(table: Mapping[int, EnumT], value: int, name: str) -> EnumT | None:
+def optional_member(table: Mapping[int, EnumT], value: int, name: str) -> EnumT | None:
     """Like `known`, but unspecified (0) is None."""
-    return None if value == 0 else known(table, value, name)
+    return None if value == 0 else require_member(table, value, name)
 
 
 def methods_from_pb(values: Collection[int]) -> tuple[DraftMethod, ...]:
     """Draft methods of a handshake or info message."""
-    count(values, "methods", high=MAX_METHODS)
-    return tuple(known(METHODS_FROM_PB, value, "method") for value in values)
+    check_count(values, "methods", high=MAX_METHODS)
+    return tuple(require_member(METHODS_FROM_PB, value, "method") for value in values)
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.Sampling:
@@ -110,8 +116,8 @@ def bias_to_pb(entries: Iterable[tuple[int, float]]) -> list[pb.LogitBias]:
 
 def bias_from_pb(messages: Collection[pb.LogitBias]) -> tuple[tuple[int, float], ...]:
     """Decode a logit bias; amounts are checked by whoever uses it."""
-    count(messages, "logit_bias", high=MAX_BIASED_IDS)
-    ids = token_ids([message.id for message in messages], "logit_bias", high=MAX_BIASED_IDS)
+    check_count(messages, "logit_bias", high=MAX_BIASED_IDS)
+    ids = check_token_ids([message.id for message in messages], "logit_bias", high=MAX_BIASED_IDS)
     return tuple(zip(ids, (message.amount for message in messages), strict=True))
 
 
@@ -128,7 +134,7 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         data = common.SerializeToString()
         few = len(data) <= REMEMBERED_BYTES
         params = _sampling_of(data) if few else _common_sampling(message)
-    with reading("sampling"):
+    with convert_validation_errors("sampling"):
         return params.with_noise(
             seed=message.seed,
             draft_key=message.draft_key if message.HasField("draft_key") else None,
@@ -142,9 +148,9 @@ def _sampling_of(data: bytes) -> SamplingParams:
 
 def _common_sampling(message: pb.Sampling) -> SamplingParams:
     """All but the noise."""
-    banned = token_ids(message.banned_ids, "banned_ids", high=MAX_BANNED_IDS)
+    banned = check_token_ids(message.banned_ids, "banned_ids", high=MAX_BANNED_IDS)
     bias = bias_from_pb(message.logit_bias)
-    with reading("sampling"):
+    with convert_validation_errors("sampling"):
         return SamplingParams(
             temperature=message.temperature,
             top_k=message.top_k,
@@ -156,22 +162,22 @@ def _common_sampling(message: pb.Sampling) -> SamplingParams:
             presence_penalty=message.presence_penalty,
             frequency_penalty=message.frequency_penalty,
             banned_ids=banned,
-            rule=maybe(RULES_FROM_PB, message.rule, "rule") or Rule.COUPLED,
+            rule=optional_member(RULES_FROM_PB, message.rule, "rule") or Rule.COUPLED,
             logit_bias=bias,
         )
 
 
-def seeded_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
+def verifier_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
     """What a verifier is told: it must bring the seed itself."""
     if message.HasField("draft_key"):
-        fail("sampling must bring a seed, not a drafter's key")
+        raise_invalid("sampling must bring a seed, not a drafter's key")
     return sampling_from_pb(message)
 
 
 def drafter_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
     """What a drafter is told: never the seed."""
     if not message.HasField("draft_key"):
-        fail("sampling must bring a drafter's key")
+        raise_invalid("sampling must bring a drafter's key")
     return sampling_from_pb(message)
 
 
@@ -197,9 +203,11 @@ def structured_from_pb(holder: Message) -> StructuredOutput | None:
     message: pb.StructuredOutput = getattr(holder, "structured_output")  # noqa: B009
     which = message.WhichOneof("kind")
     if which is None or (which == "json_object" and not message.json_object):
-        fail("structured_output must be one of json_schema, json_object, regex and grammar")
+        raise_invalid(
+            "structured_output must be one of json_schema, json_object, regex and grammar"
+        )
     found = "" if which == "json_object" else getattr(message, which)
-    with reading("structured_output"):
+    with convert_validation_errors("structured_output"):
         return StructuredOutput(StructuredKind(which), found)
 
 
@@ -216,17 +224,17 @@ def token_limits_from_pb(holder: Message) -> TokenLimits | None:
     if not holder.HasField("token_limits"):
         return None
     message: pb.TokenLimits = getattr(holder, "token_limits")  # noqa: B009
-    allowed = token_ids(message.allowed_ids, "allowed_ids", high=MAX_ALLOWED_IDS)
-    count(message.bad_words, "bad_words", high=MAX_BAD_WORDS)
+    allowed = check_token_ids(message.allowed_ids, "allowed_ids", high=MAX_ALLOWED_IDS)
+    check_count(message.bad_words, "bad_words", high=MAX_BAD_WORDS)
     words = [
-        token_ids(word.token_ids, "bad_words", high=MAX_BAD_WORD_TOKENS)
+        check_token_ids(word.token_ids, "bad_words", high=MAX_BAD_WORD_TOKENS)
         for word in message.bad_words
     ]
-    with reading("token_limits"):
+    with convert_validation_errors("token_limits"):
         return TokenLimits(allowed_ids=allowed, bad_words=tuple(words))
 
 
-def plan_to_pb(plan: Plan) -> pb.Plan:
+def plan_to_pb(plan: SpeculationPlan) -> pb.Plan:
     """Encode a plan."""
     return pb.Plan(
         method=METHODS[plan.method],
@@ -235,29 +243,29 @@ def plan_to_pb(plan: Plan) -> pb.Plan:
         depth=plan.depth,
         look_ahead=plan.look_ahead,
         fan_out=plan.fan_out,
-        patience_ms=plan.patience_ms,
+        proposal_timeout_ms=plan.proposal_timeout_ms,
     )
 
 
-_DEFAULT_PLAN = Plan()
+_DEFAULT_PLAN = SpeculationPlan()
 
 
-def plan_from_pb(message: pb.Plan) -> Plan:
+def plan_from_pb(message: pb.Plan) -> SpeculationPlan:
     """Decode and validate a plan."""
     data = message.SerializeToString()
     return _plan_of(data) if len(data) <= REMEMBERED_BYTES else _plan(message)
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _plan_of(data: bytes) -> Plan:
+def _plan_of(data: bytes) -> SpeculationPlan:
     return _plan(pb.Plan.FromString(data))
 
 
-def _plan(message: pb.Plan) -> Plan:
+def _plan(message: pb.Plan) -> SpeculationPlan:
     default = _DEFAULT_PLAN
-    with reading("plan"):
-        return Plan(
-            method=maybe(METHODS_FROM_PB, message.method, "method") or default.method,
+    with convert_validation_errors("plan"):
+        return SpeculationPlan(
+            method=optional_member(METHODS_FROM_PB, message.method, "method") or default.method,
             draft_tokens=(
                 message.draft_tokens if message.HasField("draft_tokens") else default.draft_tokens
             ),
@@ -265,8 +273,10 @@ def _plan(message: pb.Plan) -> Plan:
             depth=message.depth,
             look_ahead=message.look_ahead,
             fan_out=message.fan_out,
-            patience_ms=(
-                message.patience_ms if message.HasField("patience_ms") else default.patience_ms
+            proposal_timeout_ms=(
+                message.proposal_timeout_ms
+                if message.HasField("proposal_timeout_ms")
+                else default.proposal_timeout_ms
             ),
         )
 
@@ -295,7 +305,7 @@ def stats_to_pb(stats: SpecStats) -> pb.SpecDecodeStats:
 
 def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
     """Decode speculation statistics; the derived mean is ignored."""
-    count(message.accepted_per_depth, "accepted_per_depth", high=MAX_DRAFT_TOKENS)
+    check_count(message.accepted_per_depth, "accepted_per_depth", high=MAX_DRAFT_TOKENS)
     return SpecStats(
         rounds=message.rounds,
         emitted=message.emitted,
@@ -305,7 +315,7 @@ def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
         target_only_rounds=message.target_only_rounds,
         accepted_per_depth=tuple(message.accepted_per_depth),
         paused_rounds=message.paused_rounds,
-        decision=text(message.decision, "decision", limit=MAX_DECISION_BYTES, empty=True),
+        decision=check_text(message.decision, "decision", limit=MAX_DECISION_BYTES, empty=True),
         look_ahead_rounds=message.look_ahead_rounds,
         hit_rounds=message.hit_rounds,
         hit_accepted=message.hit_accepted,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from outrider.ids import DrafterId, SessionId, VerifierId
-from outrider.spec.plan import MAX_DRAFT_TOKENS, Plan
-from outrider.wire.checks import count, finite, number, parse, text
+from outrider.spec.plan import MAX_DRAFT_TOKENS, SpeculationPlan
+from outrider.wire.checks import check_count, check_finite, check_number, check_text, parse_message
 from outrider.wire.common_codec import (
     LAYOUTS,
     LAYOUTS_FROM_PB,
     METHODS,
-    known,
     methods_from_pb,
     plan_from_pb,
     plan_to_pb,
+    require_member,
     stats_from_pb,
     stats_to_pb,
 )
@@ -34,19 +34,19 @@ from outrider.wire.v1 import control_pb2 as pb
 
 
 def _session_id(value: str) -> SessionId:
-    return SessionId(text(value, "session_id"))
+    return SessionId(check_text(value, "session_id"))
 
 
-def encode_set_plan(session_id: SessionId, plan: Plan) -> bytes:
+def encode_set_plan(session_id: SessionId, plan: SpeculationPlan) -> bytes:
     """A SetPlan request as bytes."""
     return pb.SetPlanRequest(session_id=session_id, plan=plan_to_pb(plan)).SerializeToString(
         deterministic=True
     )
 
 
-def decode_set_plan(data: bytes | memoryview) -> tuple[SessionId, Plan]:
+def decode_set_plan(data: bytes | memoryview) -> tuple[SessionId, SpeculationPlan]:
     """The session and plan of a SetPlan request."""
-    message = parse(pb.SetPlanRequest, data)
+    message = parse_message(pb.SetPlanRequest, data)
     return _session_id(message.session_id), plan_from_pb(message.plan)
 
 
@@ -57,7 +57,7 @@ def encode_close_session(session_id: SessionId) -> bytes:
 
 def decode_close_session(data: bytes | memoryview) -> SessionId:
     """The session of a CloseSession request."""
-    return _session_id(parse(pb.CloseSessionRequest, data).session_id)
+    return _session_id(parse_message(pb.CloseSessionRequest, data).session_id)
 
 
 def encode_drain(draining: bool) -> bytes:
@@ -67,7 +67,7 @@ def encode_drain(draining: bool) -> bytes:
 
 def decode_drain(data: bytes | memoryview) -> bool:
     """Whether a Drain request wants the drafter to leave."""
-    return parse(pb.DrainRequest, data).draining
+    return parse_message(pb.DrainRequest, data).draining
 
 
 def encode_verifier_address(address: str) -> bytes:
@@ -77,14 +77,14 @@ def encode_verifier_address(address: str) -> bytes:
 
 def decode_attach(data: bytes | memoryview) -> str:
     """The verifier's address of an Attach request."""
-    address = parse(pb.AttachRequest, data).verifier_address
-    return text(address, "verifier_address", limit=MAX_ADDRESS_BYTES)
+    address = parse_message(pb.AttachRequest, data).verifier_address
+    return check_text(address, "verifier_address", limit=MAX_ADDRESS_BYTES)
 
 
 def decode_detach(data: bytes | memoryview) -> str:
     """The verifier's address of a Detach request."""
-    address = parse(pb.DetachRequest, data).verifier_address
-    return text(address, "verifier_address", limit=MAX_ADDRESS_BYTES)
+    address = parse_message(pb.DetachRequest, data).verifier_address
+    return check_text(address, "verifier_address", limit=MAX_ADDRESS_BYTES)
 
 
 def encode_verifier_info(info: VerifierInfo) -> bytes:
@@ -111,7 +111,7 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
                 answer_ms=drafter.answer_ms,
                 same_host=drafter.same_host,
                 answers=drafter.answers,
-                missed=drafter.missed,
+                proposal_timeouts=drafter.proposal_timeouts,
                 invalid=drafter.invalid,
                 silent_ms=drafter.silent_ms,
             )
@@ -124,8 +124,8 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         round_ms_p50=info.round_ms_p50,
         forward_ms_p50=info.forward_ms_p50,
         overhead_ms_p50=info.overhead_ms_p50,
-        own_methods=[METHODS[method] for method in info.own_methods],
-        own_draft_length=info.own_draft_length,
+        in_process_methods=[METHODS[method] for method in info.in_process_methods],
+        in_process_draft_length=info.in_process_draft_length,
         simulated_acceptance=info.simulated_acceptance,
         planner=info.planner,
         stats=stats_to_pb(info.stats),
@@ -134,8 +134,8 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         waiting_sessions=info.waiting_sessions,
         preemptions_swap=info.preemptions_swap,
         preemptions_recompute=info.preemptions_recompute,
-        prefix_tokens_asked=info.prefix_tokens_asked,
-        prefix_tokens_found=info.prefix_tokens_found,
+        prefix_cache_query_tokens=info.prefix_cache_query_tokens,
+        prefix_cache_hit_tokens=info.prefix_cache_hit_tokens,
         engine_steps=info.engine_steps,
     ).SerializeToString(deterministic=True)
 
@@ -143,19 +143,19 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
 def _attached_drafters(
     messages: Collection[pb.AttachedDrafter],
 ) -> tuple[AttachedDrafter, ...]:
-    count(messages, "drafters", high=MAX_PEERS)
+    check_count(messages, "drafters", high=MAX_PEERS)
     return tuple(
         AttachedDrafter(
-            drafter_id=DrafterId(text(drafter.drafter_id, "drafter_id")),
-            incarnation=text(drafter.incarnation, "incarnation", empty=True),
+            drafter_id=DrafterId(check_text(drafter.drafter_id, "drafter_id")),
+            incarnation=check_text(drafter.incarnation, "incarnation", empty=True),
             methods=methods_from_pb(drafter.methods),
             sessions=drafter.sessions,
-            answer_ms=finite(drafter.answer_ms, "answer_ms"),
+            answer_ms=check_finite(drafter.answer_ms, "answer_ms"),
             same_host=drafter.same_host,
             answers=drafter.answers,
-            missed=drafter.missed,
+            proposal_timeouts=drafter.proposal_timeouts,
             invalid=drafter.invalid,
-            silent_ms=finite(drafter.silent_ms, "silent_ms"),
+            silent_ms=check_finite(drafter.silent_ms, "silent_ms"),
         )
         for drafter in messages
     )
@@ -163,42 +163,48 @@ def _attached_drafters(
 
 def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
     """The verifier's info in `data`; InvalidMessageError if there is none."""
-    message = parse(pb.VerifierServiceGetInfoResponse, data)
+    message = parse_message(pb.VerifierServiceGetInfoResponse, data)
     return VerifierInfo(
         protocol_version=message.protocol_version,
-        verifier_id=VerifierId(text(message.verifier_id, "verifier_id")),
-        incarnation=text(message.incarnation, "incarnation", empty=True),
-        model_name=text(message.model_name, "model_name", empty=True),
-        vocab_size=number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
-        tokenizer_hash=text(message.tokenizer_hash, "tokenizer_hash", empty=True),
-        max_context_len=number(message.max_context_len, "max_context_len", high=MAX_SEQUENCE_LEN),
+        verifier_id=VerifierId(check_text(message.verifier_id, "verifier_id")),
+        incarnation=check_text(message.incarnation, "incarnation", empty=True),
+        model_name=check_text(message.model_name, "model_name", empty=True),
+        vocab_size=check_number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
+        tokenizer_hash=check_text(message.tokenizer_hash, "tokenizer_hash", empty=True),
+        max_context_len=check_number(
+            message.max_context_len, "max_context_len", high=MAX_SEQUENCE_LEN
+        ),
         kv_block_tokens=message.kv_block_tokens,
         kv_total_blocks=message.kv_total_blocks,
         kv_free_blocks=message.kv_free_blocks,
         sessions=message.sessions,
         max_sessions=message.max_sessions,
         drafters=_attached_drafters(message.drafters),
-        feature_fingerprint=text(message.feature_fingerprint, "feature_fingerprint", empty=True),
+        feature_fingerprint=check_text(
+            message.feature_fingerprint, "feature_fingerprint", empty=True
+        ),
         rounds_total=message.rounds_total,
         tokens_total=message.tokens_total,
-        dtype=text(message.dtype, "dtype", empty=True),
-        round_ms_p50=finite(message.round_ms_p50, "round_ms_p50"),
-        forward_ms_p50=finite(message.forward_ms_p50, "forward_ms_p50"),
-        overhead_ms_p50=finite(message.overhead_ms_p50, "overhead_ms_p50"),
-        own_methods=methods_from_pb(message.own_methods),
-        own_draft_length=number(
-            message.own_draft_length, "own_draft_length", high=MAX_DRAFT_TOKENS
+        dtype=check_text(message.dtype, "dtype", empty=True),
+        round_ms_p50=check_finite(message.round_ms_p50, "round_ms_p50"),
+        forward_ms_p50=check_finite(message.forward_ms_p50, "forward_ms_p50"),
+        overhead_ms_p50=check_finite(message.overhead_ms_p50, "overhead_ms_p50"),
+        in_process_methods=methods_from_pb(message.in_process_methods),
+        in_process_draft_length=check_number(
+            message.in_process_draft_length, "in_process_draft_length", high=MAX_DRAFT_TOKENS
         ),
-        simulated_acceptance=text(message.simulated_acceptance, "simulated_acceptance", empty=True),
-        planner=text(message.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
+        simulated_acceptance=check_text(
+            message.simulated_acceptance, "simulated_acceptance", empty=True
+        ),
+        planner=check_text(message.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
         stats=stats_from_pb(message.stats),
-        hit_idle_us_p50=finite(message.hit_idle_us_p50, "hit_idle_us_p50"),
+        hit_idle_us_p50=check_finite(message.hit_idle_us_p50, "hit_idle_us_p50"),
         draining=message.draining,
         waiting_sessions=message.waiting_sessions,
         preemptions_swap=message.preemptions_swap,
         preemptions_recompute=message.preemptions_recompute,
-        prefix_tokens_asked=message.prefix_tokens_asked,
-        prefix_tokens_found=message.prefix_tokens_found,
+        prefix_cache_query_tokens=message.prefix_cache_query_tokens,
+        prefix_cache_hit_tokens=message.prefix_cache_hit_tokens,
         engine_steps=message.engine_steps,
     )
 
@@ -225,24 +231,26 @@ def encode_drafter_info(info: DrafterInfo) -> bytes:
 
 def decode_drafter_info(data: bytes | memoryview) -> DrafterInfo:
     """The drafter's info in `data`; InvalidMessageError if there is none."""
-    message = parse(pb.DrafterServiceGetInfoResponse, data)
-    count(message.verifiers, "verifiers", high=MAX_PEERS)
+    message = parse_message(pb.DrafterServiceGetInfoResponse, data)
+    check_count(message.verifiers, "verifiers", high=MAX_PEERS)
     return DrafterInfo(
         protocol_version=message.protocol_version,
-        drafter_id=DrafterId(text(message.drafter_id, "drafter_id")),
-        incarnation=text(message.incarnation, "incarnation", empty=True),
-        vocab_size=number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
-        tokenizer_hash=text(message.tokenizer_hash, "tokenizer_hash", empty=True),
+        drafter_id=DrafterId(check_text(message.drafter_id, "drafter_id")),
+        incarnation=check_text(message.incarnation, "incarnation", empty=True),
+        vocab_size=check_number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
+        tokenizer_hash=check_text(message.tokenizer_hash, "tokenizer_hash", empty=True),
         methods=methods_from_pb(message.methods),
-        feature_layout=known(LAYOUTS_FROM_PB, message.feature_layout, "feature_layout"),
-        feature_fingerprint=text(message.feature_fingerprint, "feature_fingerprint", empty=True),
+        feature_layout=require_member(LAYOUTS_FROM_PB, message.feature_layout, "feature_layout"),
+        feature_fingerprint=check_text(
+            message.feature_fingerprint, "feature_fingerprint", empty=True
+        ),
         sessions=message.sessions,
         verifiers=tuple(
-            text(address, "verifier address", limit=MAX_ADDRESS_BYTES)
+            check_text(address, "verifier address", limit=MAX_ADDRESS_BYTES)
             for address in message.verifiers
         ),
-        draft_ms_p50=finite(message.draft_ms_p50, "draft_ms_p50"),
-        handicap=text(message.handicap, "handicap", empty=True),
+        draft_ms_p50=check_finite(message.draft_ms_p50, "draft_ms_p50"),
+        handicap=check_text(message.handicap, "handicap", empty=True),
         draining=message.draining,
         max_sessions=message.max_sessions,
     )

@@ -1,6 +1,6 @@
 """Exchange messages to frames and back; decoding checks all that a peer could get wrong.
 
-The entries of verdicts and proposals are checked by their readers (`sound_proposals`, and the
+The entries of verdicts and proposals are checked by their readers (`valid_proposals`, and the
 drafter's sessions), who know their vocabulary and what one entry costs.
 """
 
@@ -13,17 +13,24 @@ from typing import TypeVar
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
 from outrider.wire.bundles import Encoded as EncodedFrame
-from outrider.wire.bundles import join, refuse_bundle, split
-from outrider.wire.checks import fail, number, parse, text, token_ids, traceparent
+from outrider.wire.bundles import join_messages, refuse_bundle, split_frame
+from outrider.wire.checks import (
+    check_number,
+    check_text,
+    check_token_ids,
+    check_traceparent,
+    parse_message,
+    raise_invalid,
+)
 from outrider.wire.common_codec import (
     LAYOUTS,
     LAYOUTS_FROM_PB,
     METHODS,
     drafter_sampling_from_pb,
-    known,
     methods_from_pb,
     plan_from_pb,
     plan_to_pb,
+    require_member,
     sampling_to_pb,
     structured_from_pb,
     structured_to_pb,
@@ -40,16 +47,16 @@ from outrider.wire.limits import (
 )
 from outrider.wire.messages import (
     DrafterMessage,
-    Encoded,
+    EncodedMessage,
     Heartbeat,
     Hello,
-    LaneAnswer,
-    LaneOffer,
     PlanChange,
     Proposals,
     SessionEnd,
     SessionsLost,
     SessionStart,
+    ShmAnswer,
+    ShmOffer,
     Verdicts,
     VerifierMessage,
     Welcome,
@@ -69,13 +76,13 @@ from outrider.wire.v1 import exchange_pb2 as pb
 
 MessageT = TypeVar("MessageT")
 
-_LANE_NAME = re.compile("[0-9a-f]{32}")
+_SHM_NAME = re.compile("[0-9a-f]{32}")
 
 
 def encode_drafter_message(message: DrafterMessage) -> bytes:
     """A drafter's message as bytes."""
     match message:
-        case Encoded():
+        case EncodedMessage():
             return message.data
         case Proposals():
             return encode_proposals(message)
@@ -83,8 +90,8 @@ def encode_drafter_message(message: DrafterMessage) -> bytes:
             frame = pb.ExchangeRequest(sessions_lost=pb.SessionsLost(handles=message.handles))
         case Heartbeat():
             frame = pb.ExchangeRequest(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
-        case LaneAnswer():
-            frame = pb.ExchangeRequest(lane_answer=pb.LaneAnswer(joined=message.joined))
+        case ShmAnswer():
+            frame = pb.ExchangeRequest(shm_answer=pb.ShmAnswer(joined=message.is_joined))
         case Hello():
             frame = pb.ExchangeRequest(hello=_hello_to_pb(message))
     return frame.SerializeToString(deterministic=True)
@@ -94,7 +101,9 @@ def encode_drafter_messages(
     messages: Sequence[DrafterMessage], *, max_bytes: int = MAX_BUNDLE_BYTES
 ) -> list[bytes]:
     """A drafter's messages as frames of at most `max_bytes`; a larger message is one alone."""
-    return join([encode_drafter_message(message) for message in messages], max_bytes=max_bytes)
+    return join_messages(
+        [encode_drafter_message(message) for message in messages], max_bytes=max_bytes
+    )
 
 
 def decode_drafter_messages(frame: EncodedFrame) -> list[DrafterMessage | InvalidMessageError]:
@@ -124,7 +133,7 @@ def _decode_all(
         if content is not None:
             return [decode_round(content)]
         frame = bytes(frame)
-        members = split(frame)
+        members = split_frame(frame)
     except InvalidMessageError as error:
         return [error]
     messages: list[MessageT | InvalidMessageError] = []
@@ -141,24 +150,26 @@ def _decode_all(
 def _drafter_message(data: EncodedFrame) -> DrafterMessage:
     if (drafts := only_member(data, PROPOSALS_FIELD)) is not None:
         return decode_proposals(drafts)
-    frame = parse(pb.ExchangeRequest, data)
+    frame = parse_message(pb.ExchangeRequest, data)
     match frame.WhichOneof("message"):
         case "heartbeat":
             return Heartbeat(frame.heartbeat.sequence)
         case "sessions_lost":
             return SessionsLost(_handles(frame.sessions_lost))
-        case "lane_answer":
-            return LaneAnswer(frame.lane_answer.joined)
+        case "shm_answer":
+            return ShmAnswer(frame.shm_answer.joined)
         case "hello":
             return _hello_from_pb(frame.hello)
         case _:
-            fail("a drafter's message must hold hello, lane answer, proposals, losses or heartbeat")
+            raise_invalid(
+                "a drafter's message must hold hello, lane answer, proposals, losses or heartbeat"
+            )
 
 
 def encode_verifier_message(message: VerifierMessage) -> bytes:
     """A verifier's message as bytes."""
     match message:
-        case Encoded():
+        case EncodedMessage():
             return message.data
         case Verdicts():
             return b"".join(encode_verdicts(message))
@@ -178,7 +189,7 @@ def encode_verifier_message(message: VerifierMessage) -> bytes:
                     protocol_version=message.protocol_version,
                     verifier_id=message.verifier_id,
                     incarnation=message.incarnation,
-                    lane=_lane_to_pb(message.lane),
+                    shm_offer=_shm_channel_to_pb(message.shm_offer),
                 )
             )
     return frame.SerializeToString(deterministic=True)
@@ -188,7 +199,9 @@ def encode_verifier_messages(
     messages: Sequence[VerifierMessage], *, max_bytes: int = MAX_BUNDLE_BYTES
 ) -> list[bytes]:
     """A verifier's messages as frames of at most `max_bytes`; a larger message is one alone."""
-    return join([encode_verifier_message(message) for message in messages], max_bytes=max_bytes)
+    return join_messages(
+        [encode_verifier_message(message) for message in messages], max_bytes=max_bytes
+    )
 
 
 def decode_verifier_messages(frame: EncodedFrame) -> list[VerifierMessage | InvalidMessageError]:
@@ -205,7 +218,7 @@ def decode_verifier_message(data: EncodedFrame) -> VerifierMessage:
 def _verifier_message(data: EncodedFrame) -> VerifierMessage:
     if (told := only_member(data, VERDICTS_FIELD)) is not None:
         return decode_verdicts(told)
-    frame = parse(pb.ExchangeResponse, data)
+    frame = parse_message(pb.ExchangeResponse, data)
     match frame.WhichOneof("message"):
         case "heartbeat":
             return Heartbeat(frame.heartbeat.sequence)
@@ -221,20 +234,20 @@ def _verifier_message(data: EncodedFrame) -> VerifierMessage:
         case "welcome":
             return Welcome(
                 protocol_version=frame.welcome.protocol_version,
-                verifier_id=VerifierId(text(frame.welcome.verifier_id, "verifier_id")),
-                incarnation=text(frame.welcome.incarnation, "incarnation", empty=True),
-                lane=_lane_from_pb(frame.welcome),
+                verifier_id=VerifierId(check_text(frame.welcome.verifier_id, "verifier_id")),
+                incarnation=check_text(frame.welcome.incarnation, "incarnation", empty=True),
+                shm_offer=_shm_channel_from_pb(frame.welcome),
             )
         case _:
-            fail("a verifier's message must hold exactly one message")
+            raise_invalid("a verifier's message must hold exactly one message")
 
 
 def _handle(value: int) -> int:
-    return number(value, "handle", high=MAX_HANDLES - 1)
+    return check_number(value, "handle", high=MAX_HANDLES - 1)
 
 
 def _handles(message: pb.SessionsLost) -> tuple[int, ...]:
-    number(len(message.handles), "lost sessions", low=1, high=MAX_ROUND_SESSIONS)
+    check_number(len(message.handles), "lost sessions", low=1, high=MAX_ROUND_SESSIONS)
     handles = tuple(message.handles)
     _handle(max(handles))
     return handles
@@ -250,7 +263,7 @@ def _hello_to_pb(hello: Hello) -> pb.Hello:
         methods=[METHODS[method] for method in hello.methods],
         feature_layout=LAYOUTS[hello.feature_layout],
         feature_fingerprint=hello.feature_fingerprint,
-        lanes=hello.lanes,
+        supports_shm=hello.supports_shm,
         feature_offsets=hello.feature_offsets,
     )
 
@@ -258,30 +271,34 @@ def _hello_to_pb(hello: Hello) -> pb.Hello:
 def _hello_from_pb(message: pb.Hello) -> Hello:
     return Hello(
         protocol_version=message.protocol_version,
-        drafter_id=DrafterId(text(message.drafter_id, "drafter_id")),
-        incarnation=text(message.incarnation, "incarnation", empty=True),
-        vocab_size=number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
-        tokenizer_hash=text(message.tokenizer_hash, "tokenizer_hash", empty=True),
+        drafter_id=DrafterId(check_text(message.drafter_id, "drafter_id")),
+        incarnation=check_text(message.incarnation, "incarnation", empty=True),
+        vocab_size=check_number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
+        tokenizer_hash=check_text(message.tokenizer_hash, "tokenizer_hash", empty=True),
         methods=methods_from_pb(message.methods),
-        feature_layout=known(LAYOUTS_FROM_PB, message.feature_layout, "feature_layout"),
-        feature_fingerprint=text(message.feature_fingerprint, "feature_fingerprint", empty=True),
-        lanes=message.lanes,
+        feature_layout=require_member(LAYOUTS_FROM_PB, message.feature_layout, "feature_layout"),
+        feature_fingerprint=check_text(
+            message.feature_fingerprint, "feature_fingerprint", empty=True
+        ),
+        supports_shm=message.supports_shm,
         feature_offsets=message.feature_offsets,
     )
 
 
-def _lane_to_pb(lane: LaneOffer | None) -> pb.LaneOffer | None:
-    return None if lane is None else pb.LaneOffer(name=lane.name, token=lane.token)
+def _shm_channel_to_pb(shm_channel: ShmOffer | None) -> pb.ShmOffer | None:
+    return (
+        None if shm_channel is None else pb.ShmOffer(name=shm_channel.name, token=shm_channel.token)
+    )
 
 
-def _lane_from_pb(welcome: pb.Welcome) -> LaneOffer | None:
-    if not welcome.HasField("lane"):
+def _shm_channel_from_pb(welcome: pb.Welcome) -> ShmOffer | None:
+    if not welcome.HasField("shm_offer"):
         return None
-    lane = welcome.lane
-    if not _LANE_NAME.fullmatch(lane.name):
-        fail("a lane's name must be 32 hexadecimal digits")
-    number(len(lane.token), "bytes of a lane's token", low=16, high=16)
-    return LaneOffer(name=lane.name, token=lane.token)
+    shm_channel = welcome.shm_offer
+    if not _SHM_NAME.fullmatch(shm_channel.name):
+        raise_invalid("a lane's name must be 32 hexadecimal digits")
+    check_number(len(shm_channel.token), "bytes of a lane's token", low=16, high=16)
+    return ShmOffer(name=shm_channel.name, token=shm_channel.token)
 
 
 def _session_start_to_pb(start: SessionStart) -> pb.SessionStart:
@@ -303,14 +320,16 @@ def _session_start_to_pb(start: SessionStart) -> pb.SessionStart:
 def _session_start_from_pb(message: pb.SessionStart) -> SessionStart:
     return SessionStart(
         handle=_handle(message.handle),
-        session_id=SessionId(text(message.session_id, "session_id")),
+        session_id=SessionId(check_text(message.session_id, "session_id")),
         epoch=message.epoch,
         plan=plan_from_pb(message.plan),
         sampling=drafter_sampling_from_pb(message.sampling),
-        max_len=number(message.max_len, "max_len", high=MAX_SEQUENCE_LEN),
-        prompt_len=number(message.prompt_len, "prompt_len", high=MAX_SEQUENCE_LEN),
+        max_len=check_number(message.max_len, "max_len", high=MAX_SEQUENCE_LEN),
+        prompt_len=check_number(message.prompt_len, "prompt_len", high=MAX_SEQUENCE_LEN),
         structured_output=structured_from_pb(message),
         token_limits=token_limits_from_pb(message),
-        stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
-        traceparent=traceparent(message.traceparent),
+        stop_token_ids=check_token_ids(
+            message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS
+        ),
+        traceparent=check_traceparent(message.traceparent),
     )

@@ -184,7 +184,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids` where the request asked for them, else none."""
+    """One for each of `check_token_ids` where the request asked for them, else none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +222,7 @@ class GenerateResult:
     token_ids: tuple[int, ...]
     finish: FinishInfo
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids` where the request asked for them, else none."""
+    """One for each of `check_token_ids` where the request asked for them, else none."""
     prompt_token_ids: tuple[int, ...] = ()
     """Where the request asked for them."""
 
@@ -249,7 +249,7 @@ class VerifierSummary:
     max_sessions: int
     kv_free_blocks: int
     kv_total_blocks: int
-    own_methods: tuple[DraftMethod, ...] = ()
+    in_process_methods: tuple[DraftMethod, ...] = ()
     """Draft sources within the verifier itself."""
     simulated_acceptance: str = ""
     """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
@@ -268,9 +268,9 @@ class VerifierSummary:
     """Preemptions since the start whose K/V was kept in host memory."""
     preemptions_recompute: int = 0
     """Preemptions since the start whose K/V was dropped."""
-    prefix_tokens_asked: int = 0
+    prefix_cache_query_tokens: int = 0
     """Tokens of sessions that were let in without K/V, since the start."""
-    prefix_tokens_found: int = 0
+    prefix_cache_hit_tokens: int = 0
     """Of these, tokens whose K/V other sessions had left behind."""
 
 

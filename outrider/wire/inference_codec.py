@@ -17,7 +17,14 @@ from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId
 from outrider.spec.sampling import MAX_BANNED_IDS
 from outrider.spec.token_limits import MAX_ALLOWED_IDS
-from outrider.wire.checks import count, fail, number, quoted, text, token_ids
+from outrider.wire.checks import (
+    check_count,
+    check_number,
+    check_text,
+    check_token_ids,
+    quote_value,
+    raise_invalid,
+)
 from outrider.wire.common_codec import (
     METHODS,
     METHODS_FROM_PB,
@@ -25,7 +32,7 @@ from outrider.wire.common_codec import (
     RULES_FROM_PB,
     bias_from_pb,
     bias_to_pb,
-    maybe,
+    optional_member,
     structured_from_pb,
     structured_to_pb,
 )
@@ -98,7 +105,7 @@ def _check_field(kind: type[Message], name: str, value: object) -> None:
         wanted = _WANTED.get(field.type, "of another type")
         each = "each be " if isinstance(value, tuple) else "be "
         raise InvalidRequestError(
-            f"{name} must {each}{wanted}, got {quoted(value)}",
+            f"{name} must {each}{wanted}, got {quote_value(value)}",
             reason="INVALID_REQUEST",
         ) from error
 
@@ -148,15 +155,15 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
     asked = _set(message, "top_logprobs", message.top_logprobs)
     return GenerateRequest(
         prompt=_prompt_from_pb(message),
-        request_id=None if request_id is None else RequestId(text(request_id, "request_id")),
-        model=None if model is None else text(model, "model"),
+        request_id=None if request_id is None else RequestId(check_text(request_id, "request_id")),
+        model=None if model is None else check_text(model, "model"),
         sampling=_sampling_from_pb(message.sampling),
         stopping=_stopping_from_pb(message.stopping),
         speculation=_speculation_from_pb(message.speculation),
-        priority=number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
+        priority=check_number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
         resumable=message.resumable,
         top_logprobs=(
-            None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
+            None if asked is None else check_number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
         ),
         structured_output=structured_from_pb(message),
         skip_special_tokens=_set(message, "skip_special_tokens", message.skip_special_tokens),
@@ -167,28 +174,30 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
 def _prompt_from_pb(message: pb.GenerateRequest) -> Prompt:
     match message.WhichOneof("prompt"):
         case "text":
-            return TextPrompt(text(message.text, "text", limit=MAX_PROMPT_BYTES))
+            return TextPrompt(check_text(message.text, "text", limit=MAX_PROMPT_BYTES))
         case "token_ids":
-            ids = token_ids(message.token_ids.token_ids, "token_ids", high=MAX_PROMPT_TOKENS)
+            ids = check_token_ids(message.token_ids.token_ids, "token_ids", high=MAX_PROMPT_TOKENS)
             if not ids:
-                fail("token_ids must not be empty")
+                raise_invalid("token_ids must not be empty")
             return TokenPrompt(ids)
         case "chat":
             turns = message.chat.messages
-            count(turns, "chat.messages", high=MAX_CHAT_MESSAGES)
+            check_count(turns, "chat.messages", high=MAX_CHAT_MESSAGES)
             if not turns:
-                fail("chat.messages must not be empty")
+                raise_invalid("chat.messages must not be empty")
             return ChatPrompt(
                 tuple(
                     ChatMessage(
-                        role=text(turn.role, "role", limit=MAX_NAME_BYTES),
-                        content=text(turn.content, "content", limit=MAX_PROMPT_BYTES, empty=True),
+                        role=check_text(turn.role, "role", limit=MAX_NAME_BYTES),
+                        content=check_text(
+                            turn.content, "content", limit=MAX_PROMPT_BYTES, empty=True
+                        ),
                     )
                     for turn in turns
                 )
             )
         case _:
-            fail("prompt must be one of text, token_ids and chat")
+            raise_invalid("prompt must be one of text, token_ids and chat")
 
 
 def _sampling_to_pb(options: SamplingOptions) -> pb.SamplingOptions:
@@ -213,7 +222,7 @@ def _sampling_to_pb(options: SamplingOptions) -> pb.SamplingOptions:
 
 
 def _sampling_from_pb(message: pb.SamplingOptions) -> SamplingOptions:
-    count(message.bad_words, "bad_words", high=MAX_BAD_WORD_TEXTS)
+    check_count(message.bad_words, "bad_words", high=MAX_BAD_WORD_TEXTS)
     return SamplingOptions(
         temperature=_set(message, "temperature", message.temperature),
         top_p=_set(message, "top_p", message.top_p),
@@ -223,16 +232,16 @@ def _sampling_from_pb(message: pb.SamplingOptions) -> SamplingOptions:
         presence_penalty=_set(message, "presence_penalty", message.presence_penalty),
         frequency_penalty=_set(message, "frequency_penalty", message.frequency_penalty),
         seed=_set(message, "seed", message.seed),
-        rule=maybe(RULES_FROM_PB, message.rule, "rule"),
-        banned_token_ids=token_ids(
+        rule=optional_member(RULES_FROM_PB, message.rule, "rule"),
+        banned_token_ids=check_token_ids(
             message.banned_token_ids, "banned_token_ids", high=MAX_BANNED_IDS
         ),
         logit_bias=bias_from_pb(message.logit_bias),
-        allowed_token_ids=token_ids(
+        allowed_token_ids=check_token_ids(
             message.allowed_token_ids, "allowed_token_ids", high=MAX_ALLOWED_IDS
         ),
         bad_words=tuple(
-            text(word, "bad_words", limit=MAX_BAD_WORD_BYTES) for word in message.bad_words
+            check_text(word, "bad_words", limit=MAX_BAD_WORD_BYTES) for word in message.bad_words
         ),
     )
 
@@ -250,15 +259,17 @@ def _stopping_to_pb(options: StoppingOptions) -> pb.StoppingOptions:
 
 
 def _stopping_from_pb(message: pb.StoppingOptions) -> StoppingOptions:
-    count(message.stop, "stop", high=MAX_STOP_STRINGS)
+    check_count(message.stop, "stop", high=MAX_STOP_STRINGS)
     for name, value in (("max_tokens", message.max_tokens), ("min_tokens", message.min_tokens)):
         if value > MAX_SEQUENCE_LEN:
-            fail(f"{name} must be at most {MAX_SEQUENCE_LEN}, got {value}")
+            raise_invalid(f"{name} must be at most {MAX_SEQUENCE_LEN}, got {value}")
     return StoppingOptions(
         max_tokens=_set(message, "max_tokens", message.max_tokens),
         min_tokens=_set(message, "min_tokens", message.min_tokens),
-        stop=tuple(text(stop, "stop", limit=MAX_STOP_STRING_BYTES) for stop in message.stop),
-        stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
+        stop=tuple(check_text(stop, "stop", limit=MAX_STOP_STRING_BYTES) for stop in message.stop),
+        stop_token_ids=check_token_ids(
+            message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS
+        ),
         ignore_eos=_set(message, "ignore_eos", message.ignore_eos),
         include_stop_str_in_output=message.include_stop_str_in_output,
     )
@@ -279,7 +290,7 @@ def _speculation_to_pb(options: SpeculationOptions) -> pb.SpeculationOptions:
 def _speculation_from_pb(message: pb.SpeculationOptions) -> SpeculationOptions:
     return SpeculationOptions(
         enabled=_set(message, "enabled", message.enabled),
-        method=maybe(METHODS_FROM_PB, message.method, "method"),
+        method=optional_member(METHODS_FROM_PB, message.method, "method"),
         draft_tokens=_set(message, "draft_tokens", message.draft_tokens),
         draft_top_k=_set(message, "draft_top_k", message.draft_top_k),
         look_ahead=_set(message, "look_ahead", message.look_ahead),
@@ -310,7 +321,7 @@ def position_to_pb(position: StreamPosition) -> pb.ResumeStreamRequest:
 def position_from_pb(message: pb.ResumeStreamRequest) -> StreamPosition:
     """Decode where to go on with a stream."""
     return StreamPosition(
-        request_id=RequestId(text(message.request_id, "request_id")),
-        tokens=number(message.tokens, "tokens", high=MAX_SEQUENCE_LEN),
-        characters=number(message.characters, "characters", high=MAX_CHARACTERS),
+        request_id=RequestId(check_text(message.request_id, "request_id")),
+        tokens=check_number(message.tokens, "tokens", high=MAX_SEQUENCE_LEN),
+        characters=check_number(message.characters, "characters", high=MAX_CHARACTERS),
     )

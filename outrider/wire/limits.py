@@ -17,7 +17,7 @@ MAX_ROUND_SESSIONS = 4096
 """Entries of one message of verdicts or proposals."""
 MAX_HANDLES = 1 << 20
 """Session handles of a connection are below this."""
-MAX_LAW_ENTRIES = 1 << 22
+MAX_DISTRIBUTION_ENTRIES = 1 << 22
 """(id, count) pairs of all draft laws of a message."""
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LEN = 1 << 24

@@ -36,7 +36,7 @@ class EventLogprobs:
     top_ids: NDArray[np.int32]
     """[sum(counts * (widths - 1))] over rows with any: whose the others are."""
 
-    def rows(self, counts: Sequence[int]) -> Iterator[list[TokenLogprobs]]:
+    def split_rows(self, counts: Sequence[int]) -> Iterator[list[TokenLogprobs]]:
         """Row by row: one for each id of the row, or none. `counts`: ids of each row."""
         values, top_ids = self.values.tolist(), self.top_ids.tolist()
         value = top = 0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId, VerifierId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured_output import StructuredOutput
 from outrider.spec.token_limits import TokenLimits
@@ -24,7 +24,7 @@ from outrider.wire.arrays import TensorDtype as TensorDtype
 from outrider.wire.arrays import WireTensor as WireTensor
 from outrider.wire.logprobs import EventLogprobs as EventLogprobs
 from outrider.wire.logprobs import TokenLogprobs
-from outrider.wire.rounds import Laws as Laws
+from outrider.wire.rounds import DraftDistributions as DraftDistributions
 from outrider.wire.rounds import Proposal as Proposal
 from outrider.wire.rounds import Proposals as Proposals
 from outrider.wire.rounds import Verdict as Verdict
@@ -57,7 +57,7 @@ class Hello:
     feature_layout: FeatureLayout
     feature_fingerprint: str
     """Fingerprint of the head's feature projection; must equal the verifier's unless NONE."""
-    lanes: bool = False
+    supports_shm: bool = False
     """Whether the drafter can have a lane (`outrider.transport.shm`)."""
     feature_offsets: bool = False
     """Whether it knows `Verdicts.feature_offsets`."""
@@ -78,44 +78,44 @@ class SessionsLost:
 
 
 @dataclass(frozen=True, slots=True)
-class LaneAnswer:
+class ShmAnswer:
     """Answers a `Welcome` with a lane; what follows about sessions goes by it if it was joined."""
 
-    joined: bool
+    is_joined: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedMessage:
     """A message that is encoded already, so that the thread that made it also does that; only
     sending knows this form. Features may lie where their round left them; what carries them to the
     memory of their reader copies them from there, unless that is where they are. `owned` is for
     what is sent later."""
 
-    pieces: tuple[bytes | memoryview, ...]
+    segments: tuple[bytes | memoryview, ...]
 
     @property
     def nbytes(self) -> int:
         """Size of the message."""
-        return sum(map(len, self.pieces))
+        return sum(map(len, self.segments))
 
     @property
     def data(self) -> bytes:
         """The message in one piece."""
-        (first, *others) = self.pieces
-        return first if isinstance(first, bytes) and not others else b"".join(self.pieces)
+        (first, *others) = self.segments
+        return first if isinstance(first, bytes) and not others else b"".join(self.segments)
 
-    def owned(self) -> Encoded:
+    def copy_owned(self) -> EncodedMessage:
         """The same in memory that nothing else writes to."""
-        return Encoded((self.data,))
+        return EncodedMessage((self.data,))
 
 
-DrafterMessage = Hello | LaneAnswer | Proposals | SessionsLost | Heartbeat | Encoded
+DrafterMessage = Hello | ShmAnswer | Proposals | SessionsLost | Heartbeat | EncodedMessage
 
 # ---- exchange: verifier -> drafter -------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneOffer:
+class ShmOffer:
     """Where a drafter of the verifier's host finds its lane."""
 
     name: str
@@ -131,7 +131,7 @@ class Welcome:
     protocol_version: int
     verifier_id: VerifierId
     incarnation: str
-    lane: LaneOffer | None = None
+    shm_offer: ShmOffer | None = None
     """What a drafter of the same host may join; None where the drafter can have none."""
 
 
@@ -144,7 +144,7 @@ class SessionStart:
     session_id: SessionId
     """For logs."""
     epoch: int
-    plan: Plan
+    plan: SpeculationPlan
     sampling: SamplingParams
     max_len: int
     """Upper bound of the session's length in tokens (prompt + output)."""
@@ -165,7 +165,7 @@ class PlanChange:
     """The router changed a session's plan."""
 
     handle: int
-    plan: Plan
+    plan: SpeculationPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,9 @@ class SessionEnd:
     handle: int
 
 
-VerifierMessage = Welcome | SessionStart | Verdicts | PlanChange | SessionEnd | Heartbeat | Encoded
+VerifierMessage = (
+    Welcome | SessionStart | Verdicts | PlanChange | SessionEnd | Heartbeat | EncodedMessage
+)
 
 # ---- control: router -> verifier ---------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class SessionSpec:
     min_new_tokens: int = 0
     """Stop tokens are masked until this many tokens were emitted."""
     sampling: SamplingParams
-    plan: Plan
+    plan: SpeculationPlan
     drafter_id: DrafterId | None = None
     """The drafter that serves the session; None decodes plainly."""
     priority: int = 0
@@ -274,7 +276,7 @@ PLANNED = PAUSED | 3 << DECISION_SHIFT
 """All flags of the planner."""
 LOOKED_AHEAD = 64
 """Flag of an event: the plan has look-ahead, and the round used a proposal or wanted one."""
-HIT = 128
+LOOK_AHEAD_HIT = 128
 """Flag of such an event: its proposal had come before its prefix did. With neither this one nor
 FALLBACK the proposal was made for a prefix that was there."""
 REASON_CODES = {

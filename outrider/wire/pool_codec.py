@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from outrider.wire.checks import text
+from outrider.wire.checks import check_text
 from outrider.wire.limits import MAX_ADDRESS_BYTES
 from outrider.wire.v1 import pool_pb2 as pb
 
 
-class Removed(NamedTuple):
+class RemovedDrafter(NamedTuple):
     """What became of the sessions of a drafter that was removed."""
 
-    moved: int
+    num_moved: int
     """Other drafters took them over."""
-    left: int
+    num_remaining: int
     """No other drafter could; they decode plainly."""
 
 
@@ -30,14 +30,14 @@ def remove_drafter_to_pb(address: str) -> pb.RemoveDrafterRequest:
 
 def address_from_pb(message: pb.AddDrafterRequest | pb.RemoveDrafterRequest) -> str:
     """Decode a drafter's address."""
-    return text(message.address, "address", limit=MAX_ADDRESS_BYTES)
+    return check_text(message.address, "address", limit=MAX_ADDRESS_BYTES)
 
 
-def removed_to_pb(removed: Removed) -> pb.RemoveDrafterResponse:
+def removed_to_pb(removed: RemovedDrafter) -> pb.RemoveDrafterResponse:
     """Encode what became of a drafter's sessions."""
-    return pb.RemoveDrafterResponse(moved=removed.moved, left=removed.left)
+    return pb.RemoveDrafterResponse(moved=removed.num_moved, left=removed.num_remaining)
 
 
-def removed_from_pb(message: pb.RemoveDrafterResponse) -> Removed:
+def removed_from_pb(message: pb.RemoveDrafterResponse) -> RemovedDrafter:
     """Decode what became of a drafter's sessions."""
-    return Removed(message.moved, message.left)
+    return RemovedDrafter(message.moved, message.left)

@@ -18,18 +18,24 @@ from numpy.typing import NDArray
 from outrider.spec.flat_trees import chain_parents
 from outrider.spec.mixing import MASK64
 from outrider.wire.arrays import FeatureRows, TensorDtype
-from outrider.wire.bundles import LENGTH_DELIMITED, Encoded, fields, read_varint, varint
-from outrider.wire.checks import fail, number
+from outrider.wire.bundles import (
+    LENGTH_DELIMITED,
+    Encoded,
+    encode_varint,
+    parse_fields,
+    read_varint,
+)
+from outrider.wire.checks import check_number, raise_invalid
 from outrider.wire.limits import (
+    MAX_DISTRIBUTION_ENTRIES,
     MAX_FEATURE_WIDTH,
-    MAX_LAW_ENTRIES,
     MAX_MESSAGE_BYTES,
     MAX_NODES,
     MAX_ROUND_SESSIONS,
 )
 from outrider.wire.rounds import (
+    DraftDistributions,
     Indices,
-    Laws,
     Proposals,
     Verdicts,
 )
@@ -40,11 +46,11 @@ VERDICTS_FIELD: Final = pb.ExchangeResponse.VERDICTS_FIELD_NUMBER
 PROPOSALS_FIELD: Final = pb.ExchangeRequest.PROPOSALS_FIELD_NUMBER
 _VERDICT_COLUMNS: Final = 6
 _PROPOSAL_COLUMNS: Final = 3
-_LAW_FIELDS: Final = (
-    pb.Proposals.WITH_LAW_FIELD_NUMBER,
-    pb.Proposals.LAW_SIZES_FIELD_NUMBER,
-    pb.Proposals.LAW_IDS_FIELD_NUMBER,
-    pb.Proposals.LAW_COUNTS_FIELD_NUMBER,
+_DISTRIBUTION_FIELDS: Final = (
+    pb.Proposals.HAS_DISTRIBUTION_FIELD_NUMBER,
+    pb.Proposals.DISTRIBUTION_LENS_FIELD_NUMBER,
+    pb.Proposals.DISTRIBUTION_TOKEN_IDS_FIELD_NUMBER,
+    pb.Proposals.DISTRIBUTION_COUNTS_FIELD_NUMBER,
 )
 _FEATURE_DTYPES = (TensorDtype.FLOAT32, TensorDtype.FLOAT16, TensorDtype.BFLOAT16)
 _UINT8, _UINT16, _UINT32, _UINT64 = (np.dtype(f"<u{size}") for size in (1, 2, 4, 8))
@@ -62,7 +68,7 @@ class _Field(NamedTuple):
     """A varint, or a length-delimited value."""
 
 
-class _Pieces(NamedTuple):
+class _Fragments(NamedTuple):
     """A length-delimited field whose content lies in pieces."""
 
     number: int
@@ -84,7 +90,7 @@ def encode_verdicts(verdicts: Verdicts) -> tuple[Buffer, ...]:
     rows, features = verdicts.features, None
     if rows is not None:
         expected = NUMPY_DTYPES[rows.dtype]
-        if any(piece.dtype != expected for piece in rows.pieces):
+        if any(piece.dtype != expected for piece in rows.segments):
             raise TypeError(f"{rows.dtype} must be held as {expected}")
         written += [
             _Field(pb.Verdicts.FEATURE_DTYPE_FIELD_NUMBER, int(DTYPES_TO_PB[rows.dtype])),
@@ -93,8 +99,8 @@ def encode_verdicts(verdicts: Verdicts) -> tuple[Buffer, ...]:
         if verdicts.feature_offsets is not None:
             offsets = verdicts.feature_offsets
             written.append(_array(pb.Verdicts.FEATURE_OFFSETS_FIELD_NUMBER, offsets, _UINT32))
-        pieces = tuple([_raw(piece) for piece in rows.pieces])
-        features = _Pieces(pb.Verdicts.FEATURES_FIELD_NUMBER, pieces)
+        pieces = tuple([_raw(piece) for piece in rows.segments])
+        features = _Fragments(pb.Verdicts.FEATURES_FIELD_NUMBER, pieces)
     return _message(VERDICTS_FIELD, written, features)
 
 
@@ -114,13 +120,15 @@ def encode_proposals(proposals: Proposals) -> bytes:
     # The sign of a zero counts.
     if np.ascontiguousarray(proposals.logprobs).view(np.uint32).any():
         written.append(_array(pb.Proposals.LOGPROBS_FIELD_NUMBER, proposals.logprobs, _FLOAT32))
-    laws = proposals.laws
-    if laws is not None:
+    distributions = proposals.distributions
+    if distributions is not None:
         written += [
-            _array(pb.Proposals.WITH_LAW_FIELD_NUMBER, laws.given, _UINT8),
-            _array(pb.Proposals.LAW_SIZES_FIELD_NUMBER, laws.sizes, _UINT32),
-            _array(pb.Proposals.LAW_IDS_FIELD_NUMBER, laws.ids, _INT32),
-            _array(pb.Proposals.LAW_COUNTS_FIELD_NUMBER, laws.counts, _UINT16),
+            _array(
+                pb.Proposals.HAS_DISTRIBUTION_FIELD_NUMBER, distributions.has_distribution, _UINT8
+            ),
+            _array(pb.Proposals.DISTRIBUTION_LENS_FIELD_NUMBER, distributions.sizes, _UINT32),
+            _array(pb.Proposals.DISTRIBUTION_TOKEN_IDS_FIELD_NUMBER, distributions.ids, _INT32),
+            _array(pb.Proposals.DISTRIBUTION_COUNTS_FIELD_NUMBER, distributions.counts, _UINT16),
         ]
     written.append(_Field(pb.Proposals.DRAFT_US_FIELD_NUMBER, proposals.draft_us))
     return b"".join(_message(PROPOSALS_FIELD, written))
@@ -143,7 +151,7 @@ def only_member(data: Encoded, field: int) -> memoryview | None:
     """
     found: list[memoryview] = []
     others = 0
-    for name, content in fields(memoryview(data)):
+    for name, content in parse_fields(memoryview(data)):
         if name == field and isinstance(content, memoryview):
             found.append(content)
         elif name <= _LAST_MESSAGE:
@@ -151,7 +159,7 @@ def only_member(data: Encoded, field: int) -> memoryview | None:
     if not found:
         return None
     if len(found) + others > 1:
-        fail("a frame must hold exactly one message")
+        raise_invalid("a frame must hold exactly one message")
     return found[0]
 
 
@@ -167,7 +175,7 @@ def decode_verdicts(data: memoryview) -> Verdicts:
     digests = _read(content, pb.Verdicts.DIGESTS_FIELD_NUMBER, _UINT64, "digests").copy()
     tokens = _read(content, pb.Verdicts.TOKENS_FIELD_NUMBER, _INT32, "tokens").copy()
     if int(wanted.max()) > 1:
-        fail("draft_wanted must be 0 or 1")
+        raise_invalid("draft_wanted must be 0 or 1")
     offsets = _indices(content, pb.Verdicts.FEATURE_OFFSETS_FIELD_NUMBER, "feature_offsets")
     return Verdicts(
         handles=handles,
@@ -194,7 +202,7 @@ def decode_proposals(data: memoryview) -> Proposals:
     handles, prefix_lens, node_counts = columns
     count = len(handles)
     digests = _read(content, pb.Proposals.DIGESTS_FIELD_NUMBER, _UINT64, "digests").copy()
-    nodes = number(int(node_counts.sum()), "nodes", high=MAX_NODES * count)
+    nodes = check_number(int(node_counts.sum()), "nodes", high=MAX_NODES * count)
     tokens = _read(content, pb.Proposals.TOKENS_FIELD_NUMBER, _INT32, "tokens").copy()
     draft_us = content.get(pb.Proposals.DRAFT_US_FIELD_NUMBER, 0)
     return Proposals(
@@ -205,7 +213,7 @@ def decode_proposals(data: memoryview) -> Proposals:
         tokens=cast("NDArray[np.int32]", _sized(tokens, nodes, "tokens")),
         parents=_parents(content, node_counts, nodes),
         logprobs=_logprobs(content, nodes),
-        laws=_laws(content, node_counts),
+        distributions=_distributions(content, node_counts),
         draft_us=draft_us & MASK64 if isinstance(draft_us, int) else 0,
     )
 
@@ -229,25 +237,33 @@ def _logprobs(content: _Contents, nodes: int) -> NDArray[np.float32]:
     return cast("NDArray[np.float32]", _sized(logprobs, nodes, "logprobs").copy())
 
 
-def _laws(content: _Contents, node_counts: Indices) -> Laws | None:
-    if not any(field in content for field in _LAW_FIELDS):
+def _distributions(content: _Contents, node_counts: Indices) -> DraftDistributions | None:
+    if not any(field in content for field in _DISTRIBUTION_FIELDS):
         return None
-    raw = _read(content, pb.Proposals.WITH_LAW_FIELD_NUMBER, _UINT8, "with_law")
-    sizes = _indices(content, pb.Proposals.LAW_SIZES_FIELD_NUMBER, "law_sizes")
-    ids = _read(content, pb.Proposals.LAW_IDS_FIELD_NUMBER, _INT32, "law_ids")
-    counts = _read(content, pb.Proposals.LAW_COUNTS_FIELD_NUMBER, _UINT16, "law_counts")
+    raw = _read(content, pb.Proposals.HAS_DISTRIBUTION_FIELD_NUMBER, _UINT8, "has_distribution")
+    sizes = _indices(content, pb.Proposals.DISTRIBUTION_LENS_FIELD_NUMBER, "distribution_lens")
+    ids = _read(
+        content, pb.Proposals.DISTRIBUTION_TOKEN_IDS_FIELD_NUMBER, _INT32, "distribution_token_ids"
+    )
+    counts = _read(
+        content, pb.Proposals.DISTRIBUTION_COUNTS_FIELD_NUMBER, _UINT16, "distribution_counts"
+    )
     if not len(raw):
-        for array, name in ((sizes, "law_sizes"), (ids, "law_ids"), (counts, "law_counts")):
+        for array, name in (
+            (sizes, "distribution_lens"),
+            (ids, "distribution_token_ids"),
+            (counts, "distribution_counts"),
+        ):
             _sized(array, 0, name)
         return None
-    given = _flags(_sized(raw, len(node_counts), "with_law").copy(), "with_law")
-    _sized(sizes, int((node_counts[given] + 1).sum()), "law_sizes")
-    entries = number(int(sizes.sum()), "law entries", high=MAX_LAW_ENTRIES)
-    return Laws(
-        given=given,
+    given = _flags(_sized(raw, len(node_counts), "has_distribution").copy(), "has_distribution")
+    _sized(sizes, int((node_counts[given] + 1).sum()), "distribution_lens")
+    entries = check_number(int(sizes.sum()), "law entries", high=MAX_DISTRIBUTION_ENTRIES)
+    return DraftDistributions(
+        has_distribution=given,
         sizes=sizes,
-        ids=cast("NDArray[np.int32]", _sized(ids, entries, "law_ids").copy()),
-        counts=cast("NDArray[np.uint16]", _sized(counts, entries, "law_counts").copy()),
+        ids=cast("NDArray[np.int32]", _sized(ids, entries, "distribution_token_ids").copy()),
+        counts=cast("NDArray[np.uint16]", _sized(counts, entries, "distribution_counts").copy()),
     )
 
 
@@ -257,34 +273,36 @@ def _features(content: _Contents, counts: Indices, offsets: Indices) -> FeatureR
     width = content.get(pb.Verdicts.FEATURE_WIDTH_FIELD_NUMBER, 0)
     tag = content.get(pb.Verdicts.FEATURE_DTYPE_FIELD_NUMBER, 0)
     if isinstance(data, int) or not isinstance(width, int) or not isinstance(tag, int):
-        fail("features must be bytes with a width and an element type")
+        raise_invalid("features must be bytes with a width and an element type")
     if len(offsets):
         _sized(offsets, len(counts), "feature_offsets")
     if not len(offsets) and not counts.any() and not len(data):
         return None
     dtype = DTYPES_FROM_PB.get(tag)
     if dtype is None or dtype not in _FEATURE_DTYPES:
-        fail(f"features must be floating point, got element type {tag}")
-    number(width, "feature_width", low=1, high=MAX_FEATURE_WIDTH)
+        raise_invalid(f"features must be floating point, got element type {tag}")
+    check_number(width, "feature_width", low=1, high=MAX_FEATURE_WIDTH)
     held = NUMPY_DTYPES[dtype]
     rows, rest = divmod(len(data), width * held.itemsize)
     if rest or (not len(offsets) and rows != int(counts.sum())):
-        fail(f"{int(counts.sum())} rows of {width} {dtype} features are not {len(data)} bytes")
+        raise_invalid(
+            f"{int(counts.sum())} rows of {width} {dtype} features are not {len(data)} bytes"
+        )
     if len(offsets) and int((offsets + counts).max()) > rows:
-        fail(f"feature_offsets beyond the {rows} rows")
+        raise_invalid(f"feature_offsets beyond the {rows} rows")
     array = np.frombuffer(data, dtype=held).reshape(rows, width)
-    return FeatureRows(dtype=dtype, pieces=(array,))
+    return FeatureRows(dtype=dtype, segments=(array,))
 
 
 def _flags(values: NDArray[np.generic], name: str) -> NDArray[np.bool_]:
     if len(values) and int(values.max()) > 1:
-        fail(f"{name} must be 0 or 1")
+        raise_invalid(f"{name} must be 0 or 1")
     return values.view(np.bool_)
 
 
 def _sized(array: ArrayT, expected: int, name: str) -> ArrayT:
     if len(array) != expected:
-        fail(f"{name} must have {expected} entries, got {len(array)}")
+        raise_invalid(f"{name} must have {expected} entries, got {len(array)}")
     return array
 
 
@@ -292,8 +310,8 @@ def _columns(content: _Contents, field: int, count: int, name: str) -> Indices:
     """[count, S]: columns of a message with S entries, at least one."""
     flat = _indices(content, field, "columns")
     if len(flat) % count:
-        fail(f"columns: {len(flat)} numbers are not {count} columns")
-    number(len(flat) // count, name, low=1, high=MAX_ROUND_SESSIONS)
+        raise_invalid(f"columns: {len(flat)} numbers are not {count} columns")
+    check_number(len(flat) // count, name, low=1, high=MAX_ROUND_SESSIONS)
     return flat.reshape(count, -1)
 
 
@@ -306,15 +324,15 @@ def _read(
 ) -> NDArray[np.generic]:
     data = content.get(field, b"")
     if isinstance(data, int):
-        fail(f"{name} must be bytes")
+        raise_invalid(f"{name} must be bytes")
     if len(data) % dtype.itemsize:
-        fail(f"{name}: {len(data)} bytes are not a multiple of {dtype.itemsize}")
+        raise_invalid(f"{name}: {len(data)} bytes are not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype=dtype)
 
 
 def _contents(data: memoryview) -> _Contents:
     """Field contents by number; as ever in protobuf, the last of a number counts."""
-    return {name: content for name, content in fields(data) if content is not None}
+    return {name: content for name, content in parse_fields(data) if content is not None}
 
 
 def _array(field: int, values: NDArray[np.generic], dtype: np.dtype[np.generic]) -> _Field:
@@ -331,7 +349,7 @@ def _raw(values: NDArray[np.generic]) -> Buffer:
 
 
 def _message(
-    field: int, written: Iterable[_Field], last: _Pieces | None = None
+    field: int, written: Iterable[_Field], last: _Fragments | None = None
 ) -> tuple[Buffer, ...]:
     """A frame whose only field is the submessage of these, to be joined: `last` stays where it
     lies, all else is one piece. Empty values are left out."""
@@ -339,14 +357,21 @@ def _message(
     for name, content in written:
         if isinstance(content, int):
             if content:
-                chunks += (varint(name << 3), varint(content))
+                chunks += (encode_varint(name << 3), encode_varint(content))
         elif content:
-            chunks += (varint(name << 3 | LENGTH_DELIMITED), varint(len(content)), content)
+            chunks += (
+                encode_varint(name << 3 | LENGTH_DELIMITED),
+                encode_varint(len(content)),
+                content,
+            )
     pieces = () if last is None else last.content
     behind = sum(map(len, pieces))
     if last is not None and behind:
-        chunks += (varint(last.number << 3 | LENGTH_DELIMITED), varint(behind))
+        chunks += (encode_varint(last.number << 3 | LENGTH_DELIMITED), encode_varint(behind))
     size = sum(map(len, chunks)) + behind
     if size > MAX_MESSAGE_BYTES:
-        fail(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
-    return (b"".join((varint(field << 3 | LENGTH_DELIMITED), varint(size), *chunks)), *pieces)
+        raise_invalid(f"a message of {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+    return (
+        b"".join((encode_varint(field << 3 | LENGTH_DELIMITED), encode_varint(size), *chunks)),
+        *pieces,
+    )

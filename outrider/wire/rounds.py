@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.draft_distribution import DraftLaw
-from outrider.spec.flat_trees import sound_laws, sound_trees
+from outrider.spec.draft_distribution import DraftDistribution
+from outrider.spec.flat_trees import valid_distributions, valid_trees
 from outrider.spec.tree import DraftTree
 from outrider.wire.arrays import FeatureRows, WireTensor
 from outrider.wire.limits import MAX_HANDLES
@@ -79,11 +79,11 @@ class Verdicts:
         return 64 + 40 * len(self) + self.tokens.nbytes + features
 
     @classmethod
-    def of(cls, verdicts: Sequence[Verdict]) -> Verdicts:
+    def of_verdicts(cls, verdicts: Sequence[Verdict]) -> Verdicts:
         """One message of several sessions' verdicts; their features must be of one kind."""
         features = [v.features for v in verdicts if v.features is not None]
         pieces = tuple(wire.data for wire in features)
-        rows = FeatureRows(dtype=features[0].dtype, pieces=pieces) if features else None
+        rows = FeatureRows(dtype=features[0].dtype, segments=pieces) if features else None
         return cls(
             handles=_column([v.handle for v in verdicts]),
             starts=_column([v.start for v in verdicts]),
@@ -105,7 +105,7 @@ class Verdicts:
         first: Indices = np.cumsum(self.feature_counts) - self.feature_counts
         return first
 
-    def entries(self) -> list[Verdict]:
+    def iter_verdicts(self) -> list[Verdict]:
         """Each session's verdict alone; features are None where there are no rows."""
         ends, firsts = np.cumsum(self.token_counts), self.first_rows()
         rows = None if self.features is None else self.features.joined()
@@ -143,17 +143,17 @@ class Proposal:
     prefix_len: int
     """Number of tokens in that prefix, prompt and root included."""
     tree: DraftTree
-    law: DraftLaw | None = None
+    distribution: DraftDistribution | None = None
     """Draft probabilities by expanded node; None unless the rule needs them."""
     draft_us: int = 0
     """Time spent drafting the batch, microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Laws:
+class DraftDistributions:
     """Draft laws of the entries that have one. Such an entry with n nodes owns n + 1 slots."""
 
-    given: NDArray[np.bool_]
+    has_distribution: NDArray[np.bool_]
     """[S]: whether an entry has a law."""
     sizes: Indices
     """[L]: (id, count) pairs of each slot."""
@@ -179,7 +179,7 @@ class Proposals:
     """[N], within the same tree."""
     logprobs: NDArray[np.float32]
     """[N]"""
-    laws: Laws | None = None
+    distributions: DraftDistributions | None = None
     draft_us: int = 0
 
     def __len__(self) -> int:
@@ -188,15 +188,19 @@ class Proposals:
     @property
     def nbytes(self) -> int:
         """About the size of the message."""
-        laws = self.laws
+        distributions = self.distributions
         size = 64 + 32 * len(self) + 3 * self.tokens.nbytes
-        return size if laws is None else size + laws.sizes.nbytes + 2 * laws.ids.nbytes
+        return (
+            size
+            if distributions is None
+            else size + distributions.sizes.nbytes + 2 * distributions.ids.nbytes
+        )
 
-    def only(self, chosen: Indices) -> Proposals:
+    def select(self, chosen: Indices) -> Proposals:
         """The entries at `chosen`, in that order."""
         if len(chosen) == len(self) and bool((chosen == np.arange(len(self))).all()):
             return self
-        nodes = owned(self.node_counts, chosen)
+        nodes = owned_indices(self.node_counts, chosen)
         return Proposals(
             handles=self.handles[chosen],
             digests=self.digests[chosen],
@@ -205,24 +209,33 @@ class Proposals:
             tokens=self.tokens[nodes],
             parents=self.parents[nodes],
             logprobs=self.logprobs[nodes],
-            laws=None if self.laws is None else self._laws_only(chosen, self.laws),
+            distributions=None
+            if self.distributions is None
+            else self._distributions_only(chosen, self.distributions),
             draft_us=self.draft_us,
         )
 
-    def _laws_only(self, chosen: Indices, laws: Laws) -> Laws | None:
-        given = laws.given[chosen]
+    def _distributions_only(
+        self, chosen: Indices, distributions: DraftDistributions
+    ) -> DraftDistributions | None:
+        given = distributions.has_distribution[chosen]
         if not given.any():
             return None
-        slots = owned(np.where(laws.given, self.node_counts + 1, 0), chosen)
-        pairs = owned(laws.sizes, slots)
-        return Laws(
-            given=given, sizes=laws.sizes[slots], ids=laws.ids[pairs], counts=laws.counts[pairs]
+        slots = owned_indices(
+            np.where(distributions.has_distribution, self.node_counts + 1, 0), chosen
+        )
+        pairs = owned_indices(distributions.sizes, slots)
+        return DraftDistributions(
+            has_distribution=given,
+            sizes=distributions.sizes[slots],
+            ids=distributions.ids[pairs],
+            counts=distributions.counts[pairs],
         )
 
     @classmethod
-    def joined(cls, messages: Sequence[Proposals]) -> Proposals:
+    def concatenate(cls, messages: Sequence[Proposals]) -> Proposals:
         """The entries of several messages without laws, in turn; the longest `draft_us`."""
-        assert all(message.laws is None for message in messages)
+        assert all(message.distributions is None for message in messages)
         return cls(
             handles=_joined([each.handles for each in messages], np.int64),
             digests=_joined([each.digests for each in messages], np.uint64),
@@ -235,7 +248,9 @@ class Proposals:
         )
 
     @classmethod
-    def of(cls, proposals: Sequence[Proposal], *, draft_us: int | None = None) -> Proposals:
+    def of_proposals(
+        cls, proposals: Sequence[Proposal], *, draft_us: int | None = None
+    ) -> Proposals:
         """One message of several sessions' drafts; the longest `draft_us` unless one is given."""
         return cls(
             handles=_column([p.handle for p in proposals]),
@@ -245,13 +260,13 @@ class Proposals:
             tokens=_joined([p.tree.tokens for p in proposals], np.int32),
             parents=_joined([p.tree.parents for p in proposals], np.int32),
             logprobs=_joined([p.tree.logprobs for p in proposals], np.float32),
-            laws=_laws_of(proposals),
+            distributions=_distributions_of(proposals),
             draft_us=max([p.draft_us for p in proposals], default=0)
             if draft_us is None
             else draft_us,
         )
 
-    def entry(self, index: int) -> Proposal:
+    def get_proposal(self, index: int) -> Proposal:
         """One session's draft; its arrays are views."""
         part = self.nodes_of(index)
         return Proposal(
@@ -259,7 +274,7 @@ class Proposals:
             prefix_digest=int(self.digests[index]),
             prefix_len=int(self.prefix_lens[index]),
             tree=DraftTree(self.tokens[part], self.parents[part], self.logprobs[part]),
-            law=self._law(index),
+            distribution=self._distribution(index),
             draft_us=self.draft_us,
         )
 
@@ -268,29 +283,33 @@ class Proposals:
         begin = int(self.node_counts[:index].sum())
         return slice(begin, begin + int(self.node_counts[index]))
 
-    def entries(self) -> list[Proposal]:
+    def iter_proposals(self) -> list[Proposal]:
         """Every session's draft."""
-        return [self.entry(index) for index in range(len(self))]
+        return [self.get_proposal(index) for index in range(len(self))]
 
-    def _law(self, index: int) -> DraftLaw | None:
-        laws = self.laws
-        if laws is None or not laws.given[index]:
+    def _distribution(self, index: int) -> DraftDistribution | None:
+        distributions = self.distributions
+        if distributions is None or not distributions.has_distribution[index]:
             return None
         slots = self.node_counts + 1
-        first = int(slots[:index][laws.given[:index]].sum())
-        sizes = laws.sizes[first : first + int(slots[index])]
-        begin = int(laws.sizes[:first].sum())
+        first = int(slots[:index][distributions.has_distribution[:index]].sum())
+        sizes = distributions.sizes[first : first + int(slots[index])]
+        begin = int(distributions.sizes[:first].sum())
         end = begin + int(sizes.sum())
         offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
         np.cumsum(sizes, out=offsets[1:])
-        return DraftLaw(offsets=offsets, ids=laws.ids[begin:end], counts=laws.counts[begin:end])
+        return DraftDistribution(
+            offsets=offsets,
+            ids=distributions.ids[begin:end],
+            counts=distributions.counts[begin:end],
+        )
 
 
-def sound_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) -> NDArray[np.bool_]:
+def valid_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) -> NDArray[np.bool_]:
     """[S]: which entries keep every rule of trees and laws, for a reader with these bounds. Handles
     may repeat. Never raises for anything that was decoded."""
     drafts = proposals
-    sound = sound_trees(
+    sound = valid_trees(
         drafts.node_counts,
         drafts.tokens,
         drafts.parents,
@@ -298,16 +317,16 @@ def sound_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) ->
         vocab_size=vocab_size,
         max_nodes=max_nodes,
     )
-    if drafts.laws is not None:
-        laws = drafts.laws
-        sound &= sound_laws(
+    if drafts.distributions is not None:
+        distributions = drafts.distributions
+        sound &= valid_distributions(
             drafts.node_counts,
             drafts.tokens,
             drafts.parents,
-            laws.given,
-            laws.sizes,
-            laws.ids,
-            laws.counts,
+            distributions.has_distribution,
+            distributions.sizes,
+            distributions.ids,
+            distributions.counts,
             trees=sound,
             vocab_size=vocab_size,
         )
@@ -315,7 +334,7 @@ def sound_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) ->
     return sound
 
 
-def last_of_each(values: Indices) -> NDArray[np.bool_]:
+def is_last_occurrence(values: Indices) -> NDArray[np.bool_]:
     """[S]: False where the same value comes again later."""
     result = np.ones(len(values), dtype=np.bool_)
     if len(values) < 2:
@@ -328,29 +347,29 @@ def last_of_each(values: Indices) -> NDArray[np.bool_]:
     return result
 
 
-def parts(counts: Indices) -> tuple[Indices, Indices]:
+def owner_and_offset(counts: Indices) -> tuple[Indices, Indices]:
     """Of each element of flat arrays that entries own in turn: its entry, and its place there."""
     owners = np.repeat(np.arange(len(counts)), counts)
     firsts = np.cumsum(counts) - counts
     return owners, np.arange(len(owners)) - firsts[owners]
 
 
-def owned(counts: Indices, chosen: Indices) -> Indices:
+def owned_indices(counts: Indices, chosen: Indices) -> Indices:
     """Places in flat arrays of what the entries at `chosen` own, in that order."""
-    owners, places = parts(counts[chosen])
+    owners, places = owner_and_offset(counts[chosen])
     firsts = (np.cumsum(counts) - counts)[chosen]
     return firsts[owners] + places
 
 
-def _laws_of(proposals: Sequence[Proposal]) -> Laws | None:
-    laws = [p.law for p in proposals if p.law is not None]
-    if not laws:
+def _distributions_of(proposals: Sequence[Proposal]) -> DraftDistributions | None:
+    distributions = [p.distribution for p in proposals if p.distribution is not None]
+    if not distributions:
         return None
-    return Laws(
-        given=np.array([p.law is not None for p in proposals], dtype=np.bool_),
-        sizes=np.concatenate([np.diff(law.offsets) for law in laws]).astype(np.int64),
-        ids=_joined([law.ids for law in laws], np.int32),
-        counts=_joined([law.counts for law in laws], np.uint16),
+    return DraftDistributions(
+        has_distribution=np.array([p.distribution is not None for p in proposals], dtype=np.bool_),
+        sizes=np.concatenate([np.diff(law.offsets) for law in distributions]).astype(np.int64),
+        ids=_joined([law.ids for law in distributions], np.int32),
+        counts=_joined([law.counts for law in distributions], np.uint16),
     )
 
 

@@ -32,7 +32,7 @@ class AttachedDrafter:
     """Whether it is known to be on the verifier's host."""
     answers: int = 0
     """Proposals that could be of use, since the verifier started; so the next two."""
-    missed: int = 0
+    proposal_timeouts: int = 0
     """Waits for a proposal that ran into the session's patience."""
     invalid: int = 0
     """Malformed messages, and proposals that failed validation or were for sessions of others."""
@@ -67,9 +67,9 @@ class VerifierInfo:
     """Median time inside the target forward over the recent window."""
     overhead_ms_p50: float = 0.0
     """Median time of a round outside the target forward and outside waiting for drafts."""
-    own_methods: tuple[DraftMethod, ...] = ()
+    in_process_methods: tuple[DraftMethod, ...] = ()
     """Draft sources within the verifier itself; sessions that use them name no drafter."""
-    own_draft_length: int = 0
+    in_process_draft_length: int = 0
     """Draft tokens a round of these sources; 0 without any."""
     simulated_acceptance: str = ""
     """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
@@ -88,9 +88,9 @@ class VerifierInfo:
     """Preemptions since the start whose K/V was kept in host memory."""
     preemptions_recompute: int = 0
     """Preemptions since the start whose K/V was dropped."""
-    prefix_tokens_asked: int = 0
+    prefix_cache_query_tokens: int = 0
     """Tokens of sessions that were let in without K/V, since the start."""
-    prefix_tokens_found: int = 0
+    prefix_cache_hit_tokens: int = 0
     """Of these, tokens whose K/V other sessions had left behind."""
     engine_steps: int = 0
     """Steps of the engine since the start: it grows while sessions make progress, also within one

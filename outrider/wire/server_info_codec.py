@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from outrider.ids import DrafterId, RequestId, VerifierId
-from outrider.wire.checks import count, finite, text
+from outrider.wire.checks import check_count, check_finite, check_text
 from outrider.wire.common_codec import METHODS, methods_from_pb, stats_from_pb, stats_to_pb
 from outrider.wire.inference import (
     MAX_ABORT_IDS,
@@ -20,8 +20,8 @@ from outrider.wire.v1 import inference_pb2 as pb
 
 
 def _request_ids(values: Collection[str]) -> tuple[RequestId, ...]:
-    count(values, "request_ids", high=MAX_ABORT_IDS)
-    return tuple(RequestId(text(value, "request_id")) for value in values)
+    check_count(values, "request_ids", high=MAX_ABORT_IDS)
+    return tuple(RequestId(check_text(value, "request_id")) for value in values)
 
 
 def abort_request_to_pb(request_ids: Iterable[RequestId]) -> pb.AbortRequest:
@@ -62,7 +62,7 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 max_sessions=verifier.max_sessions,
                 kv_free_blocks=verifier.kv_free_blocks,
                 kv_total_blocks=verifier.kv_total_blocks,
-                own_methods=[METHODS[method] for method in verifier.own_methods],
+                own_methods=[METHODS[method] for method in verifier.in_process_methods],
                 simulated_acceptance=verifier.simulated_acceptance,
                 planner=verifier.planner,
                 stats=stats_to_pb(verifier.stats),
@@ -71,8 +71,8 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 waiting_sessions=verifier.waiting_sessions,
                 preemptions_swap=verifier.preemptions_swap,
                 preemptions_recompute=verifier.preemptions_recompute,
-                prefix_tokens_asked=verifier.prefix_tokens_asked,
-                prefix_tokens_found=verifier.prefix_tokens_found,
+                prefix_tokens_asked=verifier.prefix_cache_query_tokens,
+                prefix_tokens_found=verifier.prefix_cache_hit_tokens,
             )
             for verifier in info.verifiers
         ],
@@ -103,48 +103,52 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
 
 def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
     """Decode the router's state."""
-    count(message.verifiers, "verifiers", high=MAX_PEERS)
-    count(message.drafters, "drafters", high=MAX_PEERS)
+    check_count(message.verifiers, "verifiers", high=MAX_PEERS)
+    check_count(message.drafters, "drafters", high=MAX_PEERS)
     return ServerInfo(
-        version=text(message.version, "version", empty=True),
+        version=check_text(message.version, "version", empty=True),
         protocol_version=message.protocol_version,
         queued=message.queued,
         queue_bound=message.queue_bound,
         running=message.running,
         verifiers=tuple(
             VerifierSummary(
-                verifier_id=VerifierId(text(verifier.verifier_id, "verifier_id", empty=True)),
-                address=text(verifier.address, "address", limit=MAX_ADDRESS_BYTES, empty=True),
+                verifier_id=VerifierId(check_text(verifier.verifier_id, "verifier_id", empty=True)),
+                address=check_text(
+                    verifier.address, "address", limit=MAX_ADDRESS_BYTES, empty=True
+                ),
                 healthy=verifier.healthy,
-                model=text(verifier.model, "model", empty=True),
+                model=check_text(verifier.model, "model", empty=True),
                 sessions=verifier.sessions,
                 max_sessions=verifier.max_sessions,
                 kv_free_blocks=verifier.kv_free_blocks,
                 kv_total_blocks=verifier.kv_total_blocks,
-                own_methods=methods_from_pb(verifier.own_methods),
-                simulated_acceptance=text(
+                in_process_methods=methods_from_pb(verifier.own_methods),
+                simulated_acceptance=check_text(
                     verifier.simulated_acceptance, "simulated_acceptance", empty=True
                 ),
-                planner=text(verifier.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True),
+                planner=check_text(
+                    verifier.planner, "planner", limit=MAX_PLANNER_BYTES, empty=True
+                ),
                 stats=stats_from_pb(verifier.stats),
-                hit_idle_us_p50=finite(verifier.hit_idle_us_p50, "hit_idle_us_p50"),
+                hit_idle_us_p50=check_finite(verifier.hit_idle_us_p50, "hit_idle_us_p50"),
                 draining=verifier.draining,
                 waiting_sessions=verifier.waiting_sessions,
                 preemptions_swap=verifier.preemptions_swap,
                 preemptions_recompute=verifier.preemptions_recompute,
-                prefix_tokens_asked=verifier.prefix_tokens_asked,
-                prefix_tokens_found=verifier.prefix_tokens_found,
+                prefix_cache_query_tokens=verifier.prefix_tokens_asked,
+                prefix_cache_hit_tokens=verifier.prefix_tokens_found,
             )
             for verifier in message.verifiers
         ),
         drafters=tuple(
             DrafterSummary(
-                drafter_id=DrafterId(text(drafter.drafter_id, "drafter_id", empty=True)),
-                address=text(drafter.address, "address", limit=MAX_ADDRESS_BYTES, empty=True),
+                drafter_id=DrafterId(check_text(drafter.drafter_id, "drafter_id", empty=True)),
+                address=check_text(drafter.address, "address", limit=MAX_ADDRESS_BYTES, empty=True),
                 healthy=drafter.healthy,
                 methods=methods_from_pb(drafter.methods),
                 sessions=drafter.sessions,
-                handicap=text(drafter.handicap, "handicap", empty=True),
+                handicap=check_text(drafter.handicap, "handicap", empty=True),
                 draining=drafter.draining,
                 links=_links(drafter.links),
             )
@@ -154,14 +158,14 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
 
 
 def _links(messages: Collection[pb.DrafterLink]) -> tuple[DrafterLink, ...]:
-    count(messages, "links", high=MAX_PEERS)
+    check_count(messages, "links", high=MAX_PEERS)
     return tuple(
         DrafterLink(
-            verifier_id=VerifierId(text(link.verifier_id, "verifier_id")),
+            verifier_id=VerifierId(check_text(link.verifier_id, "verifier_id")),
             sessions=link.sessions,
-            answer_ms=finite(link.answer_ms, "answer_ms"),
-            quarantine=text(link.quarantine, "quarantine", empty=True),
-            probe_in_s=finite(link.probe_in_s, "probe_in_s"),
+            answer_ms=check_finite(link.answer_ms, "answer_ms"),
+            quarantine=check_text(link.quarantine, "quarantine", empty=True),
+            probe_in_s=check_finite(link.probe_in_s, "probe_in_s"),
         )
         for link in messages
     )
@@ -184,13 +188,13 @@ def models_to_pb(models: Iterable[ModelInfo]) -> pb.ListModelsResponse:
 
 def models_from_pb(message: pb.ListModelsResponse) -> tuple[ModelInfo, ...]:
     """Decode the served models."""
-    count(message.models, "models", high=MAX_PEERS)
+    check_count(message.models, "models", high=MAX_PEERS)
     return tuple(
         ModelInfo(
-            name=text(model.name, "name"),
+            name=check_text(model.name, "name"),
             vocab_size=model.vocab_size,
             max_context_len=model.max_context_len,
-            tokenizer_hash=text(model.tokenizer_hash, "tokenizer_hash", empty=True),
+            tokenizer_hash=check_text(model.tokenizer_hash, "tokenizer_hash", empty=True),
         )
         for model in message.models
     )

@@ -13,17 +13,25 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId, SessionId
-from outrider.wire.checks import fail, finite, number, parse, text, token_ids, traceparent
+from outrider.wire.checks import (
+    check_finite,
+    check_number,
+    check_text,
+    check_token_ids,
+    check_traceparent,
+    parse_message,
+    raise_invalid,
+)
 from outrider.wire.common_codec import (
     FINISH_REASONS_FROM_PB,
     plan_from_pb,
     plan_to_pb,
     sampling_to_pb,
-    seeded_sampling_from_pb,
     structured_from_pb,
     structured_to_pb,
     token_limits_from_pb,
     token_limits_to_pb,
+    verifier_sampling_from_pb,
 )
 from outrider.wire.limits import (
     LOWEST_LOGPROB,
@@ -82,7 +90,7 @@ def decode_sessions_request(data: bytes | memoryview) -> SessionsRequest | Malfo
 
     A malformed spec costs its own session, whose handle is known.
     """
-    frame = parse(pb.SessionsRequest, data)
+    frame = parse_message(pb.SessionsRequest, data)
     match frame.WhichOneof("message"):
         case "open":
             try:
@@ -96,7 +104,7 @@ def decode_sessions_request(data: bytes | memoryview) -> SessionsRequest | Malfo
         case "heartbeat":
             return Heartbeat(frame.heartbeat.sequence)
         case _:
-            fail("a router's message must hold open, leave, move or heartbeat")
+            raise_invalid("a router's message must hold open, leave, move or heartbeat")
 
 
 def encode_sessions_message(message: SessionsMessage) -> bytes:
@@ -132,7 +140,7 @@ def decode_sessions_message(data: bytes | memoryview) -> SessionsMessage:
     A row of events that makes no sense by itself costs its own session: its finish reason becomes
     MALFORMED_ROW. Columns that do not fit each other cost the message.
     """
-    frame = parse(pb.SessionsResponse, data)
+    frame = parse_message(pb.SessionsResponse, data)
     match frame.WhichOneof("message"):
         case "events":
             return _events_from_pb(frame.events)
@@ -141,11 +149,13 @@ def decode_sessions_message(data: bytes | memoryview) -> SessionsMessage:
         case "moved":
             return SessionMoved(frame.moved.handle, _drafter_id(frame.moved))
         case "draining":
-            return SessionsDraining(finite(frame.draining.seconds, "seconds"))
+            return SessionsDraining(check_finite(frame.draining.seconds, "seconds"))
         case "heartbeat":
             return Heartbeat(frame.heartbeat.sequence)
         case _:
-            fail("a verifier's message must hold events, failure, moved, draining or heartbeat")
+            raise_invalid(
+                "a verifier's message must hold events, failure, moved, draining or heartbeat"
+            )
 
 
 def _events_to_pb(events: SessionEvents) -> pb.SessionEvents:
@@ -186,10 +196,10 @@ def _events_from_pb(message: pb.SessionEvents) -> SessionEvents:
     rows = len(events.handles)
     for name in ("round_ids", "counts", "finish_reasons", "flags", "proposed", "accepted"):
         if len(getattr(events, name)) != rows:
-            fail(f"{name} must have {rows} rows, got {len(getattr(events, name))}")
+            raise_invalid(f"{name} must have {rows} rows, got {len(getattr(events, name))}")
     total = int(events.counts.sum(dtype=np.int64))
     if total != len(events.tokens):
-        fail(f"counts say {total} tokens, got {len(events.tokens)}")
+        raise_invalid(f"counts say {total} tokens, got {len(events.tokens)}")
     if events.logprobs is not None:
         _check_logprobs(events.logprobs, events.counts)
     _mark_malformed(events)
@@ -215,10 +225,10 @@ def _logprobs_from_pb(message: pb.SessionEvents) -> EventLogprobs | None:
 def _check_logprobs(logprobs: EventLogprobs, counts: NDArray[np.uint32]) -> None:
     """Refuse columns whose sizes do not fit each other."""
     if len(logprobs.widths) != len(counts):
-        fail(f"logprob_widths must have {len(counts)} rows, got {len(logprobs.widths)}")
+        raise_invalid(f"logprob_widths must have {len(counts)} rows, got {len(logprobs.widths)}")
     widths = logprobs.widths.astype(np.int64)
     if len(widths) and widths.max() > MAX_TOP_LOGPROBS + 1:
-        fail(f"logprob_widths must be at most {MAX_TOP_LOGPROBS + 1}, got {widths.max()}")
+        raise_invalid(f"logprob_widths must be at most {MAX_TOP_LOGPROBS + 1}, got {widths.max()}")
     values = int((counts * widths).sum())
     top_ids = values - int(counts[widths > 0].sum(dtype=np.int64))
     for name, got, wanted in (
@@ -226,7 +236,7 @@ def _check_logprobs(logprobs: EventLogprobs, counts: NDArray[np.uint32]) -> None
         ("top_ids", len(logprobs.top_ids), top_ids),
     ):
         if got != wanted:
-            fail(f"{name} must have {wanted} entries, got {got}")
+            raise_invalid(f"{name} must have {wanted} entries, got {got}")
 
 
 def _mark_malformed(events: SessionEvents) -> None:
@@ -261,11 +271,11 @@ def _failure_from_pb(message: pb.SessionFailure) -> SessionFailure:
     after_s = message.retry_after_s if message.HasField("retry_after_s") else None
     return SessionFailure(
         handle=message.handle,
-        code=text(message.code, "code", empty=True),
-        kind=text(message.kind, "kind", empty=True),
-        message=text(message.message, "message", limit=MAX_ERROR_BYTES, empty=True),
-        reason=text(message.reason, "reason", empty=True),
-        retry_after_s=None if after_s is None else finite(after_s, "retry_after_s"),
+        code=check_text(message.code, "code", empty=True),
+        kind=check_text(message.kind, "kind", empty=True),
+        message=check_text(message.message, "message", limit=MAX_ERROR_BYTES, empty=True),
+        reason=check_text(message.reason, "reason", empty=True),
+        retry_after_s=None if after_s is None else check_finite(after_s, "retry_after_s"),
     )
 
 
@@ -292,32 +302,36 @@ def _spec_to_pb(spec: SessionSpec) -> pb.SessionSpec:
 def _drafter_id(message: pb.SessionSpec | pb.SessionMove | pb.SessionMoved) -> DrafterId | None:
     if not message.HasField("drafter_id"):
         return None
-    return DrafterId(text(message.drafter_id, "drafter_id"))
+    return DrafterId(check_text(message.drafter_id, "drafter_id"))
 
 
 def _spec_from_pb(message: pb.SessionSpec) -> SessionSpec:
-    ids = token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
+    ids = check_token_ids(message.token_ids, "token_ids", high=MAX_SEQUENCE_LEN)
     if not ids:
-        fail("token_ids must not be empty")
+        raise_invalid("token_ids must not be empty")
     asked = message.top_logprobs if message.HasField("top_logprobs") else None
     return SessionSpec(
-        session_id=SessionId(text(message.session_id, "session_id")),
+        session_id=SessionId(check_text(message.session_id, "session_id")),
         epoch=message.epoch,
         token_ids=ids,
-        prompt_len=number(message.prompt_len, "prompt_len", high=len(ids)),
-        max_new_tokens=number(
+        prompt_len=check_number(message.prompt_len, "prompt_len", high=len(ids)),
+        max_new_tokens=check_number(
             message.max_new_tokens, "max_new_tokens", low=1, high=MAX_SEQUENCE_LEN
         ),
-        stop_token_ids=token_ids(message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS),
-        min_new_tokens=number(message.min_new_tokens, "min_new_tokens", high=MAX_SEQUENCE_LEN),
-        sampling=seeded_sampling_from_pb(message.sampling),
+        stop_token_ids=check_token_ids(
+            message.stop_token_ids, "stop_token_ids", high=MAX_STOP_TOKEN_IDS
+        ),
+        min_new_tokens=check_number(
+            message.min_new_tokens, "min_new_tokens", high=MAX_SEQUENCE_LEN
+        ),
+        sampling=verifier_sampling_from_pb(message.sampling),
         plan=plan_from_pb(message.plan),
         drafter_id=_drafter_id(message),
-        priority=number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
+        priority=check_number(message.priority, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY),
         top_logprobs=(
-            None if asked is None else number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
+            None if asked is None else check_number(asked, "top_logprobs", high=MAX_TOP_LOGPROBS)
         ),
         structured_output=structured_from_pb(message),
         token_limits=token_limits_from_pb(message),
-        traceparent=traceparent(message.traceparent),
+        traceparent=check_traceparent(message.traceparent),
     )

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from outrider.spec.decoding_mode import Mode, Reason
+from outrider.spec.decoding_mode import DecodingModeReason, Mode
 from outrider.wire.messages import (
     DECISION_SHIFT,
     PAUSED,
     SpecStats,
 )
 
-_REASONS: Final = ("", *Reason)
+_REASONS: Final = ("", *DecodingModeReason)
 REASON_FLAGS: Final = {why: code << DECISION_SHIFT for code, why in enumerate(_REASONS)}
 """Why the mode of a round is in force, as flags of its event."""
 
 
-def decision_of(flags: int) -> str:
+def describe_decision(flags: int) -> str:
     """What a planner had in force for a round and why: "speculate/faster"; "" where it decides
     nothing. `flags` as in `SessionEvents`."""
     return _DECISIONS[flags & _DECISION_BITS]
@@ -71,7 +71,7 @@ def add_round(
         fallback_rounds=stats.fallback_rounds + int(fallback),
         target_only_rounds=stats.target_only_rounds + int(target_only),
         paused_rounds=stats.paused_rounds + int(planned & PAUSED > 0),
-        decision=decision_of(planned),
+        decision=describe_decision(planned),
         accepted_per_depth=per_depth,
         look_ahead_rounds=stats.look_ahead_rounds + int(looked_ahead),
         hit_rounds=stats.hit_rounds + int(hit_now),

@@ -47,12 +47,12 @@ class SpecStats:
         return _ratio(self.hit_rounds, self.look_ahead_rounds)
 
     @property
-    def stood_in_hits(self) -> float:
+    def accepted_per_hit(self) -> float:
         """Draft nodes accepted a round of hits."""
         return _ratio(self.hit_accepted, self.hit_rounds)
 
     @property
-    def stood_fresh(self) -> float:
+    def accepted_per_fresh_round(self) -> float:
         """Draft nodes accepted a look-ahead round whose proposal was made for a prefix that was
         there."""
         return _ratio(self.fresh_accepted, self.fresh_rounds)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.wire.arrays import TensorDtype
-from outrider.wire.checks import fail
+from outrider.wire.checks import raise_invalid
 from outrider.wire.v1 import common_pb2
 
 NUMPY_DTYPES: dict[TensorDtype, np.dtype[np.generic]] = {
@@ -47,7 +47,7 @@ def unpack(
     """The vector packed in `data`; InvalidMessageError if its size is wrong or beyond max_len."""
     length, rest = divmod(len(data), dtype.itemsize)
     if rest:
-        fail(f"{name}: {len(data)} bytes are not a multiple of {dtype.itemsize}")
+        raise_invalid(f"{name}: {len(data)} bytes are not a multiple of {dtype.itemsize}")
     if length > max_len:
-        fail(f"{name} must have at most {max_len} entries, got {length}")
+        raise_invalid(f"{name} must have at most {max_len} entries, got {length}")
     return np.frombuffer(data, dtype=dtype).copy()

@@ -20,11 +20,16 @@ from typing import TYPE_CHECKING
 
 from outrider.config import parse_config
 from outrider.errors import OutriderError
-from outrider.extras import needs_packages
+from outrider.extras import explain_missing_packages
 from outrider.failure_event import report_failure
 from outrider.logs import setup_logging
-from outrider.process_tuning import add_tls_arguments, raise_file_limit, run, tune_collector
-from outrider.spans import add_tracing_flags, exporting
+from outrider.process_tuning import (
+    add_tls_arguments,
+    raise_file_limit,
+    run_event_loop,
+    tune_garbage_collector,
+)
+from outrider.spans import add_tracing_flags, export_spans
 from outrider_router.config import RouterConfig
 
 if TYPE_CHECKING:
@@ -52,12 +57,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", metavar="HOST:PORT", help="address of the client API")
     parser.add_argument("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
     parser.add_argument(
-        "--share-ports",
+        "--reuse-ports",
         action=argparse.BooleanOptionalAction,
         help="other routers may serve clients at the same two addresses",
     )
     parser.add_argument(
-        "--lanes",
+        "--shared-memory",
         action=argparse.BooleanOptionalAction,
         help="reach verifiers of this host without the network (the default)",
     )
@@ -95,14 +100,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="when it is forced to the disk; default: interval, every second",
     )
     parser.add_argument(
-        "--drain-s", type=float, metavar="S", help="that running requests get after SIGTERM"
+        "--drain-timeout-s", type=float, metavar="S", help="that running requests get after SIGTERM"
     )
     parser.add_argument("--queue-limit", type=int, metavar="N", help="requests that may wait")
     parser.add_argument(
-        "--slow-reader-s",
+        "--slow-reader-timeout-s",
         type=float,
         metavar="S",
-        dest="overload.slow_reader_s",
+        dest="overload.slow_reader_timeout_s",
         help="a client that takes nothing for so long is not waited for",
     )
     parser.add_argument("--metrics-port", type=int, metavar="P", help="0 takes a free port")
@@ -123,10 +128,16 @@ def make_parser() -> argparse.ArgumentParser:
         help="clients must show a certificate of the role client, too",
     )
     parser.add_argument(
-        "--front-tls-cert", metavar="FILE.pem", dest="front_tls.cert", help="another for clients"
+        "--client-api-tls-cert",
+        metavar="FILE.pem",
+        dest="client_api_tls.cert",
+        help="another for clients",
     )
     parser.add_argument(
-        "--front-tls-key", metavar="FILE.pem", dest="front_tls.key", help="private key of it"
+        "--client-api-tls-key",
+        metavar="FILE.pem",
+        dest="client_api_tls.key",
+        help="private key of it",
     )
     add_tracing_flags(parser)
     parser.add_argument("--log-level", help="DEBUG, INFO, WARNING or ERROR")
@@ -145,31 +156,35 @@ def check_files(config: RouterConfig) -> None:
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     from outrider.transport.grpc import GrpcConfig, GrpcDialer
-    from outrider_router.api.listeners import client_server, pool_server, serve_router_metrics
-    from outrider_router.api.metrics_export import export_state
+    from outrider_router.api.listeners import (
+        make_client_server,
+        make_pool_server,
+        serve_router_metrics,
+    )
+    from outrider_router.api.metrics_export import register_fleet_metrics
     from outrider_router.base.metrics import RouterMetrics
     from outrider_router.requests.service import RouterService
 
     tokenizer = await asyncio.to_thread(_tokenizer_of, config.model)
-    dialer = GrpcDialer(GrpcConfig(lanes=config.lanes), tls=config.tls)
+    dialer = GrpcDialer(GrpcConfig(shm_channels=config.shared_memory), tls=config.tls)
     metrics = RouterMetrics()
     service = RouterService(
         config=config, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
-    export_state(service)
-    server, pool = client_server(service), pool_server(service)
+    register_fleet_metrics(service)
+    server, pool = make_client_server(service), make_pool_server(service)
     http = _http_server(config, service)
     service.on_readiness = server.set_serving
-    service.discovery.on_forgotten = dialer.hang_up
-    stop, again = _told_to_stop()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload)
+    service.discovery.on_forgotten = dialer.close_channel
+    stop, again = _stop_events()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload_keys)
     try:
-        service.restore()
-        if config.share_ports:
+        service.restore_journal()
+        if config.reuse_ports:
             # The system gives it connections as soon as it listens, others being ready or not.
             await service.start()
             await _until_ready(service, stop)
-        address = await server.start(serving=service.ready)
+        address = await server.start(serving=service.is_ready)
         ready = {"event": "ready", "address": address}
         if config.metrics_port >= 0:
             ready["metrics"] = serve_router_metrics(service)
@@ -177,16 +192,16 @@ async def serve(config: RouterConfig) -> None:
             ready["health"] = server.health_address
         if pool is not None:
             ready["pool"] = await pool.start()
-        if not config.share_ports:
+        if not config.reuse_ports:
             await service.start()
         if http is not None:
             ready["http"] = await http.start()
-        tune_collector()
+        tune_garbage_collector()
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await stop.wait()
         logger.info("draining", extra={"running": len(service.journal)})
-        done = await service.drain(config.drain_s, again)
+        done = await service.drain(config.drain_timeout_s, again)
         logger.info("stopping", extra={"drained": done})
     finally:
         await service.close()
@@ -200,19 +215,19 @@ async def serve(config: RouterConfig) -> None:
 
 async def _until_ready(service: RouterService, stop: asyncio.Event) -> None:
     """Wait until requests can be served, or the process is told to stop."""
-    while not (service.ready or stop.is_set()):
+    while not (service.is_ready or stop.is_set()):
         await asyncio.sleep(_LOOK_S)
 
 
 def _tokenizer_of(model: Path) -> Tokenizer:
-    from outrider.models import resolve
+    from outrider.models import resolve_model
     from outrider.text.tokenizer import Tokenizer
 
     # A folder that holds no more than a tokenizer is enough for a router.
-    return Tokenizer.load(model if model.is_dir() else resolve(str(model)))
+    return Tokenizer.load(model if model.is_dir() else resolve_model(str(model)))
 
 
-def _told_to_stop() -> tuple[asyncio.Event, asyncio.Event]:
+def _stop_events() -> tuple[asyncio.Event, asyncio.Event]:
     """Set by the first and by the second SIGTERM or SIGINT."""
     stop, again = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -235,9 +250,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_args(argv)
         setup_logging(config.log_level)
         raise_file_limit()
-        spans = exporting(config.tracing, "outrider-router", config.listen)
-        with spans, needs_packages("outrider-router"):
-            run(serve(config))
+        spans = export_spans(config.tracing, "outrider-router", config.listen)
+        with spans, explain_missing_packages("outrider-router"):
+            run_event_loop(serve(config))
     except (OutriderError, OSError) as error:
         report_failure(str(error))
         return _EXIT_MISUSE

@@ -12,11 +12,11 @@ from typing import Annotated
 
 from outrider.config import OneOf
 from outrider.grammar.limits import CompileLimits
-from outrider.logs import LEVELS, check_level
+from outrider.logs import LOG_LEVELS, check_level
 from outrider.spans import TracingConfig
-from outrider.spec.plan import MAX_PATIENCE_MS, DraftMethod, Plan
+from outrider.spec.plan import MAX_PROPOSAL_TIMEOUT_MS, DraftMethod, SpeculationPlan
 from outrider.transport.tls import TlsConfig
-from outrider_router.base.dns_names import split
+from outrider_router.base.dns_names import split_addresses
 from outrider_router.base.tenants import MAX_TENANT_CHARS, TenantLimits, TenantSource
 
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
@@ -59,20 +59,20 @@ class SpeculationDefaults:
     """1 lets the verifier's planner have drafts made ahead of verdicts; 0 drafts in lock-step."""
     fan_out: int = 0
     """Outcomes that are pre-drafted a round; 0 lets the drafter choose."""
-    patience_ms: int = 1000
+    proposal_timeout_ms: int = 1000
     """Longest wait of a row for its proposal; within it the verifier follows what it measures."""
-    ngram_patience_ms: int = 20
+    ngram_proposal_timeout_ms: int = 20
     """The same for n-gram drafts: a lookup either answers at once or has found nothing."""
     max_draft_tokens: int = 64
     """Requests for more are cut to this; at most the verifiers' `max_tree_nodes`."""
 
     def __post_init__(self) -> None:
-        for name in ("patience_ms", "ngram_patience_ms"):
-            if not 0 <= getattr(self, name) <= MAX_PATIENCE_MS:
-                raise ValueError(f"{name} must be in [0, {MAX_PATIENCE_MS}]")
+        for name in ("proposal_timeout_ms", "ngram_proposal_timeout_ms"):
+            if not 0 <= getattr(self, name) <= MAX_PROPOSAL_TIMEOUT_MS:
+                raise ValueError(f"{name} must be in [0, {MAX_PROPOSAL_TIMEOUT_MS}]")
         if self.draft_tokens > self.max_draft_tokens:
             raise ValueError("draft_tokens must not be greater than max_draft_tokens")
-        Plan(
+        SpeculationPlan(
             draft_tokens=self.max_draft_tokens,
             top_k=self.top_k,
             look_ahead=self.look_ahead,
@@ -84,36 +84,38 @@ class SpeculationDefaults:
 class OverloadConfig:
     """What happens when more is asked for than there is; keys of the table `[overload]`."""
 
-    assumed_tokens: int = 256
+    prior_answer_tokens: int = 256
     """Tokens that an answer is expected to have until enough of them have ended."""
     length_quantile: float = 0.8
     """Share of recent answers that were no longer than what a new one is expected to have."""
     kv_overcommit: float = 1.0
     """So many times a verifier's KV cache is given away, by what sessions are expected to hold."""
-    aging_s: float = 10.0
+    priority_aging_s: float = 10.0
     """Waiting this long counts as much as one level of priority; 0: nobody ages."""
     tenant_from: TenantSource = TenantSource.NONE
     """Where a request says whose it is."""
     max_tenants: int = 1024
     """Most tenants that are known at once; idle ones are forgotten, beyond that they share one."""
-    slow_reader_s: float = 30.0
+    slow_reader_timeout_s: float = 30.0
     """A stream whose client takes nothing for this long, though there is something, is ended."""
 
     def __post_init__(self) -> None:
-        if self.assumed_tokens < 1:
-            raise ValueError(f"assumed_tokens must be >= 1, got {self.assumed_tokens}")
+        if self.prior_answer_tokens < 1:
+            raise ValueError(f"prior_answer_tokens must be >= 1, got {self.prior_answer_tokens}")
         if not 0.0 < self.length_quantile < 1.0:
             raise ValueError(f"length_quantile must be in (0, 1), got {self.length_quantile}")
         if not 0.0 < self.kv_overcommit <= 16.0:
             raise ValueError(f"kv_overcommit must be in (0, 16], got {self.kv_overcommit}")
-        if not 0.0 <= self.aging_s < math.inf:
-            raise ValueError(f"aging_s must be finite and >= 0, got {self.aging_s}")
+        if not 0.0 <= self.priority_aging_s < math.inf:
+            raise ValueError(
+                f"priority_aging_s must be finite and >= 0, got {self.priority_aging_s}"
+            )
         if self.max_tenants < 1:
             raise ValueError(f"max_tenants must be >= 1, got {self.max_tenants}")
-        if not 0.0 < self.slow_reader_s <= MAX_SLOW_READER_S:
+        if not 0.0 < self.slow_reader_timeout_s <= MAX_SLOW_READER_S:
             raise ValueError(
-                f"slow_reader_s must be positive and at most {MAX_SLOW_READER_S:g}, "
-                f"got {self.slow_reader_s}"
+                f"slow_reader_timeout_s must be positive and at most {MAX_SLOW_READER_S:g}, "
+                f"got {self.slow_reader_timeout_s}"
             )
 
 
@@ -175,11 +177,11 @@ class RouterConfig:
     """HOST:PORT of OpenAI's API over HTTP; port 0 takes a free one, "" serves none."""
     http_options: HttpConfig = field(default_factory=HttpConfig)
     """Bounds and options of the HTTP port."""
-    share_ports: bool = False
+    reuse_ports: bool = False
     """Whether other routers may serve clients at the same two addresses: the system gives each
     connection to one of them. Then this one serves once it has found a verifier. Not with a
     journal: who comes back for an answer need not come to the router that has it."""
-    lanes: bool = True
+    shared_memory: bool = True
     """Whether streams of sessions with verifiers of this host go through memory and sockets of the
     host instead of gRPC (Linux); off, with other hosts, and on Ray, over the connection."""
     model: Path
@@ -191,7 +193,7 @@ class RouterConfig:
     that HOST has."""
     drafters: tuple[str, ...] = ()
     """Addresses of the drafters, likewise."""
-    discovery_s: float = 5.0
+    discovery_interval_s: float = 5.0
     """Time between two looks at what a dns:/// name stands for."""
     pool_listen: str = ""
     """HOST:PORT where operators add and remove drafters; port 0 takes a free one, "" serves none.
@@ -215,14 +217,14 @@ class RouterConfig:
     """Whose names its metrics have as well: none, vllm."""
     poll_interval_s: float = 0.5
     """Time between two looks at a verifier or drafter."""
-    silence_s: float = 3.0
+    peer_timeout_s: float = 3.0
     """A peer that answers nothing for this long is lost."""
     verifier_stall_s: float = 12.0
     """Time without a sign of progress of a verifier that has sessions of this router, after which
     it is lost: its sessions go on elsewhere, and it gets none until it makes progress or is started
     again. Longer than the verifiers' own `stall_s`, for those that do not notice themselves; 0
     watches nothing."""
-    failover_s: float = 25.0
+    failover_timeout_s: float = 25.0
     """Longest time that a request which has lost its verifier waits for another one; the time that
     a hung verifier kept it waiting counts."""
     max_failovers: int = 5
@@ -230,7 +232,7 @@ class RouterConfig:
     session_slack_tokens: int = 64
     """KV tokens that a session needs beside prompt and output: the largest proposal that its
     verifier verifies. What is counted in vain costs capacity, never a request."""
-    drain_s: float = 30.0
+    drain_timeout_s: float = 30.0
     """Time that running requests get after SIGTERM."""
     resume_grace_s: float = 30.0
     """Time that a resumable request goes on, or that its end is kept, without its client."""
@@ -244,7 +246,7 @@ class RouterConfig:
     """When that file is forced to the disk: off, interval (every second) or always."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
     """Spans of requests, for OpenTelemetry."""
-    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
+    log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
     """Least severe level that is logged."""
     speculation: SpeculationDefaults = field(default_factory=SpeculationDefaults)
     """Speculation defaults."""
@@ -252,7 +254,7 @@ class RouterConfig:
     """File of the API keys that clients must have; None asks for none."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """This process's certificate, for its own ports and for verifiers and drafters."""
-    front_tls: TlsConfig = field(default_factory=TlsConfig)
+    client_api_tls: TlsConfig = field(default_factory=TlsConfig)
     """Another certificate for clients, of an authority that they know; without one, that of `tls`.
     """
     overload: OverloadConfig = field(default_factory=OverloadConfig)
@@ -265,9 +267,9 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not self.verifiers:
             raise ValueError("at least one verifier address is needed (--verifier)")
-        split((*self.verifiers, *self.drafters))
+        split_addresses((*self.verifiers, *self.drafters))
         self._check_times()
-        if self.share_ports and self.journal is not None:
+        if self.reuse_ports and self.journal is not None:
             raise ValueError("routers that share their ports cannot have a journal")
         if self.queue_limit < 0:
             raise ValueError(f"queue_limit must be >= 0, got {self.queue_limit}")
@@ -284,20 +286,22 @@ class RouterConfig:
         check_level(self.log_level)
 
     def _check_times(self) -> None:
-        for name in ("discovery_s", "poll_interval_s", "silence_s", "journal_read_s"):
+        for name in ("discovery_interval_s", "poll_interval_s", "peer_timeout_s", "journal_read_s"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("verifier_stall_s", "failover_s", "resume_grace_s", "drain_s"):
+        for name in ("verifier_stall_s", "failover_timeout_s", "resume_grace_s", "drain_timeout_s"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
-        if self.silence_s <= self.poll_interval_s:
-            raise ValueError("poll_interval_s must be less than silence_s")
+        if self.peer_timeout_s <= self.poll_interval_s:
+            raise ValueError("poll_interval_s must be less than peer_timeout_s")
 
     @property
     def client_tls(self) -> TlsConfig:
         """What clients of both fronts are served with."""
-        if self.front_tls.cert is None:
+        if self.client_api_tls.cert is None:
             return self.tls
-        if self.front_tls.client_auth or not self.tls.client_auth:
-            return self.front_tls
-        return replace(self.front_tls, client_auth=True, ca=self.front_tls.ca or self.tls.ca)
+        if self.client_api_tls.client_auth or not self.tls.client_auth:
+            return self.client_api_tls
+        return replace(
+            self.client_api_tls, client_auth=True, ca=self.client_api_tls.ca or self.tls.ca
+        )

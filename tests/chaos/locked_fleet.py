@@ -12,7 +12,7 @@ import grpc
 
 from outrider.client.commands import keys as keys_command
 from outrider.client.local.certificates import make_certificates, tls_from
-from outrider.transport.tls import Role, TlsConfig
+from outrider.transport.tls import CertificateRole, TlsConfig
 from tests.integration.stack import Process, Stack
 
 ALICE, BOB, BOSS = "sk-outrider-alice-s3cret", "sk-outrider-bob-s3cret", "sk-outrider-boss-s3cret"
@@ -21,7 +21,7 @@ SECRETS = {"alice": ALICE, "bob": BOB, "boss": BOSS}
 
 def write_keys(path: Path, **limits: dict[str, object]) -> Path:
     """A file with the keys of alice, bob and boss, and further limits of theirs."""
-    tables = (keys_command.table_of(n, s, limits.get(n, {})) for n, s in SECRETS.items())
+    tables = (keys_command.format_key_table(n, s, limits.get(n, {})) for n, s in SECRETS.items())
     path.write_text("\n".join(tables), encoding="utf-8")
     return path
 
@@ -45,7 +45,7 @@ class LockedFleet:
     def ca(self) -> bytes:
         return (self.certificates / "ca.pem").read_bytes()
 
-    def tls(self, role: Role) -> TlsConfig:
+    def tls(self, role: CertificateRole) -> TlsConfig:
         return tls_from(self.certificates, role)
 
     @property
@@ -65,7 +65,9 @@ class LockedFleet:
         metrics = {f"{each.name} metrics": str(each.ready["metrics"]) for each in self.processes}
         return {"http": str(self.stack.router.ready["http"]), **metrics}
 
-    def channel(self, address: str, role: Role | None, server: Role) -> grpc.Channel:
+    def channel(
+        self, address: str, role: CertificateRole | None, server: CertificateRole
+    ) -> grpc.Channel:
         """A channel by the certificate of a role, to a server of a role."""
         key = cert = None
         if role is not None:
@@ -74,7 +76,7 @@ class LockedFleet:
             key, cert = tls.key.read_bytes(), tls.cert.read_bytes()
         return secure_channel(address, self.ca, key, cert, server)
 
-    def context(self, role: Role | None) -> ssl.SSLContext:
+    def context(self, role: CertificateRole | None) -> ssl.SSLContext:
         """For HTTPS, with the certificate of a role; ports of other roles have no address."""
         context = ssl.create_default_context(cafile=str(self.certificates / "ca.pem"))
         context.check_hostname = False
@@ -84,12 +86,14 @@ class LockedFleet:
             context.load_cert_chain(tls.cert, tls.key)
         return context
 
-    def get(self, address: str, path: str, key: str = "", role: Role | None = None) -> int:
+    def get(
+        self, address: str, path: str, key: str = "", role: CertificateRole | None = None
+    ) -> int:
         """Status of a GET over HTTPS."""
         return self.read(address, path, key, role)[0]
 
     def read(
-        self, address: str, path: str, key: str = "", role: Role | None = None
+        self, address: str, path: str, key: str = "", role: CertificateRole | None = None
     ) -> tuple[int, str]:
         """Status and body of a GET over HTTPS."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -104,7 +108,9 @@ class LockedFleet:
 
     def metric(self, process: Process, name: str, **labels: str) -> float:
         """A sample of a process's metrics, as an operator reads them; 0 where there is none."""
-        status, text = self.read(process.ready["metrics"], "/metrics", BOSS, Role.OPERATOR)
+        status, text = self.read(
+            process.ready["metrics"], "/metrics", BOSS, CertificateRole.OPERATOR
+        )
         assert status == 200
         told = ",".join(f'{key}="{value}"' for key, value in labels.items())
         wanted = f"{name}{{{told}}} " if told else f"{name} "
@@ -113,7 +119,7 @@ class LockedFleet:
 
 
 def secure_channel(
-    address: str, ca: bytes, key: bytes | None, cert: bytes | None, server: Role
+    address: str, ca: bytes, key: bytes | None, cert: bytes | None, server: CertificateRole
 ) -> grpc.Channel:
     """A channel of its own to a server of a role."""
     options = [
@@ -162,8 +168,8 @@ def make_fleet(directory: Path, model: str, head: str) -> LockedFleet:
             *("--pool-listen", "127.0.0.1:0"),
             *("--api-keys", str(keys)),
         ],
-        verifier=[*common, "--no-lanes"],
-        drafter=[*common, "--no-lanes"],
+        verifier=[*common, "--no-shared-memory"],
+        drafter=[*common, "--no-shared-memory"],
         tls=directory / "tls",
         api_key=ALICE,
     )

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0", "--http", "127.0.0.1:0"],
-        "verifier": ["--bench-round-ms", "30", "--metrics-port", "0", "--no-lanes"],
+        "verifier": ["--bench-round-ms", "30", "--metrics-port", "0", "--no-shared-memory"],
     }
 
 

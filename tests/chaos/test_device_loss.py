@@ -50,7 +50,7 @@ def lossy_stack(tiny_target: Path, tiny_head: Path, tmp_path: Path) -> MakeStack
         model, head = str(tiny_target), str(tiny_head)
         stack = Stack(tmp_path, model=model, head=head)
         own = {
-            "verifier": ["--model", model, "--features-from", head],
+            "verifier": ["--model", model, "--feature-head", head],
             "drafter": ["--model", model, "--head", head, "--methods", "eagle3"],
         }
         lossy = Lossy(which, own[which], tmp_path / f"{which}.log")

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from outrider_router.requests.log_records import EMITTED, HEADER, MARK
+from outrider_router.requests.log_records import EMITTED, HEADER, RECORD_MARK
 
 from outrider.client import InternalError, user
 from tests.integration.gap_meter import GapMeter, measure_calm
@@ -48,7 +48,7 @@ def test_a_router_serves_without_a_journal_until_it_can_be_had(stack: Stack, jou
 def test_a_crafted_journal_holds_no_start(stack: Stack, journal: Path) -> None:
     size = 8 << 20
     head = struct.Struct("<4sIIB")
-    heads = (head.pack(MARK, size - 13 * at, 1, EMITTED) for at in range(size // 13))
+    heads = (head.pack(RECORD_MARK, size - 13 * at, 1, EMITTED) for at in range(size // 13))
     stack.router.stop()
     journal.write_bytes(HEADER + b"".join(heads) + bytes(size))
     began = time.monotonic()

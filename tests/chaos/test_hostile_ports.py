@@ -138,7 +138,9 @@ async def test_a_lying_drafter_changes_no_token(survivor: Stack, case: str) -> N
         await connection.receive()
         bad = HOSTILE_TREES[case]
         for digest in (0, 1, 2**64 - 1):
-            lie = Proposals.of([Proposal(handle=0, prefix_digest=digest, prefix_len=3, tree=bad)])
+            lie = Proposals.of_proposals(
+                [Proposal(handle=0, prefix_digest=digest, prefix_len=3, tree=bad)]
+            )
             for _ in range(3):
                 await connection.send(lie)
         await connection.close()
@@ -192,7 +194,7 @@ async def test_replayed_proposals_of_a_stranger_are_dropped(survivor: Stack) -> 
 
         work = asyncio.create_task(asyncio.to_thread(generate))
         stray = Proposal(handle=0, prefix_digest=7, prefix_len=1, tree=tree([5], [-1], [-0.1]))
-        replay = Proposals.of([stray])
+        replay = Proposals.of_proposals([stray])
         while not work.done():
             await connection.send(replay)
             await asyncio.sleep(0.002)

@@ -31,7 +31,7 @@ from outrider.client import (
     user,
 )
 from outrider.client.rpcs import RESUME_STREAM
-from outrider.transport.tls import Role, TlsConfig
+from outrider.transport.tls import CertificateRole, TlsConfig
 from outrider.wire.inference import StreamPosition
 from tests.chaos.locked_fleet import (
     ALICE,
@@ -53,10 +53,18 @@ INFERENCE = [
     for name in ("Generate", "GenerateStream", "ResumeStream", "Abort", "GetServerInfo")
 ] + [f"/{V1}.InferenceService/ListModels", "/grpc.reflection.v1alpha.ServerReflection/X"]
 METHODS = {
-    "clients": (Role.ROUTER, f"/{V1}.InferenceService/GetServerInfo", Role.CLIENT),
-    "pool": (Role.ROUTER, f"/{V1}.PoolService/AddDrafter", Role.OPERATOR),
-    "verifier": (Role.VERIFIER, f"/{V1}.VerifierService/GetInfo", Role.ROUTER),
-    "drafter": (Role.DRAFTER, f"/{V1}.DrafterService/GetInfo", Role.ROUTER),
+    "clients": (
+        CertificateRole.ROUTER,
+        f"/{V1}.InferenceService/GetServerInfo",
+        CertificateRole.CLIENT,
+    ),
+    "pool": (CertificateRole.ROUTER, f"/{V1}.PoolService/AddDrafter", CertificateRole.OPERATOR),
+    "verifier": (
+        CertificateRole.VERIFIER,
+        f"/{V1}.VerifierService/GetInfo",
+        CertificateRole.ROUTER,
+    ),
+    "drafter": (CertificateRole.DRAFTER, f"/{V1}.DrafterService/GetInfo", CertificateRole.ROUTER),
 }
 """By port: the server's role, a method, and whose certificate it is for."""
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -129,7 +137,7 @@ def test_without_a_key_nothing_but_health_answers_clients(fleet: LockedFleet) ->
     address = fleet.grpc_ports["clients"]
     before = {r: fleet.metric(fleet.stack.router, "outrider_access_refusals_total", reason=r)
               for r in ("NO_KEY", "WRONG_KEY")}  # fmt: skip
-    with fleet.channel(address, None, Role.ROUTER) as channel:
+    with fleet.channel(address, None, CertificateRole.ROUTER) as channel:
         assert code_of(channel, HEALTH) is grpc.StatusCode.OK
         for path in INFERENCE:
             assert code_of(channel, path) is grpc.StatusCode.UNAUTHENTICATED
@@ -166,7 +174,7 @@ def test_a_port_of_the_fleet_is_for_one_role_of_its_own_authority(
     with fleet.channel(address, None, server) as nobody:
         assert code_of(nobody, method, key=BOSS) is grpc.StatusCode.UNAVAILABLE
         assert code_of(nobody, HEALTH) is grpc.StatusCode.UNAVAILABLE
-    wrong_roles = [each for each in Role if each is not role]
+    wrong_roles = [each for each in CertificateRole if each is not role]
     for wrong in wrong_roles:
         with fleet.channel(address, wrong, server) as channel:
             assert code_of(channel, method, key=BOSS) is grpc.StatusCode.PERMISSION_DENIED
@@ -177,7 +185,9 @@ def test_a_port_of_the_fleet_is_for_one_role_of_its_own_authority(
 
 
 def test_the_exchange_is_for_drafters_alone(fleet: LockedFleet) -> None:
-    with fleet.channel(fleet.grpc_ports["verifier"], Role.ROUTER, Role.VERIFIER) as channel:
+    with fleet.channel(
+        fleet.grpc_ports["verifier"], CertificateRole.ROUTER, CertificateRole.VERIFIER
+    ) as channel:
         rpc = channel.stream_stream(f"/{V1}.ExchangeService/Exchange")(iter(()), timeout=30.0)
         with pytest.raises(grpc.RpcError) as refused:
             next(rpc)
@@ -186,7 +196,7 @@ def test_the_exchange_is_for_drafters_alone(fleet: LockedFleet) -> None:
 
 def test_the_pool_wants_an_operators_certificate_and_key(fleet: LockedFleet) -> None:
     address, method = fleet.grpc_ports["pool"], METHODS["pool"][1]
-    with fleet.channel(address, Role.OPERATOR, Role.ROUTER) as channel:
+    with fleet.channel(address, CertificateRole.OPERATOR, CertificateRole.ROUTER) as channel:
         assert code_of(channel, method) is grpc.StatusCode.UNAUTHENTICATED
         assert code_of(channel, method, key=ALICE) is grpc.StatusCode.PERMISSION_DENIED
         assert code_of(channel, method, key=BOSS) is grpc.StatusCode.INVALID_ARGUMENT
@@ -195,13 +205,13 @@ def test_the_pool_wants_an_operators_certificate_and_key(fleet: LockedFleet) -> 
 def test_metrics_are_for_operators(fleet: LockedFleet) -> None:
     for process in fleet.processes:
         address = process.ready["metrics"]
-        assert fleet.get(address, "/metrics", BOSS, Role.OPERATOR) == 200
-        for role in (None, Role.VERIFIER):
+        assert fleet.get(address, "/metrics", BOSS, CertificateRole.OPERATOR) == 200
+        for role in (None, CertificateRole.VERIFIER):
             with pytest.raises(OSError):
                 fleet.get(address, "/metrics", BOSS, role)
     address = fleet.stack.router.ready["metrics"]
-    assert fleet.get(address, "/metrics", "", Role.OPERATOR) == 401
-    assert fleet.get(address, "/metrics", ALICE, Role.OPERATOR) == 403
+    assert fleet.get(address, "/metrics", "", CertificateRole.OPERATOR) == 401
+    assert fleet.get(address, "/metrics", ALICE, CertificateRole.OPERATOR) == 403
 
 
 @pytest.mark.parametrize("port", list(METHODS))
@@ -288,7 +298,7 @@ def test_nobody_resumes_or_aborts_what_another_tenant_asked_for(fleet: LockedFle
         next(stream)
         assert bob.abort(["of-alice"]) == ()
         position = RESUME_STREAM.encode(StreamPosition(request_id="of-alice"))
-        with fleet.channel(fleet.grpc_ports["clients"], None, Role.ROUTER) as channel:
+        with fleet.channel(fleet.grpc_ports["clients"], None, CertificateRole.ROUTER) as channel:
             method = channel.unary_stream(RESUME_STREAM.path)
             as_bob = (("authorization", f"Bearer {BOB}"),)
             with pytest.raises(grpc.RpcError) as refused:
@@ -347,7 +357,7 @@ def test_many_at_the_wrong_door_do_not_keep_friends_out(fleet: LockedFleet) -> N
     address = fleet.grpc_ports["clients"]
 
     def knock() -> None:
-        with fleet.channel(address, None, Role.ROUTER) as channel:
+        with fleet.channel(address, None, CertificateRole.ROUTER) as channel:
             for _ in range(50):
                 assert code_of(channel, INFERENCE[0]) is grpc.StatusCode.UNAUTHENTICATED
 

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator
 
 import pytest
 import pytest_asyncio
-from outrider_chaos.clients import Reader
+from outrider_chaos.clients import ChaosClient
 from outrider_chaos.process_fleet import ProcessFleet
 from outrider_chaos.seed_runs import make_tiny
 
-from outrider.chaos.checker import Expected, check, never
-from outrider.chaos.faults import Fault, Kind, Role
-from outrider.chaos.requests import DRAFTING, PROMPTS, TEXTS, Ask
+from outrider.chaos.checker import ExpectedAnswer, allow_none, check_history
+from outrider.chaos.faults import Fault, FaultKind, FaultRole
+from outrider.chaos.requests import DRAFTING_SETS, PROMPTS, TEXTS, ChaosRequest
 from outrider.client import AsyncClient
 from outrider.client.options import GenerateOptions
 from outrider.spec.plan import DraftMethod
@@ -22,9 +22,13 @@ from outrider.spec.plan import DraftMethod
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 ASKS = tuple(
-    Ask(text=text, drafting=drafting, starts_s=0.05 * number)
+    ChaosRequest(text=text, drafting=drafting, starts_s=0.05 * number)
     for number, (text, drafting) in enumerate(
-        zip([text for text in TEXTS if text.exact][-12:], list(DRAFTING) * 2, strict=False)
+        zip(
+            [text for text in TEXTS if text.is_deterministic][-12:],
+            list(DRAFTING_SETS) * 2,
+            strict=False,
+        )
     )
 )
 HITS_AFTER = 20
@@ -40,37 +44,41 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Proc
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def oracle(fleet: ProcessFleet) -> list[Expected]:
+async def oracle(fleet: ProcessFleet) -> list[ExpectedAnswer]:
     """What every client is to hear."""
     assert fleet.router is not None
 
-    async def one(ask: Ask) -> Expected:
+    async def one(ask: ChaosRequest) -> ExpectedAnswer:
         options: GenerateOptions = {**ask.options, "drafter": DraftMethod.NONE}
         answer = await client.generate(PROMPTS[ask.text.prompt], **options)
-        return Expected(token_ids=answer.token_ids, text=answer.text, reason=answer.finish.reason)
+        return ExpectedAnswer(
+            token_ids=answer.token_ids, text=answer.text, reason=answer.finish.reason
+        )
 
     async with AsyncClient(fleet.router.process.address) as client:
         return list(await asyncio.gather(*map(one, ASKS)))
 
 
 FAULTS = {
-    "killed verifier": Fault(kind=Kind.KILL, role=Role.VERIFIER),
-    "told verifier": Fault(kind=Kind.TERMINATE, role=Role.VERIFIER, index=1),
-    "stopped verifier": Fault(kind=Kind.STOP, role=Role.VERIFIER, lasts_s=4.0),
-    "verifier cut off one way": Fault(kind=Kind.ONE_WAY, role=Role.VERIFIER, index=1, lasts_s=4.0),
-    "verifier's streams cut in a frame": Fault(kind=Kind.TRUNCATE, role=Role.VERIFIER),
-    "killed drafter": Fault(kind=Kind.KILL, role=Role.DRAFTER),
-    "slow link": Fault(kind=Kind.DELAY, role=Role.VERIFIER, lasts_s=0.5),
+    "killed verifier": Fault(kind=FaultKind.KILL, role=FaultRole.VERIFIER),
+    "told verifier": Fault(kind=FaultKind.TERMINATE, role=FaultRole.VERIFIER, index=1),
+    "stopped verifier": Fault(kind=FaultKind.STOP, role=FaultRole.VERIFIER, lasts_s=4.0),
+    "verifier cut off one way": Fault(
+        kind=FaultKind.ONE_WAY, role=FaultRole.VERIFIER, index=1, lasts_s=4.0
+    ),
+    "verifier's streams cut in a frame": Fault(kind=FaultKind.TRUNCATE, role=FaultRole.VERIFIER),
+    "killed drafter": Fault(kind=FaultKind.KILL, role=FaultRole.DRAFTER),
+    "slow link": Fault(kind=FaultKind.DELAY, role=FaultRole.VERIFIER, lasts_s=0.5),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 async def test_clients_hear_whole_texts_and_nothing_is_held(
-    fleet: ProcessFleet, oracle: list[Expected], name: str
+    fleet: ProcessFleet, oracle: list[ExpectedAnswer], name: str
 ) -> None:
     began = time.monotonic()
     readers = [
-        Reader(number, ask, await fleet.door(number), began, timeout_s=TIMEOUT_S)
+        ChaosClient(number, ask, await fleet.door(number), began, timeout_s=TIMEOUT_S)
         for number, ask in enumerate(ASKS)
     ]
     reading = [reader.start() for reader in readers]
@@ -79,5 +87,5 @@ async def test_clients_hear_whole_texts_and_nothing_is_held(
         await asyncio.sleep(0.005)
     await asyncio.gather(fleet.hit(FAULTS[name]), *reading)
     for reader, expected in zip(readers, oracle, strict=True):
-        assert check(reader.history, expected, allowed=never) == []
+        assert check_history(reader.history, expected, allowed=allow_none) == []
     assert await fleet.healthy(60.0), "something is held, or somebody does not come back"

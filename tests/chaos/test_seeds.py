@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from outrider_chaos import schedule_run as runs
 from outrider_chaos import seed_runs
-from outrider_chaos.schedule_run import Outcome
-from outrider_chaos.seed_runs import Tally, make_tiny, replay, run_seeds
+from outrider_chaos.schedule_run import RunOutcome
+from outrider_chaos.seed_runs import SeedTally, make_tiny, replay, run_seeds
 
 from outrider.chaos import checker
-from outrider.chaos.checker import Allowed, Expected, Violation
-from outrider.chaos.faults import Role
-from outrider.chaos.history import History
-from outrider.chaos.schedule import Schedule
+from outrider.chaos.checker import AllowedError, CheckViolation, ExpectedAnswer
+from outrider.chaos.faults import FaultRole
+from outrider.chaos.history import ClientHistory
+from outrider.chaos.schedule import FaultSchedule
 
 SAMPLE = range(28)
 PROCESSES = 3
@@ -34,12 +34,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.timeout(400)
 def test_a_sample_of_seeds_breaks_no_promise(tiny: tuple[Path, Path]) -> None:
-    tally = Tally()
+    tally = SeedTally()
     run_seeds(SAMPLE, *tiny, jobs=PROCESSES, on_outcome=tally.add)
     assert not tally.failed, "\n\n".join(map(str, tally.failed))
     assert tally.runs == len(SAMPLE)
     # Not for want of faults.
-    for role in Role:
+    for role in FaultRole:
         assert any(cell.startswith(role.value) for cell in tally.hits)
     assert tally.preemptions > 0
     assert tally.ends["finished"] > 3 * tally.ends["failed"]
@@ -49,12 +49,14 @@ def test_a_sample_of_seeds_breaks_no_promise(tiny: tuple[Path, Path]) -> None:
 def one_token_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clients hear one token that is another."""
 
-    def check(history: History, expected: Expected, *, allowed: Allowed) -> list[Violation]:
+    def check(
+        history: ClientHistory, expected: ExpectedAnswer, *, allowed: AllowedError
+    ) -> list[CheckViolation]:
         for heard in history.heard[-1:]:
             heard.token_ids = (*heard.token_ids[:-1], heard.token_ids[-1] + 1)
-        return checker.check(history, expected, allowed=allowed)
+        return checker.check_history(history, expected, allowed=allowed)
 
-    monkeypatch.setattr(runs, "check", check)
+    monkeypatch.setattr(runs, "check_history", check)
     yield
 
 
@@ -62,10 +64,12 @@ def test_a_changed_text_is_found_shown_and_shrunk(
     tiny: tuple[Path, Path], one_token_off: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("logging.disable", lambda level: None)
-    outcome: Outcome = replay(ODD, *tiny, shrinks=True)
+    outcome: RunOutcome = replay(ODD, *tiny, shrinks=True)
     assert {violation.promise for violation in outcome.violations} == {"text"}
     assert "differs at" in str(outcome)
     # No fault is needed for what is wrong here, and one request shows it.
     assert outcome.schedule.faults == ()
     assert len(outcome.schedule.asks) == 1
-    assert Schedule.of(ODD).asks[0].text in {text for text in seed_runs._Process.oracle}
+    assert FaultSchedule.from_seed(ODD).asks[0].text in {
+        text for text in seed_runs._SeedProcess.oracle
+    }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trustme
 
-from outrider.transport.tls import Role, TlsConfig
+from outrider.transport.tls import CertificateRole, TlsConfig
 
 
 class Authority:
@@ -27,6 +27,6 @@ class Authority:
         issued.private_key_pem.write_to_path(key)
         return TlsConfig(cert=cert, key=key, ca=self.ca, client_auth=client_auth)
 
-    def role(self, role: Role) -> TlsConfig:
+    def role(self, role: CertificateRole) -> TlsConfig:
         """A certificate of a role that is good for loopback addresses, too."""
         return self.issue(role, f"{role}.outrider.internal", "127.0.0.1", "localhost")

@@ -31,11 +31,11 @@ def main() -> None:
     parser.add_argument("--killed", action="store_true", help="be killed, as when memory is short")
     parser.add_argument("--silent", action="store_true")
     parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
-    parser.add_argument("--drain-s", type=float, help="end so long after SIGTERM ...")
+    parser.add_argument("--drain-timeout-s", type=float, help="end so long after SIGTERM ...")
     parser.add_argument("--drained", help="... and leave this file then")
     args = parser.parse_args()
-    if args.drain_s is not None:
-        signal.signal(signal.SIGTERM, lambda *_: drain(args.drain_s, args.drained))
+    if args.drain_timeout_s is not None:
+        signal.signal(signal.SIGTERM, lambda *_: drain(args.drain_timeout_s, args.drained))
     if args.deaf:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.fail:

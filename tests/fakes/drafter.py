@@ -70,5 +70,5 @@ class FakeDrafter:
         self.detached.append(verifier_address)
         self._verifiers[verifier_address].detach(self._info.drafter_id)
 
-    async def drain(self, draining: bool) -> None:
+    async def set_draining(self, draining: bool) -> None:
         self.change_info(draining=draining)

@@ -8,5 +8,5 @@ from outrider.client.commands import main
 from outrider.client.local import child_process
 
 if __name__ == "__main__":
-    child_process.STOP_S = 0.3  # type: ignore[misc]
+    child_process.STOP_TIMEOUT_S = 0.3  # type: ignore[misc]
     sys.exit(main.main(["serve", *sys.argv[1:]]))

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 from outrider_verifier import __main__ as verifier
-from outrider_verifier.server.router_streams import RouterHub
+from outrider_verifier.server.router_streams import RouterStreams
 
 from outrider.wire.messages import SessionEvents
 
 ENDLESS, WRONG = threading.Event(), threading.Event()
-_tell = RouterHub._tell
+_tell = RouterStreams._tell
 
 
-def tell(self: RouterHub, router: Any, message: Any) -> None:
+def tell(self: RouterStreams, router: Any, message: Any) -> None:
     if isinstance(message, SessionEvents) and (ENDLESS.is_set() or WRONG.is_set()):
         message = replace(message, finish_reasons=np.zeros_like(message.finish_reasons))
         if WRONG.is_set():
@@ -29,13 +29,13 @@ def tell(self: RouterHub, router: Any, message: Any) -> None:
     _tell(self, router, message)
 
 
-def again(self: RouterHub, router: Any, message: Any) -> None:
+def again(self: RouterStreams, router: Any, message: Any) -> None:
     if router.number in self._routers:
         tell(self, router, message)
 
 
 if __name__ == "__main__":
-    RouterHub._tell = tell  # type: ignore[method-assign]
+    RouterStreams._tell = tell  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, lambda *_: ENDLESS.set())
     signal.signal(signal.SIGUSR2, lambda *_: WRONG.set())
     sys.exit(verifier.main())

@@ -8,19 +8,19 @@ import threading
 from collections.abc import Iterator
 
 from outrider_drafter import __main__ as drafter
-from outrider_drafter.server.draft_engine import Answers, DraftEngine
+from outrider_drafter.server.draft_engine import DraftEngine, OutgoingProposals
 
 HANGS = threading.Event()
-_draft = DraftEngine.draft
+_draft = DraftEngine.draft_wanted
 
 
-def draft(self: DraftEngine) -> Iterator[Answers]:
+def draft(self: DraftEngine) -> Iterator[OutgoingProposals]:
     if HANGS.is_set():
         threading.Event().wait()
     return _draft(self)
 
 
 if __name__ == "__main__":
-    DraftEngine.draft = draft  # type: ignore[method-assign]
+    DraftEngine.draft_wanted = draft  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, lambda *_: HANGS.set())
     sys.exit(drafter.main())

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from outrider.transport import shm
-from outrider.transport.shm import Lane
-from outrider.transport.shm.ring_buffer import Ring
+from outrider.transport.shm import ShmChannel
+from outrider.transport.shm.ring_buffer import RingBuffer
 
 
 @contextmanager
-def lane_pair() -> Iterator[tuple[Lane, Lane]]:
+def lane_pair() -> Iterator[tuple[ShmChannel, ShmChannel]]:
     """Both ends of a lane."""
-    left, right = shm.lane_pair()
+    left, right = shm.make_channel_pair()
     try:
         yield left, right
     finally:
@@ -24,11 +24,13 @@ def lane_pair() -> Iterator[tuple[Lane, Lane]]:
 
 
 @contextmanager
-def hostile_peer() -> Iterator[tuple[socket.socket, Lane]]:
+def hostile_peer() -> Iterator[tuple[socket.socket, ShmChannel]]:
     """A socket on which anything can be sent to the lane at its other end."""
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    there, back = Ring.make(), Ring.make()
-    attacked = Lane(ours, outgoing=Ring.of(there), incoming=Ring.of(back))
+    there, back = RingBuffer.create_memory(), RingBuffer.create_memory()
+    attacked = ShmChannel(
+        ours, outgoing=RingBuffer.from_descriptor(there), incoming=RingBuffer.from_descriptor(back)
+    )
     os.close(there)
     os.close(back)
     try:

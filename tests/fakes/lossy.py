@@ -18,14 +18,14 @@ def main() -> int:
     own, flags = parser.parse_known_args()
     if own.lose == "verifier":
         from outrider_verifier.__main__ import main as run
-        from outrider_verifier.model_runner.cpu_runner import RoundEngine
+        from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 
-        break_after(own.after, RoundEngine, "collect")
+        break_after(own.after, CpuModelRunner, "collect")
     else:
         from outrider_drafter.__main__ import main as run
-        from outrider_drafter.proposers.eagle import HeadSource
+        from outrider_drafter.proposers.eagle import EagleProposer
 
-        break_after(own.after, HeadSource, "drafts")
+        break_after(own.after, EagleProposer, "drafts")
     return run(flags)
 
 
@@ -38,7 +38,7 @@ def break_after(calls: int, kind: Any, method: str) -> None:
         nonlocal count
         count += 1
         if count > calls:
-            kind.usable = False
+            kind.is_usable = False
             raise RuntimeError("an illegal memory access was encountered")
         return real(*args)
 

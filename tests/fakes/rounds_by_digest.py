@@ -12,21 +12,31 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.metrics import Metrics
-from outrider_drafter.proposers.forest import Forest, Span
-from outrider_drafter.proposers.growth_driver import grow, make_job
-from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored
-from outrider_drafter.proposers.outcome_drafting import Ahead, branch, score
-from outrider_drafter.proposers.tree_growth import Frontier
+from outrider_drafter.metrics import DrafterMetrics
+from outrider_drafter.proposers.forest import DraftForest, StepRows
+from outrider_drafter.proposers.growth_driver import grow_trees, make_growth_job
+from outrider_drafter.proposers.interface import (
+    Outcome,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    SessionDrafts,
+)
+from outrider_drafter.proposers.outcome_drafting import (
+    ScoredProposals,
+    draft_outcomes,
+    score_proposals,
+)
+from outrider_drafter.proposers.tree_growth import StepFrontier
 from outrider_drafter.server.draft_engine import DraftEngine
-from outrider_drafter.state.session import Limits, Session
+from outrider_drafter.state.session import FollowedSession, VerdictLimits
 from torch import Tensor
 
-from outrider.engine.acceptance import AcceptRow, accept
+from outrider.engine.acceptance import AcceptRow, accept_drafts
 from outrider.ids import SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.draft_distribution import validate_law
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.draft_distribution import validate_distribution
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import validate_tree
 from outrider.wire.messages import (
@@ -46,7 +56,7 @@ def markov(seed: int, vocab: int) -> Tensor:
 
 
 class TableModel:
-    """A draft model that is a table; a `DraftModel`."""
+    """A draft model that is a table; a `TreeDraftModel`."""
 
     target_ids: Tensor | None = None
 
@@ -56,11 +66,11 @@ class TableModel:
     def root_logits(self) -> Tensor:
         return self._table[torch.tensor(self._roots)]
 
-    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+    def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
         return self._table[torch.tensor([t for _, frontier in frontiers for t in frontier.tokens])]
 
 
-class TableForest(Forest):
+class TableForest(DraftForest):
     """Draft rows of a table."""
 
     def __init__(self, table: Tensor, roots: Sequence[int]) -> None:
@@ -70,10 +80,10 @@ class TableForest(Forest):
     def root_logits(self) -> Tensor:
         return self._table[torch.tensor(self._roots)]
 
-    def space(self, owner: int) -> int:
+    def rows_left(self, owner: int) -> int:
         return 1 << 20
 
-    def deepest(self, owner: int) -> int:
+    def levels_left(self, owner: int) -> int:
         return 1 << 20
 
     def _run(
@@ -81,7 +91,7 @@ class TableForest(Forest):
         tokens: Sequence[int],
         parents: Sequence[int],
         positions: Sequence[int],
-        spans: Sequence[Span],
+        spans: Sequence[StepRows],
     ) -> Tensor:
         return self._table[torch.tensor(tokens)]
 
@@ -90,53 +100,55 @@ class TableForest(Forest):
 
 
 class TableSource:
-    """An `AheadSource` over a table."""
+    """An `LookAheadProposer` over a table."""
 
     method = DraftMethod.MODEL
     feature_layout = FeatureLayout.NONE
     feature_size = 0
     feature_fingerprint = ""
-    usable = True
+    is_usable = True
 
     def __init__(self, table: Tensor) -> None:
         self._table = table
-        self._ahead: Ahead | None = None
+        self._ahead: ScoredProposals | None = None
 
-    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+    def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
         return wire.data
 
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         pass
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
-        jobs = [make_job(slot, session) for slot, session in enumerate(sessions)]
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
+        jobs = [make_growth_job(slot, session) for slot, session in enumerate(sessions)]
         there = [job for job in jobs if job is not None]
         for slot, job in enumerate(there):
             job.slot = slot
         mine = [session for session, job in zip(sessions, jobs, strict=True) if job is not None]
         if there:
             model = TableModel(self._table, [int(session.tokens.view[-1]) for session in mine])
-            yield Drafted.of([(mine[slot], draft) for slot, draft in grow(model, there)])
+            yield SessionDrafts.of_drafts(
+                [(mine[slot], draft) for slot, draft in grow_trees(model, there)]
+            )
 
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         roots = [int(live.session.tokens.view[-1]) for live in lives]
         forest = TableForest(self._table, roots)
-        self._ahead, scored = score(forest, lives, range(len(lives)))
+        self._ahead, scored = score_proposals(forest, lives, range(len(lives)))
         return scored
 
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
         assert self._ahead is not None
-        yield from branch(self._ahead, outcomes)
+        yield from draft_outcomes(self._ahead, outcomes)
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         pass
 
 
 def table_engine(table: Tensor, *, max_sessions: int = 64, max_context: int = 64) -> DraftEngine:
     """A drafter of a table."""
-    limits = Limits(vocab_size=len(table), feature_size=0, max_context=max_context)
+    limits = VerdictLimits(vocab_size=len(table), feature_size=0, max_context=max_context)
     return DraftEngine(
-        [TableSource(table)], limits=limits, max_sessions=max_sessions, metrics=Metrics()
+        [TableSource(table)], limits=limits, max_sessions=max_sessions, metrics=DrafterMetrics()
     )
 
 
@@ -156,7 +168,7 @@ class Row:
     def digest(self) -> int:
         return extend_digest(EMPTY_DIGEST, self.tokens)
 
-    def start(self, plan: Plan) -> SessionStart:
+    def start(self, plan: SpeculationPlan) -> SessionStart:
         return SessionStart(
             handle=self.handle,
             session_id=SessionId(f"s{self.handle}"),
@@ -183,8 +195,8 @@ class Row:
     def receive(self, proposal: Proposal, vocab: int) -> None:
         """Keep a draft under its digest."""
         validate_tree(proposal.tree, vocab_size=vocab, max_nodes=256)
-        if proposal.law is not None:
-            validate_law(proposal.law, proposal.tree, vocab)
+        if proposal.distribution is not None:
+            validate_distribution(proposal.distribution, proposal.tree, vocab)
         if len(proposal.tree):
             self.inbox[proposal.prefix_digest] = proposal
 
@@ -203,15 +215,15 @@ class Rounds:
         """Sessions that are not at their ends."""
         return [row for row in self.rows if len(row.tokens) < row.max_len]
 
-    def announce(self, engine: DraftEngine, plan: Plan) -> None:
+    def announce(self, engine: DraftEngine, plan: SpeculationPlan) -> None:
         """Tell a drafter of all sessions, and of their prefixes."""
         for row in self.rows:
-            engine.handle(1, row.start(plan))
-        engine.handle(1, Verdicts.of([row.verdict() for row in self.rows]))
+            engine.handle_message(1, row.start(plan))
+        engine.handle_message(1, Verdicts.of_verdicts([row.verdict() for row in self.rows]))
 
     def receive(self, proposals: Proposals) -> None:
         """Keep drafts."""
-        for proposal in proposals.entries():
+        for proposal in proposals.iter_proposals():
             self._by_handle[proposal.handle].receive(proposal, len(self._table))
 
     def round(self, rows: Sequence[Row]) -> None:
@@ -228,7 +240,7 @@ class Rounds:
                 AcceptRow(
                     logits_start=start,
                     tree=tree,
-                    law=None if held is None else held.law,
+                    distribution=None if held is None else held.distribution,
                     sampling=row.sampling,
                     position=len(row.tokens),
                 )
@@ -236,31 +248,31 @@ class Rounds:
             start += 1 + len(nodes)
             self.verified += 1
             self.drafted += held is not None
-        for row, outcome in zip(rows, accept(torch.cat(logits), judged), strict=True):
+        for row, outcome in zip(rows, accept_drafts(torch.cat(logits), judged), strict=True):
             assert not outcome.used_target_only_fallback
-            room = row.max_len - len(row.tokens)
-            row.tokens += outcome.tokens[:room]
+            block_manager = row.max_len - len(row.tokens)
+            row.tokens += outcome.tokens[:block_manager]
             self.accepted += len(outcome.accepted_nodes)
 
     def tell(self, engine: DraftEngine, rows: Sequence[Row]) -> None:
         """Tell a drafter what became committed."""
-        engine.handle(1, Verdicts.of([row.verdict() for row in rows]))
+        engine.handle_message(1, Verdicts.of_verdicts([row.verdict() for row in rows]))
 
 
 def fresh(engine: DraftEngine) -> list[Proposals]:
     """What the engine drafts for actual prefixes, batch by batch."""
     found: list[Proposals] = []
-    while engine.wants_drafting:
-        for together in engine.draft():
+    while engine.has_wanted_drafts:
+        for together in engine.draft_wanted():
             found += [message for _, message in together if isinstance(message, Proposals)]
     return found
 
 
 def ahead(engine: DraftEngine) -> list[Proposals]:
     """What the engine drafts for outcomes, until it is done."""
-    assert not engine.wants_drafting
+    assert not engine.has_wanted_drafts
     found: list[Proposals] = []
-    while engine.wants_look_ahead:
-        for together in engine.look_ahead():
+    while engine.has_look_ahead_work:
+        for together in engine.run_look_ahead():
             found += [message for _, message in together if isinstance(message, Proposals)]
     return found

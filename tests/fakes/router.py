@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider_router.api.inference_grpc import inference_service
-from outrider_router.api.metrics_export import export_state
+from outrider_router.api.metrics_export import register_fleet_metrics
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import RouterConfig
 from outrider_router.requests.service import RouterService
@@ -55,7 +55,7 @@ async def running_router(
 ) -> AsyncGenerator[RouterService]:
     """A router that polls fast; with `wait` it is ready when it is yielded."""
     drafters = drafters or {}
-    settings = {"poll_interval_s": 0.02, "silence_s": 0.3} | config
+    settings = {"poll_interval_s": 0.02, "peer_timeout_s": 0.3} | config
     service = RouterService(
         config=RouterConfig(
             model=directory, verifiers=tuple(verifiers), drafters=tuple(drafters), **settings
@@ -65,12 +65,12 @@ async def running_router(
         metrics=RouterMetrics(),
         clock=time.monotonic,
     )
-    export_state(service)
+    register_fleet_metrics(service)
     await service.start()
     try:
         if wait:
-            await until(lambda: service.registry.any_info() is not None)
-            await until(lambda: all(d.serving for d in service.registry.drafters.values()))
+            await until(lambda: service.registry.any_verifier_info() is not None)
+            await until(lambda: all(d.is_serving for d in service.registry.drafters.values()))
         yield service
     finally:
         await service.close()
@@ -79,7 +79,7 @@ async def running_router(
 @asynccontextmanager
 async def grpc_router(service: RouterService, address: str = "127.0.0.1:0") -> AsyncGenerator[str]:
     """Serve a router, on a free port or at an address that it shares; its address."""
-    config = GrpcConfig(share_port=service.config.share_ports)
+    config = GrpcConfig(share_port=service.config.reuse_ports)
     server = GrpcServer(address, [inference_service(service)], config=config)
     try:
         yield await server.start()

@@ -14,14 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_verifier.exchange.shm_features import Reserve
+from outrider_verifier.exchange.shm_features import ShmAllocator
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
-from outrider_verifier.model_runner.interface import Decoded, Flight, RoundOutcome, RowOutcome
-from outrider_verifier.model_runner.kv_headroom import Slack
-from outrider_verifier.model_runner.swapped_sessions import Suspended
+from outrider_verifier.model_runner.interface import (
+    DecodeOutput,
+    RoundHandle,
+    RowOutput,
+    RunnerOutput,
+)
+from outrider_verifier.model_runner.kv_headroom import KVHeadroom
+from outrider_verifier.model_runner.swapped_sessions import SwappedSessions
 from outrider_verifier.state.session import Session
 
-from outrider.engine.acceptance import AcceptRow, accept
+from outrider.engine.acceptance import AcceptRow, accept_drafts
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
 from outrider.errors import ResourceExhaustedError
@@ -36,7 +41,7 @@ class FakeFlight:
 
     prefill: list[PrefillRow]
     verify: list[VerifyRow]
-    outcome: RoundOutcome
+    outcome: RunnerOutput
     written: list[int]
     """K/V rows that each session keeps, prompts first."""
     ahead: bool
@@ -45,16 +50,18 @@ class FakeFlight:
 
 
 class FakeRunner:
-    """Implements `RoundRunner`; drafts by itself unless `drafts` is 0."""
+    """Implements `ModelRunner`; drafts by itself unless `drafts` is 0."""
 
-    run_ahead = True
-    piece_tokens = 4
-    most_prompt_tokens: int | None = None
+    can_run_ahead = True
+    chunk_tokens = 4
+    max_prompt_tokens: int | None = None
 
     def __init__(self, target: FakeTarget, *, drafts: int = 3, slots: int = 64) -> None:
         self.target = target
-        self.drafts_itself = drafts
-        self.slack = Slack(16, rounds=2, own_slots=2 * (drafts + 1) if drafts else 0)
+        self.in_process_draft_length = drafts
+        self.slot_headroom = KVHeadroom(
+            16, rounds=2, in_process_slots=2 * (drafts + 1) if drafts else 0
+        )
         self.flights: list[FakeFlight] = []
         """All that were ever submitted."""
         self.in_flight: deque[FakeFlight] = deque()
@@ -64,14 +71,14 @@ class FakeRunner:
         suspended."""
         self.suspended: dict[int, list[int]] = {}
         """The prefixes of those that are: empty where nothing was swapped out."""
-        self._copies = Suspended()
+        self._copies = SwappedSessions()
         self._capacities: dict[int, int] = {}
         """K/V slots that the device knows of, by ticket."""
         self.before_submit: Callable[[Verify], None] | None = None
         """May raise."""
         self.before_collect: Callable[[FakeFlight], None] | None = None
         """May raise or wait."""
-        self.usable = True
+        self.is_usable = True
         """Set it to False for a device that is lost."""
         self.times: tuple[float, float] | None = None
         """Seconds of a round without and with own drafts."""
@@ -89,84 +96,84 @@ class FakeRunner:
     def enter_thread(self) -> None:
         """Nothing to do."""
 
-    def round_s(
-        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+    def plain_round_s(
+        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None:
         """As set."""
         return None if self.times is None else self.times[own]
 
-    def verify_s(self, rows: int, nodes: int) -> float | None:
+    def verify_round_s(self, rows: int, nodes: int) -> float | None:
         """As set."""
         return None if self.verify_times is None else self.verify_times(rows, nodes)
 
-    def landed(self, flight: Flight) -> bool:
+    def is_finished(self, flight: RoundHandle) -> bool:
         """As set."""
         return self.lands()
 
     @staticmethod
-    def prompt_tokens_beside(rows: int, crowded: bool = False) -> int | None:
+    def prompt_token_limit(rows: int, crowded: bool = False) -> int | None:
         """Less than alone."""
         return 8
 
     @staticmethod
-    def pin(memory: NDArray[np.uint8]) -> bool:
+    def pin_memory(memory: NDArray[np.uint8]) -> bool:
         """There are no features."""
         return False
 
-    def land_in(self, reserve: Reserve) -> None:
+    def set_feature_allocator(self, reserve: ShmAllocator) -> None:
         """The same."""
 
     @staticmethod
-    def swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
+    def make_swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
         """Room for the pool's K/V, which nobody reads."""
         return SwapSpace(budget_bytes, [pool.storage], block_tokens=pool.block_tokens)
 
-    def open(self, session: Session) -> None:
+    def open_session(self, session: Session) -> None:
         """Let the session wait."""
-        if not self.usable:
+        if not self.is_usable:
             raise RuntimeError("the device is lost")
         assert session.ticket not in self.prefixes
         self.suspended[session.ticket] = []
 
-    def close(self, session: Session) -> None:
+    def close_session(self, session: Session) -> None:
         """Give the slot back, or forget the session that waits."""
         held = self.suspended if session.ticket in self.suspended else self.prefixes
         del held[session.ticket]
-        self._copies.drop(session)
+        self._copies.drop_copy(session)
 
-    def grown(self, session: Session) -> None:
+    def record_new_blocks(self, session: Session) -> None:
         """The device is told of the new blocks."""
         self._capacities[session.ticket] = session.kv.capacity
 
-    def tell_grown(self) -> None:
+    def upload_new_blocks(self) -> None:
         """It was told already."""
 
-    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
+    def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
         """Take the slot; the prefix is kept where the K/V is."""
-        flying = [*self.in_flight]
+        in_flight = [*self.in_flight]
         assert all(
             row.session is not session
-            for flight in flying
+            for flight in in_flight
             for row in (*flight.prefill, *flight.verify)
         )
         prefix = self.prefixes.pop(session.ticket)
-        kept = self._copies.take(session, swap)
+        kept = self._copies.swap_out(session, swap)
         self.suspended[session.ticket] = prefix if kept else []
         return kept
 
-    def drafted(self, session: Session) -> bool:
+    def has_draft_kv(self, session: Session) -> bool:
         """Whether it drafts for it."""
-        return self.drafts_itself > 0 and session.own_draft > 0
+        return self.in_process_draft_length > 0 and session.in_process_draft_length > 0
 
-    def fetch(self, session: Session) -> bool:
-        """See `RoundRunner`."""
-        return self._copies.fetch(session)
+    def prefetch_session(self, session: Session) -> bool:
+        """See `ModelRunner`."""
+        return self._copies.prefetch(session)
 
-    def resume(self, session: Session) -> bool:
+    def resume_session(self, session: Session) -> bool:
         """Take a slot."""
         if len(self.prefixes) >= self._slots:
             raise ResourceExhaustedError("no session slot is free", reason="SESSIONS_EXHAUSTED")
-        kept = self._copies.give(session)
+        kept = self._copies.swap_in(session)
         prefix = self.suspended.pop(session.ticket)
         if not kept:
             # Its blocks may begin with what another session has written.
@@ -174,19 +181,19 @@ class FakeRunner:
             if session.emitted and len(prefix) == session.length - 1:
                 prefix.append(session.root)
         self.prefixes[session.ticket] = prefix
-        self.grown(session)
+        self.record_new_blocks(session)
         return kept
 
-    def submit(self, prefill: Sequence[PrefillRow], verify: Verify) -> FakeFlight:
+    def submit_round(self, prefill: Sequence[PrefillRow], verify: Verify) -> FakeFlight:
         """Compute the round from the device's own prefixes."""
         if self.before_submit is not None:
             self.before_submit(verify)
-        flying = {row.session.ticket for flight in self.in_flight for row in flight.verify}
+        in_flight = {row.session.ticket for flight in self.in_flight for row in flight.verify}
         for row in verify:
             # What a round says decides what is drafted next.
-            assert row.held is None or row.session.ticket not in flying
+            assert row.held is None or row.session.ticket not in in_flight
         written: list[int] = []
-        outcomes: list[RowOutcome] = []
+        outcomes: list[RowOutput] = []
         for chunk in prefill:
             outcomes.append(self._prefill(chunk))
             written.append(chunk.num_tokens)
@@ -197,9 +204,9 @@ class FakeRunner:
         flight = FakeFlight(
             prefill=list(prefill),
             verify=list(verify),
-            outcome=RoundOutcome(
+            outcome=RunnerOutput(
                 prefill=outcomes[: len(prefill)],
-                decoded=Decoded.of(outcomes[len(prefill) :]),
+                decoded=DecodeOutput.of_rows(outcomes[len(prefill) :]),
                 rows=sum(written),
                 forward_s=0.0,
                 accept_s=0.0,
@@ -214,20 +221,20 @@ class FakeRunner:
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
         return flight
 
-    def collect(self, flight: Flight) -> RoundOutcome:
+    def collect_round(self, flight: RoundHandle) -> RunnerOutput:
         """Tell a round's outcome; rounds end in order."""
         assert isinstance(flight, FakeFlight)
         assert self.in_flight.popleft() is flight
         if self.before_collect is not None:
             self.before_collect(flight)
         for row, count in zip((*flight.prefill, *flight.verify), flight.written, strict=True):
-            if not row.session.ended:
+            if not row.session.is_ended:
                 kv = row.session.kv
                 kv.begin(torch.zeros(count, dtype=torch.int64))
                 kv.commit(range(count))
         return flight.outcome
 
-    def _prefill(self, chunk: PrefillRow) -> RowOutcome:
+    def _prefill(self, chunk: PrefillRow) -> RowOutput:
         session, prefix = chunk.session, self.prefixes[chunk.session.ticket]
         known = session.tokens[: session.length].tolist()
         prefix += known[len(prefix) : len(prefix) + chunk.num_tokens]
@@ -240,9 +247,9 @@ class FakeRunner:
         else:
             assert chunk.last == (len(prefix) == len(known))
         tokens = self._emit(session, 0) if chunk.last else ()
-        return RowOutcome(tokens, features=self._features(session, chunk.num_tokens))
+        return RowOutput(tokens, features=self._features(session, chunk.num_tokens))
 
-    def _verify(self, row: VerifyRow) -> RowOutcome:
+    def _verify(self, row: VerifyRow) -> RowOutput:
         session = row.session
         before = len(self.prefixes[session.ticket])
         if row.draft is not None:
@@ -251,12 +258,12 @@ class FakeRunner:
             drafted = 0
         else:
             # An own draft is as long as ever; how much of it stands changes from round to round.
-            drafted = self.drafts_itself if row.own_depth else 0
-            tokens = self._emit(session, before % (row.own_depth + 1))
+            drafted = self.in_process_draft_length if row.in_process_depth else 0
+            tokens = self._emit(session, before % (row.in_process_depth + 1))
         written = before + max(drafted, row.nodes, len(tokens) - 1)
         assert written <= self._capacities[session.ticket] <= session.kv.capacity
         features = self._features(session, len(tokens))
-        return RowOutcome(tokens, features=features, drafted=drafted)
+        return RowOutput(tokens, features=features, draft_nodes=drafted)
 
     def _standing(self, row: VerifyRow) -> int:
         """How many tokens of a proposed chain are what the target emits."""
@@ -291,4 +298,4 @@ class FakeRunner:
             output_ids=np.array(output, dtype=np.int32),
             banned_now=banned,
         )
-        return accept(torch.from_numpy(self.target.logits(prefix)[None]), [row])[0].tokens[0]
+        return accept_drafts(torch.from_numpy(self.target.logits(prefix)[None]), [row])[0].tokens[0]

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from outrider.errors import OutriderError
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.draft_distribution import DraftLaw
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.draft_distribution import DraftDistribution
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.tree import DraftTree
 from outrider.transport.interface import Dialer, DrafterConnection
 from outrider.wire.messages import (
@@ -37,7 +37,7 @@ class Followed:
     """What the drafter was told about one session."""
 
     start: SessionStart
-    plan: Plan
+    plan: SpeculationPlan
     tokens: list[int] = field(default_factory=list)
     features: list[NDArray[np.float32]] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Followed:
         return extend_digest(EMPTY_DIGEST, self.tokens)
 
 
-Draft = DraftTree | tuple[DraftTree, DraftLaw | None] | None
+Draft = DraftTree | tuple[DraftTree, DraftDistribution | None] | None
 ProposeFn = Callable[[Followed], Draft]
 PredictFn = Callable[[Followed], Sequence[tuple[Sequence[int], DraftTree]]]
 """Outcomes of the draft for the present prefix: the tokens that may follow it, and a draft for
@@ -139,7 +139,7 @@ class ScriptedDrafter:
     async def send(self, proposal: Proposal) -> None:
         """Send a proposal that nobody asked for."""
         assert self.connection is not None
-        await self.connection.send(Proposals.of([proposal]))
+        await self.connection.send(Proposals.of_proposals([proposal]))
 
     async def _follow(self, connection: DrafterConnection) -> None:
         try:
@@ -164,18 +164,18 @@ class ScriptedDrafter:
             self.broken = violation
 
     async def _verdicts(self, connection: DrafterConnection, message: Verdicts) -> None:
-        drafts = [self._take_in(verdict) for verdict in message.entries()]
+        drafts = [self._take_in(verdict) for verdict in message.iter_verdicts()]
         proposals = [draft for draft in drafts if draft is not None]
         if proposals:
-            await connection.send(Proposals.of(proposals))
+            await connection.send(Proposals.of_proposals(proposals))
         ahead = [
             draft
-            for verdict in message.entries()
+            for verdict in message.iter_verdicts()
             if verdict.draft_wanted and not self.muted
             for draft in self._look_ahead(verdict.handle)
         ]
         if ahead:
-            await connection.send(Proposals.of(ahead))
+            await connection.send(Proposals.of_proposals(ahead))
 
     def _look_ahead(self, handle: int) -> list[Proposal]:
         """Drafts for what may come of the present draft."""
@@ -214,11 +214,11 @@ class ScriptedDrafter:
         draft = self._propose(followed)
         if draft is None:
             return None
-        tree, law = draft if isinstance(draft, tuple) else (draft, None)
+        tree, distribution = draft if isinstance(draft, tuple) else (draft, None)
         return Proposal(
             handle=verdict.handle,
             prefix_digest=verdict.prefix_digest,
             prefix_len=len(followed.tokens),
             tree=tree,
-            law=law,
+            distribution=distribution,
         )

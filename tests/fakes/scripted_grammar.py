@@ -27,17 +27,24 @@ LANGUAGE: dict[tuple[int, ...], list[int]] = {
 class Scripted:
     """A constraint (`outrider.grammar.constraint`) over LANGUAGE; elsewhere 5 and 6 may follow."""
 
-    failed, words, vocab_size, matcher, here, meter = "", WORDS, 32 * WORDS, None, None, None
+    failure, num_mask_words, vocab_size, matcher, current_mask, meter = (
+        "",
+        WORDS,
+        32 * WORDS,
+        None,
+        None,
+        None,
+    )
 
     def __init__(self) -> None:
         self.path: list[int] = []
         """What stands and what was entered."""
         self.stood = 0
 
-    def follow(self, output_ids: NDArray[np.int32]) -> None:
+    def advance_to(self, output_ids: NDArray[np.int32]) -> None:
         assert len(self.path) == self.stood
 
-    def stand(self) -> None:
+    def commit_tokens(self) -> None:
         self.stood = len(self.path)
 
     def prepare(self, output_ids: NDArray[np.int32]) -> bool:
@@ -46,30 +53,30 @@ class Scripted:
     def give_up(self, why: str) -> None:
         raise AssertionError(why)
 
-    def finish(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
+    def fill_masks(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         for depth, mask in enumerate(masks):
-            legal = self._legal(*tokens[:depth])
-            mask[:] = mask_of(legal, WORDS)
-            if depth == len(tokens) or tokens[depth] not in legal or tokens[depth] == END:
+            allowed_tokens = self._allowed_tokens(*tokens[:depth])
+            mask[:] = mask_of(allowed_tokens, WORDS)
+            if depth == len(tokens) or tokens[depth] not in allowed_tokens or tokens[depth] == END:
                 return depth
         raise AssertionError("a mask more than tokens")
 
-    def enter(self, tokens: Sequence[int]) -> int:
+    def push_tokens(self, tokens: Sequence[int]) -> int:
         for count, token in enumerate(tokens):
-            if token == END or token not in self._legal():
+            if token == END or token not in self._allowed_tokens():
                 return count
             self.path.append(token)
         return len(tokens)
 
-    def leave(self, count: int) -> None:
+    def pop_tokens(self, count: int) -> None:
         assert count <= len(self.path) - self.stood
         del self.path[len(self.path) - count :]
 
-    def forced(self) -> Sequence[int]:
+    def forced_tokens(self) -> Sequence[int]:
         found: list[int] = []
-        while len(legal := self._legal(*found)) == 1 and legal[0] != END:
-            found += legal
+        while len(allowed_tokens := self._allowed_tokens(*found)) == 1 and allowed_tokens[0] != END:
+            found += allowed_tokens
         return found
 
-    def _legal(self, *tokens: int) -> list[int]:
+    def _allowed_tokens(self, *tokens: int) -> list[int]:
         return LANGUAGE.get((*self.path, *tokens), [5, 6])

@@ -12,7 +12,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.ids import SessionId, VerifierId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.transport.interface import RouterConnection, ServingConnection, VerifierConnection
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
@@ -65,7 +65,7 @@ class ScriptedVerifier:
             except OutriderError:
                 return
             if isinstance(message, Proposals):
-                for proposal in message.entries():
+                for proposal in message.iter_proposals():
                     self.proposals.put_nowait(proposal)
 
     async def connected(self) -> VerifierConnection:
@@ -105,7 +105,7 @@ class ScriptedVerifier:
         """Not served."""
         raise UnavailableError("a scripted verifier serves no sessions")
 
-    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         """Not served."""
         raise UnavailableError("a scripted verifier serves no sessions")
 

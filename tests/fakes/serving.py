@@ -10,14 +10,14 @@ import numpy as np
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId
-from outrider.transport.in_process import local_sessions
+from outrider.transport.in_process import open_local_sessions
 from outrider.transport.interface import RouterConnection, ServingConnection
-from outrider.transport.session_stream import SessionIterators, failure_of
+from outrider.transport.session_stream import SessionIterators, make_failure
 from outrider.wire.logprobs import EventLogprobs, TokenLogprobs, pack_logprobs
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,
-    HIT,
+    LOOK_AHEAD_HIT,
     LOOKED_AHEAD,
     REASON_CODES,
     TARGET_ONLY,
@@ -48,7 +48,7 @@ class ServesGenerators(SessionIterators):
         return spec.drafter_id
 
     async def sessions(self) -> RouterConnection:
-        return local_sessions(self)  # type: ignore[arg-type]
+        return open_local_sessions(self)  # type: ignore[arg-type]
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
         running: dict[int, asyncio.Task[None]] = {}
@@ -64,7 +64,7 @@ class ServesGenerators(SessionIterators):
                         specs[handle] = spec
                         running[handle] = asyncio.create_task(self._serve(connection, handle, spec))
                     case MalformedOpen(handle=handle, error=error):
-                        await connection.send(failure_of(handle, error))
+                        await connection.send(make_failure(handle, error))
                     case SessionLeave(handle=handle):
                         if not self.deaf:
                             running.pop(handle).cancel()
@@ -84,7 +84,7 @@ class ServesGenerators(SessionIterators):
                     await connection.send(one_row(handle, event, told))
                     told = event.stats
         except Exception as error:
-            await connection.send(failure_of(handle, error))
+            await connection.send(make_failure(handle, error))
 
 
 def one_row(handle: int, event: SessionEvent, told: SpecStats) -> SessionEvents:
@@ -121,4 +121,4 @@ def flags_of_round(before: SpecStats, after: SpecStats) -> int:
         flags |= TARGET_ONLY
     if after.look_ahead_rounds > before.look_ahead_rounds:
         flags |= LOOKED_AHEAD
-    return flags | HIT if after.hit_rounds > before.hit_rounds else flags
+    return flags | LOOK_AHEAD_HIT if after.hit_rounds > before.hit_rounds else flags

@@ -13,17 +13,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from outrider_drafter.metrics import Metrics
-from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored
-from outrider_drafter.proposers.ngram import NgramSource
-from outrider_drafter.proposers.tree_growth import Draft
-from outrider_drafter.server.draft_engine import Answers, DraftEngine
-from outrider_drafter.state.outcomes import BRANCH_SIZES
-from outrider_drafter.state.session import Limits, Session
+from outrider_drafter.metrics import DrafterMetrics
+from outrider_drafter.proposers.interface import (
+    Outcome,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    SessionDrafts,
+)
+from outrider_drafter.proposers.ngram import NgramProposer
+from outrider_drafter.proposers.tree_growth import ProposedDraft
+from outrider_drafter.server.draft_engine import DraftEngine, OutgoingProposals
+from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES
+from outrider_drafter.state.session import FollowedSession, VerdictLimits
 
 from outrider.ids import SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import Proposals, SessionStart, Verdict, Verdicts
@@ -44,7 +50,7 @@ class Costs:
     score: tuple[float, ...]
     """By `SESSIONS`."""
     branch: tuple[float, ...]
-    """By `BRANCH_SIZES`."""
+    """By `OUTCOME_BATCH_SIZES`."""
     foreseen: tuple[float, ...]
     """P(an outcome is among the first 8, 16, 32)."""
     slowdown: float = 1.0
@@ -69,7 +75,7 @@ class Costs:
 
     def branches_s(self, outcomes: int) -> float:
         """A launch of branches."""
-        size = next(i for i, size in enumerate(BRANCH_SIZES) if outcomes <= size)
+        size = next(i for i, size in enumerate(OUTCOME_BATCH_SIZES) if outcomes <= size)
         return self.branch[size] * self.slowdown / 1000.0
 
     @property
@@ -94,34 +100,40 @@ class Clock:
         return self.now
 
 
-class _Source(NgramSource):
+class _Source(NgramProposer):
     """Drafts that mean nothing; all outcomes are at the root."""
 
     def __init__(self, costs: Costs, clock: Clock) -> None:
         super().__init__()
         self.costs, self._clock = costs, clock
-        law = np.full((costs.nodes + 1, CANDIDATES), -np.inf, dtype=np.float32)
-        law[0] = np.log(costs.law)
-        tokens = np.full(law.shape, -1, dtype=np.int32)
+        distribution = np.full((costs.nodes + 1, CANDIDATES), -np.inf, dtype=np.float32)
+        distribution[0] = np.log(costs.law)
+        tokens = np.full(distribution.shape, -1, dtype=np.int32)
         tokens[0] = _FIRST + np.arange(CANDIDATES)
-        self._scores = tokens, law
-        self._draft = Draft(tree=DraftTree.chain(np.full(costs.nodes, _NODE, dtype=np.int32)))
-        self._lives: Sequence[Live] = ()
+        self._scores = tokens, distribution
+        self._draft = ProposedDraft(
+            tree=DraftTree.chain(np.full(costs.nodes, _NODE, dtype=np.int32))
+        )
+        self._lives: Sequence[PendingProposal] = ()
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         self._clock.now += self.costs.drafts_s(len(sessions))
-        yield Drafted.of([(session, self._draft) for session in sessions])
+        yield SessionDrafts.of_drafts([(session, self._draft) for session in sessions])
 
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         self._clock.now += self.costs.scores_s(len(lives))
         self._lives = lives
-        tokens, law = self._scores
-        return Scored.of(lives, [tokens] * len(lives), [law] * len(lives))
+        tokens, distribution = self._scores
+        return OutcomeScores.of_candidates(
+            lives, [tokens] * len(lives), [distribution] * len(lives)
+        )
 
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
         self._clock.now += self.costs.branches_s(len(outcomes))
-        drafted = Drafted.of([(self._lives[o.live].session, self._draft) for o in outcomes])
-        yield Branches.of(np.arange(len(outcomes)), drafted)
+        drafted = SessionDrafts.of_drafts(
+            [(self._lives[o.live].session, self._draft) for o in outcomes]
+        )
+        yield OutcomeDrafts.of_drafts(np.arange(len(outcomes)), drafted)
 
 
 @dataclass
@@ -142,7 +154,7 @@ class Verifier:
     def __init__(self, costs: Costs, sessions: int, seed: int, *, answer_s: float) -> None:
         self._costs, self._answer_s = costs, answer_s
         self._rng = np.random.default_rng(seed)
-        self._law = costs.law
+        self._distribution = costs.law
         self.rows = [_Row(handle) for handle in range(sessions)]
         self._arrivals: list[tuple[float, int, int]] = []
         self.verdicts: list[tuple[float, int, Verdicts]] = []
@@ -155,7 +167,7 @@ class Verifier:
         self._missed_at: dict[int, float] = {}
         self._tell(self.rows, 0.0)
 
-    def receive(self, answers: Answers, now: float) -> None:
+    def receive(self, answers: OutgoingProposals, now: float) -> None:
         """Drafts leave the drafter."""
         for _, message in answers:
             assert isinstance(message, Proposals)
@@ -190,7 +202,7 @@ class Verifier:
             row.ahead.add(digest)
         elif not row.ready and row not in self._running:
             if not self._running and not any(other.ready for other in self.rows):
-                self._begins = max(self._begins, when + self._patience(1))
+                self._begins = max(self._begins, when + self._pause_s(1))
             row.ready = True
             self.since_verdict.append(when - self._missed_at.pop(handle))
 
@@ -206,7 +218,7 @@ class Verifier:
         rows, self._running = self._running, []
         self.rounds += len(rows)
         for row in rows:
-            rank = int((self._rng.random() > self._law.cumsum()).sum())
+            rank = int((self._rng.random() > self._distribution.cumsum()).sum())
             token = _FIRST + rank if rank < CANDIDATES else 0
             row.digest = extend_digest(row.digest, [token])
             row.length += 1
@@ -215,9 +227,9 @@ class Verifier:
             row.ahead.clear()
             self._emit(row, token)
         self._begins = self._ends + self._costs.settle / 1000.0
-        self._begins += self._patience(sum(row.ready for row in self.rows))
+        self._begins += self._pause_s(sum(row.ready for row in self.rows))
 
-    def _patience(self, found: int) -> float:
+    def _pause_s(self, found: int) -> float:
         """How long that many drafts wait for those of the other rows, where that pays."""
         missed = len(self.rows) - found
         pays = missed * self._costs.round_s(len(self.rows)) / len(self.rows)
@@ -237,7 +249,7 @@ class Verifier:
     def _send(self, verdict: Verdict, now: float) -> None:
         self.sent += 1
         arrival = now + (self._costs.settle + self._costs.way) / 1000.0
-        heapq.heappush(self.verdicts, (arrival, self.sent, Verdicts.of([verdict])))
+        heapq.heappush(self.verdicts, (arrival, self.sent, Verdicts.of_verdicts([verdict])))
 
 
 def _verdict(row: _Row, tokens: list[int]) -> Verdict:
@@ -277,11 +289,13 @@ def run(
 ) -> Ran:
     """So many rounds of every session, in the mean; `then`: what costs are from the middle on."""
     clock = Clock()
-    metrics = Metrics()
+    metrics = DrafterMetrics()
     source = _Source(costs, clock)
     engine = DraftEngine(
         [source],
-        limits=Limits(vocab_size=_FIRST + CANDIDATES, feature_size=0, max_context=rounds * 4),
+        limits=VerdictLimits(
+            vocab_size=_FIRST + CANDIDATES, feature_size=0, max_context=rounds * 4
+        ),
         max_sessions=sessions,
         metrics=metrics,
         now=clock,
@@ -289,7 +303,7 @@ def run(
     )
     answer_s = costs.drafts_s(sessions) + 2 * costs.way / 1000.0
     verifier = Verifier(costs, sessions, seed, answer_s=answer_s)
-    plan = Plan(
+    plan = SpeculationPlan(
         method=DraftMethod.NGRAM, draft_tokens=costs.nodes, look_ahead=int(look_ahead), fan_out=0
     )
     for row in verifier.rows:
@@ -302,7 +316,7 @@ def run(
             max_len=rounds * 4,
             prompt_len=1,
         )
-        engine.handle(1, start)
+        engine.handle_message(1, start)
     while verifier.rounds < rounds * sessions:
         if then is not None and verifier.rounds >= rounds * sessions // 2:
             source.costs = then
@@ -319,20 +333,20 @@ def run(
 def _work(engine: DraftEngine, verifier: Verifier, clock: Clock) -> None:
     """What a drafting thread does, once."""
     _look(engine, verifier, clock)
-    if engine.wants_drafting:
-        for answers in engine.draft():
+    if engine.has_wanted_drafts:
+        for answers in engine.draft_wanted():
             verifier.receive(answers, clock.now)
-    elif engine.wants_look_ahead:
-        ahead = engine.look_ahead()
+    elif engine.has_look_ahead_work:
+        ahead = engine.run_look_ahead()
         for answers in ahead:
             verifier.receive(answers, clock.now)
             verifier.advance(clock.now)
             if verifier.verdicts and verifier.verdicts[0][0] <= clock.now:
                 break
-            engine.listened(waited=False)
+            engine.record_poll(waited=False)
         ahead.close()
-    elif engine.has_unbooked:
-        engine.book()
+    elif engine.has_pending_metrics:
+        engine.update_metrics()
     elif verifier.verdicts:
         before = clock.now
         clock.now = max(before, verifier.verdicts[0][0])
@@ -343,6 +357,6 @@ def _work(engine: DraftEngine, verifier: Verifier, clock: Clock) -> None:
 
 def _look(engine: DraftEngine, verifier: Verifier, clock: Clock, *, waited: bool = False) -> None:
     verifier.advance(clock.now)
-    engine.listened(waited=waited)
+    engine.record_poll(waited=waited)
     while verifier.verdicts and verifier.verdicts[0][0] <= clock.now:
-        engine.handle(1, heapq.heappop(verifier.verdicts)[2])
+        engine.handle_message(1, heapq.heappop(verifier.verdicts)[2])

@@ -15,16 +15,16 @@ from functools import cache
 
 import numpy as np
 from outrider_verifier.engine.schedule_policy import plan_round
-from outrider_verifier.exchange.proposal_inbox import Held
+from outrider_verifier.exchange.proposal_inbox import HeldProposal
 from outrider_verifier.model_runner.batch import VerifyRow
-from outrider_verifier.model_runner.interface import RowOutcome
-from outrider_verifier.model_runner.results import Settled
-from outrider_verifier.planner.speculation_policy import Policy
-from outrider_verifier.state.round_plan import Limits, RoundPlan, RowState, Times
+from outrider_verifier.model_runner.interface import RowOutput
+from outrider_verifier.model_runner.results import RowResult
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
+from outrider_verifier.state.round_plan import RoundEstimates, RoundLimits, RoundPlan, RowState
 from outrider_verifier.state.session import Session
 
 from outrider.ids import DrafterId, SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import Proposals, SessionSpec
 from tests.fakes.target import NO_BLOCKS
@@ -66,11 +66,11 @@ class Costs:
         return _between(tuple(row), sessions) / 1000.0
 
     def times(
-        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None:
         """What a warm-up finds."""
         row = self.verify if own else self.plain
-        more = pieces * self.piece + self.features * featured
+        more = chunks * self.piece + self.features * featured
         return self.of(row, rows) - (self.host - more) / 1000.0
 
 
@@ -96,7 +96,7 @@ class Service:
     sessions: int
     extra_tokens: float
     """Draft tokens that stand in a round, in the mean."""
-    policy: Policy | None
+    policy: SpeculationPolicy | None
     """None: no session speculates."""
     speculative: bool = True
     """Whether sessions ask for drafts, where there is a policy."""
@@ -161,14 +161,14 @@ class Service:
     def _step(self) -> None:
         self._take_in()
         self._turn()
-        answer_s = 0.0 if self.policy is None else self.policy.answer_s()
+        answer_s = 0.0 if self.policy is None else self.policy.slowest_response_s()
         plan = plan_round(
             [self._state(s) for s in self._live.values()],
             self.now,
             self._limits,
-            times=Times(answer_s=answer_s, round_s=self._round_s),
+            times=RoundEstimates(answer_s=answer_s, round_s=self._round_s),
         )
-        if plan.empty:
+        if plan.is_empty:
             due = [] if plan.wait_until is None else [plan.wait_until]
             due += self._arrivals[:1] if self._left else []
             due += [self._proposals[0][0]] if self._proposals else []
@@ -177,13 +177,13 @@ class Service:
         self._round(plan)
 
     @property
-    def _limits(self) -> Limits:
-        return Limits(
+    def _limits(self) -> RoundLimits:
+        return RoundLimits(
             prefill_tokens=16 * PIECE,
-            prefill_beside=lambda rows, crowded: (8 if crowded else 4) * PIECE,
-            piece_tokens=PIECE,
+            prefill_limit=lambda rows, crowded: (8 if crowded else 4) * PIECE,
+            chunk_tokens=PIECE,
             decode_tokens=1024,
-            gather_s=0.005,
+            batch_wait_s=0.005,
         )
 
     def _take_in(self) -> None:
@@ -196,17 +196,17 @@ class Service:
             session = self._live.get(name)
             if session is None or self.policy is None:
                 continue
-            usable = session.length == length and not session.paused
-            self.policy.arrived(session, prefix_len=length, usable=usable, now=self.now)
+            usable = session.length == length and not session.is_speculation_off
+            self.policy.record_arrival(session, prefix_len=length, usable=usable, now=self.now)
             if usable:
                 self._ready[name] = session.proposal_at = self.now
 
     def _open(self, index: int) -> None:
         name, speculative = SessionId(f"s{index}"), self.policy is not None and self.speculative
-        plan = Plan(
+        plan = SpeculationPlan(
             method=DraftMethod.EAGLE3,
             draft_tokens=DRAFT,
-            patience_ms=2000,
+            proposal_timeout_ms=2000,
             look_ahead=int(self.ahead is not None),
         )
         spec = SessionSpec(
@@ -217,17 +217,17 @@ class Service:
             max_new_tokens=self._answers[index] + 8,
             stop_token_ids=(),
             sampling=SamplingParams(temperature=self.temperature),
-            plan=plan if speculative else Plan(),
+            plan=plan if speculative else SpeculationPlan(),
             drafter_id=DrafterId("drafter") if speculative and not self.own else None,
         )
         keeps = speculative and self.costs.features > 0.0
-        kv = NO_BLOCKS.sequence()
+        kv = NO_BLOCKS.new_sequence()
         session = Session.create(spec, ticket=index, kv=kv, now=self.now, keeps_features=keeps)
         session.handle = self._answers[index]
         if self.policy is not None:
             session.link_id = None if self.own else 1
-            session.own_draft = DRAFT if self.own and speculative else 0
-            self.policy.opened(session)
+            session.in_process_draft_length = DRAFT if self.own and speculative else 0
+            self.policy.add_session(session)
         self._live[name] = session
 
     def _turn(self) -> None:
@@ -239,47 +239,51 @@ class Service:
         self.policy.changed = False
         resumed = []
         for session in self._live.values():
-            session.draft_limit = self.policy.limit(session)
-            pauses = self.policy.pauses(session)
-            if pauses != session.paused:
-                self.policy.turn(session, paused=pauses)
+            session.draft_limit = self.policy.draft_limit(session)
+            pauses = self.policy.should_pause(session)
+            if pauses != session.is_speculation_off:
+                self.policy.record_pause(session, paused=pauses)
                 if not pauses:
-                    session.since = self.now
+                    session.root_known_at = self.now
                     resumed.append(session)
-            if self.policy.lets_go(session):
-                self.policy.let_go(session)
-            ahead = self.policy.looks_ahead(session)
-            if not session.paused and ahead != session.ahead:
-                self.policy.turn_ahead(session, ahead=ahead)
+            if self.policy.should_drop_features(session):
+                self.policy.record_features_dropped(session)
+            ahead = self.policy.should_look_ahead(session)
+            if not session.is_speculation_off and ahead != session.is_look_ahead_on:
+                self.policy.record_look_ahead(session, ahead=ahead)
                 self.turns += 1
         self._tell(resumed, first=True)
 
     def _state(self, session: Session) -> RowState:
         at = self._ready.get(session.session_id)
         awaits = at is None and session.awaits_proposal
-        patience = self.policy.patience(session) if awaits and self.policy is not None else 0.0
+        proposal_timeout = (
+            self.policy.proposal_timeout_s(session) if awaits and self.policy is not None else 0.0
+        )
         return RowState(
             session_id=session.session_id,
             prefill_left=session.prefill_left,
             nodes=None if at is None else DRAFT,
-            own_nodes=session.own_depth,
+            in_process_nodes=session.in_process_depth,
             awaits_proposal=awaits,
-            since=session.since,
+            root_known_at=session.root_known_at,
             proposal_at=at or 0.0,
-            patience_s=patience,
-            remaining=session.remaining,
+            proposal_timeout_s=proposal_timeout,
+            tokens_left=session.remaining,
         )
 
     def _round(self, plan: RoundPlan) -> None:
         began = self.now
         rows = [self._live[row.session_id] for row in plan.decode]
         for row, session in zip(plan.decode, rows, strict=True):
-            if row.missed and self.policy is not None:
-                self.policy.missed(session)
-        drafted = [s.session_id in self._ready or s.own_depth > 0 for s in rows]
-        pieces = sum(-(-chunk.num_tokens // PIECE) for chunk in plan.prefill)
-        stretches = self.ahead is not None and any(s.ahead and not s.paused for s in rows)
-        took_s = self._took(len(rows), any(drafted), pieces, stretches=stretches)
+            if row.is_timed_out and self.policy is not None:
+                self.policy.record_timeout(session)
+        drafted = [s.session_id in self._ready or s.in_process_depth > 0 for s in rows]
+        chunks = sum(-(-chunk.num_tokens // PIECE) for chunk in plan.prefill)
+        stretches = self.ahead is not None and any(
+            s.is_look_ahead_on and not s.is_speculation_off for s in rows
+        )
+        took_s = self._took(len(rows), any(drafted), chunks, stretches=stretches)
         if rows and not any(drafted) and any(s.keeps_features for s in rows):
             self.featured += 1
             took_s += self.costs.features / 1000.0
@@ -293,14 +297,14 @@ class Service:
                 settled.append(self._commit(session, 0, None))
                 told.append(session)
         for session, row, with_draft in zip(rows, plan.decode, drafted, strict=True):
-            settled.append(self._commit(session, DRAFT * with_draft, row.missed))
+            settled.append(self._commit(session, DRAFT * with_draft, row.is_timed_out))
             self._ready.pop(session.session_id, None)
             self._hits.discard(session.session_id)
             if not with_draft:
                 self._branched.discard(session.session_id)
             self.decoded += 1
-            self.paused += session.paused
-            self.looked += session.ahead and not session.paused
+            self.paused += session.is_speculation_off
+            self.looked += session.is_look_ahead_on and not session.is_speculation_off
             told.append(session)
         first = [s for s in told if s.length == s.spec.prompt_len + 1]
         self._tell([s for s in told if s not in first], first=False)
@@ -318,9 +322,9 @@ class Service:
             if session.emitted >= session.handle:
                 self._end(session)
 
-    def _took(self, rows: int, drafted: bool, pieces: int, *, stretches: bool) -> float:
+    def _took(self, rows: int, drafted: bool, chunks: int, *, stretches: bool) -> float:
         costs = self.costs
-        seconds, self._opening_s = self._opening_s + pieces * costs.piece / 1000.0, 0.0
+        seconds, self._opening_s = self._opening_s + chunks * costs.piece / 1000.0, 0.0
         if rows:
             seconds += costs.of(costs.verify if drafted else costs.plain, rows)
             seconds += costs.own_host / 1000.0 * drafted
@@ -333,20 +337,20 @@ class Service:
             seconds += self._rng.uniform(0.0, 20.0) * costs.of(costs.plain, 1)
         return seconds
 
-    def _commit(self, session: Session, drafted: int, missed: bool | None) -> Settled:
+    def _commit(self, session: Session, drafted: int, missed: bool | None) -> RowResult:
         stood, hit = 0, session.session_id in self._hits
         rate = self._rate_of(session, hit=hit) if drafted else 0.0
         while stood < drafted and self._rng.random() < rate:
             stood += 1
         count = min(1 + stood, session.handle - session.emitted)
-        session.append((1,) * count, self.now)
+        session.commit_tokens((1,) * count, self.now)
         self.tokens += count
-        result = RowOutcome((1,) * (1 + stood), None, drafted if self.own else 0)
+        result = RowOutput((1,) * (1 + stood), None, drafted if self.own else 0)
         if missed is None:
-            return Settled(session, result, (1,))
-        held = Held(NOTHING, 0, drafted, hit) if drafted and not self.own else None
+            return RowResult(session, result, (1,))
+        held = HeldProposal(NOTHING, 0, drafted, hit) if drafted and not self.own else None
         verified = VerifyRow(session=session, held=held)
-        return Settled(session, result, (1,) * count, None, verified, missed)
+        return RowResult(session, result, (1,) * count, None, verified, missed)
 
     def _rate_of(self, session: Session, *, hit: bool) -> float:
         """Acceptance of each token of a draft at this place of the session's answer; `hit`: the
@@ -358,7 +362,7 @@ class Service:
 
     def _tell(self, sessions: Sequence[Session], *, first: bool) -> None:
         """The drafter hears of roots and answers, those of one round together."""
-        told = [s for s in sessions if s.link_id is not None and not s.paused]
+        told = [s for s in sessions if s.link_id is not None and not s.is_speculation_off]
         told = [s for s in told if not self._hit(s)]
         if not told:
             return
@@ -371,7 +375,7 @@ class Service:
         begins = max(self.now, self._drafter_busy)
         self._drafter_busy = begins + self.costs.queued * took
         for session in told:
-            late = self.ahead.late / 1000.0 if self.ahead and session.ahead else 0.0
+            late = self.ahead.late / 1000.0 if self.ahead and session.is_look_ahead_on else 0.0
             entry = (begins + took + late, session.ticket, session.session_id, session.length)
             heapq.heappush(self._proposals, entry)
 
@@ -380,7 +384,7 @@ class Service:
         name = session.session_id
         drafted_for = name in self._branched
         # For whatever draft is verified next, its outcomes are drafted now.
-        (self._branched.add if session.ahead else self._branched.discard)(name)
+        (self._branched.add if session.is_look_ahead_on else self._branched.discard)(name)
         if not drafted_for or self.ahead is None or self._rng.random() >= self.ahead.hits:
             return False
         self._hits.add(name)
@@ -390,13 +394,13 @@ class Service:
 
     def _end(self, session: Session) -> None:
         if self.policy is not None:
-            self.policy.leave(session)
+            self.policy.remove_session(session)
         del self._live[session.session_id]
         self._ready.pop(session.session_id, None)
         heapq.heappush(self._arrivals, self.now + ARRIVAL_S)
 
 
-NOTHING = Proposals.of([])
+NOTHING = Proposals.of_proposals([])
 """Nobody reads the drafts."""
 
 
@@ -417,7 +421,7 @@ def _rate(extra: float) -> float:
     return low
 
 
-def over_plain(make: Callable[[], Policy], service: Service, *, seeds: int) -> float:
+def over_plain(make: Callable[[], SpeculationPolicy], service: Service, *, seeds: int) -> float:
     """Speed relative to the same service without drafts, over whole runs that begin with a planner
     that knows nothing."""
     plain = drafts = 0.0

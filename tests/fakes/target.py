@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.acceptance import AcceptRow, accept
+from outrider.engine.acceptance import AcceptRow, accept_drafts
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.target import ForwardBatch, ForwardOutput
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
@@ -116,7 +116,7 @@ class FakeTarget:
                 banned_now=tuple(stop) if emitted < min_new else (),
             )
             logits = torch.from_numpy(self.logits(tokens)[None])
-            tokens.append(accept(logits, [row])[0].tokens[0])
+            tokens.append(accept_drafts(logits, [row])[0].tokens[0])
             if tokens[-1] in stop:
                 break
         return tokens[len(prompt) :]

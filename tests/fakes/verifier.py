@@ -14,7 +14,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.ids import DrafterId, SessionId, VerifierId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.transport.interface import ServingConnection, VerifierConnection
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
@@ -200,7 +200,7 @@ class FakeVerifier(ServesGenerators):
         attached = any(d.drafter_id == drafter_id for d in self._info.drafters)
         return attached and self.drafters_alive
 
-    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         await self._check()
 
     async def close_session(self, session_id: SessionId) -> None:
@@ -255,15 +255,15 @@ class FakeVerifier(ServesGenerators):
         return tokens, None
 
     def _count(self, stats: SpecStats, emitted: int, spec: SessionSpec) -> SpecStats:
-        own = spec.drafter_id is None and spec.plan.method in self._info.own_methods
+        own = spec.drafter_id is None and spec.plan.method in self._info.in_process_methods
         attached = self._drafted(spec)
-        drafted = spec.plan.speculative and (own or attached)
+        drafted = spec.plan.is_speculative and (own or attached)
         return SpecStats(
             rounds=stats.rounds + 1,
             emitted=stats.emitted + emitted,
             proposed=stats.proposed + (spec.plan.draft_tokens if drafted else 0),
             accepted=stats.accepted + (emitted - 1 if drafted else 0),
             fallback_rounds=stats.fallback_rounds
-            + (1 if spec.plan.speculative and not drafted else 0),
+            + (1 if spec.plan.is_speculative and not drafted else 0),
             accepted_per_depth=(stats.rounds + 1,) if drafted else stats.accepted_per_depth,
         )

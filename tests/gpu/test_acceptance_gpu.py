@@ -10,15 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.acceptance import accept
-from outrider.engine.draft_sampling import LawLimits
+from outrider.engine.acceptance import accept_drafts
+from outrider.engine.draft_sampling import DistributionLimits
 from outrider.engine.kernels.acceptance.matching import (
     DeviceAcceptance,
     accept_matching,
     advance_state_torch,
     advance_state_triton,
 )
-from outrider.engine.kernels.acceptance.randomized import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.kernels.acceptance.randomized import (
+    DenseChainDistribution,
+    SparseDistribution,
+    accept_sampled,
+)
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.sampling import (
     Side,
@@ -44,7 +48,7 @@ from tests.reference.rounds import accept_rows, draft
 pytestmark = pytest.mark.gpu
 
 VOCABULARIES = (100, 8193, 10_000, 128_256, 151_936)
-Law = DeviceLaw | ChainLaw | None
+Law = SparseDistribution | DenseChainDistribution | None
 
 
 def _params(count: int) -> list[SamplingParams]:
@@ -128,7 +132,7 @@ def _wide_batch(batch: int, vocab: int, widths: list[int], *, seed: int) -> Mixe
         params,
         positions,
         widths,
-        limits=LawLimits(max_ids=300),
+        limits=DistributionLimits(max_ids=300),
     )
     nodes = range(len(drafts.parents))
     depth = [0, *(drafts.context(node).shape[1] for node in nodes)]
@@ -141,15 +145,19 @@ def _wide_batch(batch: int, vocab: int, widths: list[int], *, seed: int) -> Mixe
     )
 
 
-def _sampled(batch: MixedBatch, law: Law, device: torch.device, *, pad: int = 64) -> list[Outcome]:
+def _sampled(
+    batch: MixedBatch, distribution: Law, device: torch.device, *, pad: int = 64
+) -> list[Outcome]:
     here = batch.device.to(device)
     rows, vocab = batch.logits.shape
     wide = torch.full((rows, vocab + pad), 99.0, device=device)
     wide[:, :vocab] = batch.logits.to(device)
-    return outcomes(_launch(wide[:, :vocab], here, law, device))
+    return outcomes(_launch(wide[:, :vocab], here, distribution, device))
 
 
-def _launch(logits: Tensor, here: DeviceRound, law: Law, device: torch.device) -> DeviceAcceptance:
+def _launch(
+    logits: Tensor, here: DeviceRound, distribution: Law, device: torch.device
+) -> DeviceAcceptance:
     chosen = choose_tokens(
         logits, here.state, here.slots, here.positions, rows_per_slot=here.num_nodes, side="target"
     )
@@ -162,12 +170,14 @@ def _launch(logits: Tensor, here: DeviceRound, law: Law, device: torch.device) -
         state=here.state,
         slots=here.slots,
         positions=here.positions,
-        law=None if law is None else type(law)(*(t.to(device) for t in law)),
+        distribution=None
+        if distribution is None
+        else type(distribution)(*(t.to(device) for t in distribution)),
     )
 
 
 def _expected(batch: MixedBatch) -> list[Outcome]:
-    results = accept(batch.logits, batch.rows)
+    results = accept_drafts(batch.logits, batch.rows)
     return [(r.accepted_nodes, r.tokens, r.resampled, r.used_target_only_fallback) for r in results]
 
 
@@ -177,35 +187,37 @@ def test_mixed_batches_are_judged_as_on_the_host(
     vocab: int, widths: list[int], device: torch.device
 ) -> None:
     batch = _wide_batch(32, vocab, widths, seed=vocab)
-    law = device_law([row.law for row in batch.rows], batch.device.num_nodes)
-    first = _sampled(batch, law, device)
+    distribution = device_law([row.distribution for row in batch.rows], batch.device.num_nodes)
+    first = _sampled(batch, distribution, device)
     assert first == _expected(batch)
-    assert all(_sampled(batch, law, device) == first for _ in range(20))
+    assert all(_sampled(batch, distribution, device) == first for _ in range(20))
 
 
 def test_many_small_batches_are_judged_as_on_the_host(device: torch.device) -> None:
     batch = mixed_batch(2048, 40, [4, 2, 1], seed=11)
-    law = device_law([row.law for row in batch.rows], batch.device.num_nodes)
-    assert _sampled(batch, law, device) == _expected(batch)
+    distribution = device_law([row.distribution for row in batch.rows], batch.device.num_nodes)
+    assert _sampled(batch, distribution, device) == _expected(batch)
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_dense_laws_are_judged_as_sparse_ones_on_the_host(vocab: int, device: torch.device) -> None:
     batch = _wide_batch(32, vocab, [1, 1, 1], seed=vocab + 1)
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(2)).to(torch.int32)
-    law = dense_law([row.law for row in batch.rows], batch.device.slots, 3, ids, vocab)
-    assert _sampled(batch, law, device) == _expected(batch)
+    distribution = dense_law(
+        [row.distribution for row in batch.rows], batch.device.slots, 3, ids, vocab
+    )
+    assert _sampled(batch, distribution, device) == _expected(batch)
 
 
 def test_a_captured_round_follows_its_buffers(device: torch.device) -> None:
     """Captured once, replayed over the logits, tokens and state of other rounds."""
     batches = [_wide_batch(16, 10_000, [1, 1, 1], seed=s) for s in range(3)]
-    laws = [device_law([r.law for r in b.rows], 4) for b in batches]
-    entries = max(len(law.ids) for law in laws)
-    laws = [_padded(law, entries) for law in laws]
+    distributions = [device_law([r.distribution for r in b.rows], 4) for b in batches]
+    entries = max(len(distribution.ids) for distribution in distributions)
+    distributions = [_padded(distribution, entries) for distribution in distributions]
     logits = batches[0].logits.to(device)
     here = batches[0].device.to(device)
-    law = DeviceLaw(*(t.to(device) for t in laws[0]))
+    distribution = SparseDistribution(*(t.to(device) for t in distributions[0]))
 
     def run() -> tuple[DeviceAcceptance, DeviceAcceptance]:
         chosen = choose_tokens(
@@ -217,7 +229,9 @@ def test_a_captured_round_follows_its_buffers(device: torch.device) -> None:
             "positions": here.positions,
         }
         matched = accept_matching(chosen, here.tokens, None, num_nodes=4, **common)
-        sampled = accept_sampled(logits, chosen, here.tokens, None, num_nodes=4, law=law, **common)
+        sampled = accept_sampled(
+            logits, chosen, here.tokens, None, num_nodes=4, distribution=distribution, **common
+        )
         return matched, sampled
 
     run()
@@ -225,10 +239,10 @@ def test_a_captured_round_follows_its_buffers(device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         matched, sampled = run()
-    for batch, other in zip(batches, laws, strict=True):
+    for batch, other in zip(batches, distributions, strict=True):
         logits.copy_(batch.logits)
         for mine, theirs in zip(
-            (*here.state, here.slots, here.positions, here.tokens, *law),
+            (*here.state, here.slots, here.positions, here.tokens, *distribution),
             (*batch.device.state, *batch.device[1:4], *other),
             strict=True,
         ):
@@ -241,10 +255,12 @@ def test_a_captured_round_follows_its_buffers(device: torch.device) -> None:
         assert all(mine == theirs for mine, theirs, judged in pairs if judged)
 
 
-def _padded(law: DeviceLaw, entries: int) -> DeviceLaw:
-    missing = (0, entries - len(law.ids))
+def _padded(distribution: SparseDistribution, entries: int) -> SparseDistribution:
+    missing = (0, entries - len(distribution.ids))
     pad = torch.nn.functional.pad
-    return DeviceLaw(pad(law.ids, missing), pad(law.counts, missing), law.offsets)
+    return SparseDistribution(
+        pad(distribution.ids, missing), pad(distribution.counts, missing), distribution.offsets
+    )
 
 
 def test_state_advances_as_in_the_twin(device: torch.device) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.gpu.eagle import DeviceHeadSource
-from outrider_drafter.gpu.outcome_scoring import SWEEPS
-from outrider_drafter.proposers.eagle import HeadSource
-from outrider_drafter.proposers.interface import AheadSource, Outcome, Scored
+from outrider_drafter.gpu.eagle import GpuEagleProposer
+from outrider_drafter.gpu.outcome_scoring import NUM_SWEEPS
+from outrider_drafter.proposers.eagle import EagleProposer
+from outrider_drafter.proposers.interface import LookAheadProposer, Outcome, OutcomeScores
 
-from outrider.engine.kernels.drafts.proposal_layout import given_layout
+from outrider.engine.kernels.drafts.proposal_layout import layout_proposals
 from outrider.spec.sampling import Rule
 from tests.factories import make_eagle3_head
 from tests.unit.drafter.looking_ahead import (
@@ -36,9 +36,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_gpu(
-    checkpoint: Path, dtype: torch.dtype, *, graphs: bool, sweeps: int = SWEEPS
-) -> DeviceHeadSource:
-    return DeviceHeadSource(
+    checkpoint: Path, dtype: torch.dtype, *, graphs: bool, sweeps: int = NUM_SWEEPS
+) -> GpuEagleProposer:
+    return GpuEagleProposer(
         plain_head(checkpoint, dtype=dtype, device="cuda:0"),
         max_rows=8192,
         max_context=256,
@@ -50,18 +50,18 @@ def on_gpu(
     )
 
 
-Round = tuple[Scored, list[Outcome], dict[int, Made]]
+Round = tuple[OutcomeScores, list[Outcome], dict[int, Made]]
 
 
-def look_ahead(source: AheadSource, given: list[Round] | None = None) -> list[Round]:
+def look_ahead(source: LookAheadProposer, given: list[Round] | None = None) -> list[Round]:
     """Two rounds of sessions of every kind; outcomes, where given, those of another source."""
     followed, rounds = Followed.begin(source, AHEAD), list[Round]()
     for number, ends in enumerate(ENDS):
         followed.tell(ends)
         trees = followed.trees()
-        scored = source.score(followed.lives(trees))
+        scored = source.score_proposals(followed.lives(trees))
         outcomes = given[number][1] if given else some_outcomes(trees, scored.tokens)
-        rounds.append((scored, outcomes, made(source.branch(outcomes))))
+        rounds.append((scored, outcomes, made(source.draft_outcomes(outcomes))))
     followed.end()
     return rounds
 
@@ -86,7 +86,7 @@ def test_graphs_look_ahead_as_eager_launches_do(checkpoint: Path, dtype: torch.d
 def test_the_device_looks_ahead_as_the_host_on_a_cpu_does(checkpoint: Path) -> None:
     # With as many sweeps as a tree has levels, or more, scores are exact.
     device = look_ahead(on_gpu(checkpoint, torch.float32, graphs=True, sweeps=64))
-    host = look_ahead(HeadSource(plain_head(checkpoint), max_rows=8192), device)
+    host = look_ahead(EagleProposer(plain_head(checkpoint), max_rows=8192), device)
     for ours, theirs in zip(device, host, strict=True):
         for i, (_, sampling) in enumerate(AHEAD):
             width = ours[0].tokens[i].shape[1]
@@ -103,7 +103,7 @@ def test_the_device_looks_ahead_as_the_host_on_a_cpu_does(checkpoint: Path) -> N
 
 @torch.inference_mode()
 def test_a_warmed_up_source_captures_nothing_more(checkpoint: Path) -> None:
-    source = DeviceHeadSource(
+    source = GpuEagleProposer(
         plain_head(checkpoint, dtype=torch.bfloat16, device="cuda:0"),
         max_rows=8192,
         max_context=256,
@@ -122,6 +122,6 @@ def test_given_trees_are_laid_out_as_by_the_twin() -> None:
     for batch, count in ((1, 5), (4, 32), (8, 64)):
         parents = torch.tensor([random_parents(rng, count) for _ in range(batch)]).int()
         live = torch.from_numpy(rng.integers(0, 9999, batch)).int()
-        found = given_layout(parents.cuda(), live.cuda())
-        for ours, theirs in zip(found, given_layout(parents, live), strict=True):
+        found = layout_proposals(parents.cuda(), live.cuda())
+        for ours, theirs in zip(found, layout_proposals(parents, live), strict=True):
             assert torch.equal(ours.cpu(), theirs)

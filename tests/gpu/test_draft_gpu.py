@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.gpu.eagle import DeviceHeadSource
-from outrider_drafter.proposers.eagle import HeadSource
+from outrider_drafter.gpu.eagle import GpuEagleProposer
+from outrider_drafter.proposers.eagle import EagleProposer
 from torch import Tensor
 
-from outrider.engine.device.current_device import enter_launching_thread
+from outrider.engine.device.current_device import init_launching_thread
 from outrider.engine.device.drafting.draft_forward import NewRows
 from outrider.engine.device.graphs.graph_cache import GraphCache
-from outrider.engine.device.transfer.pinned_memory import pin
+from outrider.engine.device.transfer.pinned_memory import pin_memory
 from outrider.engine.kernels.drafts import growth, tree_rank
 from outrider.engine.kernels.drafts import inputs as draft_inputs
 from outrider.engine.kernels.drafts.growth import (
@@ -26,7 +26,7 @@ from outrider.engine.kernels.drafts.growth import (
 )
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.spec.sampling import SamplingParams
-from outrider.transport.shm import is_lent
+from outrider.transport.shm import is_ring_view
 from outrider.wire.codec import decode_verifier_messages, encode_verifier_messages
 from outrider.wire.messages import Proposal, Verdict, Verdicts
 from tests.factories import make_eagle3_head
@@ -70,7 +70,7 @@ def sessions(
 
 
 def tree(s: Sessions, rows: NewRows) -> TreeDraft:
-    return s.program.tree(rows, state=s.state, num_nodes=24, top_k=6, depth=4)
+    return s.program.draft_tree(rows, state=s.state, num_nodes=24, top_k=6, depth=4)
 
 
 @torch.inference_mode()
@@ -78,7 +78,7 @@ def test_chains_and_trees_are_those_of_the_cpu(checkpoint: Path) -> None:
     here, there = sessions(checkpoint), sessions(checkpoint, "cpu")
     for starts, counts in ROUNDS:
         chains = [
-            s.program.chain(s.rows(starts, counts, 9), state=s.state, length=5).tokens[:-1]
+            s.program.draft_chain(s.rows(starts, counts, 9), state=s.state, length=5).tokens[:-1]
             for s in (here, there)
         ]
         assert chains[0].tolist() == chains[1].tolist()
@@ -103,17 +103,19 @@ def test_a_graph_drafts_what_eager_launches_draft(
     def draft(s: Sessions, rows: NewRows) -> tuple[Tensor, ...]:
         if kind == "tree":
             return tree(s, rows)
-        laws = torch.zeros(len(s.state.rules), 5, len(s.forward.vocabulary.target_ids), device=CUDA)
-        kept = laws if kind == "law" else None
-        chain = s.program.chain(rows, state=s.state, length=5, own_laws=kept)
-        return (chain.tokens, chain.columns, laws[rows.slots.long()])
+        distributions = torch.zeros(
+            len(s.state.rules), 5, len(s.forward.vocabulary.target_ids), device=CUDA
+        )
+        kept = distributions if kind == "law" else None
+        chain = s.program.draft_chain(rows, state=s.state, length=5, draft_distributions=kept)
+        return (chain.tokens, chain.columns, distributions[rows.slots.long()])
 
     eager, graphed = sessions(checkpoint, dtype=dtype), sessions(checkpoint, dtype=dtype)
     graphs, static = GraphCache(CUDA), graphed.rows(*ROUNDS[0], 9)
     for starts, counts in [*ROUNDS, *ROUNDS]:
         for to, new in zip(static, graphed.rows(starts, counts, 9), strict=True):
             to.copy_(new)
-        found = graphs.run(kind, lambda: draft(graphed, static))
+        found = graphs.run_graph(kind, lambda: draft(graphed, static))
         expected = draft(eager, eager.rows(starts, counts, 9))
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one[:-1], other[:-1])
@@ -127,7 +129,7 @@ def test_pruning_dead_rows_changes_no_draft(checkpoint: Path, width: int) -> Non
     pruned, whole = sessions(checkpoint), sessions(checkpoint)
     for starts, counts in ROUNDS:
         drafts = [
-            s.program.chain(
+            s.program.draft_chain(
                 s.rows(starts, counts, width), state=s.state, length=4, prune=s is pruned
             ).tokens[:-1]
             for s in (pruned, whole)
@@ -139,7 +141,7 @@ def test_pruning_dead_rows_changes_no_draft(checkpoint: Path, width: int) -> Non
 def test_dead_rows_and_padding_are_written_nowhere(checkpoint: Path) -> None:
     s = sessions(checkpoint)
     lengths = total(*ROUNDS[0])
-    s.forward.write(s.rows([0, 0, 0], lengths, 16))
+    s.forward.write_rows(s.rows([0, 0, 0], lengths, 16))
     for row, length in enumerate(lengths):
         kept = s.kept(row, 64)
         assert kept[:, :, length:].eq(0).all() and kept[:, :, :length].ne(0).any(-1).all()
@@ -225,8 +227,8 @@ def test_inputs_and_layout_equal_their_twins(dtype: torch.dtype) -> None:
         assert torch.equal(one, other.cpu())
 
 
-def on_device(checkpoint: Path, *, graphs: bool = True) -> DeviceHeadSource:
-    return DeviceHeadSource(
+def on_device(checkpoint: Path, *, graphs: bool = True) -> GpuEagleProposer:
+    return GpuEagleProposer(
         plain_head(checkpoint, device="cuda:0"),
         max_rows=8192,
         max_context=256,
@@ -254,7 +256,7 @@ def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
         device.warm_up()
         device.graphs.sealed = False
         assert len(device.graphs) > 0
-    host = HeadSource(plain_head(checkpoint), max_rows=8192)
+    host = EagleProposer(plain_head(checkpoint), max_rows=8192)
     found, expected = (
         told(make_engine([source]), MIX, random_ends(4, seed=4)) for source in (device, host)
     )
@@ -262,28 +264,28 @@ def test_the_device_source_proposes_what_the_host_source_on_a_cpu_does(
 
 
 def test_features_are_read_from_the_lane_that_brings_them(checkpoint: Path) -> None:
-    enter_launching_thread(CUDA)
+    init_launching_thread(CUDA)
     mix = [(CHAIN, sampling) for sampling in (SamplingParams(), COUPLED) * 7]
     # Enough of them that they cross in the lane's ring.
     ends = [[12 + step * 10] * len(mix) for step in range(5)]
     pinned, lent = [], []
 
     def pin_it(memory: NDArray[np.uint8]) -> bool:
-        pinned.append(pin(memory, CUDA))
+        pinned.append(pin_memory(memory, CUDA))
         return pinned[-1]
 
     with lane_pair() as (ours, theirs):
-        theirs.read_by(pin_it)
+        theirs.pin_for_reader(pin_it)
 
         def through_lane(entries: Sequence[Verdict]) -> list[Verdicts]:
             ours.send(*encode_verifier_messages(together(entries)))
-            (frame,) = theirs.borrow()
+            (frame,) = theirs.receive_views()
             (message,) = decode_verifier_messages(frame)
             assert isinstance(message, Verdicts) and message.features is not None
-            lent.append(is_lent(message.features.joined()))
+            lent.append(is_ring_view(message.features.joined()))
             return [message]
 
         found = told(make_engine([on_device(checkpoint)]), mix, ends, through_lane)
         assert pinned == [True] and lent == [True] * len(ends)
-    host = HeadSource(plain_head(checkpoint), max_rows=8192)
+    host = EagleProposer(plain_head(checkpoint), max_rows=8192)
     assert_same_drafts(found, told(make_engine([host]), mix, ends, together), len(mix))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from tests.unit.verifier.device_serving import OWN, SAMPLINGS, run_all, serving
 from tests.unit.verifier.test_form_drafts import Levels, accepted, plan_of, texts_by_sampling
 from tests.unit.verifier.test_structured_sessions import SPEC, texts_of
@@ -25,7 +25,7 @@ async def test_masks_on_the_device_keep_the_text(
     name: str, tiny_target: Path, texts: dict[str, list[list[int]]]
 ) -> None:
     async with serving(tiny_target, device=CUDA, cuda_graphs=True) as service:
-        results = await run_all(service, Plan(), SAMPLINGS[name], **SPEC)
+        results = await run_all(service, SpeculationPlan(), SAMPLINGS[name], **SPEC)
     assert texts_of(results) == texts[name]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.acceptance import accept
+from outrider.engine.acceptance import accept_drafts
 from outrider.engine.kernels.acceptance.matching import accept_matching
 from outrider.engine.kernels.acceptance.randomized import accept_sampled
 from outrider.engine.kernels.finite import find_finite_rows, find_finite_rows_torch
@@ -65,7 +65,7 @@ def test_rows_are_those_of_the_reference(
 def test_outcomes_are_the_hosts(widths: list[int], matching: bool, device: torch.device) -> None:
     rules = MATCHING if matching else tuple(Rule)
     batch = without_finite_logits(mixed_batch(96, 500, widths, seed=5, rules=rules), seed=5)
-    expected = accept(batch.logits, batch.rows)
+    expected = accept_drafts(batch.logits, batch.rows)
     here, logits = batch.device.to(device), batch.logits.to(device)
     common: dict[str, Any] = {
         "num_nodes": here.num_nodes,
@@ -80,9 +80,11 @@ def test_outcomes_are_the_hosts(widths: list[int], matching: bool, device: torch
     if matching:
         found = accept_matching(chosen, here.tokens, here.parents, **common)
     else:
-        law = device_law([row.law for row in batch.rows], here.num_nodes)
-        law = type(law)(*(t.to(device) for t in law))
-        found = accept_sampled(logits, chosen, here.tokens, here.parents, law=law, **common)
+        distribution = device_law([row.distribution for row in batch.rows], here.num_nodes)
+        distribution = type(distribution)(*(t.to(device) for t in distribution))
+        found = accept_sampled(
+            logits, chosen, here.tokens, here.parents, distribution=distribution, **common
+        )
     assert invalid_outputs(found) == [e.invalid_output for e in expected]
     assert any(invalid_outputs(found)) and not all(invalid_outputs(found))
     # Of healthy sessions a coin next to its probability may fall on the other side.

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.acceptance import accept
-from outrider.engine.draft_sampling import LawLimits, law_limits_for
-from outrider.engine.kernels.acceptance.randomized import DeviceLaw, accept_sampled
+from outrider.engine.acceptance import accept_drafts
+from outrider.engine.draft_sampling import DistributionLimits, distribution_limits_for
+from outrider.engine.kernels.acceptance.randomized import SparseDistribution, accept_sampled
 from outrider.engine.kernels.drafts.distribution_sampling import (
-    DrawnLaws,
-    draw_from_laws,
-    draw_from_laws_torch,
+    DrawnDistributions,
+    draw_from_distributions,
+    draw_from_distributions_torch,
 )
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.session_tensors import SamplingState
-from outrider.spec.noise import Stream, gumbel
+from outrider.spec.noise import NoiseStream, gumbel
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import device_law, mixed_batch, outcomes, sampling_state
 
@@ -33,7 +33,11 @@ def _params(rows: int) -> list[SamplingParams]:
 
 
 def _check_row(
-    found: DrawnLaws, twin: DrawnLaws, row: int, params: SamplingParams, ids: torch.Tensor
+    found: DrawnDistributions,
+    twin: DrawnDistributions,
+    row: int,
+    params: SamplingParams,
+    ids: torch.Tensor,
 ) -> None:
     """The kernel's law is the twin's up to roundings, and its token is drawn from its own."""
     size, expected = int(found.sizes[row]), int(twin.sizes[row])
@@ -46,15 +50,17 @@ def _check_row(
     kept = twin.entries[:, row, :expected]
     theirs[kept[0].numpy()] = kept[1].numpy()
     assert (np.abs(own - theirs) <= 2).mean() > 0.999
-    noise = gumbel(params.seed, Stream.DRAFT, 40 + row, ids[columns.long()].numpy())
+    noise = gumbel(params.seed, NoiseStream.DRAFT, 40 + row, ids[columns.long()].numpy())
     assert int(found.columns[row]) == int(columns[(np.log(counts.numpy()) + noise).argmax()])
 
 
 @pytest.mark.parametrize("columns", [1000, 32_000, 151_936])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("limits", [LawLimits(), law_limits_for(4), LawLimits(max_ids=64)])
+@pytest.mark.parametrize(
+    "limits", [DistributionLimits(), distribution_limits_for(4), DistributionLimits(max_ids=64)]
+)
 def test_laws_are_cut_and_drawn_as_the_twin_does(
-    columns: int, dtype: torch.dtype, limits: LawLimits, device: torch.device
+    columns: int, dtype: torch.dtype, limits: DistributionLimits, device: torch.device
 ) -> None:
     params = _params(ROWS)
     generator = torch.Generator().manual_seed(columns)
@@ -63,8 +69,8 @@ def test_laws_are_cut_and_drawn_as_the_twin_does(
     positions = torch.arange(ROWS, dtype=torch.int32) + 40
     ids = torch.arange(columns, dtype=torch.int64) + 5
     state = sampling_state(params, slots, ROWS + 1)
-    twin = draw_from_laws_torch(logits, state, slots, positions, ids=ids, limits=limits)
-    found = draw_from_laws(
+    twin = draw_from_distributions_torch(logits, state, slots, positions, ids=ids, limits=limits)
+    found = draw_from_distributions(
         logits.to(device),
         SamplingState(*(t.to(device) for t in state)),
         slots.to(device),
@@ -72,7 +78,7 @@ def test_laws_are_cut_and_drawn_as_the_twin_does(
         ids=ids.to(device),
         limits=limits,
     )
-    moved = DrawnLaws(*(t.cpu() for t in found))
+    moved = DrawnDistributions(*(t.cpu() for t in found))
     for row in range(ROWS):
         _check_row(moved, twin, row, params[row], ids)
 
@@ -85,12 +91,12 @@ def test_laws_in_static_memory_are_judged_as_the_host_judges_them(
     batch = mixed_batch(64, 8193, widths, seed=31)
     expected = [
         (r.accepted_nodes, r.tokens, r.resampled, r.used_target_only_fallback)
-        for r in accept(batch.logits, batch.rows)
+        for r in accept_drafts(batch.logits, batch.rows)
     ]
-    law = device_law([row.law for row in batch.rows], batch.device.num_nodes)
+    distribution = device_law([row.distribution for row in batch.rows], batch.device.num_nodes)
     room = 1 << 20
     padded = [torch.zeros(room, dtype=torch.int32) for _ in range(2)]
-    for memory, entries in zip(padded, (law.ids, law.counts), strict=True):
+    for memory, entries in zip(padded, (distribution.ids, distribution.counts), strict=True):
         memory[: len(entries)] = entries
     here, logits = batch.device.to(device), batch.logits.to(device)
     chosen = choose_tokens(
@@ -105,7 +111,7 @@ def test_laws_in_static_memory_are_judged_as_the_host_judges_them(
         state=here.state,
         slots=here.slots,
         positions=here.positions,
-        law=DeviceLaw(*(t.to(device) for t in (*padded, law.offsets))),
+        distribution=SparseDistribution(*(t.to(device) for t in (*padded, distribution.offsets))),
     )
     found = outcomes(result)
     # A coin within an ulp of its probability may fall on the other side.
@@ -118,9 +124,9 @@ def test_infinite_logits_share_their_probability(rule: Rule, device: torch.devic
     batch.logits[:, [3, 7]] = torch.inf
     expected = [
         (r.accepted_nodes, r.tokens, r.resampled, r.used_target_only_fallback)
-        for r in accept(batch.logits, batch.rows)
+        for r in accept_drafts(batch.logits, batch.rows)
     ]
-    law = device_law([row.law for row in batch.rows], batch.device.num_nodes)
+    distribution = device_law([row.distribution for row in batch.rows], batch.device.num_nodes)
     here, logits = batch.device.to(device), batch.logits.to(device)
     chosen = choose_tokens(
         logits, here.state, here.slots, here.positions, rows_per_slot=here.num_nodes, side="target"
@@ -134,6 +140,6 @@ def test_infinite_logits_share_their_probability(rule: Rule, device: torch.devic
         state=here.state,
         slots=here.slots,
         positions=here.positions,
-        law=DeviceLaw(*(t.to(device) for t in law)),
+        distribution=SparseDistribution(*(t.to(device) for t in distribution)),
     )
     assert outcomes(result) == expected

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.engine.model_loader import load_target
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from tests.unit.verifier.device_serving import OWN, attached, serving
 from tests.unit.verifier.harness import CHAIN, DRAFTER, TREE
 from tests.unit.verifier.test_logprobs import (
@@ -27,7 +27,7 @@ CUDA = "cuda:0"
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 @pytest.mark.parametrize("plan", [PLAIN, CHAIN, TREE], ids=["none", "chain", "tree"])
 async def test_logprobs_are_the_targets_own(
-    plan: Plan, cuda_graphs: bool, tiny_target: Path, tiny_head: Path
+    plan: SpeculationPlan, cuda_graphs: bool, tiny_target: Path, tiny_head: Path
 ) -> None:
     target = load_target(tiny_target, kv_tokens=512, packed=False)
     for name, sampling in SAMPLINGS.items():
@@ -59,9 +59,9 @@ async def test_logprobs_beside_own_drafts_are_the_targets_own(
             device=CUDA,
             placement=placement,
             draft_length=nodes,
-            draft_topk=topk,
+            draft_top_k=topk,
         ) as service:
-            plan = Plan(method=OWN.method, draft_tokens=nodes)
+            plan = SpeculationPlan(method=OWN.method, draft_tokens=nodes)
             answers = await answers_of(service, plan=plan, sampling=SAMPLINGS[name], drafter=None)
         for answer, top in zip(answers, TOPS, strict=True):
             check(target, answer, top)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.gpu.small_model import DeviceModelSource
-from outrider_drafter.proposers.interface import AheadSource, Outcome, Scored
-from outrider_drafter.proposers.small_model import SmallModelSource
+from outrider_drafter.gpu.small_model import GpuSmallModelProposer
+from outrider_drafter.proposers.interface import LookAheadProposer, Outcome, OutcomeScores
+from outrider_drafter.proposers.small_model import SmallModelProposer
 
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
@@ -30,7 +30,7 @@ from tests.unit.drafter.looking_ahead import (
 
 pytestmark = pytest.mark.gpu
 MIX = [(replace(plan, method=DraftMethod.MODEL), sampling) for plan, sampling in AHEAD]
-Round = tuple[Scored, list[Outcome], dict[int, Made]]
+Round = tuple[OutcomeScores, list[Outcome], dict[int, Made]]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def load(checkpoint: Path, dtype: torch.dtype, device: str = "cuda:0") -> Target
     return load_target(checkpoint, dtype=dtype, device=device, kv_tokens=32768, packed=False)
 
 
-def on_gpu(checkpoint: Path, dtype: torch.dtype, *, graphs: bool) -> DeviceModelSource:
-    return DeviceModelSource(
+def on_gpu(checkpoint: Path, dtype: torch.dtype, *, graphs: bool) -> GpuSmallModelProposer:
+    return GpuSmallModelProposer(
         load(checkpoint, dtype),
         vocab_size=VOCAB,
         max_rows=8192,
@@ -52,15 +52,15 @@ def on_gpu(checkpoint: Path, dtype: torch.dtype, *, graphs: bool) -> DeviceModel
     )
 
 
-def look_ahead(source: AheadSource, given: list[Round] | None = None) -> list[Round]:
+def look_ahead(source: LookAheadProposer, given: list[Round] | None = None) -> list[Round]:
     """Two rounds of sessions of every kind; outcomes, where given, those of another source."""
     followed, rounds = Followed.begin(source, MIX), list[Round]()
     for number, ends in enumerate(ENDS):
         followed.tell(ends)
         trees = followed.trees()
-        scored = source.score(followed.lives(trees))
+        scored = source.score_proposals(followed.lives(trees))
         outcomes = given[number][1] if given else some_outcomes(trees, scored.tokens)
-        rounds.append((scored, outcomes, made(source.branch(outcomes))))
+        rounds.append((scored, outcomes, made(source.draft_outcomes(outcomes))))
     followed.end()
     return rounds
 
@@ -86,7 +86,7 @@ def test_graphs_draft_a_round_ahead_as_eager_launches_do(
 
 
 def test_the_device_drafts_what_the_host_on_a_cpu_does(checkpoint: Path) -> None:
-    cpu = SmallModelSource(load(checkpoint, torch.float32, "cpu"), vocab_size=VOCAB)
+    cpu = SmallModelProposer(load(checkpoint, torch.float32, "cpu"), vocab_size=VOCAB)
     theirs = look_ahead(cpu)
     same(look_ahead(on_gpu(checkpoint, torch.float32, graphs=True), theirs), theirs)
 

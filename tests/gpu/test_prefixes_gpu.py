@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from tests.unit.verifier.device_serving import OWN, PROMPTS, SAMPLINGS, run_all, serving
 
 pytestmark = pytest.mark.gpu
@@ -23,9 +23,9 @@ def test_texts_and_own_drafts_are_those_of_prompts_that_were_computed(
     async def served(*, cached: bool) -> list[Any]:
         place: dict[str, Any] = {"placement": placement, "prefix_cache": cached}
         async with serving(tiny_target, tiny_head, device=CUDA, **place) as service:
-            plain = await run_all(service, Plan(), SAMPLINGS[name])
+            plain = await run_all(service, SpeculationPlan(), SAMPLINGS[name])
             drafted = [await run_all(service, OWN, SAMPLINGS[name]) for _ in range(2)]
-            found = service._core.counters["prefix_tokens_found"]
+            found = service._core.counters["prefix_cache_hit_tokens"]
         assert found == (sum((len(p) - 1) // 16 * 16 for p in PROMPTS) if cached else 0)
         return [plain, *drafted]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.unit.verifier.device_serving import (
     OWN,
@@ -39,7 +39,7 @@ async def test_plain_text_is_the_hosts(
     name: str, cuda_graphs: bool, tiny_target: Path, texts: dict[str, list[list[int]]]
 ) -> None:
     async with serving(tiny_target, device=CUDA, cuda_graphs=cuda_graphs) as service:
-        results = await run_all(service, Plan(), SAMPLINGS[name])
+        results = await run_all(service, SpeculationPlan(), SAMPLINGS[name])
     assert [tokens for tokens, _ in results] == texts[name]
 
 
@@ -74,7 +74,7 @@ async def test_graphs_and_eager_mode_agree(name: str, tiny_target: Path, tiny_he
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_drafts_from_outside_change_no_text(
     name: str,
-    plan: Plan,
+    plan: SpeculationPlan,
     tiny_target: Path,
     tiny_head: Path,
     texts: dict[str, list[list[int]]],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.slots.session_slots import SessionSlots
+from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 from outrider.engine.kernels.session_tensors import stream_key_row
 from outrider.engine.kv_cache import KVPool
 from outrider.spec.sampling import SamplingParams
@@ -32,11 +32,11 @@ def test_a_burst_of_sessions_on_a_busy_stream_is_told_of_each() -> None:
         dtype=torch.bfloat16,
         device=device,
     )
-    slots = SessionSlots(
+    slots = DeviceSessionSlots(
         pool, max_sessions=SESSIONS, max_len=32, max_nodes=4, vocab_size=9, device=device
     )
     sequences = [pool.allocate(32) for _ in range(SESSIONS)]
-    places = [slots.open(sequence) for sequence in sequences]
+    places = [slots.open_slot(sequence) for sequence in sequences]
     torch.cuda.synchronize()
     sleep: Callable[[int], None] = torch.cuda._sleep
     sleep(BUSY_CYCLES)
@@ -44,12 +44,14 @@ def test_a_burst_of_sessions_on_a_busy_stream_is_told_of_each() -> None:
     woken = event()
     woken.record()
     for number, (place, sequence) in enumerate(zip(places, sequences, strict=True)):
-        slots.begin(place, sequence, SamplingParams(seed=number), length=5, root=number)
-    slots.tell()
+        slots.begin_session(place, sequence, SamplingParams(seed=number), length=5, root=number)
+    slots.upload_changes()
     for number in range(0, SESSIONS, 2):
         again = SamplingParams(seed=number)
-        slots.begin(places[number], sequences[number], again, length=9, root=1000 + number // 2)
-        slots.tell()
+        slots.begin_session(
+            places[number], sequences[number], again, length=9, root=1000 + number // 2
+        )
+        slots.upload_changes()
     assert not woken.query(), "nothing waited for the device"
     torch.cuda.synchronize()
     assert slots.sequence.tables[places].tolist() == [list(s.blocks) for s in sequences]

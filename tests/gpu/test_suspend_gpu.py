@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
@@ -35,7 +35,7 @@ def make_pool(dtype: torch.dtype) -> KVPool:
         device=CUDA,
     )
     pool.storage.normal_()
-    pool.name_by_tables()
+    pool.use_block_tables()
     return pool
 
 
@@ -60,7 +60,7 @@ def test_every_bit_comes_back_though_the_blocks_are_given_away_at_once(
         # Less than a sequence takes: staging memory is used more than once.
         staging_bytes=4 * 8 * block_bytes,
     )
-    kv = pool.sequence()
+    kv = pool.new_sequence()
     assert kv.reserve(1024)
     kv.advance(1000)
     before = kv_bits(pool.storage, kv.blocks, 1000)
@@ -69,40 +69,40 @@ def test_every_bit_comes_back_though_the_blocks_are_given_away_at_once(
     event: Any = torch.cuda.Event
     woken = event()
     woken.record()
-    saved = space.save(kv)
+    saved = space.swap_out_sequence(kv)
     assert saved is not None
-    kv.clear()
+    kv.reset()
     pool.storage.fill_(-1.0)
     assert kv.reserve(1024)
     if fetched:
-        assert not space.fetch(saved)
-    space.restore(saved, kv)
+        assert not space.prefetch(saved)
+    space.swap_in_sequence(saved, kv)
     assert not woken.query(), "nothing waited for the device"
     assert torch.equal(kv_bits(pool.storage, kv.blocks, 1000), before)
-    out, back = space.ways(1000)
+    out, back = space.copy_times_s(1000)
     assert 0.0 < out < 0.1 and 0.0 < back < 0.1
 
 
 def test_what_is_fetched_is_there_when_it_says_so() -> None:
     pool = make_pool(torch.bfloat16)
     space = SwapSpace(64 * MIB, [pool.storage], block_tokens=16)
-    first, second = pool.sequence(), pool.sequence()
+    first, second = pool.new_sequence(), pool.new_sequence()
     saved, before = [], []
     for kv in (first, second):
         assert kv.reserve(512)
         kv.advance(500)
         before.append(kv_bits(pool.storage, kv.blocks, 500))
-        saved.append(space.save(kv))
-        kv.clear()
+        saved.append(space.swap_out_sequence(kv))
+        kv.reset()
     pool.storage.zero_()
     assert saved[0] is not None and saved[1] is not None
     # Fetched in vain, then the other one.
-    space.fetch(saved[0])
-    while not space.fetch(saved[1]):
+    space.prefetch(saved[0])
+    while not space.prefetch(saved[1]):
         pass
     for kv, copy, bits in zip((second, first), reversed(saved), reversed(before), strict=True):
         assert copy is not None and kv.reserve(512)
-        space.restore(copy, kv)
+        space.swap_in_sequence(copy, kv)
         assert torch.equal(kv_bits(pool.storage, kv.blocks, 500), bits)
 
 
@@ -117,7 +117,7 @@ def test_suspended_sessions_say_what_they_would_have_said(
     answers = specs(SAMPLINGS[name], plan)
     runner, pool = device_runner(tiny_target, head, device=CUDA, **settings)
     calm = texts(Driver(runner, pool), answers)
-    driver = Driver(runner, pool, runner.swap_space(64 * MIB, pool), ahead=ahead)
+    driver = Driver(runner, pool, runner.make_swap_space(64 * MIB, pool), ahead=ahead)
     for seed in range(2):
         assert texts(driver, answers, disturb(seed)) == calm
 
@@ -130,9 +130,9 @@ def test_a_swap_keeps_the_bits_of_target_and_head(
     runner, pool = device_runner(
         tiny_target, tiny_head, device=CUDA, weights=weights, draft_length=3, dtype=precision
     )
-    assert isinstance(runner, DeviceRoundEngine) and runner._own_head is not None
-    storages = pool.storage, runner._own_head.storage
-    driver = Driver(runner, pool, runner.swap_space(64 * MIB, pool), ahead=True)
+    assert isinstance(runner, GpuModelRunner) and runner._in_process_drafter is not None
+    storages = pool.storage, runner._in_process_drafter.storage
+    driver = Driver(runner, pool, runner.make_swap_space(64 * MIB, pool), ahead=True)
     session, other = (driver.open(spec) for spec in specs(SAMPLINGS["coupled"], OWN)[::2])
     driver.resume(session)
     while session.emitted < 12:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.engine.device.slots.logits_slots import WarpSlots
+from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.kernels.drafts.coupled_topk import (
     put_coupled_topk_torch,
     put_coupled_topk_triton,
 )
 from outrider.engine.kernels.logits_processor.process import (
-    TokenPath,
+    OutputPath,
     count_tokens,
     count_tokens_torch,
-    warp_logits,
+    process_logits,
 )
-from outrider.engine.kernels.session_tensors import LegalBits
+from outrider.engine.kernels.session_tensors import AllowedTokenBits
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import sampling_state
 from tests.reference.warp_cases import NODES, odd_rows, warp_case
@@ -46,15 +46,17 @@ def test_the_kernels_keep_what_the_host_keeps(
     case = warp_case(SETTINGS, vocab, seed=seed, grammars=grammars)
     logits = case.logits.to(device)
     assert case.path.mask is not None
-    warp_logits(
+    process_logits(
         logits,
         type(case.warp)(*(t.to(device) for t in case.warp)),
         type(case.state)(*(t.to(device) for t in case.state)),
         case.slots.to(device),
         case.positions.to(device),
         rows_per_slot=NODES,
-        path=TokenPath(case.path.columns.to(device), case.path.mask.to(device)),
-        legal=None if case.legal is None else LegalBits(*(t.to(device) for t in case.legal)),
+        path=OutputPath(case.path.columns.to(device), case.path.mask.to(device)),
+        allowed_tokens=None
+        if case.legal is None
+        else AllowedTokenBits(*(t.to(device) for t in case.legal)),
     )
     scores = case.scores(logits.cpu())
     for row, expected in enumerate(case.expected):
@@ -76,7 +78,7 @@ def test_a_graph_replays_the_warper(device: torch.device) -> None:
 
     def run() -> None:
         logits.copy_(source)
-        warp_logits(logits, *arguments, rows_per_slot=NODES)
+        process_logits(logits, *arguments, rows_per_slot=NODES)
 
     run()
     first = logits.clone()
@@ -91,9 +93,11 @@ def test_a_graph_replays_the_warper(device: torch.device) -> None:
 def test_counting_agrees_with_the_twin(device: torch.device) -> None:
     found = []
     for place, count in ((device, count_tokens), (torch.device("cpu"), count_tokens_torch)):
-        held = WarpSlots(9, 5000, place)
+        held = LogitsSlots(9, 5000, place)
         for slot in range(8):
-            held.begin(slot, SamplingParams(presence_penalty=float(slot % 2)), prompt_ids=[4, 4])
+            held.begin_session(
+                slot, SamplingParams(presence_penalty=float(slot % 2)), prompt_ids=[4, 4]
+            )
         tokens = (torch.arange(8 * 33, dtype=torch.int32) * 7 % 40 - 1).view(8, 33)
         counts = torch.arange(8, dtype=torch.int32) * 4 + 1
         slots = torch.arange(8, dtype=torch.int32)

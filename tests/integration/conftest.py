@@ -29,8 +29,8 @@ async def harness(transport_name: str) -> AsyncGenerator[Harness]:
     match transport_name:
         case "inproc":
             made = InprocHarness()
-        case "grpc" | "lane":
-            made = GrpcHarness(lanes=transport_name == "lane")
+        case "grpc" | "shm":
+            made = GrpcHarness(shm_channels=transport_name == "shm")
         case _:
             from tests.integration.ray_harness import RayHarness
 

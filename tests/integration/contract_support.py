@@ -31,7 +31,7 @@ async def next_verdict(connection: DrafterConnection) -> Verdict:
 
 def only_verdict(message: VerifierMessage) -> Verdict:
     assert isinstance(message, Verdicts)
-    (verdict,) = message.entries()
+    (verdict,) = message.iter_verdicts()
     return verdict
 
 

@@ -20,11 +20,11 @@ from outrider.errors import (
     ResourceExhaustedError,
 )
 from outrider.ids import DrafterId, SessionId, VerifierId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.transport.interface import VerifierConnection
-from outrider.wire.bundles import join
+from outrider.wire.bundles import join_messages
 from outrider.wire.codec import encode_verifier_message
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
@@ -92,7 +92,7 @@ def proposal(index: int, behaviour: str = "echo", argument: int = 0) -> Proposal
             logprobs=-np.arange(4, dtype=np.float32),
         ),
     )
-    return Proposals.of([draft], draft_us=argument)
+    return Proposals.of_proposals([draft], draft_us=argument)
 
 
 def features(rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -109,7 +109,7 @@ def spec(session_id: str, max_new_tokens: int = 4) -> SessionSpec:
         max_new_tokens=max_new_tokens,
         stop_token_ids=(2,),
         sampling=SamplingParams(temperature=0.5, seed=7),
-        plan=Plan(method=DraftMethod.NGRAM),
+        plan=SpeculationPlan(method=DraftMethod.NGRAM),
     )
 
 
@@ -195,11 +195,11 @@ class FakeVerifier(ServesGenerators):
                     await connection.send(echo(proposal(index), rows=1024))
             case "together":
                 verdicts = [echo(proposal(index), rows=16) for index in range(argument)]
-                assert connection.offer(*verdicts)
+                assert connection.try_send(*verdicts)
             case "half garbage":
                 encoded = [encode_verifier_message(echo(proposal(index))) for index in range(5)]
                 encoded[1], encoded[3] = b"\xff\xff garbage", b""
-                (frame,) = join(encoded)
+                (frame,) = join_messages(encoded)
                 bundled: Any = connection
                 await bundled.inner.frames.send(frame)
             case "late":
@@ -233,7 +233,7 @@ class FakeVerifier(ServesGenerators):
         finally:
             del self.sessions[spec.session_id]
 
-    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         if session_id not in self.sessions:
             raise NotFoundError(f"no session {session_id}", reason="NO_SESSION")
 
@@ -254,7 +254,7 @@ def event(spec: SessionSpec, index: int, reason: FinishReason | None) -> Session
 
 
 def echo(message: Proposals, rows: int = 0) -> Verdicts:
-    (draft,) = message.entries()
+    (draft,) = message.iter_proposals()
     verdict = Verdict(
         handle=draft.handle,
         start=draft.prefix_len,
@@ -264,7 +264,7 @@ def echo(message: Proposals, rows: int = 0) -> Verdicts:
         features=WireTensor(dtype=TensorDtype.FLOAT32, data=features(rows)) if rows else None,
         draft_wanted=True,
     )
-    return Verdicts.of([verdict])
+    return Verdicts.of_verdicts([verdict])
 
 
 class FakeDrafter:
@@ -299,5 +299,5 @@ class FakeDrafter:
         if verifier_address in self.verifiers:
             self.verifiers.remove(verifier_address)
 
-    async def drain(self, draining: bool) -> None:
+    async def set_draining(self, draining: bool) -> None:
         self.draining = draining

@@ -29,7 +29,7 @@ class PoolStack:
     ) -> None:
         self._directory = directory
         self._drafter_flags = ["--model", model, "--head", head, "--methods", "eagle3"]
-        flags = ["--model", model, "--features-from", head, "--planner", "fixed", *verifier]
+        flags = ["--model", model, "--feature-head", head, "--planner", "fixed", *verifier]
         self.verifiers = [
             Process(
                 f"v{number}",

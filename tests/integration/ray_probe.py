@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 import ray
-from outrider_ray.config import LaunchConfig
-from outrider_ray.placement import Places, with_gpu_share
+from outrider_ray.config import RayFleetConfig
+from outrider_ray.placement import ActorPlacement, with_gpu_share
 from ray.util import list_named_actors, placement_group_table
 
 from outrider.spec.plan import DraftMethod
@@ -28,8 +28,8 @@ def groups() -> list[dict[str, Any]]:
 async def shared() -> dict[str, Any]:
     """The group of two actors that compute on GPUs."""
     methods = (DraftMethod.EAGLE3,)
-    config = with_gpu_share(LaunchConfig(model="m", head="h", methods=methods, device="cuda"))
-    places = Places(config)
+    config = with_gpu_share(RayFleetConfig(model="m", head="h", methods=methods, device="cuda"))
+    places = ActorPlacement(config)
     await places.reserve(config.cells)
     (group,) = (group for group in groups() if "GPU" in group["bundles"][0])
     await places.release()

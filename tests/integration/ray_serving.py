@@ -62,7 +62,7 @@ def main() -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     # As `serve run outrider_ray.serve_app:app KEY=VALUE` passes them.
     keys = {"model": model, "model_name": "m", "methods": "ngram", "threads": "1"}
-    serve.run(app(keys | {"namespace": NAMESPACE, "drain_s": "1"}))
+    serve.run(app(keys | {"namespace": NAMESPACE, "drain_timeout_s": "1"}))
     found = {
         "whole": json.loads(ask(port))["choices"][0]["text"],
         "streamed": streamed(port),

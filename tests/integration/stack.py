@@ -15,7 +15,7 @@ from typing import IO, Any, TypedDict
 
 from outrider.client import Client, RetryPolicy
 from outrider.client.local.certificates import tls_from
-from outrider.transport.tls import Role, TlsConfig
+from outrider.transport.tls import CertificateRole, TlsConfig
 from tests.waiting import wait_until
 
 START_TIMEOUT_S = 100.0
@@ -163,8 +163,8 @@ class Stack:
         the stack's own clients show; `router_module`: what runs the router's command line."""
         self._tls, self.api_key = tls, api_key
         methods = ["--head", head, "--methods", "eagle3,ngram"] if head else ["--methods", "ngram"]
-        own = [*(verifier or []), *self._certificate(Role.VERIFIER)]
-        taps = ["--features-from", head] if head else []
+        own = [*(verifier or []), *self._certificate(CertificateRole.VERIFIER)]
+        taps = ["--feature-head", head] if head else []
         self.verifiers = [
             Process(
                 name,
@@ -178,11 +178,17 @@ class Stack:
         self.drafter = Process(
             "drafter",
             drafter_module,
-            ["--model", model, *methods, *(drafter or []), *self._certificate(Role.DRAFTER)],
+            [
+                "--model",
+                model,
+                *methods,
+                *(drafter or []),
+                *self._certificate(CertificateRole.DRAFTER),
+            ],
             directory / "drafter.log",
         )
         self._directory, self._model = directory, model
-        self._router_arguments = [*(router or []), *self._certificate(Role.ROUTER)]
+        self._router_arguments = [*(router or []), *self._certificate(CertificateRole.ROUTER)]
         self._with_drafter, self._router_module = with_drafter, router_module
         self.router = Process("router", router_module, [], directory / "router.log")
 
@@ -239,7 +245,7 @@ class Stack:
         tls = None if self._tls is None else TlsConfig(ca=self._tls / "ca.pem")
         return Client(self.router.address, timeout_s=timeout_s, tls=tls, api_key=self.api_key)
 
-    def _certificate(self, role: Role) -> list[str]:
+    def _certificate(self, role: CertificateRole) -> list[str]:
         if self._tls is None:
             return []
         tls = tls_from(self._tls, role)

@@ -16,7 +16,7 @@ def test_a_router_serves_with_peers_behind_names(
 ) -> None:
     model, head = str(tiny_target), str(tiny_head)
     flags = {
-        "verifier": ["--model", model, "--features-from", head, "--planner", "fixed"],
+        "verifier": ["--model", model, "--feature-head", head, "--planner", "fixed"],
         "drafter": ["--model", model, "--head", head, "--methods", "eagle3"],
     }
     peers = {

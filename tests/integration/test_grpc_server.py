@@ -30,11 +30,11 @@ from outrider.transport.grpc import (
     GrpcConfig,
     GrpcDialer,
     GrpcServer,
-    Service,
+    GrpcService,
     drafter_services,
     verifier_services,
 )
-from outrider.transport.grpc.error_status import typed_error
+from outrider.transport.grpc.error_status import to_typed_error
 from outrider.wire.codec import decode_sessions_message, encode_sessions_request
 from outrider.wire.messages import SessionEvents, SessionFailure, SessionOpen
 from outrider.wire.v1 import control_pb2, inference_pb2, inference_pb2_grpc
@@ -64,7 +64,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.verifier = FakeVerifier()
-        inference = Service(
+        inference = GrpcService(
             name="outrider.wire.v1.InferenceService",
             register=partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, Broken()),
         )
@@ -86,7 +86,7 @@ class Fleet:
         try:
             response: bytes = await rpc(request, timeout=5)
         except grpc.aio.AioRpcError as error:
-            raise typed_error(error) from None
+            raise to_typed_error(error) from None
         return response
 
 
@@ -232,7 +232,7 @@ async def test_a_generated_servicer_maps_its_errors(fleet: Fleet) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as full:
         await stub.Generate(inference_pb2.GenerateRequest())
     assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    error = typed_error(full.value)
+    error = to_typed_error(full.value)
     assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", 0.25)
     stream = stub.GenerateStream(inference_pb2.GenerateStreamRequest())
     assert (await stream.read()).delta.text == "a"

@@ -16,7 +16,7 @@ PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 
 def lanes_in(log: Path) -> list[bool]:
     """Of each exchange that a log tells of, whether it had a lane."""
-    return _found(log, "lane")
+    return _found(log, "shared_memory")
 
 
 def _found(log: Path, key: str) -> list[bool]:
@@ -41,8 +41,8 @@ def texts(stack: Stack) -> list[tuple[int, ...]]:
     ("router", "verifier", "drafter", "lane", "by_lane"),
     [
         ([], [], [], True, True),
-        ([], ["--no-lanes"], [], False, False),
-        (["--no-lanes"], [], ["--no-lanes"], False, False),
+        ([], ["--no-shared-memory"], [], False, False),
+        (["--no-shared-memory"], [], ["--no-shared-memory"], False, False),
     ],
 )
 def test_rounds_go_by_a_lane_where_both_want_one(
@@ -52,18 +52,18 @@ def test_rounds_go_by_a_lane_where_both_want_one(
     router: list[str],
     verifier: list[str],
     drafter: list[str],
-    lane: bool,
-    by_lane: bool,
+    shm_channel: bool,
+    by_shm_channel: bool,
 ) -> None:
     flags = {"router": router, "verifier": verifier, "drafter": drafter}
     with Stack(tmp_path, model=str(tiny_target), head=str(tiny_head), **flags) as stack:
         drafted, plain = texts(stack)
-        assert _found(tmp_path / "verifier.log", "by_lane") == [by_lane]
+        assert _found(tmp_path / "verifier.log", "by_lane") == [by_shm_channel]
         assert drafted == plain
-        assert lanes_in(tmp_path / "verifier.log") == [lane]
-        assert lanes_in(tmp_path / "drafter.log") == [lane]
+        assert lanes_in(tmp_path / "verifier.log") == [shm_channel]
+        assert lanes_in(tmp_path / "drafter.log") == [shm_channel]
         stack.drafter.kill()
         stack.drafter.restart()
         wait_until(stack.healthy, timeout_s=30.0, what="the drafter's return")
         assert texts(stack) == [drafted, plain]
-        assert lanes_in(tmp_path / "verifier.log") == [lane, lane]
+        assert lanes_in(tmp_path / "verifier.log") == [shm_channel, shm_channel]

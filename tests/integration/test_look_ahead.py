@@ -9,16 +9,26 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.proposers.forest import Forest, Saplings, Span
-from outrider_drafter.proposers.growth_driver import grow, make_job
-from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored
-from outrider_drafter.proposers.outcome_drafting import Ahead, branch, score
-from outrider_drafter.server.service import DrafterService, Identity
-from outrider_drafter.state.session import Session
+from outrider_drafter.proposers.forest import DraftForest, OutcomeTrees, StepRows
+from outrider_drafter.proposers.growth_driver import grow_trees, make_growth_job
+from outrider_drafter.proposers.interface import (
+    Outcome,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    SessionDrafts,
+)
+from outrider_drafter.proposers.outcome_drafting import (
+    ScoredProposals,
+    draft_outcomes,
+    score_proposals,
+)
+from outrider_drafter.server.service import DrafterService, TargetIdentity
+from outrider_drafter.state.session import FollowedSession
 from torch import Tensor
 
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import FeatureLayout, WireTensor
 from tests.fakes.target import FakeTarget
@@ -28,11 +38,15 @@ from tests.waiting import until
 
 WAITS = 30_000
 """However slow this machine is, no round gives up on its drafter."""
-CHAIN = Plan(method=DraftMethod.NGRAM, draft_tokens=3, look_ahead=1, fan_out=8, patience_ms=WAITS)
-TREE = Plan(method=DraftMethod.NGRAM, draft_tokens=6, top_k=3, look_ahead=1, patience_ms=WAITS)
+CHAIN = SpeculationPlan(
+    method=DraftMethod.NGRAM, draft_tokens=3, look_ahead=1, fan_out=8, proposal_timeout_ms=WAITS
+)
+TREE = SpeculationPlan(
+    method=DraftMethod.NGRAM, draft_tokens=6, top_k=3, look_ahead=1, proposal_timeout_ms=WAITS
+)
 
 
-class ContextForest(Forest):
+class ContextForest(DraftForest):
     """Draft rows of a model that is a function of the whole context."""
 
     def __init__(self, target: FakeTarget, contexts: Sequence[list[int]]) -> None:
@@ -43,10 +57,10 @@ class ContextForest(Forest):
     def root_logits(self) -> Tensor:
         return torch.stack([self._guess(c) for c in self._contexts[: len(self._bases)]])
 
-    def space(self, owner: int) -> int:
+    def rows_left(self, owner: int) -> int:
         return 1 << 20
 
-    def deepest(self, owner: int) -> int:
+    def levels_left(self, owner: int) -> int:
         return 1 << 20
 
     def _run(
@@ -54,7 +68,7 @@ class ContextForest(Forest):
         tokens: Sequence[int],
         parents: Sequence[int],
         positions: Sequence[int],
-        spans: Sequence[Span],
+        spans: Sequence[StepRows],
     ) -> Tensor:
         contexts = [[*self._contexts[p], t] for p, t in zip(parents, tokens, strict=True)]
         assert [len(context) - 1 for context in contexts] == list(positions)
@@ -72,26 +86,26 @@ class ContextForest(Forest):
 
 
 class ContextSource:
-    """An `AheadSource` of such rows."""
+    """An `LookAheadProposer` of such rows."""
 
     method = DraftMethod.NGRAM
     feature_layout = FeatureLayout.NONE
     feature_size = 0
     feature_fingerprint = ""
-    usable = True
+    is_usable = True
 
     def __init__(self, target: FakeTarget) -> None:
         self._target = target
-        self._ahead: Ahead | None = None
+        self._ahead: ScoredProposals | None = None
 
-    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+    def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
         return wire.data
 
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         """Nothing to do."""
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
-        pairs = [(session, make_job(0, session)) for session in sessions]
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
+        pairs = [(session, make_growth_job(0, session)) for session in sessions]
         jobs = [job for _, job in pairs if job is not None]
         mine = [session for session, job in pairs if job is not None]
         if not jobs:
@@ -100,25 +114,29 @@ class ContextSource:
             job.slot = slot
         texts = [session.tokens.view.tolist() for session in mine]
         forest = ContextForest(self._target, [text[:-1] for text in texts])
-        model = Saplings(forest, [text[-1] for text in texts], range(len(texts)))
-        yield Drafted.of([(mine[slot], draft) for slot, draft in grow(model, jobs)])
+        model = OutcomeTrees(forest, [text[-1] for text in texts], range(len(texts)))
+        yield SessionDrafts.of_drafts(
+            [(mine[slot], draft) for slot, draft in grow_trees(model, jobs)]
+        )
 
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         forest = ContextForest(self._target, [x.session.tokens.view.tolist() for x in lives])
-        self._ahead, scored = score(forest, lives, range(len(lives)))
+        self._ahead, scored = score_proposals(forest, lives, range(len(lives)))
         return scored
 
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
         assert self._ahead is not None
-        yield from branch(self._ahead, outcomes)
+        yield from draft_outcomes(self._ahead, outcomes)
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         """Nothing is held."""
 
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.COUPLED])
-async def test_texts_of_a_round_ahead_are_those_of_plain_decoding(rule: Rule, plan: Plan) -> None:
+async def test_texts_of_a_round_ahead_are_those_of_plain_decoding(
+    rule: Rule, plan: SpeculationPlan
+) -> None:
     async with verifier(target=FakeTarget(num_blocks=1024)) as rig:
         rig.target.forward_s = 0.05
         service = DrafterService(
@@ -126,11 +144,11 @@ async def test_texts_of_a_round_ahead_are_those_of_plain_decoding(rule: Rule, pl
                 drafter_id=DRAFTER,
                 methods=(DraftMethod.NGRAM,),
                 reconnect=FAST,
-                look_ahead_in_time=False,
+                limit_look_ahead_time=False,
             ),
             [ContextSource(rig.target)],
             rig.network.dialer(),
-            identity=Identity(vocab_size=rig.target.vocab_size),
+            identity=TargetIdentity(vocab_size=rig.target.vocab_size),
         )
         await service.attach(ADDRESS)
         await until(lambda: bool(rig.service._hub.links))

@@ -27,7 +27,7 @@ NARROW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 def stack_options() -> StackOptions:
     """A fleet without a drafter, on which four sessions run at a time."""
     return {
-        "router": ["--slow-reader-s", "0.5"],
+        "router": ["--slow-reader-timeout-s", "0.5"],
         "verifier": ["--max-sessions", "4", "--bench-round-ms", str(1e3 * ROUND_S)],
         "with_drafter": False,
     }

@@ -53,4 +53,4 @@ def test_many_sessions_come_and_go_and_everything_is_given_back(client: Client) 
 
     wait_until(idle, what="an idle verifier")
     (verifier,) = client.server_info().verifiers
-    assert verifier.own_methods == (DraftMethod.EAGLE3,)
+    assert verifier.in_process_methods == (DraftMethod.EAGLE3,)

@@ -27,7 +27,7 @@ def stack(
 
 def found(stack: Stack) -> float:
     """Tokens whose K/V was there."""
-    return metric(stack.verifier, "outrider_verifier_prefix_tokens_found_total")
+    return metric(stack.verifier, "outrider_verifier_prefix_cache_hit_tokens_total")
 
 
 @pytest.mark.parametrize("drafter", DRAFTS)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from outrider_ray.actor_keeper import Keeper
+from outrider_ray.actor_keeper import ActorKeeper
 from outrider_ray.actors import end_when
 
 from outrider.errors import OutriderError
@@ -45,7 +45,9 @@ def flag(tmp_path: Path) -> Path:
 
 async def test_a_lost_devices_actor_is_replaced(flag: Path) -> None:
     start_ray()
-    keeper = Keeper(NAME, partial(serve_verifier, NAME, partial(losing, str(flag)), config=CONFIG))
+    keeper = ActorKeeper(
+        NAME, partial(serve_verifier, NAME, partial(losing, str(flag)), config=CONFIG)
+    )
     dialer = RayDialer(CONFIG)
     try:
         await keeper.start()

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from outrider_ray.actor_keeper import FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S, next_pause
+from outrider_ray.actor_keeper import MAX_PAUSE_S, MIN_BACKOFF_S, MIN_STABLE_S, next_pause
 from outrider_ray.cluster import LocalProcess, descendants
-from outrider_ray.config import LaunchConfig, drafter_config, verifier_config
+from outrider_ray.config import RayFleetConfig, drafter_config, verifier_config
 
 from outrider.client import (
     CancelledRequestError,
@@ -193,7 +193,16 @@ def test_a_pool_follows_its_load_and_all_actors_end_with_a_killed_launcher(
     config.write_text(AUTOSCALE)
     # By actor calls, so that these are seen at work with a router and drafters, too.
     arguments = ["--config", str(config), "--methods", "ngram", "--exchange", "refs"]
-    arguments += ["--planner", "fixed", "--threads", "1", "--verifiers", "1", "--drain-s", "1"]
+    arguments += [
+        "--planner",
+        "fixed",
+        "--threads",
+        "1",
+        "--verifiers",
+        "1",
+        "--drain-timeout-s",
+        "1",
+    ]
     process = Launcher(tmp_path, "--model", str(tiny_target), *arguments)
     try:
         process.start().wait_ready()
@@ -234,31 +243,31 @@ def test_a_draft_model_that_does_not_load_is_named_and_ray_is_stopped(
 
 
 def test_pauses_grow_while_an_actor_keeps_dying() -> None:
-    pause_s = next_pause(FIRST_PAUSE_S, ran_s=1.0)
-    assert pause_s == 2 * FIRST_PAUSE_S
+    pause_s = next_pause(MIN_BACKOFF_S, ran_s=1.0)
+    assert pause_s == 2 * MIN_BACKOFF_S
     for _ in range(20):
         pause_s = next_pause(pause_s, ran_s=1.0)
     assert pause_s == MAX_PAUSE_S
-    assert next_pause(pause_s, ran_s=STEADY_S + 1.0) == FIRST_PAUSE_S
+    assert next_pause(pause_s, ran_s=MIN_STABLE_S + 1.0) == MIN_BACKOFF_S
 
 
 def test_threads_of_an_actor_are_those_that_ray_reserves_for_it() -> None:
-    assert verifier_config(LaunchConfig(model="m", cpus_per_actor=4.0)).threads == 4
-    assert verifier_config(LaunchConfig(model="m", cpus_per_actor=4.0, threads=2)).threads == 2
+    assert verifier_config(RayFleetConfig(model="m", cpus_per_actor=4.0)).threads == 4
+    assert verifier_config(RayFleetConfig(model="m", cpus_per_actor=4.0, threads=2)).threads == 2
 
 
 def test_the_head_is_used_only_by_methods_that_need_it() -> None:
     methods = (DraftMethod.NGRAM,)
-    config = LaunchConfig(model="m", head="h", methods=methods)
+    config = RayFleetConfig(model="m", head="h", methods=methods)
     drafter = drafter_config(config)
     assert drafter is not None
     assert (drafter.methods, drafter.head) == (methods, "")
-    assert verifier_config(config).features_from == ""
-    assert drafter_config(LaunchConfig(model="m", methods=(DraftMethod.NONE,))) is None
+    assert verifier_config(config).feature_head == ""
+    assert drafter_config(RayFleetConfig(model="m", methods=(DraftMethod.NONE,))) is None
 
 
 def test_a_head_in_the_verifier_needs_no_drafter() -> None:
-    config = LaunchConfig(
+    config = RayFleetConfig(
         model="m",
         head="h",
         placement="fused",
@@ -268,17 +277,19 @@ def test_a_head_in_the_verifier_needs_no_drafter() -> None:
     )
     verifier = verifier_config(config)
     assert (verifier.placement, verifier.draft_length, verifier.device) == ("fused", 5, "cuda:0")
-    assert (verifier.features_from, verifier.cuda_graphs) == ("h", False)
+    assert (verifier.feature_head, verifier.cuda_graphs) == ("h", False)
     drafter = drafter_config(config)
     assert drafter is not None
     assert (drafter.methods, drafter.head) == ((DraftMethod.NGRAM,), "")
-    alone = LaunchConfig(model="m", head="h", methods=(DraftMethod.EAGLE3,), placement="colocated")
+    alone = RayFleetConfig(
+        model="m", head="h", methods=(DraftMethod.EAGLE3,), placement="colocated"
+    )
     assert drafter_config(alone) is None
 
 
 def test_a_method_without_its_head_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="head"):
-        drafter_config(LaunchConfig(model="m", methods=(DraftMethod.EAGLE3,)))
+        drafter_config(RayFleetConfig(model="m", methods=(DraftMethod.EAGLE3,)))
 
 
 def _wait_for_replacement(launcher: Launcher, name: str, known: int) -> None:

@@ -195,7 +195,7 @@ def processes_of(model: Path, *words: str) -> list[int]:
 
 def routers_of(model: Path) -> list[int]:
     """Process ids of the routers of a model that share their ports."""
-    return processes_of(model, "outrider_router", "--share-ports")
+    return processes_of(model, "outrider_router", "--reuse-ports")
 
 
 def free_port() -> int:

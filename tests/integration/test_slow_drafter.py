@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.proposers.interface import Drafted
-from outrider_drafter.proposers.tree_growth import Draft
-from outrider_drafter.server.service import DrafterService, Identity
-from outrider_drafter.state.session import Session
+from outrider_drafter.proposers.interface import SessionDrafts
+from outrider_drafter.proposers.tree_growth import ProposedDraft
+from outrider_drafter.server.service import DrafterService, TargetIdentity
+from outrider_drafter.state.session import FollowedSession
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, SpecStats, WireTensor
 from tests.fakes.target import FakeTarget
@@ -39,7 +39,7 @@ class SlowSource:
     feature_layout = FeatureLayout.NONE
     feature_size = 0
     feature_fingerprint = ""
-    usable = True
+    is_usable = True
 
     def __init__(self, target: FakeTarget, draft_s: float) -> None:
         self.draft_s = draft_s
@@ -51,25 +51,27 @@ class SlowSource:
         self._target = target
         self._seen: dict[int, int] = {}
 
-    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+    def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
         return wire.data
 
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         """Nothing to do."""
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
-        drafts: list[tuple[Session, Draft]] = []
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
+        drafts: list[tuple[FollowedSession, ProposedDraft]] = []
         for session in sessions:
             self.behind.append(len(session.tokens) - self._seen.get(session.slot, 0))
             self._seen[session.slot] = len(session.tokens)
-            count = min(session.plan.draft_tokens, session.room)
+            count = min(session.plan.draft_tokens, session.draft_levels_left)
             tokens = self._target.decode(session.tokens.view.tolist(), count, session.sampling)
-            drafts.append((session, Draft(tree=DraftTree.chain(np.array(tokens, np.int32)))))
+            drafts.append(
+                (session, ProposedDraft(tree=DraftTree.chain(np.array(tokens, np.int32))))
+            )
         time.sleep(self.draft_s)
         assert self.well.wait(PATIENCE_S)
-        yield Drafted.of([(s, d) for s, d in drafts if len(d.tree)])
+        yield SessionDrafts.of_drafts([(s, d) for s, d in drafts if len(d.tree)])
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         self._seen.pop(session.slot, None)
 
 
@@ -80,7 +82,7 @@ async def drafted(rig: Rig, source: SlowSource) -> AsyncIterator[None]:
         DrafterConfig(drafter_id=DRAFTER, methods=(DraftMethod.NGRAM,), reconnect=FAST),
         [source],
         rig.network.dialer(),
-        identity=Identity(vocab_size=rig.target.vocab_size),
+        identity=TargetIdentity(vocab_size=rig.target.vocab_size),
     )
     await service.attach(ADDRESS)
     await until(lambda: bool(rig.service._hub.links))
@@ -95,7 +97,7 @@ async def stats_after_stall(
 ) -> tuple[float, float, list[SpecStats]]:
     """Rounds without a draft, a session, when the stall began and when it ended; what the sessions
     got in all."""
-    plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=1000)
+    plan = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=4, proposal_timeout_ms=1000)
     specs = [make_spec(f"s{n}", max_new_tokens=700, plan=plan) for n in range(sessions)]
     running = asyncio.create_task(rig.run_all(specs))
     served = rig.service._core.sessions

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Client, user
-from outrider.client.commands.status import describe
+from outrider.client.commands.status import describe_server
 from tests.integration.stack import Stack
 from tests.integration.test_lanes import lanes_in
 
@@ -18,15 +18,19 @@ DELAY_MS = 30.0
 
 @pytest.mark.parametrize("lane", [True, False])
 def test_every_round_takes_the_delay_both_ways(
-    tiny_target: Path, tiny_head: Path, tmp_path: Path, lane: bool
+    tiny_target: Path, tiny_head: Path, tmp_path: Path, shm_channel: bool
 ) -> None:
-    flags = ["--bench-exchange-delay-ms", str(DELAY_MS), *([] if lane else ["--no-lanes"])]
+    flags = [
+        "--bench-exchange-delay-ms",
+        str(DELAY_MS),
+        *([] if shm_channel else ["--no-shared-memory"]),
+    ]
     model, head = str(tiny_target), str(tiny_head)
     with (
         Stack(tmp_path, model=model, head=head, drafter=flags) as stack,
         Client(stack.router.address, timeout_s=60.0) as client,
     ):
-        assert lanes_in(tmp_path / "drafter.log") == [lane]
+        assert lanes_in(tmp_path / "drafter.log") == [shm_channel]
         plain = client.generate(PROMPT, max_tokens=24, ignore_eos=True, drafter="none")
         began = time.monotonic()
         drafted = client.generate(
@@ -38,5 +42,5 @@ def test_every_round_takes_the_delay_both_ways(
         drafts = stats.rounds - stats.fallback_rounds
         assert drafts > 0
         assert taken_s >= drafts * 2.0 * DELAY_MS / 1000.0
-        told = "\n".join(describe(client.server_info()))
+        told = "\n".join(describe_server(client.server_info()))
         assert "SLOWED DOWN: exchange held by 30 ms each way" in told

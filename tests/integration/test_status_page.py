@@ -74,7 +74,7 @@ async def serving(directory: Path, *, key: str = "") -> AsyncGenerator[Site]:
     async with running_router(directory, fleet, {"d": drafter}) as service:
         app.include_router(status_router(service))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-        task = asyncio.create_task(server.serve())
+        task = asyncio.create_task(server.serve_request())
         await until(lambda: server.started, timeout_s=30.0)
         port = server.servers[0].sockets[0].getsockname()[1]
         try:
@@ -177,7 +177,7 @@ async def test_it_says_when_the_router_is_gone(tmp_path: Path) -> None:
         site.verifier.change_info(model_name="fake")
         async with browsing(site, viewport=PHONE) as page:
             await says(page, "#connection", "live")
-            await page.route("**/status.json", lambda route: route.abort())
+            await page.route("**/status.json", lambda route: route.abort_requests())
             await says(page, "#connection", "does not answer")
             await page.unroute("**/status.json")
             await says(page, "#connection", "live")

@@ -20,7 +20,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.transport.grpc import (
-    Access,
+    AccessRules,
     GrpcConfig,
     GrpcDialer,
     GrpcServer,
@@ -28,8 +28,8 @@ from outrider.transport.grpc import (
     verifier_services,
 )
 from outrider.transport.grpc.access import Metadata
-from outrider.transport.grpc.error_status import typed_error
-from outrider.transport.tls import Role, TlsConfig
+from outrider.transport.grpc.error_status import to_typed_error
+from outrider.transport.tls import CertificateRole, TlsConfig
 from tests.fakes.certificates import Authority
 from tests.integration.fake_endpoints import FakeDrafter, FakeVerifier
 
@@ -43,7 +43,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @asynccontextmanager
-async def verifier(access: Access) -> AsyncGenerator[str]:
+async def verifier(access: AccessRules) -> AsyncGenerator[str]:
     """A verifier's port; its address."""
     services = verifier_services(FakeVerifier(), CONFIG)
     server = GrpcServer("127.0.0.1:0", services, config=CONFIG, access=access)
@@ -69,7 +69,9 @@ async def info(address: str, tls: TlsConfig | None) -> None:
 
 async def test_each_service_is_for_its_own_role(authority: Authority) -> None:
     refused: Counter[str] = Counter()
-    access = Access(tls=authority.role(Role.VERIFIER), on_refused=lambda r: refused.update([r]))
+    access = AccessRules(
+        tls=authority.role(CertificateRole.VERIFIER), on_refused=lambda r: refused.update([r])
+    )
     async with verifier(access) as address:
         await info(address, authority.issue("router"))
         async with dialer(authority.issue("drafter")) as as_drafter:
@@ -90,7 +92,9 @@ async def test_no_certificate_and_one_of_another_authority_get_nothing(
     authority: Authority, tmp_path: Path
 ) -> None:
     handshakes: list[None] = []
-    access = Access(tls=authority.role(Role.VERIFIER), on_handshake=lambda: handshakes.append(None))
+    access = AccessRules(
+        tls=authority.role(CertificateRole.VERIFIER), on_handshake=lambda: handshakes.append(None)
+    )
     stranger = Authority(tmp_path / "other").issue("router")
     believes = TlsConfig(cert=stranger.cert, key=stranger.key, ca=authority.ca)
     async with verifier(access) as address:
@@ -103,13 +107,13 @@ async def test_no_certificate_and_one_of_another_authority_get_nothing(
 
 async def test_a_dialer_refuses_a_server_of_the_wrong_role(authority: Authority) -> None:
     """A drafter's certificate serves nobody as a verifier."""
-    async with verifier(Access(tls=authority.role(Role.DRAFTER))) as address:
+    async with verifier(AccessRules(tls=authority.role(CertificateRole.DRAFTER))) as address:
         with pytest.raises(UnavailableError, match="not in peer certificate"):
             await info(address, authority.issue("router"))
 
 
 async def test_a_drafter_takes_orders_from_a_router_alone(authority: Authority) -> None:
-    access = Access(tls=authority.role(Role.DRAFTER))
+    access = AccessRules(tls=authority.role(CertificateRole.DRAFTER))
     server = GrpcServer("127.0.0.1:0", drafter_services(FakeDrafter()), access=access)
     address = await server.start()
     try:
@@ -126,12 +130,12 @@ async def test_a_replaced_certificate_serves_new_connections_without_a_restart(
     tmp_path: Path,
 ) -> None:
     before = Authority(tmp_path / "a")
-    server = before.role(Role.VERIFIER)
+    server = before.role(CertificateRole.VERIFIER)
     assert server.cert is not None and server.key is not None and server.ca is not None
     after = Authority(tmp_path / "b")
-    async with verifier(Access(tls=server)) as address:
+    async with verifier(AccessRules(tls=server)) as address:
         await info(address, before.issue("router"))
-        renewed = after.role(Role.VERIFIER)
+        renewed = after.role(CertificateRole.VERIFIER)
         for old, new in zip((server.cert, server.key, server.ca), _files(renewed), strict=True):
             old.write_bytes(new.read_bytes())
         await info(address, after.issue("router"))
@@ -146,13 +150,13 @@ async def test_whoever_dials_takes_up_certificates_that_were_replaced(tmp_path: 
     before, after = Authority(tmp_path / "a"), Authority(tmp_path / "b")
     own = before.issue("router")
     async with dialer(own) as made:
-        async with verifier(Access(tls=before.role(Role.VERIFIER))) as address:
+        async with verifier(AccessRules(tls=before.role(CertificateRole.VERIFIER))) as address:
             control = await made.verifier(address)
             await control.info()
         for old, new in zip(_files(own), _files(after.issue("router")), strict=True):
             old.write_bytes(new.read_bytes())
         services = verifier_services(FakeVerifier(), CONFIG)
-        access = Access(tls=after.role(Role.VERIFIER))
+        access = AccessRules(tls=after.role(CertificateRole.VERIFIER))
         server = GrpcServer(address, services, config=CONFIG, access=access)
         await server.start()
         try:
@@ -165,7 +169,7 @@ async def test_a_channel_with_a_replaced_certificate_is_closed_after_its_last_st
     authority: Authority,
 ) -> None:
     own, other = authority.issue("router"), authority.issue("renewed", "router.outrider.internal")
-    access = Access(tls=authority.role(Role.VERIFIER))
+    access = AccessRules(tls=authority.role(CertificateRole.VERIFIER))
     async with verifier(access) as address, dialer(own) as made:
         control = await made.verifier(address)
         sessions = await control.sessions()
@@ -197,12 +201,12 @@ async def _call(channel: grpc.aio.Channel, path: str, data: bytes, **options: An
     try:
         answer: bytes = await channel.unary_unary(path)(data, timeout=10.0, **options)
     except grpc.aio.AioRpcError as error:
-        raise typed_error(error) from None
+        raise to_typed_error(error) from None
     return answer
 
 
 async def test_without_credentials_nothing_but_health_answers() -> None:
-    access = Access(check=only_friends)
+    access = AccessRules(check=only_friends)
     friend = (("authorization", "friend"),)
     async with verifier(access) as address, dialer(None) as made:
         channel = made.channel(address)
@@ -220,7 +224,7 @@ async def test_the_message_of_an_unknown_caller_is_not_even_read() -> None:
     """One beyond every bound is refused for who sent it, not for its size."""
     options = [("grpc.max_send_message_length", -1)]
     async with (
-        verifier(Access(check=only_friends)) as address,
+        verifier(AccessRules(check=only_friends)) as address,
         grpc.aio.insecure_channel(address, options=options) as channel,
     ):
         with pytest.raises(UnauthenticatedError):
@@ -248,7 +252,7 @@ async def test_connections_and_headers_beyond_their_bounds_are_refused() -> None
         for _reader, writer in open_ones:
             writer.close()
         await server.stop(0)
-    async with verifier(Access()) as address, dialer(None) as made:
+    async with verifier(AccessRules()) as address, dialer(None) as made:
         with pytest.raises(OutriderError) as caught:
             long = (("x-long", "a" * (20 << 10)),)
             await _call(made.channel(address), GET_INFO, b"", metadata=long)

@@ -21,7 +21,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.ids import SessionId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.transport.heartbeat import HeartbeatConnection
 from outrider.wire.messages import (
     FinishReason,
@@ -285,7 +285,7 @@ async def test_errors_of_a_session_keep_their_type(peer: Peer) -> None:
 async def test_errors_of_a_control_call_keep_their_type(peer: Peer) -> None:
     control = await peer.harness.dialer.verifier(peer.address)
     with pytest.raises(NotFoundError, match="no session nobody") as caught:
-        await control.set_plan(SessionId("nobody"), Plan())
+        await control.set_plan(SessionId("nobody"), SpeculationPlan())
     assert caught.value.reason == "NO_SESSION"
 
 
@@ -298,7 +298,7 @@ async def test_a_drafter_is_attached_and_detached_by_address(harness: Harness) -
     await control.detach("verifier:1")
     assert (await control.info()).verifiers == ()
     for draining in (True, True, False):
-        await control.drain(draining)
+        await control.set_draining(draining)
         assert (await control.info()).draining is draining
     with pytest.raises(FailedPreconditionError, match="another vocabulary"):
         await control.attach("misfit")

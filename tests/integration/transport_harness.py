@@ -100,7 +100,7 @@ class InprocHarness:
         return address
 
     async def kill(self, address: str) -> None:
-        await self.network.withdraw(address)
+        await self.network.remove(address)
 
     async def freeze(self, address: str) -> None:
         for connection in self._freezable[address].connections:
@@ -109,7 +109,7 @@ class InprocHarness:
 
     async def close(self) -> None:
         for address in self._addresses:
-            await self.network.withdraw(address)
+            await self.network.remove(address)
 
 
 class GrpcHarness:
@@ -117,8 +117,8 @@ class GrpcHarness:
 
     separate = True
 
-    def __init__(self, *, lanes: bool = False) -> None:
-        self._config = GrpcConfig(heartbeat=HEARTBEAT, lanes=lanes)
+    def __init__(self, *, shm_channels: bool = False) -> None:
+        self._config = GrpcConfig(heartbeat=HEARTBEAT, shm_channels=shm_channels)
         self.dialer: Dialer = GrpcDialer(self._config)
         self._servers: list[GrpcServer] = []
         self._processes: dict[str, Process] = {}
@@ -142,7 +142,7 @@ class GrpcHarness:
             "tests.integration.fake_process",
             str(HEARTBEAT.interval_s),
             str(HEARTBEAT.timeout_s),
-            *(["lanes"] if self._config.lanes else []),
+            *(["lanes"] if self._config.shm_channels else []),
             stdout=PIPE,
         )
         assert process.stdout is not None

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.draft_distribution import DraftLaw
-from outrider.spec.noise import SHARED_COIN_ID, Stream, gumbel, uniform
+from outrider.spec.draft_distribution import DraftDistribution
+from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream, gumbel, uniform
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 
@@ -77,7 +77,7 @@ def softmax(scores: Vector) -> Vector:
 
 def judge(
     tree: DraftTree,
-    law: DraftLaw | None,
+    distribution: DraftDistribution | None,
     params: SamplingParams,
     position: int,
     probs_of: Callable[[int], Vector],
@@ -88,7 +88,7 @@ def judge(
     largest entry is the largest logit.
     """
     rule = params.effective_rule
-    if rule is Rule.REJECTION and law is None:
+    if rule is Rule.REJECTION and distribution is None:
         rule = Rule.TARGET_ONLY
     node, nodes, tokens = -1, list[int](), list[int]()
     while True:
@@ -97,14 +97,16 @@ def judge(
         candidates = [(i, int(tree.tokens[i])) for i in below]
         here = position + len(tokens)
         if rule is Rule.REJECTION:
-            assert law is not None
-            taken, final = _rejection(candidates, law, node, probs, params.seed, here)
+            assert distribution is not None
+            taken, final = _rejection(candidates, distribution, node, probs, params.seed, here)
         elif rule is Rule.TARGET_ONLY:
             taken, final = _target_only(candidates, probs, params.seed, here)
         else:
             scores = np.log(probs, where=probs > 0, out=np.full(len(probs), -np.inf))
             if rule is Rule.COUPLED:
-                scores = scores + gumbel(params.seed, Stream.TARGET, here, np.arange(len(probs)))
+                scores = scores + gumbel(
+                    params.seed, NoiseStream.TARGET, here, np.arange(len(probs))
+                )
             final = int(scores.argmax())
             taken = next((c for c in candidates if c[1] == final), None)
         if taken is None:
@@ -115,14 +117,14 @@ def judge(
 
 
 def _sample(probs: Vector, seed: int, position: int) -> int:
-    noise = gumbel(seed, Stream.RECOVER, position, np.arange(len(probs)))
+    noise = gumbel(seed, NoiseStream.RECOVER, position, np.arange(len(probs)))
     scores = np.log(probs, where=probs > 0, out=np.full(len(probs), -np.inf)) + noise
     return int(scores.argmax())
 
 
 def _rejection(
     candidates: list[tuple[int, int]],
-    law: DraftLaw,
+    distribution: DraftDistribution,
     node: int,
     probs: Vector,
     seed: int,
@@ -130,11 +132,11 @@ def _rejection(
 ) -> tuple[tuple[int, int] | None, int]:
     target = probs.copy()
     draft = np.zeros(len(probs))
-    ids, values = law.draft_probs(node + 1)
+    ids, values = distribution.draft_probs(node + 1)
     draft[ids] = values
     for child in candidates:
         token = child[1]
-        if float(uniform(seed, Stream.ACCEPT, position, token)) < target[token] / draft[token]:
+        if float(uniform(seed, NoiseStream.ACCEPT, position, token)) < target[token] / draft[token]:
             return child, -1
         target = np.maximum(target - draft, 0.0)
         if target.sum() == 0.0:
@@ -150,7 +152,7 @@ def _rejection(
 def _target_only(
     candidates: list[tuple[int, int]], probs: Vector, seed: int, position: int
 ) -> tuple[tuple[int, int] | None, int]:
-    coin = float(uniform(seed, Stream.ACCEPT, position, SHARED_COIN_ID))
+    coin = float(uniform(seed, NoiseStream.ACCEPT, position, SHARED_DRAW_ID))
     mass, target = 0.0, probs.copy()
     for child in candidates:
         mass += probs[child[1]]

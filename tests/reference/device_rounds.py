@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow
-from outrider.engine.draft_sampling import LawLimits
+from outrider.engine.draft_sampling import DistributionLimits
 from outrider.engine.kernels.acceptance.matching import (
-    FALLBACK,
     INVALID_OUTPUT,
     RESAMPLED,
+    TARGET_ONLY_FALLBACK,
     DeviceAcceptance,
 )
-from outrider.engine.kernels.acceptance.randomized import ChainLaw, DeviceLaw
+from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution, SparseDistribution
 from outrider.engine.kernels.session_tensors import (
     NUM_STREAMS,
     RULE_COUPLED,
@@ -28,7 +28,7 @@ from outrider.engine.kernels.session_tensors import (
     SamplingState,
     stream_key_row,
 )
-from outrider.spec.draft_distribution import DraftLaw
+from outrider.spec.draft_distribution import DraftDistribution
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import depths
 from tests.reference.rounds import Drafts, Logits, accept_rows, draft, verify_logits
@@ -107,18 +107,20 @@ def device_round(
     )
 
 
-def device_law(laws: Sequence[DraftLaw | None], num_nodes: int) -> DeviceLaw:
+def device_law(
+    distributions: Sequence[DraftDistribution | None], num_nodes: int
+) -> SparseDistribution:
     """The laws of all sessions, one after the other."""
     ids, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
-    offsets, total = np.zeros((len(laws), num_nodes + 1), np.int32), 0
-    for row, law in enumerate(laws):
+    offsets, total = np.zeros((len(distributions), num_nodes + 1), np.int32), 0
+    for row, distribution in enumerate(distributions):
         offsets[row] = total
-        if law is not None:
-            offsets[row] += law.offsets
-            ids.append(law.ids)
-            counts.append(law.counts.astype(np.int32))
-            total += len(law.ids)
-    return DeviceLaw(
+        if distribution is not None:
+            offsets[row] += distribution.offsets
+            ids.append(distribution.ids)
+            counts.append(distribution.counts.astype(np.int32))
+            total += len(distribution.ids)
+    return SparseDistribution(
         ids=torch.from_numpy(np.concatenate(ids)),
         counts=torch.from_numpy(np.concatenate(counts)),
         offsets=torch.from_numpy(offsets),
@@ -126,20 +128,24 @@ def device_law(laws: Sequence[DraftLaw | None], num_nodes: int) -> DeviceLaw:
 
 
 def dense_law(
-    laws: Sequence[DraftLaw | None], slots: Tensor, length: int, target_ids: Tensor, vocab: int
-) -> ChainLaw:
+    distributions: Sequence[DraftDistribution | None],
+    slots: Tensor,
+    length: int,
+    target_ids: Tensor,
+    vocab: int,
+) -> DenseChainDistribution:
     """The same laws as rows of probabilities over the draft vocabulary."""
     columns = torch.full((vocab,), -1, dtype=torch.int32)
     columns[target_ids.long()] = torch.arange(len(target_ids), dtype=torch.int32)
     probs = torch.zeros(len(slots) + 1, length, len(target_ids))
-    for law, slot in zip(laws, slots.tolist(), strict=True):
-        for step in range(length if law is not None else 0):
-            assert law is not None
-            ids, values = law.draft_probs(step)
+    for distribution, slot in zip(distributions, slots.tolist(), strict=True):
+        for step in range(length if distribution is not None else 0):
+            assert distribution is not None
+            ids, values = distribution.draft_probs(step)
             probs[slot, step, columns[torch.from_numpy(ids)].long()] = torch.from_numpy(
                 values
             ).float()
-    return ChainLaw(probs, columns, target_ids)
+    return DenseChainDistribution(probs, columns, target_ids)
 
 
 def outcomes(acceptance: DeviceAcceptance) -> list[Outcome]:
@@ -154,7 +160,7 @@ def outcomes(acceptance: DeviceAcceptance) -> list[Outcome]:
         emitted = tuple(tokens[index, :count].tolist())
         words = int(flags[index])
         nodes = tuple(r - 1 for r in kept[1:])
-        result.append((nodes, emitted, bool(words & RESAMPLED), bool(words & FALLBACK)))
+        result.append((nodes, emitted, bool(words & RESAMPLED), bool(words & TARGET_ONLY_FALLBACK)))
     return result
 
 
@@ -188,7 +194,7 @@ def mixed_batch(
         for index in range(batch)
     ]
     positions = rng.integers(1, 10_000, batch).tolist()
-    limits = LawLimits(max_ids=max(3, vocab // 3))
+    limits = DistributionLimits(max_ids=max(3, vocab // 3))
     drafts = draft(_by_last_token(drafted), params, positions, widths, limits=limits)
     stride = 1 + len(drafts.parents)
     return MixedBatch(

@@ -63,11 +63,11 @@ and with 200,000 trials a bias of 3 % of a probable token is far below it."""
 def least_bias(probs: ArrayLike, trials: int, *, least: float = 5.0) -> float:
     """The power of `p_value` < LEAST_P with so many trials: the least relative change of the
     likeliest id's probability that it sees on average, all others scaled to make up for it."""
-    law = np.asarray(probs, dtype=np.float64).ravel()
-    law = law / law.sum()
-    _, freedom = _chi_square(law * trials, law, least=least)
+    distribution = np.asarray(probs, dtype=np.float64).ravel()
+    distribution = distribution / distribution.sum()
+    _, freedom = _chi_square(distribution * trials, distribution, least=least)
     # Wilson and Hilferty's cube; a normal's tail holds LEAST_P from 4.7534 sigmas on.
     spread = 2.0 / (9.0 * freedom)
     chi2 = freedom * (1.0 - spread + 4.7534 * np.sqrt(spread)) ** 3
-    likeliest = float(law.max())
+    likeliest = float(distribution.max())
     return float(np.sqrt((chi2 - freedom) * (1.0 - likeliest) / (trials * likeliest)))

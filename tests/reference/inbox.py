@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider_verifier.exchange.proposal_inbox import Offer
+from outrider_verifier.exchange.proposal_inbox import OfferResult
 
 from outrider.wire.messages import Proposal
 
@@ -22,7 +22,7 @@ def promise(proposal: Proposal) -> float:
 
 def better(offered: Proposal, held: Proposal) -> bool:
     """Whether it takes the other's place."""
-    if offered.law is not None or held.law is not None:
+    if offered.distribution is not None or held.distribution is not None:
         return False
     return promise(offered) > promise(held)
 
@@ -37,7 +37,7 @@ class _Session:
 
 
 class SlowInbox:
-    """As `Inbox`, without a budget of memory."""
+    """As `ProposalInbox`, without a budget of memory."""
 
     def __init__(self, handles: Sequence[int], *, per_session: int, reach: int) -> None:
         self.per_session, self.reach = per_session, reach
@@ -79,23 +79,23 @@ class SlowInbox:
                 gone += 1
         return gone
 
-    def offer(self, message: Sequence[Proposal]) -> Counter[Offer]:
+    def offer(self, message: Sequence[Proposal]) -> Counter[OfferResult]:
         """A message comes."""
-        results: Counter[Offer] = Counter()
+        results: Counter[OfferResult] = Counter()
         taken: Counter[int] = Counter()
         chosen: dict[tuple[int, int], Proposal] = {}
         for proposal in message:
             session, key = self.sessions[proposal.handle], (proposal.handle, proposal.prefix_digest)
             if self._stale(session, proposal):
-                results[Offer.STALE] += 1
+                results[OfferResult.STALE] += 1
                 continue
             if (proposal.prefix_digest, proposal.prefix_len) != session.prefix:
                 taken[proposal.handle] += 1
                 if taken[proposal.handle] > self.per_session:
-                    results[Offer.FULL] += 1
+                    results[OfferResult.FULL] += 1
                     continue
             if key in chosen:
-                results[Offer.DUPLICATE] += 1
+                results[OfferResult.DUPLICATE] += 1
                 if not better(proposal, chosen[key]):
                     continue
                 # It comes where it stands in the message, not where the worse one stood.
@@ -104,7 +104,7 @@ class SlowInbox:
         fresh = [proposal for proposal in chosen.values() if not self._replace(proposal, results)]
         for proposal in fresh:
             self._put(proposal)
-            results[Offer.STORED] += 1
+            results[OfferResult.STORED] += 1
         return results
 
     def take(self, handle: int) -> tuple[Proposal, bool] | None:
@@ -122,7 +122,7 @@ class SlowInbox:
             return further != 0
         return not 0 < further <= self.reach
 
-    def _replace(self, proposal: Proposal, results: Counter[Offer]) -> bool:
+    def _replace(self, proposal: Proposal, results: Counter[OfferResult]) -> bool:
         """Whether one for the same prefix was held; the better one stays."""
         session = self.sessions[proposal.handle]
         if session.prefix == (proposal.prefix_digest, proposal.prefix_len):
@@ -142,7 +142,7 @@ class SlowInbox:
             if place is not None and held is not None and better(proposal, held):
                 session.later[place] = proposal
         if held is not None:
-            results[Offer.REPLACED if better(proposal, held) else Offer.DUPLICATE] += 1
+            results[OfferResult.REPLACED if better(proposal, held) else OfferResult.DUPLICATE] += 1
         return held is not None
 
     def _put(self, proposal: Proposal) -> None:

@@ -15,7 +15,7 @@ from outrider.wire.logprobs import TokenLogprobs
 
 def full_forward(target: TargetModel, ids: Sequence[int]) -> NDArray[np.float64]:
     """Logarithms [n, V] of what follows each id."""
-    sequence = target.pool.sequence()
+    sequence = target.pool.new_sequence()
     assert sequence.reserve(len(ids))
     batch = ForwardBatch(
         token_ids=torch.tensor(ids),
@@ -36,10 +36,10 @@ def assert_the_targets_own(
 ) -> None:
     """Every number within 1e-4 of that of a full forward."""
     assert len(logprobs) == len(tokens)
-    laws = full_forward(target, [*prompt, *tokens])[len(prompt) - 1 : -1]
-    for law, token, entry in zip(laws, tokens, logprobs, strict=True):
-        assert entry.logprob == pytest.approx(law[token], abs=1e-4)
+    distributions = full_forward(target, [*prompt, *tokens])[len(prompt) - 1 : -1]
+    for distribution, token, entry in zip(distributions, tokens, logprobs, strict=True):
+        assert entry.logprob == pytest.approx(distribution[token], abs=1e-4)
         assert len(entry.top) == top
-        best = np.sort(law)[::-1][:top]
+        best = np.sort(distribution)[::-1][:top]
         np.testing.assert_allclose([value for _, value in entry.top], best, atol=1e-4)
-        np.testing.assert_allclose(law[[token for token, _ in entry.top]], best, atol=1e-4)
+        np.testing.assert_allclose(distribution[[token for token, _ in entry.top]], best, atol=1e-4)

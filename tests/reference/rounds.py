@@ -11,8 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.acceptance import AcceptRow
-from outrider.engine.draft_sampling import DEFAULT_LAW_LIMITS, LawLimits, propose_children
-from outrider.spec.draft_distribution import DraftLaw, LawEntries, make_law
+from outrider.engine.draft_sampling import (
+    DEFAULT_DISTRIBUTION_LIMITS,
+    DistributionLimits,
+    propose_children,
+)
+from outrider.spec.draft_distribution import (
+    DistributionEntries,
+    DraftDistribution,
+    make_distribution,
+)
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree, validate_tree
 
@@ -27,7 +35,7 @@ class Drafts:
     parents: NDArray[np.int32]
     tokens: NDArray[np.int32]
     """[n, N]; trees made by `draft` are valid: no place of theirs is empty (-1)."""
-    laws: list[dict[int, LawEntries]]
+    laws: list[dict[int, DistributionEntries]]
     """By row, by slot."""
 
     def tree(self, row: int) -> DraftTree:
@@ -35,9 +43,9 @@ class Drafts:
         logprobs = np.zeros(len(self.parents), dtype=np.float32)
         return DraftTree(self.tokens[row], self.parents, logprobs)
 
-    def law(self, row: int) -> DraftLaw | None:
+    def law(self, row: int) -> DraftDistribution | None:
         """The row's law; None unless the rule made one."""
-        return make_law(len(self.parents), self.laws[row]) if self.laws[row] else None
+        return make_distribution(len(self.parents), self.laws[row]) if self.laws[row] else None
 
     def context(self, node: int) -> NDArray[np.int64]:
         """Tokens [n, depth] on the path to a node."""
@@ -65,7 +73,7 @@ def draft(
     positions: Sequence[int],
     widths: Sequence[int],
     *,
-    limits: LawLimits = DEFAULT_LAW_LIMITS,
+    limits: DistributionLimits = DEFAULT_DISTRIBUTION_LIMITS,
 ) -> Drafts:
     """Grow a tree for every row with `propose_children`: widths[d] children a node of level d.
 
@@ -81,10 +89,10 @@ def draft(
             logits = draft_logits(drafts.context(node))
             vocab = logits.shape[1]
             here = [position + depth for position in positions]
-            found = propose_children(logits, None, params, here, width, law_limits=limits)
-            for slots, law in zip(drafts.laws, found.laws, strict=True):
-                if law is not None:
-                    slots[node + 1] = law
+            found = propose_children(logits, None, params, here, width, distribution_limits=limits)
+            for slots, distribution in zip(drafts.laws, found.distributions, strict=True):
+                if distribution is not None:
+                    slots[node + 1] = distribution
             for tokens in found.tokens.numpy().T:
                 if (tokens != -1).any():
                     drafts = _with_child(drafts, node, tokens)
@@ -118,7 +126,7 @@ def accept_rows(
         AcceptRow(
             logits_start=row * stride,
             tree=drafts.tree(row),
-            law=drafts.law(row),
+            distribution=drafts.law(row),
             sampling=params[row],
             position=positions[row],
         )

@@ -9,11 +9,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.slots.logits_slots import WarpSlots
-from outrider.engine.kernels.logits_processor.draft_path import TokenPath
+from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
 from outrider.engine.kernels.sampling import scaled_scores
-from outrider.engine.kernels.session_tensors import LegalBits, SamplingState, WarpState
-from outrider.engine.logits_processor import TokenHistory, edit_logits, warp
+from outrider.engine.kernels.session_tensors import (
+    AllowedTokenBits,
+    LogitsProcessorState,
+    SamplingState,
+)
+from outrider.engine.logits_processor import TokenHistory, apply_logits_processor, edit_logits
 from outrider.spec.sampling import SamplingParams
 from tests.reference.device_rounds import sampling_state
 
@@ -28,14 +32,14 @@ class WarpCase(NamedTuple):
 
     logits: Tensor
     state: SamplingState
-    warp: WarpState
+    warp: LogitsProcessorState
     slots: Tensor
     positions: Tensor
-    path: TokenPath
+    path: OutputPath
     expected: Tensor
     """What the host's warper makes of each row: scores, divided by the temperature; the edited
     logits of greedy sessions."""
-    legal: LegalBits | None = None
+    legal: AllowedTokenBits | None = None
 
     def scores(self, warped: Tensor) -> Tensor:
         """Warped logits as the host's warper returns them."""
@@ -76,7 +80,7 @@ def warp_case(
     logits = torch.stack([rows[i] for i in pick.tolist()])
     slots = torch.randperm(batch, generator=generator).to(torch.int32)
     state = sampling_state(params, slots, batch + 1)
-    held = WarpSlots(batch + 1, vocab, torch.device("cpu"))
+    held = LogitsSlots(batch + 1, vocab, torch.device("cpu"))
     tokens = rng.integers(-1, min(vocab, 6), (batch, NODES)).astype(np.int32)
     depth = np.array([0, 1, 1, 2])
     positions = np.zeros((batch, NODES), np.int32)
@@ -87,16 +91,16 @@ def warp_case(
         start = int(rng.integers(10, 20))
         until = int(rng.choice([0, start + 1, start + 9]))
         slot = int(slots[index])
-        held.begin(
+        held.begin_session(
             slot,
             one,
             prompt_ids=prompt,
             output_ids=output[:2],
             banned_first=BANNED_FIRST if until else (),
             banned_until=until,
-            legal=grammars and index % 2 == 0,
+            allowed_tokens=grammars and index % 2 == 0,
         )
-        held.count([slot], [output[2:]])
+        held.count_tokens([slot], [output[2:]])
         positions[index] = start + depth
         for place in range(NODES):
             at = int(positions[index, place])
@@ -105,15 +109,17 @@ def warp_case(
                 output_ids=output.astype(np.int32),
                 path_ids=tuple(int(tokens[index, n]) for n in _ancestors(place)),
                 banned_now=BANNED_FIRST if at < until else (),
-                legal=masks[index * NODES + place] if grammars and index % 2 == 0 else None,
+                allowed_tokens=masks[index * NODES + place]
+                if grammars and index % 2 == 0
+                else None,
             )
             row = logits[index * NODES + place : index * NODES + place + 1]
-            made = warp if one.temperature else edit_logits
+            made = apply_logits_processor if one.temperature else edit_logits
             expected.append(made(row, [one], [history])[0])
     mask = np.zeros((NODES, NODES), np.uint8)
     for place in range(NODES):
         mask[place, [0, *_ancestors(place)]] = 1
-    path = TokenPath(
+    path = OutputPath(
         torch.from_numpy(tokens)[:, 1:], torch.from_numpy(mask).repeat(batch, 1, 1)[:, :, 1:]
     )
     return WarpCase(
@@ -139,12 +145,12 @@ def legal_masks(rng: np.random.Generator, count: int, vocab: int) -> NDArray[np.
     return np.packbits(allowed, axis=1, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def _shuffled(masks: NDArray[np.uint32], generator: torch.Generator) -> LegalBits:
+def _shuffled(masks: NDArray[np.uint32], generator: torch.Generator) -> AllowedTokenBits:
     """Rows of bits lie in any order."""
     order = torch.randperm(len(masks), generator=generator)
     bits = torch.empty(masks.shape, dtype=torch.int32)
     bits[order] = torch.from_numpy(masks.view(np.int32))
-    return LegalBits(bits, order.to(torch.int32))
+    return AllowedTokenBits(bits, order.to(torch.int32))
 
 
 def _ancestors(place: int) -> list[int]:

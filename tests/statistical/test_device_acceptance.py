@@ -12,10 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.draft_sampling import LawLimits
-from outrider.engine.kernels.acceptance.randomized import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.draft_sampling import DistributionLimits
+from outrider.engine.kernels.acceptance.randomized import (
+    DenseChainDistribution,
+    SparseDistribution,
+    accept_sampled,
+)
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.spec.noise import Stream
+from outrider.spec.noise import NoiseStream
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import softmax
 from tests.reference.device_rounds import DeviceRound, device_law, device_round
@@ -47,7 +51,7 @@ def _count(
     target_LV: Tensor,
     arguments: DeviceRound,
     depth: list[int],
-    law: DeviceLaw | ChainLaw | None,
+    distribution: SparseDistribution | DenseChainDistribution | None,
     device: torch.device,
 ) -> None:
     """Judge one batch and add its tokens to counts, by index in the round."""
@@ -65,7 +69,9 @@ def _count(
         state=here.state,
         slots=here.slots,
         positions=here.positions,
-        law=None if law is None else type(law)(*(t.to(device) for t in law)),
+        distribution=None
+        if distribution is None
+        else type(distribution)(*(t.to(device) for t in distribution)),
     )
     tokens = result.tokens.cpu().numpy()
     for index, observed in enumerate(counts):
@@ -79,11 +85,11 @@ def _batches(base: SamplingParams, trials: int, elements: int) -> list[list[Samp
 
 
 def _check(counts: list[NDArray[np.int64]], target_LV: Tensor, base: SamplingParams) -> None:
-    laws = [softmax(row.double().numpy() / base.temperature) for row in target_LV]
-    for index, (observed, expected) in enumerate(zip(counts, laws, strict=True)):
+    distributions = [softmax(row.double().numpy() / base.temperature) for row in target_LV]
+    for index, (observed, expected) in enumerate(zip(counts, distributions, strict=True)):
         if observed.sum() >= 1000:
             assert p_value(observed, expected) > LEAST_P, f"token {index}"
-    assert least_bias(laws[0], int(counts[0].sum())) < LEAST_BIAS
+    assert least_bias(distributions[0], int(counts[0].sum())) < LEAST_BIAS
 
 
 def _with_sparse_laws(
@@ -94,7 +100,7 @@ def _with_sparse_laws(
     trials: int,
     device: torch.device,
     *,
-    with_law: bool = True,
+    has_distribution: bool = True,
 ) -> list[NDArray[np.int64]]:
     levels, vocab = target_LV.shape
     counts = [np.zeros(vocab, dtype=np.int64) for _ in range(levels)]
@@ -106,14 +112,16 @@ def _with_sparse_laws(
             params,
             positions,
             widths,
-            limits=LawLimits(max_ids=64),
+            limits=DistributionLimits(max_ids=64),
         )
-        law = None
-        if with_law:
-            laws = [drafts.law(row) for row in range(len(params))]
-            law = device_law(laws, 1 + len(parents))
+        distribution = None
+        if has_distribution:
+            distributions = [drafts.law(row) for row in range(len(params))]
+            distribution = device_law(distributions, 1 + len(parents))
         depth = [0, *(drafts.context(node).shape[1] for node in range(len(parents)))]
-        _count(counts, target_LV, device_round(drafts, params, positions), depth, law, device)
+        _count(
+            counts, target_LV, device_round(drafts, params, positions), depth, distribution, device
+        )
     return counts
 
 
@@ -144,8 +152,8 @@ def _with_dense_laws(
                 ids=ids.to(device),
             )
             tokens[:, step + 1] = ids.to(device)[drawn.long()]
-        law = ChainLaw(probs.repeat(batch + 1, 1, 1), columns, ids)
-        _count(counts, target_LV, arguments, list(range(levels)), law, device)
+        distribution = DenseChainDistribution(probs.repeat(batch + 1, 1, 1), columns, ids)
+        _count(counts, target_LV, arguments, list(range(levels)), distribution, device)
     return counts
 
 
@@ -168,7 +176,7 @@ def test_a_tree_emits_the_target_law(rule: Rule, device: torch.device) -> None:
 def test_a_missing_law_keeps_the_target_law(device: torch.device) -> None:
     target, drafted = _levels(3, 16, seed=2)
     base = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
-    counts = _with_sparse_laws(target, drafted, base, [1, 1], 8_000, device, with_law=False)
+    counts = _with_sparse_laws(target, drafted, base, [1, 1], 8_000, device, has_distribution=False)
     _check(counts, target, base)
 
 
@@ -194,9 +202,11 @@ def test_opposite_laws_leave_no_trace_of_the_draft(rule: Rule, device: torch.dev
 
 def test_noise_shared_with_the_draft_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The power of the test above, on the twin: recovery that reuses the draft's noise."""
-    streams = {name: Stream[name] for name in Stream.__members__} | {"RECOVER": Stream.DRAFT}
+    streams = {name: NoiseStream[name] for name in NoiseStream.__members__} | {
+        "RECOVER": NoiseStream.DRAFT
+    }
     monkeypatch.setattr(
-        "outrider.engine.kernels.acceptance.randomized.Stream", type("Streams", (), streams)
+        "outrider.engine.kernels.acceptance.randomized.NoiseStream", type("Streams", (), streams)
     )
     base = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
     ids, cpu = torch.arange(16, dtype=torch.int32), torch.device("cpu")

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.kernels.acceptance.randomized import ChainLaw, accept_sampled
-from outrider.engine.kernels.drafts.in_process_distributions import own_law
+from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution, accept_sampled
+from outrider.engine.kernels.drafts.in_process_distributions import draft_probs
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.session_tensors import NUM_STREAMS, RULE_NUMBERS, SamplingState
 from outrider.engine.logits_processor import MAX_LOGIT
@@ -48,28 +48,30 @@ def _state(rule: Rule, *, seed: int = 1) -> SamplingState:
 
 def _drafted(state: SamplingState, slots: Tensor, table: Tensor = DRAFT) -> tuple[Tensor, Tensor]:
     """An honest chain: each token is drawn from the law that is claimed for it."""
-    newest, tokens, laws = torch.zeros(TRIALS, dtype=torch.int64), [], []
+    newest, tokens, distributions = torch.zeros(TRIALS, dtype=torch.int64), [], []
     for step in range(K):
         logits = table[newest]
         positions = torch.full((TRIALS,), POSITION + step, dtype=torch.int32)
         drawn = choose_tokens(logits, state, slots, positions, rows_per_slot=1, side="draft")
-        laws.append(own_law(logits, state, slots))
+        distributions.append(draft_probs(logits, state, slots))
         tokens.append(drawn)
         newest = drawn.long()
-    return torch.stack(tokens, dim=1), torch.stack(laws, dim=1)
+    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1)
 
 
 def _texts(rule: Rule, propose: Proposer) -> NDArray[np.int64]:
     """[T, K + 1] tokens; what a round did not emit is drawn by numpy from the target's law."""
     state, slots = _state(rule), torch.arange(TRIALS, dtype=torch.int32)
-    drafts, laws = propose(state, slots)
+    drafts, distributions = propose(state, slots)
     roots = torch.zeros(TRIALS, 1, dtype=torch.int32)
     tokens = torch.cat((roots, drafts), dim=1)
     logits = TARGET[tokens.clamp(min=0).long()].view(-1, V)
     positions = (POSITION + torch.arange(K + 1, dtype=torch.int32)).repeat(TRIALS)
     chosen = choose_tokens(logits, state, slots, positions, rows_per_slot=K + 1, side="target")
     identity = torch.arange(V, dtype=torch.int32)
-    law = ChainLaw(torch.cat((laws, laws[:1])), identity, identity)
+    distribution = DenseChainDistribution(
+        torch.cat((distributions, distributions[:1])), identity, identity
+    )
     result = accept_sampled(
         logits,
         chosen,
@@ -79,7 +81,7 @@ def _texts(rule: Rule, propose: Proposer) -> NDArray[np.int64]:
         state=state,
         slots=slots,
         positions=positions,
-        law=law if rule is Rule.REJECTION else None,
+        distribution=distribution if rule is Rule.REJECTION else None,
     )
     return _completed(result.tokens.numpy().astype(np.int64))
 
@@ -96,8 +98,8 @@ def _completed(texts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _joint(table: Tensor = TARGET) -> NDArray[np.float64]:
     """Probability of each text, first token most significant."""
-    laws = table.double().softmax(dim=-1).numpy()
-    joint = laws[0][:, None, None] * laws[:, :, None] * laws[None, :, :]
+    distributions = table.double().softmax(dim=-1).numpy()
+    joint = distributions[0][:, None, None] * distributions[:, :, None] * distributions[None, :, :]
     return np.asarray(joint.ravel())
 
 
@@ -149,16 +151,16 @@ def test_draft_logits_that_are_not_finite_leave_no_trace(name: str) -> None:
 def _claims(state: SamplingState, slots: Tensor) -> tuple[Tensor, Tensor]:
     """A liar: always token 1, which it claims to have drawn with a probability of 1 in 65,536."""
     tokens = torch.ones(TRIALS, K, dtype=torch.int32)
-    laws = torch.full((TRIALS, K, V), (1.0 - 2.0**-16) / (V - 1))
-    laws[:, :, 1] = 2.0**-16
-    return tokens, laws
+    distributions = torch.full((TRIALS, K, V), (1.0 - 2.0**-16) / (V - 1))
+    distributions[:, :, 1] = 2.0**-16
+    return tokens, distributions
 
 
 def _selective(state: SamplingState, slots: Tensor) -> tuple[Tensor, Tensor]:
     """A drafter that keeps what it has drawn to itself unless it begins with token 1."""
-    tokens, laws = _drafted(state, slots)
+    tokens, distributions = _drafted(state, slots)
     withheld = tokens[:, 0] != 1
-    return tokens.masked_fill(withheld[:, None], -1), laws
+    return tokens.masked_fill(withheld[:, None], -1), distributions
 
 
 @pytest.mark.parametrize("propose", [_claims, _selective])
@@ -170,8 +172,8 @@ def test_without_a_law_a_drafter_can_only_cost_time(rule: Rule, propose: Propose
 @pytest.mark.parametrize("propose", [_claims, _selective])
 def test_the_rejection_rule_trusts_its_drafter(propose: Proposer) -> None:
     """As decision 13 says: a lie about the law, or about what was drawn, moves the text's law."""
-    texts, law = _texts(Rule.REJECTION, propose), TARGET[0].double().softmax(dim=-1)
-    assert p_value(np.bincount(texts[:, 0], minlength=V), law.numpy()) < LEAST_P
+    texts, distribution = _texts(Rule.REJECTION, propose), TARGET[0].double().softmax(dim=-1)
+    assert p_value(np.bincount(texts[:, 0], minlength=V), distribution.numpy()) < LEAST_P
 
 
 def test_a_lying_law_can_only_promote_what_the_target_allows(

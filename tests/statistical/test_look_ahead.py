@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.fakes.rounds_by_digest import Rounds, Row, ahead, fresh, markov, table_engine
 from tests.grids import thorough
@@ -19,13 +19,13 @@ from tests.reference.goodness import LEAST_P, p_value
 
 V, LENGTH, TRIALS = 4, 3, 1500
 TARGET, DRAFT = markov(1, V), markov(2, V)
-CHAIN = Plan(method=DraftMethod.MODEL, draft_tokens=2, look_ahead=1, fan_out=4)
-TREE = Plan(method=DraftMethod.MODEL, draft_tokens=5, top_k=3, look_ahead=1, fan_out=6)
+CHAIN = SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=2, look_ahead=1, fan_out=4)
+TREE = SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=5, top_k=3, look_ahead=1, fan_out=6)
 EXTRA = 4
 """Tokens beyond those that are judged: a session's end bounds its drafts."""
 
 
-def _texts(rule: Rule, plan: Plan) -> tuple[NDArray[np.int64], Rounds, float]:
+def _texts(rule: Rule, plan: SpeculationPlan) -> tuple[NDArray[np.int64], Rounds, float]:
     """Texts [TRIALS, LENGTH], what made them, and the share of the rounds that found a branch."""
     rows = [
         Row(
@@ -53,7 +53,7 @@ def _texts(rule: Rule, plan: Plan) -> tuple[NDArray[np.int64], Rounds, float]:
         hits += sum(row.digest in row.inbox for row in short)
         # What missed decodes plainly: the drafts for its prefix come too late, all of them.
         fresh(engine)
-        engine.book()
+        engine.update_metrics()
     return np.array([row.tokens[1 : 1 + LENGTH] for row in rows]), rounds, hits / verified
 
 
@@ -67,13 +67,13 @@ def _texts(rule: Rule, plan: Plan) -> tuple[NDArray[np.int64], Rounds, float]:
         (Rule.COUPLED, TREE),
     ],
 )
-def test_texts_made_of_branches_follow_the_targets_law(rule: Rule, plan: Plan) -> None:
+def test_texts_made_of_branches_follow_the_targets_law(rule: Rule, plan: SpeculationPlan) -> None:
     texts, rounds, hit_rate = _texts(rule, plan)
     assert hit_rate > 0.2 and rounds.accepted > TRIALS / 5
     counts = np.bincount(texts @ V ** np.arange(LENGTH)[::-1], minlength=V**LENGTH)
     probs = (TARGET.double() / 0.9).softmax(-1).numpy()
-    law = [
+    distribution = [
         np.prod([probs[a, b] for a, b in zip((0, *text), text, strict=False)])
         for text in product(range(V), repeat=LENGTH)
     ]
-    assert p_value(counts, law) > LEAST_P
+    assert p_value(counts, distribution) > LEAST_P

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.acceptance import accept
-from outrider.engine.draft_sampling import DEFAULT_LAW_LIMITS, LawLimits
-from outrider.spec.noise import Stream
+from outrider.engine.acceptance import accept_drafts
+from outrider.engine.draft_sampling import DEFAULT_DISTRIBUTION_LIMITS, DistributionLimits
+from outrider.spec.noise import NoiseStream
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import softmax, warped_probs
 from tests.reference.goodness import LEAST_P, least_bias, p_value
@@ -52,9 +52,9 @@ def _tokens_by_index(
     widths: list[int],
     trials: int,
     *,
-    with_law: bool = True,
-    limits: LawLimits = DEFAULT_LAW_LIMITS,
-    legal: Legal | None = None,
+    has_distribution: bool = True,
+    limits: DistributionLimits = DEFAULT_DISTRIBUTION_LIMITS,
+    allowed_tokens: Legal | None = None,
 ) -> list[NDArray[np.int64]]:
     """Counts [V] of the tokens emitted at each index of the rounds. `legal`: by depth, what is
     legal; the drafts are not masked."""
@@ -66,14 +66,14 @@ def _tokens_by_index(
         positions = [POSITION] * len(params)
         drafts = draft(_by_depth(draft_LV), params, positions, widths, limits=limits)
         rows = accept_rows(drafts, params, positions, stride=0)
-        if not with_law:
-            rows = [replace(row, law=None) for row in rows]
-        if legal is not None:
+        if not has_distribution:
+            rows = [replace(row, distribution=None) for row in rows]
+        if allowed_tokens is not None:
             depths = [0, *(drafts.context(node).shape[1] for node in range(len(drafts.parents)))]
-            masks = np.stack([legal[depth] for depth in depths])
-            rows = [replace(row, legal=masks) for row in rows]
+            masks = np.stack([allowed_tokens[depth] for depth in depths])
+            rows = [replace(row, allowed_tokens=masks) for row in rows]
         by_node = _node_logits(target_LV, drafts)
-        for result in accept(by_node, rows):
+        for result in accept_drafts(by_node, rows):
             for index, token in enumerate(result.tokens):
                 counts[index][token] += 1
     return counts
@@ -114,25 +114,29 @@ def test_a_chain_emits_the_target_law_over_4096_ids(
     target, drafted = _random_levels(length + 1, 4096, seed=length, spread=1.5)
     drafted = drafted.to(dtype).to(torch.float32)
     base = SamplingParams(temperature=temperature, rule=rule)
-    limits = LawLimits(max_ids=256)  # a cap that bites, and keeps the test fast
+    limits = DistributionLimits(max_ids=256)  # a cap that bites, and keeps the test fast
     counts = _tokens_by_index(target, drafted, base, [1] * length, 6_000, limits=limits)
     both = (target, drafted)
     for index, observed in enumerate(counts):
-        law, drawn = (softmax(levels[index].double().numpy() / temperature) for levels in both)
+        distribution, drawn = (
+            softmax(levels[index].double().numpy() / temperature) for levels in both
+        )
         if observed.sum() >= 1000:
-            assert p_value(observed, law) > LEAST_P, f"token {index}"
-            groups = np.array_split((drawn / law).argsort(), GROUPS)
-            assert _in_groups(observed, law, groups) > LEAST_P, f"token {index}"
+            assert p_value(observed, distribution) > LEAST_P, f"token {index}"
+            groups = np.array_split((drawn / distribution).argsort(), GROUPS)
+            assert _in_groups(observed, distribution, groups) > LEAST_P, f"token {index}"
         if index == 0:
-            leaked = observed.sum() * (0.8 * law + 0.2 * drawn)
-            assert _in_groups(leaked, law, groups) < LEAST_P
+            leaked = observed.sum() * (0.8 * distribution + 0.2 * drawn)
+            assert _in_groups(leaked, distribution, groups) < LEAST_P
 
 
 def _in_groups(
-    counts: NDArray[np.generic], law: NDArray[np.float64], groups: list[NDArray[np.int64]]
+    counts: NDArray[np.generic], distribution: NDArray[np.float64], groups: list[NDArray[np.int64]]
 ) -> float:
     """The p-value of how often a token of each group was seen."""
-    return p_value([counts[ids].sum() for ids in groups], [law[ids].sum() for ids in groups])
+    return p_value(
+        [counts[ids].sum() for ids in groups], [distribution[ids].sum() for ids in groups]
+    )
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
@@ -169,9 +173,9 @@ def test_a_masked_target_law_is_emitted_whatever_is_drafted(rule: Rule) -> None:
     allowed[:, :40] = rng.random((3, 40)) < 0.4
     allowed[np.arange(3), target.numpy().argmax(axis=1)] = 0
     allowed[0, int(target[0].topk(2).indices[1])] = 1
-    legal = list(np.packbits(allowed, axis=1, bitorder="little").view("<u4"))
+    allowed_tokens = list(np.packbits(allowed, axis=1, bitorder="little").view("<u4"))
     base = SamplingParams(temperature=0.9, rule=rule, top_p=0.95)
-    counts = _tokens_by_index(target, drafted, base, [2, 1], 3_000, legal=legal)
+    counts = _tokens_by_index(target, drafted, base, [2, 1], 3_000, allowed_tokens=allowed_tokens)
     masked = target.masked_fill(torch.from_numpy(allowed[:, :40] == 0), -torch.inf)
     _check(counts, masked, base)
     assert all((observed > 0).sum() > 3 for observed in counts[:2])
@@ -180,7 +184,7 @@ def test_a_masked_target_law_is_emitted_whatever_is_drafted(rule: Rule) -> None:
 def test_a_missing_law_keeps_the_target_law() -> None:
     target, drafted = _random_levels(3, 16, seed=7, spread=1.2)
     base = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
-    counts = _tokens_by_index(target, drafted, base, [1, 1], 8_000, with_law=False)
+    counts = _tokens_by_index(target, drafted, base, [1, 1], 8_000, has_distribution=False)
     _check(counts, target, base)
 
 
@@ -207,9 +211,11 @@ def test_noise_shared_with_the_draft_would_be_noticed(
     rule: Rule, shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The power of the test above. Coupled rows may share: they stay exact by construction."""
-    streams = {name: Stream[name] for name in Stream.__members__} | {shared: Stream.DRAFT}
+    streams = {name: NoiseStream[name] for name in NoiseStream.__members__} | {
+        shared: NoiseStream.DRAFT
+    }
     namespace = type("Streams", (), streams)
-    monkeypatch.setattr("outrider.engine.acceptance.Stream", namespace)
+    monkeypatch.setattr("outrider.engine.acceptance.NoiseStream", namespace)
     target = torch.linspace(-2.0, 2.0, 16).repeat(2, 1)
     base = SamplingParams(temperature=1.0, rule=rule)
     counts = _tokens_by_index(target, -target, base, [1], OPPOSITE)

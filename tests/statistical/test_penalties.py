@@ -13,11 +13,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.acceptance import accept
-from outrider.engine.device.slots.logits_slots import WarpSlots
+from outrider.engine.acceptance import accept_drafts
+from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.kernels.acceptance.randomized import accept_sampled
-from outrider.engine.kernels.logits_processor.draft_path import TokenPath
-from outrider.engine.kernels.logits_processor.process import warp_logits
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
+from outrider.engine.kernels.logits_processor.process import process_logits
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import warped_probs
@@ -52,16 +52,16 @@ def _rounds(base: SamplingParams, first: int, *, on_device: bool) -> list[tuple[
             "output_ids": np.array(OUTPUT, np.int32),
         }
         rows = accept_rows(drafts, params, positions, stride=3)
-        return [r.tokens for r in accept(logits, [replace(row, **history) for row in rows])]
+        return [r.tokens for r in accept_drafts(logits, [replace(row, **history) for row in rows])]
     here = device_round(drafts, params, positions)
-    held = WarpSlots(BATCH + 1, TARGET.shape[1], torch.device("cpu"))
+    held = LogitsSlots(BATCH + 1, TARGET.shape[1], torch.device("cpu"))
     for slot in range(BATCH):
-        held.begin(slot, base, prompt_ids=PROMPT, output_ids=OUTPUT)
+        held.begin_session(slot, base, prompt_ids=PROMPT, output_ids=OUTPUT)
     sessions = (here.state, here.slots, here.positions)
-    path = TokenPath(here.tokens.view(BATCH, 3)[:, 1:])
-    warp_logits(logits, held.state, *sessions, rows_per_slot=3, path=path)
+    path = OutputPath(here.tokens.view(BATCH, 3)[:, 1:])
+    process_logits(logits, held.state, *sessions, rows_per_slot=3, path=path)
     chosen = choose_tokens(logits, *sessions, rows_per_slot=3, side="target")
-    laws = device_law([drafts.law(row) for row in range(BATCH)], 3)
+    distributions = device_law([drafts.law(row) for row in range(BATCH)], 3)
     result = accept_sampled(
         logits,
         chosen,
@@ -71,7 +71,7 @@ def _rounds(base: SamplingParams, first: int, *, on_device: bool) -> list[tuple[
         state=here.state,
         slots=here.slots,
         positions=here.positions,
-        law=laws if base.rule is Rule.REJECTION else None,
+        distribution=distributions if base.rule is Rule.REJECTION else None,
     )
     counts = result.counts.tolist()
     return [tuple(row[:n]) for row, n in zip(result.tokens.tolist(), counts, strict=True)]

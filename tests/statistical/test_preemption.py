@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from outrider_verifier.state.preemption_mode import PreemptionMode
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from tests.fakes.scripted_drafter import Followed, ProposeFn, make_tree
@@ -19,7 +19,7 @@ from tests.unit.verifier.preempting import preempt_often, preemptions
 
 VOCAB, LENGTH, SESSIONS = 3, 3, 900
 PROMPT = (1, 0, 2)
-PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=2, patience_ms=2000)
+PLAN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=2, proposal_timeout_ms=2000)
 
 
 def blind_chain(seed: int) -> ProposeFn:
@@ -35,7 +35,7 @@ def blind_chain(seed: int) -> ProposeFn:
 async def test_texts_follow_the_targets_law() -> None:
     target = FakeTarget(vocab_size=VOCAB, num_blocks=256, peak=1.0)
     cells = list(itertools.product(range(VOCAB), repeat=LENGTH))
-    law = np.array([_probability(target, text) for text in cells])
+    distribution = np.array([_probability(target, text) for text in cells])
     observed = np.zeros(len(cells), dtype=np.int64)
     async with verifier(
         target=target, preemption=PreemptionMode.RECOMPUTE.value, max_sessions=16
@@ -57,7 +57,7 @@ async def test_texts_follow_the_targets_law() -> None:
                 observed[cells.index(tuple(result.tokens))] += 1
         assert preemptions(rig.service) > SESSIONS // 20
         assert rig.service._core.counters["accepted_tokens"] > 0
-    assert p_value(observed, law) > LEAST_P
+    assert p_value(observed, distribution) > LEAST_P
 
 
 def _probability(target: FakeTarget, text: tuple[int, ...]) -> float:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.acceptance import accept
+from outrider.engine.acceptance import accept_drafts
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.grids import thorough
 from tests.reference.acceptance_oracle import softmax
@@ -56,7 +56,7 @@ def _block(params: list[SamplingParams], widths: list[int]) -> NDArray[np.int64]
         drafts = draft(_Table(DRAFT, newest), here, positions, widths)
         logits = verify_logits(_Table(TARGET, newest), drafts)
         rows = accept_rows(drafts, here, positions, stride=1 + len(drafts.parents))
-        for i, result in zip(active, accept(logits, rows), strict=True):
+        for i, result in zip(active, accept_drafts(logits, rows), strict=True):
             texts[i] += result.tokens
         active = [i for i in active if len(texts[i]) < LENGTH]
     return np.array([text[:LENGTH] for text in texts])
@@ -64,11 +64,11 @@ def _block(params: list[SamplingParams], widths: list[int]) -> NDArray[np.int64]
 
 def _exact(target: Tensor = TARGET) -> NDArray[np.float64]:
     """Probability of each of the 2^LENGTH texts, first token most significant."""
-    laws = np.array([softmax(row) for row in target.numpy().astype(np.float64)])
+    distributions = np.array([softmax(row) for row in target.numpy().astype(np.float64)])
     result = []
     for text in itertools.product((0, 1), repeat=LENGTH):
         previous = (0, *text[:-1])
-        result.append(np.prod([laws[a, b] for a, b in zip(previous, text, strict=True)]))
+        result.append(np.prod([distributions[a, b] for a, b in zip(previous, text, strict=True)]))
     return np.array(result)
 
 

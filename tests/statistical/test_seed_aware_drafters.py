@@ -9,9 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.acceptance import AcceptRow, accept
-from outrider.spec.draft_distribution import make_law
-from outrider.spec.noise import SHARED_COIN_ID, Stream, stream_key, uniform
+from outrider.engine.acceptance import AcceptRow, accept_drafts
+from outrider.spec.draft_distribution import make_distribution
+from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream, stream_key, uniform
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from tests.reference.acceptance_oracle import softmax
@@ -28,13 +28,13 @@ Secret = Callable[[SamplingParams], int]
 
 
 def _coin(secret: int, token: int) -> float:
-    return float(uniform(secret, Stream.ACCEPT, POSITION, token))
+    return float(uniform(secret, NoiseStream.ACCEPT, POSITION, token))
 
 
 def _proposal(params: SamplingParams, secret: int) -> tuple[DraftTree, int]:
     """The wanted token where its coin looks good, else the likely one where that looks bad."""
     shared = params.effective_rule is Rule.TARGET_ONLY
-    good = _coin(secret, SHARED_COIN_ID if shared else WANTED) < 0.08
+    good = _coin(secret, SHARED_DRAW_ID if shared else WANTED) < 0.08
     token = WANTED if good else LIKELY
     tree = DraftTree(np.array([token], np.int32), np.array([-1], np.int32), np.zeros(1, np.float32))
     return tree, token
@@ -47,17 +47,19 @@ def _emitted(rule: Rule, secret: Secret) -> NDArray[np.int64]:
     for seed in range(TRIALS):
         params = SamplingParams(temperature=1.0, rule=rule, seed=seed)
         tree, token = _proposal(params, secret(params))
-        law = make_law(1, {0: (np.array([token], np.int32), np.array([65535], np.uint16))})
+        distribution = make_distribution(
+            1, {0: (np.array([token], np.int32), np.array([65535], np.uint16))}
+        )
         rows.append(
             AcceptRow(
                 logits_start=0,
                 tree=tree,
-                law=law if rule is Rule.REJECTION else None,
+                distribution=distribution if rule is Rule.REJECTION else None,
                 sampling=params,
                 position=POSITION,
             )
         )
-    return np.bincount([result.tokens[0] for result in accept(logits, rows)], minlength=V)
+    return np.bincount([result.tokens[0] for result in accept_drafts(logits, rows)], minlength=V)
 
 
 def _told_seed(params: SamplingParams) -> int:
@@ -69,7 +71,7 @@ def _told_key(params: SamplingParams) -> int:
 
 
 def _key_of_the_told(params: SamplingParams) -> int:
-    return stream_key(_told_key(params), Stream.ACCEPT)
+    return stream_key(_told_key(params), NoiseStream.ACCEPT)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.acceptance import accept
-from outrider.grammar.draft_masks import DraftTree, masks_of
-from outrider.grammar.token_constraint import IdConstraint
+from outrider.engine.acceptance import accept_drafts
+from outrider.grammar.draft_masks import ConstrainedTree, masks_of_trees
+from outrider.grammar.token_constraint import TokenConstraint
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.token_limits import TokenLimits
 from tests.reference.goodness import LEAST_P, least_bias, p_value
@@ -43,13 +43,13 @@ def _by_newest(table: Tensor) -> Logits:
 def _law(*before: int) -> NDArray[np.float64]:
     """The target's law [V] behind the root and these ids, by the definition of the limits."""
     said = (ROOT_ID, *before)
-    law = TARGET[said[-1]].double().softmax(dim=-1).numpy().copy()
+    distribution = TARGET[said[-1]].double().softmax(dim=-1).numpy().copy()
     for id_ in range(V):
         then = (*said, id_)
         bad = any(then[-len(word) :] == word for word in LIMITS.bad_words)
         if bad or id_ not in LIMITS.allowed_ids:
-            law[id_] = 0.0
-    return np.asarray(law / law.sum())
+            distribution[id_] = 0.0
+    return np.asarray(distribution / distribution.sum())
 
 
 def _joint() -> NDArray[np.float64]:
@@ -62,14 +62,17 @@ def _emitted(rule: Rule, widths: list[int]) -> NDArray[np.int64]:
     params = seeded(SamplingParams(temperature=1.0, rule=rule), TRIALS)
     positions = [POSITION] * TRIALS
     drafts = draft(_by_newest(DRAFT), params, positions, widths)
-    constraint = IdConstraint(LIMITS, vocab_size=V)
-    constraint.follow(np.array([5, ROOT_ID], dtype=np.int32))
-    trees = [DraftTree(constraint, tokens, drafts.parents) for tokens in drafts.tokens]
+    constraint = TokenConstraint(LIMITS, vocab_size=V)
+    constraint.advance_to(np.array([5, ROOT_ID], dtype=np.int32))
+    trees = [ConstrainedTree(constraint, tokens, drafts.parents) for tokens in drafts.tokens]
     rows = accept_rows(drafts, params, positions, stride=1 + len(drafts.parents))
-    rows = [replace(row, legal=masks_of([tree])[0]) for row, tree in zip(rows, trees, strict=True)]
+    rows = [
+        replace(row, allowed_tokens=masks_of_trees([tree])[0])
+        for row, tree in zip(rows, trees, strict=True)
+    ]
     rng = np.random.default_rng(4)
     counts = np.zeros(V * V, dtype=np.int64)
-    for result in accept(verify_logits(_by_newest(TARGET), drafts), rows):
+    for result in accept_drafts(verify_logits(_by_newest(TARGET), drafts), rows):
         first, *more = result.tokens
         second = more[0] if more else int(rng.choice(V, p=_law(first)))
         counts[first * V + second] += 1

@@ -9,9 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.acceptance import Acceptance, AcceptRow, accept
+from outrider.engine.acceptance import AcceptanceResult, AcceptRow, accept_drafts
 from outrider.engine.draft_sampling import propose_children
-from outrider.spec.draft_distribution import make_law
+from outrider.spec.draft_distribution import make_distribution
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 
@@ -39,11 +39,13 @@ def test_a_zero_residual_in_the_last_ids_falls_back_to_the_target_law(
     logits = torch.full((2, vocab), -math.inf)
     logits[:, vocab - 3 :] = 0.0
     tree = DraftTree(last[-1:], ROOT_ONLY, ZERO)
-    law = make_law(1, {0: (last, np.full(3, 65535, dtype=np.uint16))})
+    distribution = make_distribution(1, {0: (last, np.full(3, 65535, dtype=np.uint16))})
     for seed in range(50):
         params = _params(Rule.REJECTION, seed)
-        row = AcceptRow(logits_start=0, tree=tree, law=law, sampling=params, position=3)
-        result = accept(logits, [row])[0]
+        row = AcceptRow(
+            logits_start=0, tree=tree, distribution=distribution, sampling=params, position=3
+        )
+        result = accept_drafts(logits, [row])[0]
         assert result.resampled
         assert result.tokens[-1] in last
 
@@ -59,24 +61,30 @@ def test_every_rule_stays_inside_the_vocabulary(vocab: int, rule: Rule) -> None:
         found = propose_children(logits[:1], None, [params], [9], 1)
         token = found.tokens[0].numpy().astype(np.int32)
         assert 0 <= token[0] < vocab
-        law = make_law(1, {0: found.laws[0]}) if found.laws[0] else None
+        distribution = (
+            make_distribution(1, {0: found.distributions[0]}) if found.distributions[0] else None
+        )
         row = AcceptRow(
             logits_start=0,
             tree=DraftTree(token, ROOT_ONLY, ZERO),
-            law=law,
+            distribution=distribution,
             sampling=params,
             position=9,
         )
-        assert all(0 <= t < vocab for t in accept(logits, [row])[0].tokens)
+        assert all(0 <= t < vocab for t in accept_drafts(logits, [row])[0].tokens)
 
 
-def _accept_one(logits: torch.Tensor, params: SamplingParams, token: int) -> Acceptance:
-    law = None
+def _accept_one(logits: torch.Tensor, params: SamplingParams, token: int) -> AcceptanceResult:
+    distribution = None
     if params.rule is Rule.REJECTION:
-        law = make_law(1, {0: (np.array([2, 5], np.int32), np.array([7, 9], np.uint16))})
+        distribution = make_distribution(
+            1, {0: (np.array([2, 5], np.int32), np.array([7, 9], np.uint16))}
+        )
     tree = DraftTree(np.array([token], dtype=np.int32), ROOT_ONLY, ZERO)
-    row = AcceptRow(logits_start=0, tree=tree, law=law, sampling=params, position=4)
-    return accept(logits, [row])[0]
+    row = AcceptRow(
+        logits_start=0, tree=tree, distribution=distribution, sampling=params, position=4
+    )
+    return accept_drafts(logits, [row])[0]
 
 
 @pytest.mark.parametrize("vocab", [100, 8193])
@@ -111,11 +119,11 @@ def test_a_placeholder_or_a_foreign_id_is_rejected_and_recovery_is_plain(
     for seed in range(50):
         params = _params(rule, seed)
         result = _accept_one(logits, params, token)
-        plain = accept(logits, [AcceptRow(logits_start=0, sampling=params, position=4)])[0]
+        plain = accept_drafts(logits, [AcceptRow(logits_start=0, sampling=params, position=4)])[0]
         assert result.accepted_nodes == ()
         assert result.tokens == plain.tokens
         assert result.resampled and not plain.resampled
 
 
 def test_an_empty_batch_gives_an_empty_answer() -> None:
-    assert accept(torch.zeros(0, 10), []) == []
+    assert accept_drafts(torch.zeros(0, 10), []) == []

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from outrider import metrics_port
 from outrider.metrics_port import serve_metrics
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 from tests.fakes.certificates import Authority
 
 ENOUGH_S = 30.0
@@ -20,8 +20,8 @@ ENOUGH_S = 30.0
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_port, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(metrics_port, "LOOK_S", 0.05)
+    monkeypatch.setattr(metrics_port, "CONNECTION_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(metrics_port, "CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(metrics_port, "MAX_SCRAPES", 2)
 
 
@@ -76,7 +76,7 @@ def test_a_request_has_one_deadline_however_steadily_it_dribbles_in(
 
 
 def test_so_has_a_handshake(registry: CollectorRegistry, tmp_path: Path) -> None:
-    tls = Authority(tmp_path).role(Role.ROUTER)
+    tls = Authority(tmp_path).role(CertificateRole.ROUTER)
     address = serve_metrics(registry, "127.0.0.1", 0, tls=tls)
     with connect(address) as connection:
         # The head of a long handshake message of TLS.

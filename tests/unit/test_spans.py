@@ -12,7 +12,7 @@ import pytest
 
 from outrider import spans
 from outrider.errors import FailedPreconditionError, NotFoundError
-from outrider.spans import NO_SPAN, Sampling, TracingConfig, exporting
+from outrider.spans import NO_SPAN, RoundTraceSampler, TracingConfig, export_spans
 from tests.fakes.collector import Collector, collecting
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -30,40 +30,40 @@ def config(collector: Collector, **more: Any) -> TracingConfig:
 
 
 def test_without_a_collector_nothing_is_traced() -> None:
-    with exporting(TracingConfig(), "x"):
-        span = spans.start("a", SAMPLED, may_begin=True)
+    with export_spans(TracingConfig(), "x"):
+        span = spans.start_span("a", SAMPLED, may_begin=True)
     assert span is NO_SPAN
-    assert (span.sampled, span.traceparent, span.trace_id) == (False, "", "")
+    assert (span.is_sampled, span.traceparent, span.trace_id) == (False, "", "")
     with span.child("b") as child:
         child.event("c")
-        child.set({"d": 1})
+        child.set_attributes({"d": 1})
     assert child is NO_SPAN
 
 
 def test_a_process_that_may_not_begin_a_trace_begins_none(collector: Collector) -> None:
-    with exporting(config(collector), "x"):
-        assert spans.start("a", "") is NO_SPAN
-        assert spans.start("a", UNSAMPLED) is NO_SPAN
-        assert spans.start("a", SAMPLED).sampled
+    with export_spans(config(collector), "x"):
+        assert spans.start_span("a", "") is NO_SPAN
+        assert spans.start_span("a", UNSAMPLED) is NO_SPAN
+        assert spans.start_span("a", SAMPLED).is_sampled
 
 
 @pytest.mark.parametrize("header", ["", "junk", "00-" + "0" * 32 + f"-{PARENT}-01", "0" * 5000])
 def test_without_a_sound_header_the_ratio_decides(collector: Collector, header: str) -> None:
-    with exporting(config(collector, sample_ratio=0.0), "x"):
-        assert spans.start("a", header, may_begin=True) is NO_SPAN
-    with exporting(config(collector, sample_ratio=1.0), "x"):
-        span = spans.start("a", header, may_begin=True)
-        assert span.sampled and span.trace_id != TRACE
+    with export_spans(config(collector, sample_ratio=0.0), "x"):
+        assert spans.start_span("a", header, may_begin=True) is NO_SPAN
+    with export_spans(config(collector, sample_ratio=1.0), "x"):
+        span = spans.start_span("a", header, may_begin=True)
+        assert span.is_sampled and span.trace_id != TRACE
 
 
 def test_a_client_that_wants_no_trace_gets_none(collector: Collector) -> None:
-    with exporting(config(collector), "x"):
-        assert spans.start("a", UNSAMPLED, may_begin=True) is NO_SPAN
+    with export_spans(config(collector), "x"):
+        assert spans.start_span("a", UNSAMPLED, may_begin=True) is NO_SPAN
 
 
 def test_what_was_said_of_a_span_reaches_the_collector(collector: Collector) -> None:
-    with exporting(config(collector), "outrider-x", "one"):
-        span = spans.start("outer", SAMPLED, {"a": 1})
+    with export_spans(config(collector), "outrider-x", "one"):
+        span = spans.start_span("outer", SAMPLED, {"a": 1})
         began = time.time() - 5.0
         inner = span.child("inner", {"reasons": ("length",)}, began=began)
         inner.event("token")
@@ -80,21 +80,21 @@ def test_what_was_said_of_a_span_reaches_the_collector(collector: Collector) -> 
 
 
 def test_another_process_goes_on_with_a_span(collector: Collector) -> None:
-    with exporting(config(collector), "first"):
-        span = spans.start("ours", "", may_begin=True)
+    with export_spans(config(collector), "first"):
+        span = spans.start_span("ours", "", may_begin=True)
         header = span.traceparent
         span.end()
-    with exporting(config(collector, sample_ratio=0.0), "second"):
-        spans.start("theirs", header).end()
+    with export_spans(config(collector, sample_ratio=0.0), "second"):
+        spans.start_span("theirs", header).end()
     (ours,), (theirs,) = collector.spans("ours"), collector.spans("theirs")
     assert (theirs.trace_id, theirs.parent_id) == (ours.trace_id, ours.span_id)
 
 
 def test_a_client_that_leaves_is_no_error(collector: Collector) -> None:
-    with exporting(config(collector), "x"):
-        with pytest.raises(GeneratorExit), spans.start("a", SAMPLED):
+    with export_spans(config(collector), "x"):
+        with pytest.raises(GeneratorExit), spans.start_span("a", SAMPLED):
             raise GeneratorExit
-        with pytest.raises(ValueError), spans.start("b", SAMPLED):
+        with pytest.raises(ValueError), spans.start_span("b", SAMPLED):
             raise ValueError("boom")
     assert [span.failed for span in (*collector.spans("a"), *collector.spans("b"))] == [False, True]
 
@@ -103,8 +103,8 @@ def test_a_process_ends_though_its_collector_is_away(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "4")
     before = {*threading.enumerate()}
     began = time.monotonic()
-    with exporting(TracingConfig(otlp_endpoint="127.0.0.1:1"), "x"):
-        spans.start("a", SAMPLED).end()
+    with export_spans(TracingConfig(otlp_endpoint="127.0.0.1:1"), "x"):
+        spans.start_span("a", SAMPLED).end()
     assert time.monotonic() - began < 30.0
     # What is left tries again after random times, while another test may count on its own seed.
     for thread in {*threading.enumerate()} - before:
@@ -123,10 +123,10 @@ def test_an_endpoint_without_opentelemetry_says_what_to_install(
         return real(name, *args, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with exporting(TracingConfig(), "x"):
+    with export_spans(TracingConfig(), "x"):
         pass
     refused = pytest.raises(FailedPreconditionError, match=r"pip install 'outrider\[trace\]'")
-    with refused, exporting(TracingConfig(otlp_endpoint="127.0.0.1:1"), "x"):
+    with refused, export_spans(TracingConfig(otlp_endpoint="127.0.0.1:1"), "x"):
         pass
 
 
@@ -137,6 +137,6 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_long_sessions_get_ever_fewer_spans() -> None:
-    sampling = Sampling(4)
-    taken = [number for number in range(40) if sampling.take()]
+    sampling = RoundTraceSampler(4)
+    taken = [number for number in range(40) if sampling.should_sample()]
     assert taken == [0, 1, 2, 3, 5, 7, 9, 11, 15, 19, 23, 27, 35]

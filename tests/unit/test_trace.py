@@ -10,28 +10,28 @@ from typing import Any
 import pytest
 
 from outrider import timeline
-from outrider.timeline import INSTANT, Recorder
+from outrider.timeline import INSTANT, TimelineRecorder
 
 
-def events_of(recorder: Recorder) -> list[dict[str, Any]]:
+def events_of(recorder: TimelineRecorder) -> list[dict[str, Any]]:
     """Its events but for the names of process and tracks."""
     return [event for event in recorder.events() if event["ph"] != "M"]
 
 
 def test_nothing_is_kept_or_written_unless_it_is_wanted(tmp_path: Path) -> None:
-    with timeline.recording("", "drafter"):
-        timeline.span("draft", timeline.now())
-        timeline.instant("hit")
+    with timeline.record_timeline("", "drafter"):
+        timeline.mark_span("draft", timeline.now())
+        timeline.mark_instant("hit")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_marked_while_recording_is_in_the_file_and_nothing_after(tmp_path: Path) -> None:
     file = tmp_path / "traces" / "drafter.json"
-    with timeline.recording(file, "drafter"):
+    with timeline.record_timeline(file, "drafter"):
         began = timeline.now()
-        timeline.instant("hit", 2)
-        timeline.span("draft", began, 3)
-    timeline.span("later", began)
+        timeline.mark_instant("hit", 2)
+        timeline.mark_span("draft", began, 3)
+    timeline.mark_span("later", began)
     content = json.loads(file.read_text())
     spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
     instants = [event for event in content["traceEvents"] if event["ph"] == "i"]
@@ -42,17 +42,17 @@ def test_what_is_marked_while_recording_is_in_the_file_and_nothing_after(tmp_pat
 
 
 def test_a_file_is_written_even_if_the_process_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), timeline.recording(tmp_path / "t.json", "verifier"):
-        timeline.instant("last")
+    with pytest.raises(RuntimeError), timeline.record_timeline(tmp_path / "t.json", "verifier"):
+        timeline.mark_instant("last")
         raise RuntimeError
     assert "last" in (tmp_path / "t.json").read_text()
 
 
 def test_every_event_has_the_keys_that_its_kind_needs() -> None:
-    recorder = Recorder("verifier")
-    recorder.add(1.0, 0.5, "settle", 1, "")
-    recorder.add(1.1, INSTANT, "hit", 1, "")
-    recorder.add(0.5, 0.25, "forward", 8, "device")
+    recorder = TimelineRecorder("verifier")
+    recorder.add_mark(1.0, 0.5, "settle", 1, "")
+    recorder.add_mark(1.1, INSTANT, "hit", 1, "")
+    recorder.add_mark(0.5, 0.25, "forward", 8, "device")
     kinds = {"M": {"args"}, "X": {"ts", "dur"}, "i": {"ts", "s"}}
     for event in recorder.events():
         assert set(event) >= {"ph", "name", "pid", "tid"} | kinds[event["ph"]]
@@ -66,11 +66,11 @@ def test_every_event_has_the_keys_that_its_kind_needs() -> None:
 
 
 def test_the_ring_keeps_the_last_marks_of_all_threads() -> None:
-    recorder = Recorder("drafter", capacity=64)
+    recorder = TimelineRecorder("drafter", capacity=64)
 
     def work(first: int) -> None:
         for number in range(first, first + 1000):
-            recorder.add(float(number), 1.0, "step", number, "")
+            recorder.add_mark(float(number), 1.0, "step", number, "")
 
     threads = [threading.Thread(target=work, args=(n * 1000,), name=f"t{n}") for n in range(3)]
     for thread in threads:
@@ -82,11 +82,11 @@ def test_the_ring_keeps_the_last_marks_of_all_threads() -> None:
 
 
 def test_on_a_track_of_its_own_one_thing_follows_the_other() -> None:
-    recorder = Recorder("verifier")
-    recorder.add(1.0, 1.0, "forward", 1, "device")
-    recorder.add(1.75, 1.0, "forward", 2, "device")
-    recorder.add(1.0, 3.0, "settle", 1, "")
-    recorder.add(2.0, 1.0, "tell", 1, "")
+    recorder = TimelineRecorder("verifier")
+    recorder.add_mark(1.0, 1.0, "forward", 1, "device")
+    recorder.add_mark(1.75, 1.0, "forward", 2, "device")
+    recorder.add_mark(1.0, 3.0, "settle", 1, "")
+    recorder.add_mark(2.0, 1.0, "tell", 1, "")
     spans = [(e["name"], e["ts"], e["dur"]) for e in events_of(recorder)]
     assert spans == [
         ("settle", 1e6, 3e6),

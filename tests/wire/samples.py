@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
-from outrider.spec.draft_distribution import DraftLaw
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.draft_distribution import DraftDistribution
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import DraftTree
 from outrider.wire import inference as api
 from outrider.wire import messages as m
-from outrider.wire.pool_codec import Removed
+from outrider.wire.pool_codec import RemovedDrafter
 from tests.wire.kinds import KINDS
 
 SESSION = SessionId("router-1/42")
@@ -35,14 +35,14 @@ SAMPLING = SamplingParams(
     seed=2**64 - 3,
     rule=Rule.REJECTION,
 )
-PLAN = Plan(
+PLAN = SpeculationPlan(
     method=DraftMethod.EAGLE3,
     draft_tokens=32,
     top_k=8,
     depth=6,
     look_ahead=1,
     fan_out=3,
-    patience_ms=250,
+    proposal_timeout_ms=250,
 )
 STATS = m.SpecStats(
     rounds=10,
@@ -66,7 +66,7 @@ TREE = DraftTree(
     parents=np.array([-1, -1, 0], dtype=np.int32),
     logprobs=np.array([-0.25, -1.5, -0.75], dtype=np.float32),
 )
-LAW = DraftLaw(
+LAW = DraftDistribution(
     offsets=np.array([0, 2, 3, 3, 3], dtype=np.int32),
     ids=np.array([11, 12, 49151], dtype=np.int32),
     counts=np.array([60000, 5535, 1], dtype=np.uint16),
@@ -91,7 +91,7 @@ VERDICT = m.Verdict(
     ),
     draft_wanted=True,
 )
-VERDICTS = m.Verdicts.of(
+VERDICTS = m.Verdicts.of_verdicts(
     [
         VERDICT,
         m.Verdict(
@@ -109,12 +109,12 @@ VERDICTS_IN_PLACE = replace(
     VERDICTS,
     features=m.FeatureRows(
         dtype=m.TensorDtype.BFLOAT16,
-        pieces=(np.arange(10, dtype=np.uint16).reshape(5, 2),),
+        segments=(np.arange(10, dtype=np.uint16).reshape(5, 2),),
     ),
     feature_offsets=np.array([2, 0]),
 )
 PROPOSAL = m.Proposal(
-    handle=70000, prefix_digest=0x0123456789ABCDEF, prefix_len=100, tree=TREE, law=LAW
+    handle=70000, prefix_digest=0x0123456789ABCDEF, prefix_len=100, tree=TREE, distribution=LAW
 )
 CHAIN = m.Proposal(
     handle=3,
@@ -139,8 +139,8 @@ HELLO = m.Hello(
     feature_fingerprint="cd" * 8,
 )
 SAMPLES: dict[str, tuple[str, Any]] = {
-    "proposals": ("drafter", m.Proposals.of([CHAIN, PROPOSAL], draft_us=1234)),
-    "chains": ("drafter", m.Proposals.of([CHAIN])),
+    "proposals": ("drafter", m.Proposals.of_proposals([CHAIN, PROPOSAL], draft_us=1234)),
+    "chains": ("drafter", m.Proposals.of_proposals([CHAIN])),
     "hello": ("drafter", HELLO),
     "hello_offsets": (
         "drafter",
@@ -148,7 +148,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             HELLO,
             tokenizer_hash="",
             methods=(DraftMethod.EAGLE3,),
-            lanes=True,
+            supports_shm=True,
             feature_offsets=True,
         ),
     ),
@@ -160,10 +160,10 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             methods=(DraftMethod.NGRAM,),
             feature_layout=m.FeatureLayout.NONE,
             feature_fingerprint="",
-            lanes=True,
+            supports_shm=True,
         ),
     ),
-    "lane_answer": ("drafter", m.LaneAnswer(joined=True)),
+    "lane_answer": ("drafter", m.ShmAnswer(is_joined=True)),
     "sessions_lost": ("drafter", m.SessionsLost((3, 70000))),
     "drafter_heartbeat": ("drafter", m.Heartbeat(7)),
     "verdicts": ("verifier", VERDICTS),
@@ -178,7 +178,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             protocol_version=1,
             verifier_id=VerifierId("verifier-a"),
             incarnation="9a8b",
-            lane=m.LaneOffer(name="0123456789abcdef" * 2, token=bytes(range(16))),
+            shm_offer=m.ShmOffer(name="0123456789abcdef" * 2, token=bytes(range(16))),
         ),
     ),
     "session_start": (
@@ -202,7 +202,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             token_limits=TokenLimits(allowed_ids=(5, 49151), bad_words=((5, 6), (7,))),
         ),
     ),
-    "plan_change": ("verifier", m.PlanChange(handle=70000, plan=Plan())),
+    "plan_change": ("verifier", m.PlanChange(handle=70000, plan=SpeculationPlan())),
     "session_end": ("verifier", m.SessionEnd(handle=2**20 - 1)),
     "verifier_heartbeat": ("verifier", m.Heartbeat(2**64 - 1)),
     "session_open": (
@@ -324,8 +324,8 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             sessions=3,
             max_sessions=64,
             drafters=(),
-            own_methods=(DraftMethod.EAGLE3,),
-            own_draft_length=3,
+            in_process_methods=(DraftMethod.EAGLE3,),
+            in_process_draft_length=3,
             simulated_acceptance="2.6",
             planner="eagle3 chain of 4: plain (probe)",
             stats=STATS,
@@ -498,7 +498,7 @@ SAMPLES["logprobs_events"] = (
 )
 SAMPLES["add_drafter"] = ("add_drafter", "10.0.0.3:7001")
 SAMPLES["remove_drafter"] = ("remove_drafter", "10.0.0.3:7001")
-SAMPLES["removed"] = ("removed", Removed(moved=12, left=1))
+SAMPLES["removed"] = ("removed", RemovedDrafter(num_moved=12, num_remaining=1))
 SAMPLES["heard_drafter"] = (
     "verifier_info",
     replace(
@@ -512,7 +512,7 @@ SAMPLES["heard_drafter"] = (
                 answer_ms=1.25,
                 same_host=True,
                 answers=900,
-                missed=3,
+                proposal_timeouts=3,
                 invalid=1,
                 silent_ms=750.0,
             ),
@@ -563,7 +563,9 @@ _BY_NAME = {kind.name: kind for kind in KINDS}
 SAMPLES["prefix_verifier_info"] = (
     "verifier_info",
     replace(
-        SAMPLES["own_verifier_info"][1], prefix_tokens_asked=90_000, prefix_tokens_found=30_000
+        SAMPLES["own_verifier_info"][1],
+        prefix_cache_query_tokens=90_000,
+        prefix_cache_hit_tokens=30_000,
     ),
 )
 

@@ -9,14 +9,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from outrider.ids import DrafterId, SessionId, VerifierId
-from outrider.spec.draft_distribution import DraftLaw, make_law
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.draft_distribution import DraftDistribution, make_distribution
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import DraftTree, children
 from outrider.wire import messages
-from outrider.wire.pool_codec import Removed
+from outrider.wire.pool_codec import RemovedDrafter
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)
@@ -64,14 +64,14 @@ TOKEN_LIMITS = st.none() | st.builds(
     bad_words=st.lists(st.lists(IDS, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple),
 )
 PLANS = st.builds(
-    Plan,
+    SpeculationPlan,
     method=st.sampled_from(DraftMethod),
     draft_tokens=st.integers(0, 256),
     top_k=st.integers(1, 32),
     depth=st.integers(0, 256),
     look_ahead=st.integers(0, 1),
     fan_out=st.integers(0, 64),
-    patience_ms=st.integers(0, 60_000),
+    proposal_timeout_ms=st.integers(0, 60_000),
 )
 STATS = st.builds(
     messages.SpecStats,
@@ -111,7 +111,7 @@ def trees(draw: st.DrawFn, max_nodes: int = 24) -> DraftTree:
 
 
 @st.composite
-def laws(draw: st.DrawFn, tree: DraftTree) -> DraftLaw:
+def laws(draw: st.DrawFn, tree: DraftTree) -> DraftDistribution:
     """A law that could have drawn the tree's tokens."""
     slots = {}
     for slot, nodes in enumerate(children(tree.parents)):
@@ -120,7 +120,7 @@ def laws(draw: st.DrawFn, tree: DraftTree) -> DraftLaw:
             ids = sorted(extra | {int(tree.tokens[node]) for node in nodes})
             counts = draw(st.lists(st.integers(1, 2**16 - 1), min_size=len(ids), max_size=len(ids)))
             slots[slot] = (np.array(ids, dtype=np.int32), np.array(counts, dtype=np.uint16))
-    return make_law(len(tree), slots)
+    return make_distribution(len(tree), slots)
 
 
 @st.composite
@@ -134,10 +134,10 @@ def proposals(draw: st.DrawFn) -> messages.Proposals:
                 prefix_digest=draw(UINT64),
                 prefix_len=draw(st.integers(1, 2**24)),
                 tree=tree,
-                law=draw(laws(tree)) if draw(st.booleans()) else None,
+                distribution=draw(laws(tree)) if draw(st.booleans()) else None,
             )
         )
-    return messages.Proposals.of(drafts, draft_us=draw(UINT64))
+    return messages.Proposals.of_proposals(drafts, draft_us=draw(UINT64))
 
 
 @st.composite
@@ -169,14 +169,14 @@ def verdicts(draw: st.DrawFn) -> messages.Verdicts:
                 draft_wanted=draw(st.booleans()),
             )
         )
-    whole = messages.Verdicts.of(told)
+    whole = messages.Verdicts.of_verdicts(told)
     if whole.features is None or not draw(st.booleans()):
         return whole
     # Rows that nobody is told of lie before those of the entries.
     before = draw(st.integers(1, 3))
     rows = whole.features.joined()
     memory = np.concatenate((np.ones((before, width), rows.dtype), rows))
-    features = messages.FeatureRows(dtype=dtype, pieces=(memory,))
+    features = messages.FeatureRows(dtype=dtype, segments=(memory,))
     return replace(whole, features=features, feature_offsets=whole.first_rows() + before)
 
 
@@ -190,12 +190,12 @@ HELLOS = st.builds(
     methods=METHODS,
     feature_layout=st.sampled_from(messages.FeatureLayout),
     feature_fingerprint=MAYBE_NAMES,
-    lanes=st.booleans(),
+    supports_shm=st.booleans(),
     feature_offsets=st.booleans(),
 )
-LANE_ANSWERS = st.builds(messages.LaneAnswer, st.booleans())
+LANE_ANSWERS = st.builds(messages.ShmAnswer, st.booleans())
 LANES = st.builds(
-    messages.LaneOffer,
+    messages.ShmOffer,
     name=st.text("0123456789abcdef", min_size=32, max_size=32),
     token=st.binary(min_size=16, max_size=16),
 )
@@ -212,7 +212,7 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
         protocol_version=UINT32,
         verifier_id=NAMES.map(VerifierId),
         incarnation=MAYBE_NAMES,
-        lane=st.none() | LANES,
+        shm_offer=st.none() | LANES,
     ),
     st.builds(
         messages.SessionStart,
@@ -341,7 +341,7 @@ VERIFIER_INFOS = st.builds(
             answer_ms=TIMES,
             same_host=st.booleans(),
             answers=UINT64,
-            missed=UINT64,
+            proposal_timeouts=UINT64,
             invalid=UINT64,
             silent_ms=TIMES,
         ),
@@ -354,8 +354,8 @@ VERIFIER_INFOS = st.builds(
     round_ms_p50=TIMES,
     forward_ms_p50=TIMES,
     overhead_ms_p50=TIMES,
-    own_methods=METHODS,
-    own_draft_length=st.integers(0, 256),
+    in_process_methods=METHODS,
+    in_process_draft_length=st.integers(0, 256),
     simulated_acceptance=MAYBE_NAMES,
     planner=MAYBE_NAMES,
     stats=STATS,
@@ -364,8 +364,8 @@ VERIFIER_INFOS = st.builds(
     waiting_sessions=UINT32,
     preemptions_swap=UINT64,
     preemptions_recompute=UINT64,
-    prefix_tokens_asked=UINT64,
-    prefix_tokens_found=UINT64,
+    prefix_cache_query_tokens=UINT64,
+    prefix_cache_hit_tokens=UINT64,
     engine_steps=UINT64,
 )
 DRAFTER_INFOS = st.builds(
@@ -385,4 +385,4 @@ DRAFTER_INFOS = st.builds(
     draining=st.booleans(),
     max_sessions=UINT32,
 )
-REMOVED = st.builds(Removed, moved=UINT32, left=UINT32)
+REMOVED = st.builds(RemovedDrafter, num_moved=UINT32, num_remaining=UINT32)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, SpecStats
+from outrider.wire.messages import FALLBACK, LOOK_AHEAD_HIT, LOOKED_AHEAD, SpecStats
 from outrider.wire.spec_stats_accumulator import add_round
 from tests.fakes.serving import flags_of_round
 
@@ -35,12 +35,16 @@ def test_rounds_with_look_ahead_are_hits_fresh_or_missed() -> None:
         stats = add_round(
             stats, proposed, accepted, accepted + 1, missed, looked_ahead=True, hit=hit
         )
-        expected = LOOKED_AHEAD | HIT * hit | FALLBACK * missed
+        expected = LOOKED_AHEAD | LOOK_AHEAD_HIT * hit | FALLBACK * missed
         assert flags_of_round(before, stats) == expected
     stats = add_round(stats, 4, 4, 5, False)
     assert (stats.rounds, stats.look_ahead_rounds) == (5, 4)
     assert (stats.hit_rounds, stats.hit_accepted) == (2, 5)
     assert (stats.fresh_rounds, stats.fresh_accepted) == (1, 4)
-    assert (stats.hit_rate, stats.stood_in_hits, stats.stood_fresh) == (0.5, 2.5, 4.0)
+    assert (stats.hit_rate, stats.accepted_per_hit, stats.accepted_per_fresh_round) == (
+        0.5,
+        2.5,
+        4.0,
+    )
     nothing = SpecStats()
-    assert nothing.hit_rate == nothing.stood_in_hits == nothing.stood_fresh == 0.0
+    assert nothing.hit_rate == nothing.accepted_per_hit == nothing.accepted_per_fresh_round == 0.0

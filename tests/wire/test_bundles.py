@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvalidMessageError
 from outrider.wire import codec, exchange_codec
-from outrider.wire.bundles import join, split
+from outrider.wire.bundles import join_messages, split_frame
 from outrider.wire.limits import MAX_BUNDLE_BYTES, MAX_BUNDLE_MESSAGES, MAX_MESSAGE_BYTES
 from outrider.wire.messages import Heartbeat
 from outrider.wire.v1 import exchange_pb2 as pb
@@ -44,11 +44,11 @@ def only_error(frame: bytes) -> str:
 @given(st.lists(st.binary(max_size=300), max_size=12), st.integers(0, 400))
 def test_joined_messages_are_split_into_the_same(messages: list[bytes], max_bytes: int) -> None:
     # A message that is sent alone is not looked at; so that it may be anything, it is none here.
-    frames = join(messages, max_bytes=max_bytes)
+    frames = join_messages(messages, max_bytes=max_bytes)
     found = [
         bytes(member)
         for frame in frames
-        for member in (split(frame) if frame not in messages else [frame])
+        for member in (split_frame(frame) if frame not in messages else [frame])
     ]
     assert found == messages
     assert all(len(frame) <= max_bytes for frame in frames if frame not in messages)
@@ -58,7 +58,7 @@ def test_a_bundle_is_what_protobuf_makes_of_the_messages() -> None:
     frame = pb.ExchangeResponse(
         bundle=[pb.ExchangeResponse.FromString(GOOD), pb.ExchangeResponse.FromString(BEAT)]
     )
-    (joined,) = join([GOOD, BEAT])
+    (joined,) = join_messages([GOOD, BEAT])
     assert joined == frame.SerializeToString()
 
 
@@ -81,11 +81,11 @@ def test_a_message_alone_is_its_own_frame() -> None:
 def test_frames_keep_their_size_and_a_larger_message_goes_alone() -> None:
     large = bytes(MAX_BUNDLE_BYTES + 1)
     part = bytes(MAX_BUNDLE_BYTES // 3)
-    frames = join([BEAT, large, part, part, part, BEAT])
+    frames = join_messages([BEAT, large, part, part, part, BEAT])
     assert frames[:2] == [BEAT, large]
-    assert [len(split(frame)) for frame in frames[2:]] == [2, 2]
+    assert [len(split_frame(frame)) for frame in frames[2:]] == [2, 2]
     assert all(len(frame) <= MAX_BUNDLE_BYTES for frame in frames[2:])
-    assert [len(split(f)) for f in join([BEAT] * (MAX_BUNDLE_MESSAGES + 2))] == [
+    assert [len(split_frame(f)) for f in join_messages([BEAT] * (MAX_BUNDLE_MESSAGES + 2))] == [
         MAX_BUNDLE_MESSAGES,
         2,
     ]
@@ -167,7 +167,7 @@ def test_a_frame_that_cannot_be_told_into_messages_is_one_malformed_message(
 def test_a_frame_of_millions_of_empty_bundles_builds_none_of_them(
     prefix: bytes, wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_codec, "parse", None)
+    monkeypatch.setattr(exchange_codec, "parse_message", None)
     frame = prefix + b"\x7a\x00" * (4 << 20)
     assert "at most 1024 messages" in only_error(bundle(frame) if wrapped else frame)
 

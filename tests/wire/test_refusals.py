@@ -25,7 +25,7 @@ from outrider.wire.messages import (
     SessionOpen,
 )
 from outrider.wire.pool_codec import address_from_pb
-from outrider.wire.rounds import sound_proposals
+from outrider.wire.rounds import valid_proposals
 from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2, pool_pb2
 from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE, encoder
 
@@ -85,13 +85,31 @@ BAD_PROPOSALS: dict[str, tuple[Change, str]] = {
     "tokens": (lambda p: setattr(p, "tokens", int32(1)), "tokens must have 5 entries"),
     "parents": (lambda p: setattr(p, "parents", int32(-1)), "parents must have 5 entries"),
     "logprobs": (lambda p: setattr(p, "logprobs", float32(0)), "logprobs must have 5 entries"),
-    "law of whom": (lambda p: setattr(p, "with_law", b"\1"), "with_law must have 2 entries"),
-    "law or not": (lambda p: setattr(p, "with_law", b"\0\2"), "with_law must be 0 or 1"),
-    "law of nobody": (lambda p: setattr(p, "with_law", b""), "law_sizes must have 0 entries"),
-    "law slots": (lambda p: setattr(p, "law_sizes", int32(3)), "law_sizes must have 4 entries"),
-    "law sizes": (lambda p: setattr(p, "law_sizes", int32(3, 2, 0, 0)), "law_ids must have 5"),
-    "huge law": (lambda p: setattr(p, "law_sizes", int32(-1, 0, 0, 0)), "law entries must be in"),
-    "law counts": (lambda p: setattr(p, "law_counts", b"\1\0"), "law_counts must have 3 entries"),
+    "law of whom": (
+        lambda p: setattr(p, "has_distribution", b"\1"),
+        "has_distribution must have 2 entries",
+    ),
+    "law or not": (lambda p: setattr(p, "has_distribution", b"\0\2"), "has_distribution must be 0 or 1"),
+    "law of nobody": (
+        lambda p: setattr(p, "has_distribution", b""),
+        "distribution_lens must have 0 entries",
+    ),
+    "law slots": (
+        lambda p: setattr(p, "distribution_lens", int32(3)),
+        "distribution_lens must have 4 entries",
+    ),
+    "law sizes": (
+        lambda p: setattr(p, "distribution_lens", int32(3, 2, 0, 0)),
+        "distribution_token_ids must have 5",
+    ),
+    "huge law": (
+        lambda p: setattr(p, "distribution_lens", int32(-1, 0, 0, 0)),
+        "law entries must be in",
+    ),
+    "law counts": (
+        lambda p: setattr(p, "distribution_counts", b"\1\0"),
+        "distribution_counts must have 3 entries",
+    ),
 }
 
 
@@ -168,11 +186,11 @@ BAD_ENTRIES: dict[str, Change] = {
     "infinite": lambda p: setattr(p, "logprobs", float32(0, 0, -math.inf, -1, -math.inf)),
     "positive": lambda p: setattr(p, "logprobs", float32(0, 0, 0.5, -1.5, -0.75)),
     "rising": lambda p: setattr(p, "logprobs", float32(0, 0, -0.25, -1.5, -0.1)),
-    "law counts": lambda p: setattr(p, "law_counts", b"\0\0" * 3),
-    "law order": lambda p: setattr(p, "law_ids", int32(12, 11, 49151)),
-    "law ids": lambda p: setattr(p, "law_ids", int32(11, 12, -5)),
-    "law misses a child": lambda p: setattr(p, "law_ids", int32(11, 13, 49151)),
-    "law of a leaf": lambda p: setattr(p, "law_sizes", int32(2, 0, 0, 1)),
+    "law counts": lambda p: setattr(p, "distribution_counts", b"\0\0" * 3),
+    "law order": lambda p: setattr(p, "distribution_token_ids", int32(12, 11, 49151)),
+    "law ids": lambda p: setattr(p, "distribution_token_ids", int32(11, 12, -5)),
+    "law misses a child": lambda p: setattr(p, "distribution_token_ids", int32(11, 13, 49151)),
+    "law of a leaf": lambda p: setattr(p, "distribution_lens", int32(2, 0, 0, 1)),
     "no prefix": lambda p: column(p, 1, int32(7, 0)),
     "handle": lambda p: column(p, 0, int32(3, -1)),
 }
@@ -184,7 +202,7 @@ def test_a_bad_entry_costs_itself_alone(name: str) -> None:
     BAD_ENTRIES[name](message.proposals)
     decoded = codec.decode_drafter_message(message.SerializeToString())
     assert isinstance(decoded, Proposals)
-    assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [True, False]
+    assert valid_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [True, False]
 
 
 def test_entries_of_one_session_may_be_for_different_prefixes() -> None:
@@ -192,7 +210,7 @@ def test_entries_of_one_session_may_be_for_different_prefixes() -> None:
     column(message.proposals, 0, int32(3, 3))
     decoded = codec.decode_drafter_message(message.SerializeToString())
     assert isinstance(decoded, Proposals)
-    assert sound_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [True, True]
+    assert valid_proposals(decoded, vocab_size=49152, max_nodes=256).tolist() == [True, True]
 
 
 BAD_SPECS: dict[str, tuple[Change, str]] = {
@@ -397,14 +415,14 @@ def test_absent_fields_of_a_plan_and_of_sampling_mean_the_documented_defaults() 
     opening = codec.decode_sessions_request(message.SerializeToString())
     assert isinstance(opening, SessionOpen)
     spec = opening.spec
-    assert (spec.plan.draft_tokens, spec.plan.top_k, spec.plan.patience_ms) == (4, 1, 1000)
+    assert (spec.plan.draft_tokens, spec.plan.top_k, spec.plan.proposal_timeout_ms) == (4, 1, 1000)
     assert (spec.sampling.temperature, spec.sampling.top_p) == (0.0, 1.0)
 
 
 def test_a_receiver_checks_ids_and_size_against_its_own_bounds() -> None:
     proposals: Proposals = SAMPLES["proposals"][1]
     for vocab_size, max_nodes, sound in ((49152, 3, True), (49151, 3, False), (49152, 2, False)):
-        found = sound_proposals(proposals, vocab_size=vocab_size, max_nodes=max_nodes)
+        found = valid_proposals(proposals, vocab_size=vocab_size, max_nodes=max_nodes)
         assert found.tolist() == [True, sound]
 
 

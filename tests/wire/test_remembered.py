@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import InvalidMessageError
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire import common_codec
 from outrider.wire.common_codec import plan_from_pb, sampling_from_pb
@@ -25,12 +25,12 @@ def test_what_is_remembered_of_others_changes_nothing_for_a_session() -> None:
             sampling_from_pb(common_pb2.Sampling(temperature=0.5, seed=7, draft_key=1))
         with pytest.raises(InvalidMessageError, match="top_k"):
             plan_from_pb(common_pb2.Plan(top_k=999))
-        assert plan_from_pb(common_pb2.Plan(top_k=2)) == Plan(top_k=2)
+        assert plan_from_pb(common_pb2.Plan(top_k=2)) == SpeculationPlan(top_k=2)
 
 
 def test_a_message_full_of_what_nobody_knows_is_not_remembered() -> None:
     before = common_codec._plan_of.cache_info().currsize
     # Field 99, bytes.
     unknown = common_pb2.Plan.FromString(b"\x9a\x06\xff\x07" + bytes(1023))
-    assert plan_from_pb(unknown) == Plan()
+    assert plan_from_pb(unknown) == SpeculationPlan()
     assert common_codec._plan_of.cache_info().currsize == before

@@ -24,7 +24,9 @@ def main() -> int:
     moves.add_argument("--merge", action="store_true", help="merge those that are marked, too")
     symbols = commands.add_parser("symbols", help="rename symbols")
     symbols.add_argument("--only", default="", help="old paths of modules that begin so")
-    symbols.add_argument("--word", default="", help="rows with this reason")
+    symbols.add_argument(
+        "--word", default="", help="rows with one of these reasons, separated by semicolons"
+    )
     symbols.add_argument("--kind", default="", help="rows of this kind")
     words = commands.add_parser("words", help="replace words of prose")
     words.add_argument("--only", default="", help="files whose paths begin so")
@@ -40,7 +42,7 @@ def main() -> int:
             row
             for row in read_symbols(root)
             if row.module.startswith(args.only)
-            and args.word in ("", row.word)
+            and (not args.word or row.word in args.word.split(";"))
             and args.kind in ("", row.kind)
         ]
         return report(rename_symbols(root, chosen), fail=False)

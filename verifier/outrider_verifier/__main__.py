@@ -14,23 +14,23 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.config import parse_config
 from outrider.errors import OutriderError
-from outrider.extras import needs_packages
+from outrider.extras import explain_missing_packages
 from outrider.failure_event import report_failure
 from outrider.logs import setup_logging
 from outrider.metrics_port import PortMetrics, serve_metrics
 from outrider.process_tuning import (
     add_tls_arguments,
-    in_brief_thread,
-    run,
+    run_event_loop,
+    run_in_short_thread,
+    set_openmp_spin,
     tune_process,
-    wait_awake_briefly,
 )
 from outrider.signals import stop_signals
-from outrider.spans import add_tracing_flags, exporting
-from outrider.timeline import recording
+from outrider.spans import add_tracing_flags, export_spans
+from outrider.timeline import record_timeline
 from outrider.watchdog import EXIT_GRACE_S, EXIT_NOTICE_S, EXIT_STALLED, exit_now, exit_within
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
 
@@ -56,13 +56,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE.toml", help="configuration file")
     parser.add_argument("--model", metavar="NAME|DIR|FILE", help="the target")
     parser.add_argument("--listen", metavar="HOST:PORT", help="address of the gRPC services")
-    parser.add_argument("--features-from", metavar="DIR", help="head whose projection runs here")
+    parser.add_argument("--feature-head", metavar="DIR", help="head whose projection runs here")
     parser.add_argument("--dtype", choices=DTYPES, help="element type of the target")
     parser.add_argument("--device", help="torch device")
     parser.add_argument("--placement", choices=PLACEMENTS, help="where drafts are made")
     parser.add_argument("--planner", choices=PLANNERS, help="whether plans follow measurements")
     parser.add_argument("--draft-length", type=int, help="draft tokens a round of an own head")
-    parser.add_argument("--draft-topk", type=int, help="children an own head tries of a node")
+    parser.add_argument("--draft-top-k", type=int, help="children an own head tries of a node")
     parser.add_argument(
         "--no-cuda-graphs",
         dest="cuda_graphs",
@@ -86,11 +86,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-context-len", type=int, help="longest prompt plus output, tokens")
     parser.add_argument("--threads", type=int, help="compute threads of torch")
     parser.add_argument(
-        "--lanes",
+        "--shared-memory",
         action=argparse.BooleanOptionalAction,
         help="reach drafters and routers of one host without the network (the default)",
     )
-    parser.add_argument("--awake-cores", type=int, help="cores kept from going idle while serving")
+    parser.add_argument(
+        "--busy-polling-cores", type=int, help="cores kept from going idle while serving"
+    )
     parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")
     parser.add_argument("--metrics-port", type=int, help="Prometheus port; 0 takes a free one")
     parser.add_argument(
@@ -108,12 +110,12 @@ def make_parser() -> argparse.ArgumentParser:
 async def serve(config: VerifierConfig) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP, then drain; or until the device is lost. The exit
     status."""
-    with AwakeCores.claim(config.awake_cores) as awake:
-        return await _serve(config, awake)
+    with BusyCores.claim(config.busy_polling_cores) as busy_cores:
+        return await _serve(config, busy_cores)
 
 
-async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
-    from outrider.transport.grpc import Access, GrpcConfig, GrpcServer, verifier_services
+async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
+    from outrider.transport.grpc import AccessRules, GrpcConfig, GrpcServer, verifier_services
     from outrider.transport.heartbeat import HeartbeatConfig
     from outrider_verifier.server.service_builder import build_service
 
@@ -123,16 +125,18 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
         loop.add_signal_handler(number, stop.set)
     interval_s, router_silence_s = config.heartbeat_ms / 1000.0, config.router_silence_ms / 1000.0
     grpc_config = GrpcConfig(
-        heartbeat=HeartbeatConfig(interval_s=interval_s, timeout_s=config.silence_ms / 1000.0),
+        heartbeat=HeartbeatConfig(interval_s=interval_s, timeout_s=config.peer_timeout_ms / 1000.0),
         sessions_heartbeat=HeartbeatConfig(interval_s=interval_s, timeout_s=router_silence_s),
         # A router that is stopped for a while answers no probe of its connection either.
         keepalive_timeout_s=router_silence_s,
-        lanes=config.lanes,
+        shm_channels=config.shared_memory,
     )
-    service = await in_brief_thread(build_service, config, awake)
+    service = await run_in_short_thread(build_service, config, busy_cores)
     tune_process()
     ports = PortMetrics(service.metrics.registry)
-    access = Access(tls=config.tls, on_refused=ports.refused, on_handshake=ports.handshake)
+    access = AccessRules(
+        tls=config.tls, on_refused=ports.count_refusal, on_handshake=ports.count_handshake
+    )
     services = verifier_services(service, grpc_config)
     server = GrpcServer(
         config.listen,
@@ -142,7 +146,7 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
         health_address=config.health_listen,
     )
     try:
-        awake.adopt_thread()
+        busy_cores.adopt_thread()
         service.start()
         ready = {"event": "ready", "address": await server.start()}
         metrics_address = _serve_metrics(config, service)
@@ -162,7 +166,7 @@ async def _serve(config: VerifierConfig, awake: AwakeCores) -> int:
         drained = True
         if not service.lost.is_set():
             logger.info("draining")
-            drained = await service.drain(config.drain_s)
+            drained = await service.drain(config.drain_timeout_s)
         logger.info("stopping", extra={"drained": drained})
         if service.is_stalled:
             return EXIT_STALLED
@@ -186,10 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         setup_logging(config.log_level)
-        wait_awake_briefly()
-        spans = exporting(config.tracing, "outrider-verifier", config.verifier_id)
-        with recording(config.trace_file, "verifier"), spans, needs_packages("outrider-verifier"):
-            status = run(serve(config))
+        set_openmp_spin()
+        spans = export_spans(config.tracing, "outrider-verifier", config.verifier_id)
+        with (
+            record_timeline(config.trace_file, "verifier"),
+            spans,
+            explain_missing_packages("outrider-verifier"),
+        ):
+            status = run_event_loop(serve(config))
         if status == EXIT_STALLED:
             # The end of the interpreter could wait for the thread that hangs.
             exit_now(status)

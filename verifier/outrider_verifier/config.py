@@ -8,7 +8,7 @@ from typing import Annotated
 from outrider.busy_polling import check_request
 from outrider.config import OneOf
 from outrider.grammar.limits import CompileLimits, MaskLimits
-from outrider.logs import LEVELS, check_level
+from outrider.logs import LOG_LEVELS, check_level
 from outrider.spans import TracingConfig
 from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider.transport.tls import TlsConfig
@@ -18,13 +18,13 @@ from outrider_verifier.state.simulated_acceptance import parse_rates
 
 DTYPES = ("float32", "bfloat16")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
-MAX_OWN_DRAFT_LENGTH = 64
+MAX_IN_PROCESS_DRAFT_LENGTH = 64
 """Most draft tokens a round of a head in this process."""
 DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
 AUTOMATIC_PREEMPTION = "auto"
-PREEMPTIONS = (AUTOMATIC_PREEMPTION, *(way.value for way in PreemptionMode))
+PREEMPTION_MODES = (AUTOMATIC_PREEMPTION, *(way.value for way in PreemptionMode))
 
 AUTOMATIC = -1.0
 CPU_CEILING_S, CUDA_CEILING_S = 0.2, 0.04
@@ -42,15 +42,15 @@ class VerifierConfig:
     """Identity, stable across restarts."""
     listen: str = "127.0.0.1:0"
     """HOST:PORT of the gRPC server; port 0 picks a free one."""
-    features_from: str = ""
+    feature_head: str = ""
     """Draft head checkpoint whose feature projection runs here; empty serves no features."""
     placement: Annotated[str, OneOf(PLACEMENTS)] = SEPARATE
     """Where drafts are made: separate (by drafters that attach), colocated (by the head of
-    `features_from` in this process), fused (the same, in one CUDA graph with the target)."""
+    `feature_head` in this process), fused (the same, in one CUDA graph with the target)."""
     draft_length: int = 3
     """Draft tokens a round of a head in this process; the positions that simulated_acceptance
     speaks of."""
-    draft_topk: int = 1
+    draft_top_k: int = 1
     """Children that a head in this process tries of a node; 1 drafts chains, more grow trees of
     draft_length nodes."""
     simulated_acceptance: str = ""
@@ -64,7 +64,7 @@ class VerifierConfig:
     """torch device of the target."""
     threads: int = 0
     """Compute threads of torch; 0 measures which number is fastest, where it computes on a CPU."""
-    awake_cores: int = 0
+    busy_polling_cores: int = 0
     """Cores kept from going idle while sessions are served, for threads that wake at once; with an
     accelerator only. One that does rounds with drafters in other processes uses 3."""
     kv_tokens: int = 0
@@ -89,13 +89,13 @@ class VerifierConfig:
     max_preemptions: int = 4
     """How often one session may be preempted; the last time it comes back only with all the blocks
     that it may ever need. 0 preempts nobody: every session is let in so."""
-    preemption: Annotated[str, OneOf(PREEMPTIONS)] = AUTOMATIC_PREEMPTION
+    preemption: Annotated[str, OneOf(PREEMPTION_MODES)] = AUTOMATIC_PREEMPTION
     """How a preempted session gets its K/V back: swap (from host memory, within swap_space_gb),
     recompute (from its tokens), or auto, whichever is measured to cost less."""
     swap_space_gb: float = 4.0
     """Host memory for the K/V of preempted sessions, taken as it is needed (on a CUDA device
     pinned, and taken at the start); 0 never swaps."""
-    aging_s: float = 10.0
+    priority_aging_s: float = 10.0
     """A waiting session's priority counts one more for every so many seconds that it has waited."""
     max_context_len: int = 0
     """Longest prompt + output in tokens; 0 takes the model's own limit."""
@@ -104,39 +104,39 @@ class VerifierConfig:
     prefill_tokens_per_round: int = 0
     """Prompt tokens of all sessions that join one round; also the size of a catch-up verdict. 0 is
     automatic: 256 on a CPU, 2048 on a CUDA device."""
-    prompt_stretch: float = 2.0
+    max_prefill_slowdown: float = 2.0
     """On a CUDA device: how many times as long a round may last with prompt tokens beside sessions
     that decode as without them. At least two pieces of 32 tokens are always taken, at most 16,
     and these whatever they add where prompts come in faster than that."""
     decode_tokens_per_round: int = 1024
     """Verify rows (roots and nodes) of all sessions in one round."""
-    gather_ms: float = -1.0
+    batch_wait_ms: float = -1.0
     """How long a ready row waits for other rows' proposals, so that they share a forward; -1: 5 ms
     on a CUDA device, where a round of more rows takes hardly longer, and as long as two rounds take
     on a CPU, where a drafter of the same cores is done sooner if no round runs beside it."""
     planner: Annotated[str, OneOf(PLANNERS)] = AUTOMATIC_PLANNER
     """Whether sessions speculate, how long their drafts are and how long they wait for them:
     automatic follows what is measured, within their plans; fixed carries plans out as they are."""
-    stand_in: bool = True
+    ngram_fallback: bool = True
     """With the automatic planner: whether a session's own text is looked up for a draft where its
     drafter's does not come in time, or gives less (n-grams, in this process)."""
-    inbox_per_session: int = 64
+    max_proposals_per_session: int = 64
     """Proposals kept per session for prefixes that may come about with the next round; the newest
     stay."""
-    inbox_mb: int = 64
+    proposal_memory_mb: int = 64
     """Memory of all proposals that are kept; past it the oldest messages go."""
     feature_budget_mb: int = 512
     """Host memory for features of live sessions; past it a lost drafter is not caught up. With
     prefix_cache those of kept prefixes may take as much."""
     drafter_queue_mb: int = 256
     """Unsent messages to one drafter; a drafter that lets more pile up is disconnected."""
-    lanes: bool = True
+    shared_memory: bool = True
     """Whether drafters of this host exchange with this process through shared memory, its engine
     thread with their drafting thread, and streams of sessions with routers of this host go the same
     way (Linux); off, and for other hosts, over the connection."""
     heartbeat_ms: int = 500
     """Interval of heartbeats on exchanges and session streams."""
-    silence_ms: int = 2000
+    peer_timeout_ms: int = 2000
     """A drafter that was silent for this long is lost."""
     router_silence_ms: int = 10000
     """A router that was silent for this long is lost, and its sessions with it; longer than for
@@ -146,9 +146,9 @@ class VerifierConfig:
     health says NOT_SERVING, sessions fail with ENGINE_STALLED, and the process ends with status 3
     so that it is started again. Loading, compilation and graph capture do not count, and each layer
     of a forward counts as progress. 0 watches nothing."""
-    hello_s: float = 5.0
+    handshake_timeout_s: float = 5.0
     """How long a new exchange connection may take to say hello."""
-    drain_s: float = 20.0
+    drain_timeout_s: float = 20.0
     """After SIGTERM, how long running sessions may take to finish."""
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 takes a free one, -1 serves none."""
@@ -171,7 +171,7 @@ class VerifierConfig:
     """Limits of computing the masks of a session with a structured output."""
     tracing: TracingConfig = field(default_factory=TracingConfig)
     """Spans of requests, for OpenTelemetry."""
-    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
+    log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
     """Level of the log on stderr."""
 
     def __post_init__(self) -> None:
@@ -181,8 +181,8 @@ class VerifierConfig:
             "max_sessions",
             "max_tree_nodes",
             "decode_tokens_per_round",
-            "inbox_per_session",
-            "inbox_mb",
+            "max_proposals_per_session",
+            "proposal_memory_mb",
             "drafter_queue_mb",
             "heartbeat_ms",
         ):
@@ -196,7 +196,7 @@ class VerifierConfig:
             "max_preemptions",
             "swap_space_gb",
             "feature_budget_mb",
-            "drain_s",
+            "drain_timeout_s",
             "stall_s",
             "bench_round_ms",
             "bench_row_us",
@@ -205,50 +205,54 @@ class VerifierConfig:
         check_level(self.log_level)
         self._check_drafting()
         self.tls.for_fleet()
-        check_request(self.awake_cores, self.device)
-        _require(self.gather_ms == AUTOMATIC or self.gather_ms >= 0, "gather_ms must be -1 or >= 0")
-        _require(self.prompt_stretch >= 1.0, "prompt_stretch must be at least 1")
-        _require(self.aging_s > 0.0, "aging_s must be positive")
+        check_request(self.busy_polling_cores, self.device)
+        _require(
+            self.batch_wait_ms == AUTOMATIC or self.batch_wait_ms >= 0,
+            "batch_wait_ms must be -1 or >= 0",
+        )
+        _require(self.max_prefill_slowdown >= 1.0, "max_prefill_slowdown must be at least 1")
+        _require(self.priority_aging_s > 0.0, "priority_aging_s must be positive")
         _require(0.0 <= self.kv_watermark < 1.0, "kv_watermark must be in [0, 1)")
         _require(
-            self.preemption in PREEMPTIONS, f"preemption must be one of {', '.join(PREEMPTIONS)}"
+            self.preemption in PREEMPTION_MODES,
+            f"preemption must be one of {', '.join(PREEMPTION_MODES)}",
         )
         _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction must be in (0, 1]")
-        _require(self.hello_s > 0.0, "hello_s must be positive")
+        _require(self.handshake_timeout_s > 0.0, "handshake_timeout_s must be positive")
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
-        for name in ("silence_ms", "router_silence_ms"):
+        for name in ("peer_timeout_ms", "router_silence_ms"):
             _require(getattr(self, name) > self.heartbeat_ms, f"{name} must exceed heartbeat_ms")
         _require(bool(self.verifier_id), "verifier_id must not be empty")
         _require(self.planner in PLANNERS, f"planner must be one of {', '.join(PLANNERS)}")
 
     @property
-    def on_cuda(self) -> bool:
+    def is_on_cuda(self) -> bool:
         """Whether the target computes on a CUDA device; else on cores that drafters share."""
         return self.device.startswith("cuda")
 
     @property
-    def gather_s(self) -> float:
-        """`gather_ms` in seconds, with the automatic value resolved where that is a time."""
-        if self.gather_ms != AUTOMATIC:
-            return self.gather_ms / 1000.0
-        return CUDA_GATHER_S if self.on_cuda else 0.0
+    def batch_wait_s(self) -> float:
+        """`batch_wait_ms` in seconds, with the automatic value resolved where that is a time."""
+        if self.batch_wait_ms != AUTOMATIC:
+            return self.batch_wait_ms / 1000.0
+        return CUDA_GATHER_S if self.is_on_cuda else 0.0
 
     @property
-    def gather_rounds(self) -> float:
+    def batch_wait_rounds(self) -> float:
         """The automatic value where that is a number of rounds; 0: it is a time."""
-        automatic = self.gather_ms == AUTOMATIC and not self.on_cuda
+        automatic = self.batch_wait_ms == AUTOMATIC and not self.is_on_cuda
         return CPU_GATHER_ROUNDS if automatic else 0.0
 
     @property
-    def ceiling_s(self) -> float:
+    def max_proposal_wait_s(self) -> float:
         """The longest wait for a proposal where the planner chooses it, unless two rounds take
         longer: what a stopped drafter costs."""
-        return CUDA_CEILING_S if self.on_cuda else CPU_CEILING_S
+        return CUDA_CEILING_S if self.is_on_cuda else CPU_CEILING_S
 
     @property
-    def prefill_tokens(self) -> int:
+    def resolved_prefill_tokens(self) -> int:
         """`prefill_tokens_per_round` with the automatic value resolved."""
-        automatic = CUDA_PREFILL if self.on_cuda else CPU_PREFILL
+        automatic = CUDA_PREFILL if self.is_on_cuda else CPU_PREFILL
         return self.prefill_tokens_per_round or automatic
 
     @property
@@ -257,12 +261,12 @@ class VerifierConfig:
         return TensorDtype(self.dtype)
 
     @property
-    def way_back(self) -> PreemptionMode | None:
+    def preemption_mode(self) -> PreemptionMode | None:
         """How preempted sessions get their K/V back; None: as `preemption` says of auto."""
         return None if self.preemption == AUTOMATIC_PREEMPTION else PreemptionMode(self.preemption)
 
     @property
-    def drafts_itself(self) -> bool:
+    def has_in_process_drafter(self) -> bool:
         """Whether a head drafts in this process."""
         return self.placement != SEPARATE
 
@@ -275,19 +279,19 @@ class VerifierConfig:
         placements = ", ".join(PLACEMENTS)
         _require(self.placement in PLACEMENTS, f"placement must be one of {placements}")
         _require(
-            1 <= self.draft_length <= MAX_OWN_DRAFT_LENGTH,
-            f"draft_length must be in [1, {MAX_OWN_DRAFT_LENGTH}]",
+            1 <= self.draft_length <= MAX_IN_PROCESS_DRAFT_LENGTH,
+            f"draft_length must be in [1, {MAX_IN_PROCESS_DRAFT_LENGTH}]",
         )
         _require(
-            1 <= self.draft_topk <= MAX_DRAFT_TOP_K,
-            f"draft_topk must be in [1, {MAX_DRAFT_TOP_K}]",
+            1 <= self.draft_top_k <= MAX_DRAFT_TOP_K,
+            f"draft_top_k must be in [1, {MAX_DRAFT_TOP_K}]",
         )
         _require(
-            self.draft_topk == 1 or not self.simulated_acceptance,
-            "simulated_acceptance is for chains: draft_topk must be 1",
+            self.draft_top_k == 1 or not self.simulated_acceptance,
+            "simulated_acceptance is for chains: draft_top_k must be 1",
         )
-        if self.drafts_itself:
-            _require(bool(self.features_from), f"{self.placement} needs `features_from`, a head")
+        if self.has_in_process_drafter:
+            _require(bool(self.feature_head), f"{self.placement} needs `feature_head`, a head")
             _require(
                 self.draft_length <= self.max_tree_nodes,
                 "draft_length must not be greater than max_tree_nodes",

@@ -24,7 +24,7 @@ from outrider.client.local.model_files import DEFAULT_MODEL, find_model
 from outrider.errors import InvalidRequestError
 from outrider.text.tokenizer import Tokenizer
 from outrider_bench.environment import describe
-from outrider_bench.report import finish, say, table
+from outrider_bench.report import format_table, print_progress, print_result
 
 FRONTS = GRPC, HTTP = ("grpc", "http")
 READY_S = 60.0
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="events a second that the verifier emits while all sessions are open",
     )
     add(
-        "--lanes",
+        "--shared-memory",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="the verifier's events reach the router without the network",
@@ -71,16 +71,20 @@ def run(args: argparse.Namespace) -> None:
         raise InvalidRequestError(f"--fronts is of {', '.join(FRONTS)}", reason="INVALID_FLAG")
     rates = [float(rate) for rate in args.rates.split(",")]
     for rate, front in ((rate, front) for rate in rates for front in fronts):
-        say(f"{rate:g} events/s offered to {args.sessions} streams over {front}")
+        print_progress(f"{rate:g} events/s offered to {args.sessions} streams over {front}")
         cells.append({"front": front, **_cell(args, str(model), vocab_size, rate, front)})
-        say(json.dumps(cells[-1]))
+        print_progress(json.dumps(cells[-1]))
     headers = list(cells[0])
-    print(table(headers, [list(cell.values()) for cell in cells]))
+    print(format_table(headers, [list(cell.values()) for cell in cells]))
     result: dict[str, object] = {"benchmark": "events", **describe(), "sessions": args.sessions}
-    result |= {"clients": args.clients, "tokens_per_event": args.tokens, "lanes": args.lanes}
+    result |= {
+        "clients": args.clients,
+        "tokens_per_event": args.tokens,
+        "shared_memory": args.shared_memory,
+    }
     result["cells"] = cells
     result["events_per_core_s"] = max(cell["events_per_core_s"] for cell in cells)
-    finish(args, result)
+    print_result(args, result)
 
 
 def _cell(
@@ -96,7 +100,7 @@ def _cell(
         verifier.start()
         router_args = ["--model", model, "--verifier", verifier.wait_ready(READY_S)]
         router_args += ["--log-level", "WARNING", "--http", "127.0.0.1:0"]
-        router_args += ["--lanes" if args.lanes else "--no-lanes"]
+        router_args += ["--shared-memory" if args.shared_memory else "--no-shared-memory"]
         router = ChildProcess("router", "outrider_router", router_args)
         stack.callback(router.close)
         router.start()

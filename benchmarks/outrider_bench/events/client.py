@@ -15,7 +15,7 @@ import time
 from functools import partial
 
 from outrider.client import AsyncClient, RetryPolicy
-from outrider.process_tuning import run
+from outrider.process_tuning import run_event_loop
 
 
 class Received:
@@ -82,7 +82,7 @@ def main() -> None:
     target.add_argument("--http")
     parser.add_argument("--sessions", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
-    run(serve(parser.parse_args()))
+    run_event_loop(serve(parser.parse_args()))
 
 
 if __name__ == "__main__":

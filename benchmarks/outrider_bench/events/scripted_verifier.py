@@ -15,8 +15,8 @@ import numpy as np
 
 from outrider.errors import InvalidMessageError, UnavailableError
 from outrider.ids import SessionId, VerifierId
-from outrider.process_tuning import run
-from outrider.spec.plan import Plan
+from outrider.process_tuning import run_event_loop
+from outrider.spec.plan import SpeculationPlan
 from outrider.text.tokenizer import tokenizer_hash
 from outrider.transport.grpc import GrpcConfig, GrpcServer, verifier_services
 from outrider.transport.interface import RouterConnection, ServingConnection, VerifierConnection
@@ -118,7 +118,7 @@ class ScriptedVerifier(SessionIterators):
         """Not served within the process."""
         raise UnavailableError("only routers are served", reason="UNIMPLEMENTED")
 
-    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         """Nothing to do."""
 
     async def close_session(self, session_id: SessionId) -> None:
@@ -137,7 +137,7 @@ async def serve(args: argparse.Namespace) -> None:
         tokenizer=tokenizer_hash(args.model),
         vocab_size=args.vocab_size,
     )
-    server = GrpcServer(args.listen, verifier_services(verifier, GrpcConfig(lanes=True)))
+    server = GrpcServer(args.listen, verifier_services(verifier, GrpcConfig(shm_channels=True)))
     address = await server.start()
     sys.stdout.write(json.dumps({"event": "ready", "address": address}) + "\n")
     sys.stdout.flush()
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--interval", type=float, required=True)
     parser.add_argument("--tokens", type=int, required=True)
-    run(serve(parser.parse_args()))
+    run_event_loop(serve(parser.parse_args()))
 
 
 if __name__ == "__main__":

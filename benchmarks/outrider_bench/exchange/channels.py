@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from outrider.process_tuning import keep_freed_memory
 from outrider.spec.tree import DraftTree
-from outrider.transport.pollable_queue import Letterbox
-from outrider.transport.shm import Frame, Lane, LaneListener, join_lane
+from outrider.transport.pollable_queue import WakeupQueue
+from outrider.transport.shm import Frame, ShmChannel, ShmListener, join_channel
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.limits import MAX_MESSAGE_BYTES
-from outrider.wire.messages import Encoded, LaneOffer, Proposal, Proposals, Verdicts
+from outrider.wire.messages import EncodedMessage, Proposal, Proposals, ShmOffer, Verdicts
 
 ROWS = 4
 """Tokens and features of a session in a round."""
@@ -36,7 +36,7 @@ _OPTIONS = [
 _WAIT_S = 30.0
 
 
-class Channel(Protocol):
+class BenchChannel(Protocol):
     """Frames between two working threads."""
 
     def send(self, frame: Frame) -> None:
@@ -48,7 +48,7 @@ class Channel(Protocol):
         ...
 
 
-def answer(channel: Channel) -> None:
+def answer_rounds(channel: BenchChannel) -> None:
     """The drafter's working thread: a chain of four for every session, for ever."""
     keep_freed_memory()
     made: dict[int, Proposals] = {}
@@ -58,7 +58,7 @@ def answer(channel: Channel) -> None:
         count = len(told)
         if count not in made:
             tree = DraftTree.chain(np.arange(ROWS, dtype=np.int32))
-            made[count] = Proposals.of(
+            made[count] = Proposals.of_proposals(
                 [
                     Proposal(handle=handle, prefix_digest=handle, prefix_len=9, tree=tree)
                     for handle in range(count)
@@ -68,7 +68,7 @@ def answer(channel: Channel) -> None:
 
 
 def _joined(frame: Frame) -> bytes:
-    return frame.data if isinstance(frame, Encoded) else frame
+    return frame.data if isinstance(frame, EncodedMessage) else frame
 
 
 class LoopChannel:
@@ -149,35 +149,35 @@ class SocketChannel:
         return bytes(data)
 
 
-class LaneChannel:
+class ShmBenchChannel:
     """The working thread reads and writes a lane."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._letterbox: Letterbox[None] = Letterbox()
+    def __init__(self, shm_channel: ShmChannel) -> None:
+        self._shm_channel = shm_channel
+        self._wakeup_queue: WakeupQueue[None] = WakeupQueue()
         self._frames: list[bytes | memoryview] = []
 
     def send(self, frame: Frame) -> None:
-        self._lane.send(frame)
+        self._shm_channel.send(frame)
 
     def receive(self) -> bytes | memoryview:
         while not self._frames:
-            if not self._letterbox.wait(_WAIT_S, [self._lane.fileno()]):
+            if not self._wakeup_queue.wait_ready(_WAIT_S, [self._shm_channel.fileno()]):
                 raise TimeoutError("no frame came by the lane")
-            self._frames = self._lane.borrow()
+            self._frames = self._shm_channel.receive_views()
         return self._frames.pop(0)
 
 
-class PlacedChannel(LaneChannel):
+class InPlaceShmBenchChannel(ShmBenchChannel):
     """The same, of features that a device has put into the lane's memory."""
 
-    def __init__(self, lane: Lane) -> None:
-        super().__init__(lane)
-        lane.open_for(lambda memory: True)
+    def __init__(self, shm_channel: ShmChannel) -> None:
+        super().__init__(shm_channel)
+        shm_channel.allow_reservations(lambda memory: True)
 
     def reserve(self, size: int) -> NDArray[np.uint8] | None:
         """See `Lane.reserve`."""
-        return self._lane.reserve(size)
+        return self._shm_channel.reserve_frame(size)
 
 
 class LoopSocket:
@@ -210,7 +210,7 @@ def _serve_aio(address: str) -> None:
     async def serve() -> None:
         async def exchange(_requests: object, context: Any) -> None:
             channel = LoopChannel(asyncio.get_running_loop())
-            threading.Thread(target=answer, args=(channel,), daemon=True).start()
+            threading.Thread(target=answer_rounds, args=(channel,), daemon=True).start()
             await channel.serve(context)
 
         handlers: dict[str, Any] = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
@@ -227,7 +227,7 @@ def _serve_grpc(address: str) -> None:
     def exchange(requests: Iterator[bytes], _context: object) -> Iterator[bytes]:
         channel = StreamChannel()
         channel.incoming = requests
-        threading.Thread(target=answer, args=(channel,), daemon=True).start()
+        threading.Thread(target=answer_rounds, args=(channel,), daemon=True).start()
         yield from channel.outgoing()
 
     handlers: dict[str, Any] = {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)}
@@ -248,34 +248,34 @@ def _accepted(address: str) -> socket.socket:
 
 
 def _serve_socket(address: str) -> None:
-    answer(SocketChannel(_accepted(address)))
+    answer_rounds(SocketChannel(_accepted(address)))
 
 
 def _serve_socket_aio(address: str) -> None:
     async def serve(connected: socket.socket) -> None:
         channel = LoopChannel(asyncio.get_running_loop())
-        threading.Thread(target=answer, args=(channel,), daemon=True).start()
+        threading.Thread(target=answer_rounds, args=(channel,), daemon=True).start()
         await channel.serve(LoopSocket(connected))
 
     asyncio.run(serve(_accepted(address)))
 
 
-def _serve_lane(address: str) -> None:
-    async def join() -> Lane:
-        listener = LaneListener()
-        offer = listener.offer()
+def _serve_shm(address: str) -> None:
+    async def join() -> ShmChannel:
+        listener = ShmListener()
+        offer = listener.make_offer()
         written = Path(f"{address}.new")
         written.write_text(f"{offer.name} {offer.token.hex()}")
         written.rename(address)
         try:
-            return await listener.joined(offer)
+            return await listener.wait_joined(offer)
         finally:
             listener.close()
 
-    answer(LaneChannel(asyncio.run(join())))
+    answer_rounds(ShmBenchChannel(asyncio.run(join())))
 
 
-def _through_aio(address: str, work: Callable[[Channel], None]) -> None:
+def _through_aio(address: str, work: Callable[[BenchChannel], None]) -> None:
     async def run() -> None:
         async with grpc.aio.insecure_channel(address, options=_OPTIONS) as remote:
             await asyncio.wait_for(remote.channel_ready(), _WAIT_S)
@@ -290,7 +290,7 @@ def _through_aio(address: str, work: Callable[[Channel], None]) -> None:
     asyncio.run(run())
 
 
-def _through_grpc(address: str, work: Callable[[Channel], None]) -> None:
+def _through_grpc(address: str, work: Callable[[BenchChannel], None]) -> None:
     with grpc.insecure_channel(address, options=_OPTIONS) as remote:
         grpc.channel_ready_future(remote).result(_WAIT_S)
         channel = StreamChannel()
@@ -307,18 +307,18 @@ def _await_file(address: str) -> None:
         time.sleep(0.01)
 
 
-def _through_lane(
+def _connect_shm(
     address: str,
-    work: Callable[[Channel], None],
-    channel: Callable[[Lane], Channel] = LaneChannel,
+    work: Callable[[BenchChannel], None],
+    channel: Callable[[ShmChannel], BenchChannel] = ShmBenchChannel,
 ) -> None:
     _await_file(address)
     name, token = Path(address).read_text().split()
-    lane = join_lane(LaneOffer(name=name, token=bytes.fromhex(token)))
+    shm_channel = join_channel(ShmOffer(name=name, token=bytes.fromhex(token)))
     try:
-        work(channel(lane))
+        work(channel(shm_channel))
     finally:
-        lane.close()
+        shm_channel.close()
 
 
 def _connect(address: str) -> socket.socket:
@@ -328,12 +328,12 @@ def _connect(address: str) -> socket.socket:
     return connected
 
 
-def _through_socket(address: str, work: Callable[[Channel], None]) -> None:
+def _through_socket(address: str, work: Callable[[BenchChannel], None]) -> None:
     with _connect(address) as connected:
         work(SocketChannel(connected))
 
 
-def _through_socket_aio(address: str, work: Callable[[Channel], None]) -> None:
+def _through_socket_aio(address: str, work: Callable[[BenchChannel], None]) -> None:
     async def run(connected: socket.socket) -> None:
         channel = LoopChannel(asyncio.get_running_loop())
         serving = asyncio.ensure_future(channel.serve(LoopSocket(connected)))
@@ -345,10 +345,12 @@ def _through_socket_aio(address: str, work: Callable[[Channel], None]) -> None:
         asyncio.run(run(connected))
 
 
-WAYS: dict[str, tuple[Callable[[str], None], Callable[[str, Callable[[Channel], None]], None]]] = {
+TRANSPORTS: dict[
+    str, tuple[Callable[[str], None], Callable[[str, Callable[[BenchChannel], None]], None]]
+] = {
     "grpc.aio": (_serve_aio, _through_aio),
-    "lane": (_serve_lane, _through_lane),
-    "lane.placed": (_serve_lane, partial(_through_lane, channel=PlacedChannel)),
+    "shm": (_serve_shm, _connect_shm),
+    "lane.placed": (_serve_shm, partial(_connect_shm, channel=InPlaceShmBenchChannel)),
     "grpc": (_serve_grpc, _through_grpc),
     "socket.aio": (_serve_socket_aio, _through_socket_aio),
     "socket": (_serve_socket, _through_socket),

@@ -1,4 +1,4 @@
-"""Round trips of the exchange between two processes, without models, by way of transport.
+"""Round trips of the exchange between two processes, without models, by transport of transport.
 
 A working thread encodes a round's verdicts, the other process's working thread decodes them and
 answers with proposals, which the first one decodes: what a round waits for beside the models.
@@ -22,13 +22,13 @@ import numpy as np
 from outrider.process_tuning import keep_freed_memory
 from outrider.wire.codec import decode_drafter_messages, encode_verdicts
 from outrider.wire.messages import (
-    Encoded,
+    EncodedMessage,
     FeatureRows,
     Proposals,
     TensorDtype,
     Verdicts,
 )
-from outrider_bench.exchange.channels import ROWS, WAYS, Channel, PlacedChannel
+from outrider_bench.exchange.channels import ROWS, TRANSPORTS, BenchChannel, InPlaceShmBenchChannel
 
 WIDTH = 4096
 
@@ -49,20 +49,20 @@ def verdicts(sessions: int) -> Verdicts:
         feature_starts=counts * 9,
         feature_counts=counts,
         draft_wanted=np.ones(sessions, dtype=np.bool_),
-        features=FeatureRows(dtype=TensorDtype.BFLOAT16, pieces=pieces),
+        features=FeatureRows(dtype=TensorDtype.BFLOAT16, segments=pieces),
     )
 
 
-def measure(channel: Channel, sessions: int, *, rounds: int, idle_s: float) -> list[float]:
+def measure(channel: BenchChannel, sessions: int, *, rounds: int, idle_s: float) -> list[float]:
     """The verifier's working thread: microseconds of each round trip."""
     keep_freed_memory()
     told = verdicts(sessions)
     taken: list[float] = []
     for _ in range(rounds):
         time.sleep(idle_s)
-        round_told = _placed(told, channel)
+        round_told = _in_shm(told, channel)
         began = time.perf_counter()
-        channel.send(Encoded(encode_verdicts(round_told)))
+        channel.send(EncodedMessage(encode_verdicts(round_told)))
         del round_told
         (drafts,) = decode_drafter_messages(channel.receive())
         taken.append((time.perf_counter() - began) * 1e6)
@@ -70,18 +70,18 @@ def measure(channel: Channel, sessions: int, *, rounds: int, idle_s: float) -> l
     return taken[rounds // 10 :]
 
 
-def _placed(told: Verdicts, channel: Channel) -> Verdicts:
-    """The same with its features where they are sent from, if the way has such places: there a
-    device would have put them."""
+def _in_shm(told: Verdicts, channel: BenchChannel) -> Verdicts:
+    """The same with its features where they are sent from, if the transport has such places: there
+    a device would have put them."""
     features = told.features
-    if not isinstance(channel, PlacedChannel) or features is None:
+    if not isinstance(channel, InPlaceShmBenchChannel) or features is None:
         return told
     place = channel.reserve(features.nbytes)
     if place is None:
         return told
     rows = place.view(np.uint16).reshape(features.count, features.width)
-    np.concatenate(features.pieces, out=rows)
-    return replace(told, features=replace(features, pieces=(rows,)))
+    np.concatenate(features.segments, out=rows)
+    return replace(told, features=replace(features, segments=(rows,)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", default="1,64", help="sessions a round, several with commas")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--idle-ms", default="0,4", help="pauses before a round, with commas")
-    parser.add_argument("--ways", default=",".join(WAYS), help="ways of transport, with commas")
+    parser.add_argument(
+        "--transports", default=",".join(TRANSPORTS), help="transports, with commas"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -100,26 +102,28 @@ def run(args: argparse.Namespace) -> None:
         for idle in args.idle_ms.split(",")
     ]
     titles = [f"{sessions} sessions, idle {idle:g} ms" for sessions, idle in cases]
-    print("| way | " + " | ".join(titles) + " |")
+    print("| transport | " + " | ".join(titles) + " |")
     print("|---|" + "---|" * len(cases))
-    for way in args.ways.split(","):
-        medians = [f"{np.median(taken):.0f}" for taken in run_way(way, cases, args.rounds)]
-        print(f"| {way} | " + " | ".join(medians) + " |")
+    for transport in args.transports.split(","):
+        medians = [
+            f"{np.median(taken):.0f}" for taken in run_transport(transport, cases, args.rounds)
+        ]
+        print(f"| {transport} | " + " | ".join(medians) + " |")
 
 
-def run_way(way: str, cases: list[tuple[int, float]], rounds: int) -> list[list[float]]:
+def run_transport(transport: str, cases: list[tuple[int, float]], rounds: int) -> list[list[float]]:
     """Round trips of every (sessions, idle ms), microseconds, in a process pair of their own."""
-    serve, through = WAYS[way]
+    serve, through = TRANSPORTS[transport]
     results: list[list[float]] = []
 
-    def work(channel: Channel) -> None:
+    def work(channel: BenchChannel) -> None:
         for sessions, idle_ms in cases:
             measure(channel, sessions, rounds=20, idle_s=0.0)
             results.append(measure(channel, sessions, rounds=rounds, idle_s=idle_ms / 1e3))
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "bench.sock")
-        address = f"unix:{path}" if way.startswith("grpc") else path
+        address = f"unix:{path}" if transport.startswith("grpc") else path
         drafter = multiprocessing.get_context("spawn").Process(
             target=serve, args=(address,), daemon=True
         )

@@ -14,14 +14,14 @@ from outrider.client.local.cluster import LocalCluster
 from outrider_bench.environment import describe
 from outrider_bench.models import add_model_arguments, local_config
 from outrider_bench.prompts import BenchPrompt, load_prompts
-from outrider_bench.report import finish, say
+from outrider_bench.report import print_progress, print_result
 
 SETTLE_S = 5.0
 """What is still held this long after the last stream counts as leaked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamResult:
+class LoadedStream:
     """One stream: how it ended and when its tokens came."""
 
     code: str
@@ -42,13 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Measure and report."""
     prompts = load_prompts(args.prompts, args.limit)
-    say(f"{args.streams} streams, room for all")
+    print_progress(f"{args.streams} streams, room for all")
     wide = _burst(args, prompts, max_sessions=args.streams, queue_limit=args.streams)
-    say(f"{args.streams} streams, {args.short_sessions} sessions, queue of {args.short_queue}")
+    print_progress(
+        f"{args.streams} streams, {args.short_sessions} sessions, queue of {args.short_queue}"
+    )
     short = _burst(args, prompts, max_sessions=args.short_sessions, queue_limit=args.short_queue)
     result = {"benchmark": "load", **describe(), "streams": args.streams}
     result |= {"max_tokens": args.max_tokens, "room_for_all": wide, "short_queue": short}
-    finish(args, result)
+    print_result(args, result)
 
 
 def _burst(
@@ -61,13 +63,13 @@ def _burst(
         with Client(cluster.address, timeout_s=900.0, retry=retry) as client:
             began = time.perf_counter()
 
-            def one(index: int) -> StreamResult:
+            def one(index: int) -> LoadedStream:
                 return _stream(client, prompts[index % len(prompts)], args.max_tokens)
 
             with concurrent.futures.ThreadPoolExecutor(args.streams) as pool:
                 results = list(pool.map(one, range(args.streams)))
             seconds = time.perf_counter() - began
-            idle = _settled(client)
+            idle = _wait_idle(client)
     done = [result for result in results if result.code == "OK"]
     first = sorted(result.first_token_s for result in done)
     return {
@@ -83,7 +85,7 @@ def _burst(
     }
 
 
-def _settled(client: Client) -> ServerInfo:
+def _wait_idle(client: Client) -> ServerInfo:
     """The fleet once it holds nothing; the router looks at its verifiers every half second."""
     deadline = time.monotonic() + SETTLE_S
     while True:
@@ -93,7 +95,7 @@ def _settled(client: Client) -> ServerInfo:
         time.sleep(0.1)
 
 
-def _stream(client: Client, prompt: BenchPrompt, max_tokens: int) -> StreamResult:
+def _stream(client: Client, prompt: BenchPrompt, max_tokens: int) -> LoadedStream:
     began = time.perf_counter()
     first, tokens = 0.0, 0
     try:
@@ -105,6 +107,6 @@ def _stream(client: Client, prompt: BenchPrompt, max_tokens: int) -> StreamResul
                 tokens += len(delta.token_ids)
     except OutriderError as error:
         total_s = time.perf_counter() - began
-        return StreamResult(code=error.code, tokens=tokens, first_token_s=first, total_s=total_s)
+        return LoadedStream(code=error.code, tokens=tokens, first_token_s=first, total_s=total_s)
     total_s = time.perf_counter() - began
-    return StreamResult(code="OK", tokens=tokens, first_token_s=first, total_s=total_s)
+    return LoadedStream(code="OK", tokens=tokens, first_token_s=first, total_s=total_s)

@@ -33,13 +33,13 @@ from outrider.client.local.model_files import find_model
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
 from outrider.ids import SessionId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import SessionSpec
 from outrider_bench.environment import describe
 from outrider_bench.gpu.support.random_model import TINY, random_target
 from outrider_bench.models import add_input_arguments
-from outrider_bench.report import finish, percentiles, say
+from outrider_bench.report import percentiles, print_progress, print_result
 
 BLOCK: Final = 16
 NODES: Final = 8
@@ -51,7 +51,7 @@ PAUSE_S: Final = 0.05
 SHARE: Final = 4
 """The crowd needs so many times the blocks that there are."""
 PARTS: Final = ("crowd", "urgent", "at_once")
-WAYS: Final[dict[str, dict[str, object]]] = {
+CONFIGURATIONS: Final[dict[str, dict[str, object]]] = {
     "waiting": {"max_preemptions": 0},
     "preemption": {},
     "swap": {"preemption": "swap"},
@@ -60,7 +60,7 @@ WAYS: Final[dict[str, dict[str, object]]] = {
 
 
 @dataclass(slots=True)
-class Answer:
+class PreemptedAnswer:
     """What a session got, and when (seconds since it was opened)."""
 
     tokens: list[int] = field(default_factory=list)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
     parts = dict(zip(PARTS, (_crowd, _urgent, _at_once), strict=True))
     for name in args.parts:
         result[name] = asyncio.run(parts[name](args))
-    finish(args, result)
+    print_result(args, result)
 
 
 # ---- serving -------------------------------------------------------------------------------------
@@ -133,13 +133,15 @@ def _spec(args: argparse.Namespace, number: int, max_new_tokens: int, name: str)
         max_new_tokens=max_new_tokens,
         stop_token_ids=(),
         sampling=SamplingParams(),
-        plan=Plan(),
+        plan=SpeculationPlan(),
     )
 
 
-async def _answer(service: VerifierService, spec: SessionSpec, leave_at: int = 0) -> Answer:
+async def _answer(
+    service: VerifierService, spec: SessionSpec, leave_at: int = 0
+) -> PreemptedAnswer:
     """Serve a session; `leave_at`: tokens after which its client leaves, if not 0."""
-    answer, began = Answer(), time.perf_counter()
+    answer, began = PreemptedAnswer(), time.perf_counter()
     async with aclosing(service.open_session(spec)) as events:
         async for event in events:
             if event.tokens and not answer.tokens:
@@ -172,11 +174,11 @@ def _preemptions(service: VerifierService) -> dict[str, int]:
 async def _crowd(args: argparse.Namespace) -> dict[str, object]:
     specs = _answers(args)
     blocks = _blocks_of(specs)
-    say(f"{len(specs)} sessions with all {blocks} blocks that they need")
+    print_progress(f"{len(specs)} sessions with all {blocks} blocks that they need")
     calm, figures = await _all(args, specs, blocks + len(specs), {"max_preemptions": 0})
     found: dict[str, object] = {"blocks": blocks // SHARE, "calm": figures}
-    for way, settings in WAYS.items():
-        say(f"{len(specs)} sessions with {blocks // SHARE} blocks: {way}")
+    for way, settings in CONFIGURATIONS.items():
+        print_progress(f"{len(specs)} sessions with {blocks // SHARE} blocks: {way}")
         answers, figures = await _all(args, specs, blocks // SHARE, settings)
         changed = sum(a.tokens != b.tokens for a, b in zip(answers, calm, strict=True))
         found[way] = figures | {"texts_changed": changed}
@@ -185,7 +187,7 @@ async def _crowd(args: argparse.Namespace) -> dict[str, object]:
 
 async def _all(
     args: argparse.Namespace, specs: list[SessionSpec], blocks: int, settings: dict[str, object]
-) -> tuple[list[Answer], dict[str, object]]:
+) -> tuple[list[PreemptedAnswer], dict[str, object]]:
     async with _serving(args, blocks, **settings) as service:
         await _answer(service, _spec(args, 0, 4, "warm up "))
         most = _noting_preemptions(service)
@@ -228,7 +230,7 @@ async def _urgent(args: argparse.Namespace) -> dict[str, object]:
     found: dict[str, object] = {"blocks": blocks}
     medians: list[dict[str, float]] = []
     for name, crowd in (("alone", 0), ("in_the_crowd", args.sessions)):
-        say(f"{args.urgent} sessions of a higher priority, {name}")
+        print_progress(f"{args.urgent} sessions of a higher priority, {name}")
         async with _serving(args, blocks) as service:
             async with _busy(args, service, crowd):
                 times = await _first_tokens(args, service)
@@ -286,8 +288,11 @@ async def _at_once(args: argparse.Namespace) -> dict[str, object]:
     blocks = 4 * -(-(args.prompt_tokens + args.budget + slack) // BLOCK) + 4
     found: dict[str, object] = {"blocks": blocks}
     mean: dict[str, float] = {}
-    for way, settings in (("reservation", WAYS["waiting"]), ("on_demand", WAYS["preemption"])):
-        say(f"answers of 100 to 200 of {args.budget} tokens, {blocks} blocks: {way}")
+    for way, settings in (
+        ("reservation", CONFIGURATIONS["waiting"]),
+        ("on_demand", CONFIGURATIONS["preemption"]),
+    ):
+        print_progress(f"answers of 100 to 200 of {args.budget} tokens, {blocks} blocks: {way}")
         async with _serving(args, blocks, **settings) as service:
             rng = np.random.default_rng(3)
             tasks = [

@@ -19,40 +19,46 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from outrider.client import Client, OutriderError, user
-from outrider.client.flags import at_least
+from outrider.client.flags import integer_at_least
 from outrider.client.local.child_process import ChildProcess
-from outrider.client.local.cluster import START_S, LocalCluster
-from outrider.transport.tls import Role
+from outrider.client.local.cluster import START_TIMEOUT_S, LocalCluster
+from outrider.transport.tls import CertificateRole
 from outrider_bench.environment import describe
-from outrider_bench.faults.repair import put_back, repair, spare_of_each, wait_drafters, wait_idle
-from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.faults.repair import (
+    repair_fleet,
+    restart_process,
+    spare_fleet_config,
+    wait_drafters,
+    wait_idle,
+)
+from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import load_prompts
-from outrider_bench.report import finish, percentiles, say
+from outrider_bench.report import percentiles, print_progress, print_result
 
 BEGUN = 8
 """Tokens that every stream has emitted when the fault comes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RecoveryFault:
     """What is done to which process."""
 
-    victim: Role
+    victim: CertificateRole
     number: signal.Signals
 
 
 FAULTS: Final = {
-    "verifier-killed": Fault(Role.VERIFIER, signal.SIGKILL),
-    "verifier-stopped": Fault(Role.VERIFIER, signal.SIGSTOP),
-    "verifier-drained": Fault(Role.VERIFIER, signal.SIGTERM),
-    "drafter-killed": Fault(Role.DRAFTER, signal.SIGKILL),
-    "drafter-stopped": Fault(Role.DRAFTER, signal.SIGSTOP),
-    "router-killed": Fault(Role.ROUTER, signal.SIGKILL),
+    "verifier-killed": RecoveryFault(CertificateRole.VERIFIER, signal.SIGKILL),
+    "verifier-stopped": RecoveryFault(CertificateRole.VERIFIER, signal.SIGSTOP),
+    "verifier-drained": RecoveryFault(CertificateRole.VERIFIER, signal.SIGTERM),
+    "drafter-killed": RecoveryFault(CertificateRole.DRAFTER, signal.SIGKILL),
+    "drafter-stopped": RecoveryFault(CertificateRole.DRAFTER, signal.SIGSTOP),
+    "router-killed": RecoveryFault(CertificateRole.ROUTER, signal.SIGKILL),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class RecoveredStream:
     """One stream as its client saw it."""
 
     code: str
@@ -74,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--injections", type=int, default=100, help="of each fault; default: 100")
     parser.add_argument(
         "--drafters",
-        type=at_least(2),
+        type=integer_at_least(2),
         default=2,
         help="of the fleet; of more than two, those that were killed start again beside further "
         "injections; default: 2",
@@ -92,20 +98,20 @@ def run(args: argparse.Namespace) -> None:
     config = replace(local_config(args, max_sessions=4 * args.streams), planner="automatic")
     config = replace(config, kv_tokens=args.kv_tokens)
     cases: dict[str, object] = {}
-    with spare_of_each(config, args.drafters) as fleet:
-        lab = _Lab(fleet, args)
+    with spare_fleet_config(config, args.drafters) as fleet:
+        lab = _RecoveryRun(fleet, args)
         for name in names:
             cases[name] = lab.inject(name, FAULTS[name])
-            say(f"{name}: {cases[name]}")
+            print_progress(f"{name}: {cases[name]}")
     result = {"benchmark": "recovery", **describe(), "model": config.model_name}
-    result |= describe_placing(config)
+    result |= describe_placement(config)
     result |= {"planner": config.planner, "drafters": args.drafters}
     result |= {"streams": args.streams, "max_tokens": args.max_tokens}
     result |= {"load_1min": round(os.getloadavg()[0], 1), "calm": lab.calm_pauses, "faults": cases}
-    finish(args, result)
+    print_result(args, result)
 
 
-class _Lab:
+class _RecoveryRun:
     """Runs streams over a fleet, with and without faults."""
 
     def __init__(self, fleet: LocalCluster, args: argparse.Namespace) -> None:
@@ -116,7 +122,7 @@ class _Lab:
         self.calm_pauses = percentiles([seen.pause_s for seen in self._calm])
         """Longest pauses of streams to which nothing happens, seconds."""
 
-    def inject(self, name: str, fault: Fault) -> dict[str, object]:
+    def inject(self, name: str, fault: RecoveryFault) -> dict[str, object]:
         """Cause a fault again and again; what the streams saw."""
         pauses: list[float] = []
         failed: list[str] = []
@@ -135,11 +141,11 @@ class _Lab:
                 for stream, calm in zip(seen, self._calm, strict=True)
                 if stream.code == "OK"
             )
-            say(f"{name} {turn + 1}: longest pause {pauses[-1]:.3f} s")
+            print_progress(f"{name} {turn + 1}: longest pause {pauses[-1]:.3f} s")
             if self._several(fault):
-                put_back(victim)
+                restart_process(victim)
             else:
-                repair(self._fleet, victim)
+                repair_fleet(self._fleet, victim)
         wait_idle(self._fleet)
         return {
             "injections": len(pauses),
@@ -151,19 +157,19 @@ class _Lab:
             "changed_texts": changed,
         }
 
-    def _several(self, fault: Fault) -> bool:
+    def _several(self, fault: RecoveryFault) -> bool:
         """Whether others of its kind go on while one of them starts again."""
-        return fault.victim is Role.DRAFTER and self._args.drafters > 2
+        return fault.victim is CertificateRole.DRAFTER and self._args.drafters > 2
 
-    def _hit(self, victim: ChildProcess, fault: Fault) -> None:
+    def _hit(self, victim: ChildProcess, fault: RecoveryFault) -> None:
         assert victim.pid is not None
         os.kill(victim.pid, fault.number)
-        if fault.victim is Role.ROUTER:
+        if fault.victim is CertificateRole.ROUTER:
             # What a keeper does at once.
             victim.start()
-            victim.wait_ready(START_S)
+            victim.wait_ready(START_TIMEOUT_S)
 
-    def _streams(self, fault: Callable[[], None]) -> list[Seen]:
+    def _streams(self, fault: Callable[[], None]) -> list[RecoveredStream]:
         """Run all streams, and cause the fault when each has begun."""
         begun = threading.Semaphore(0)
         with (
@@ -178,7 +184,7 @@ class _Lab:
             fault()
             return [future.result() for future in futures]
 
-    def _one(self, client: Client, index: int, begun: threading.Semaphore) -> Seen:
+    def _one(self, client: Client, index: int, begun: threading.Semaphore) -> RecoveredStream:
         options = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0.0}
         ids: list[int] = []
         longest, last, code, told, drafted = 0.0, 0.0, "OK", False, 0
@@ -202,4 +208,4 @@ class _Lab:
         finally:
             if not told:
                 begun.release()
-        return Seen(code=code, token_ids=tuple(ids), pause_s=longest, drafted=drafted)
+        return RecoveredStream(code=code, token_ids=tuple(ids), pause_s=longest, drafted=drafted)

@@ -13,33 +13,33 @@ from pathlib import Path
 
 from outrider.client import Client, OutriderError, RetryPolicy
 from outrider.client.local.child_process import ChildProcess
-from outrider.client.local.cluster import START_S, LocalCluster
-from outrider.client.local.config import LocalConfig
+from outrider.client.local.cluster import START_TIMEOUT_S, LocalCluster
+from outrider.client.local.config import LocalFleetConfig
 from outrider.errors import UnavailableError
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 from outrider.wire.inference import ServerInfo
-from outrider_bench.report import say
+from outrider_bench.report import print_progress
 
 
 @contextmanager
-def spare_of_each(config: LocalConfig, drafters: int = 2) -> Iterator[LocalCluster]:
+def spare_fleet_config(config: LocalFleetConfig, drafters: int = 2) -> Iterator[LocalCluster]:
     """Two verifiers, drafters and a router with a journal. Raises UnavailableError."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
         journal = Path(directory) / "journal"
         config = replace(config, verifiers=2, drafters=drafters, journal=journal)
-        with LocalCluster(config, progress=say) as fleet:
+        with LocalCluster(config, progress=print_progress) as fleet:
             wait_idle(fleet)
             yield fleet
 
 
-def repair(fleet: LocalCluster, process: ChildProcess) -> None:
+def repair_fleet(fleet: LocalCluster, process: ChildProcess) -> None:
     """Put back what a fault took."""
-    if put_back(process):
-        process.wait_ready(START_S)
+    if restart_process(process):
+        process.wait_ready(START_TIMEOUT_S)
     wait_idle(fleet)
 
 
-def put_back(process: ChildProcess) -> bool:
+def restart_process(process: ChildProcess) -> bool:
     """Let it go on, or start it again; True if it is starting."""
     if process.pid is not None and process.exit_status is None:
         os.kill(process.pid, signal.SIGCONT)
@@ -53,7 +53,7 @@ def put_back(process: ChildProcess) -> bool:
 def wait_drafters(fleet: LocalCluster, wanted: ChildProcess) -> None:
     """Wait until nothing runs, `wanted` drafts for all verifiers and so does one more drafter, if
     others are still starting or not; UnavailableError if never."""
-    wanted.wait_ready(START_S)
+    wanted.wait_ready(START_TIMEOUT_S)
 
     def holds(info: ServerInfo) -> bool:
         linked = {
@@ -78,7 +78,7 @@ def wait_serving(fleet: LocalCluster) -> None:
 
 
 def _wait(fleet: LocalCluster, holds: Callable[[ServerInfo], bool]) -> None:
-    end = time.monotonic() + START_S
+    end = time.monotonic() + START_TIMEOUT_S
     with Client(fleet.address, timeout_s=5.0, retry=RetryPolicy(max_attempts=1)) as client:
         while not _asked(client, holds):
             if time.monotonic() > end:
@@ -96,8 +96,8 @@ def _asked(client: Client, holds: Callable[[ServerInfo], bool]) -> bool:
 def _serves(fleet: LocalCluster, info: ServerInfo) -> bool:
     links = sum(len(drafter.links) for drafter in info.drafters)
     return (
-        len(info.verifiers) == len(fleet.members[Role.VERIFIER])
-        and len(info.drafters) == len(fleet.members[Role.DRAFTER])
+        len(info.verifiers) == len(fleet.members[CertificateRole.VERIFIER])
+        and len(info.drafters) == len(fleet.members[CertificateRole.DRAFTER])
         and all(verifier.healthy and not verifier.draining for verifier in info.verifiers)
         and all(drafter.healthy for drafter in info.drafters)
         and links == len(info.verifiers) * len(info.drafters)

@@ -27,7 +27,7 @@ def check_proc() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class FleetUsage:
     """One look at a fleet."""
 
     at_s: float
@@ -49,12 +49,12 @@ class Held:
         return not any(counts)
 
 
-def look(cluster: LocalCluster) -> Held:
+def measure_usage(cluster: LocalCluster) -> FleetUsage:
     """The fleet at this moment, as its router sees it; that looks twice a second."""
     with Client(cluster.address) as client:
         info = client.server_info()
     pids = {process.name: process.pid for process in cluster.processes if process.pid is not None}
-    return Held(
+    return FleetUsage(
         at_s=time.monotonic(),
         running=info.running,
         queued=info.queued,
@@ -66,25 +66,25 @@ def look(cluster: LocalCluster) -> Held:
     )
 
 
-def settled(cluster: LocalCluster, *, seconds: float = SETTLE_S) -> Held:
+def wait_idle(cluster: LocalCluster, *, seconds: float = SETTLE_S) -> FleetUsage:
     """The fleet once no request holds anything, or after a while."""
     end = time.monotonic() + seconds
     while True:
-        held = look(cluster)
+        held = measure_usage(cluster)
         if held.idle or time.monotonic() > end:
             return held
         time.sleep(0.2)
 
 
 @dataclass(slots=True, kw_only=True)
-class Course:
+class UsageSeries:
     """Looks at a fleet while it works, and what they say together."""
 
-    looks: list[Held] = field(default_factory=list)
+    looks: list[FleetUsage] = field(default_factory=list)
     done: list[float] = field(default_factory=list)
     """What was done by the time of each look: requests, or minutes."""
 
-    def add(self, held: Held, done: float) -> None:
+    def add(self, held: FleetUsage, done: float) -> None:
         """One more look."""
         self.looks.append(held)
         self.done.append(done)
@@ -106,7 +106,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return float(np.polyfit(np.asarray(x), np.asarray(y), 1)[0])
 
 
-def leaks(before: Held, after: Held) -> dict[str, object]:
+def describe_leaks(before: FleetUsage, after: FleetUsage) -> dict[str, object]:
     """What an idle fleet holds now and should not; empty: nothing.
 
     Descriptors count beyond those of a connection or two, which a look itself needs.

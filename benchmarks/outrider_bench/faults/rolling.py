@@ -20,15 +20,15 @@ from dataclasses import dataclass, field, replace
 
 from outrider.client import AsyncClient, OutriderError, user
 from outrider.client.local.child_process import ChildProcess
-from outrider.client.local.cluster import START_S, LocalCluster
+from outrider.client.local.cluster import START_TIMEOUT_S, LocalCluster
 from outrider.client.options import GenerateOptions
 from outrider.errors import InternalError, UnavailableError
 from outrider.wire.inference import ChatMessage
 from outrider_bench.environment import describe
-from outrider_bench.faults.repair import spare_of_each, wait_idle, wait_serving
-from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.faults.repair import spare_fleet_config, wait_idle, wait_serving
+from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import load_prompts
-from outrider_bench.report import finish, percentiles, say
+from outrider_bench.report import percentiles, print_progress, print_result
 
 ASK_S = 300.0
 """A request that has no answer by then has failed."""
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(slots=True)
-class Heard:
+class RollingResult:
     """What all sessions heard."""
 
     codes: Counter[str] = field(default_factory=Counter)
@@ -57,7 +57,7 @@ class Heard:
     """Longest time without a message, of each answer."""
 
 
-class Sessions:
+class ClosedLoopClients:
     """Closed-loop clients, and the answers that they must hear."""
 
     def __init__(self, address: str, args: argparse.Namespace) -> None:
@@ -66,7 +66,7 @@ class Sessions:
         self._max_tokens = args.max_tokens
         self._calm: list[tuple[int, ...]] = []
         self._over = asyncio.Event()
-        self.heard = Heard()
+        self.heard = RollingResult()
 
     async def listen_in_calm(self) -> None:
         """Hear every answer once, while nothing happens."""
@@ -108,7 +108,7 @@ class Sessions:
                     ids += delta.token_ids
         except OutriderError as error:
             heard.codes[error.code] += 1
-            say(f"FAILED: {type(error).__name__}: {error}")
+            print_progress(f"FAILED: {type(error).__name__}: {error}")
             return
         heard.codes["OK"] += 1
         heard.changed += tuple(ids) != self._calm[case]
@@ -138,19 +138,19 @@ def run(args: argparse.Namespace) -> None:
         local_config(args, max_sessions=args.sessions, queue_limit=4 * args.sessions),
         planner="automatic",
     )
-    with spare_of_each(config) as fleet:
+    with spare_fleet_config(config) as fleet:
         figures = asyncio.run(_measure(fleet, args))
         wait_idle(fleet)
     result = {"benchmark": "rolling", **describe(), "model": config.model_name}
-    result |= {**describe_placing(config), "planner": config.planner}
+    result |= {**describe_placement(config), "planner": config.planner}
     result |= {"load_1min": round(os.getloadavg()[0], 1), **figures}
-    finish(args, result)
+    print_result(args, result)
     if figures["failed"] or figures["changed_texts"]:
         raise InternalError("requests failed, or texts changed", reason="ROLLING_RESTART")
 
 
 async def _measure(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, object]:
-    sessions = Sessions(fleet.address, args)
+    sessions = ClosedLoopClients(fleet.address, args)
     await sessions.listen_in_calm()
     began = time.monotonic()
     asking = asyncio.create_task(sessions.run())
@@ -177,7 +177,7 @@ async def _measure(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, o
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class ProcessRestart:
     """How long one took, seconds."""
 
     ending_s: float
@@ -186,36 +186,36 @@ class Restart:
     """From there until the router sees everybody again."""
 
 
-def _restart_all(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, list[Restart]]:
+def _restart_all(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, list[ProcessRestart]]:
     """Restart every process, one by one, so many times; blocks."""
-    restarts: dict[str, list[Restart]] = {}
+    restarts: dict[str, list[ProcessRestart]] = {}
     for turn in range(args.turns):
         for role, processes in fleet.members.items():
             for process in processes:
                 time.sleep(args.between_s)
                 took = _restart(fleet, process)
-                say(f"turn {turn + 1}: {process.name} {took}")
+                print_progress(f"turn {turn + 1}: {process.name} {took}")
                 restarts.setdefault(role, []).append(took)
     time.sleep(args.between_s)
     return restarts
 
 
-def _restart(fleet: LocalCluster, process: ChildProcess) -> Restart:
+def _restart(fleet: LocalCluster, process: ChildProcess) -> ProcessRestart:
     assert process.pid is not None
     began = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
     while process.exit_status is None:
-        if time.monotonic() - began > START_S:
+        if time.monotonic() - began > START_TIMEOUT_S:
             raise UnavailableError(f"{process.name} does not end", reason="DOES_NOT_END")
         time.sleep(0.01)
     ended = time.monotonic()
     process.start()
-    process.wait_ready(START_S)
+    process.wait_ready(START_TIMEOUT_S)
     wait_serving(fleet)
-    return Restart(round(ended - began, 3), round(time.monotonic() - ended, 3))
+    return ProcessRestart(round(ended - began, 3), round(time.monotonic() - ended, 3))
 
 
-def _summary(times: Sequence[Restart]) -> dict[str, object]:
+def _summary(times: Sequence[ProcessRestart]) -> dict[str, object]:
     return {
         "count": len(times),
         "ending_s": percentiles([one.ending_s for one in times]),

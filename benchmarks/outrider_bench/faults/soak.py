@@ -10,10 +10,16 @@ from collections import Counter
 from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
 from outrider.client.local.cluster import LocalCluster
 from outrider_bench.environment import describe
-from outrider_bench.faults.resource_usage import Course, check_proc, leaks, look, settled
-from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.faults.resource_usage import (
+    UsageSeries,
+    check_proc,
+    describe_leaks,
+    measure_usage,
+    wait_idle,
+)
+from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import load_prompts
-from outrider_bench.report import finish, percentiles, say
+from outrider_bench.report import percentiles, print_progress, print_result
 
 WARM_SHARE = 0.1
 """Of the time, before memory is looked at for the first time."""
@@ -34,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     config = local_config(args, max_sessions=args.streams, queue_limit=args.streams)
     with LocalCluster(config) as cluster:
         figures = asyncio.run(_soak(cluster, args))
-    finish(args, {"benchmark": "soak", **describe(), **describe_placing(config), **figures})
+    print_result(args, {"benchmark": "soak", **describe(), **describe_placement(config), **figures})
 
 
 async def _soak(cluster: LocalCluster, args: argparse.Namespace) -> dict[str, object]:
@@ -63,35 +69,35 @@ async def _soak(cluster: LocalCluster, args: argparse.Namespace) -> dict[str, ob
                 codes[error.code] += 1
             tokens += heard
 
-    before = await asyncio.to_thread(settled, cluster)
+    before = await asyncio.to_thread(wait_idle, cluster)
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
         watching = asyncio.create_task(_watch(cluster, args))
         await asyncio.gather(*(follow(client, number) for number in range(args.streams)))
         watching.cancel()
         course = await watching
-    after = await asyncio.to_thread(settled, cluster)
+    after = await asyncio.to_thread(wait_idle, cluster)
     return {
         "streams": args.streams,
         "minutes": args.minutes,
         "codes": dict(codes),
         "tokens_per_s": round(tokens / (60.0 * args.minutes), 1),
         "first_token_s": percentiles(first_s),
-        "leaks": leaks(before, after),
+        "leaks": describe_leaks(before, after),
         "rss_kb_first": course.looks[0].rss_kb if course.looks else {},
         "rss_kb_last": course.looks[-1].rss_kb if course.looks else {},
         "rss_kb_per_minute_second_half": course.slopes_kb(),
     }
 
 
-async def _watch(cluster: LocalCluster, args: argparse.Namespace) -> Course:
+async def _watch(cluster: LocalCluster, args: argparse.Namespace) -> UsageSeries:
     """Look at the fleet until this is cancelled."""
-    course, began = Course(), time.monotonic()
+    course, began = UsageSeries(), time.monotonic()
     try:
         await asyncio.sleep(60.0 * args.minutes * WARM_SHARE)
         while True:
-            held = await asyncio.to_thread(look, cluster)
+            held = await asyncio.to_thread(measure_usage, cluster)
             course.add(held, (held.at_s - began) / 60.0)
-            say(f"{course.done[-1]:.1f} min: {held}")
+            print_progress(f"{course.done[-1]:.1f} min: {held}")
             await asyncio.sleep(args.look_s)
     except asyncio.CancelledError:
         return course

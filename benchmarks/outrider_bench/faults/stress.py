@@ -18,14 +18,19 @@ import grpc
 from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
 from outrider.client.local.cluster import LocalCluster
 from outrider.client.options import GenerateOptions, make_request
-from outrider.client.rpcs import GENERATE_STREAM, typed
+from outrider.client.rpcs import GENERATE_STREAM, to_typed_error
 from outrider.errors import InternalError
 from outrider.wire.inference import ChatMessage
 from outrider_bench.environment import describe
-from outrider_bench.faults.resource_usage import Course, check_proc, leaks, settled
-from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.faults.resource_usage import (
+    UsageSeries,
+    check_proc,
+    describe_leaks,
+    wait_idle,
+)
+from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import load_prompts
-from outrider_bench.report import finish, say
+from outrider_bench.report import print_progress, print_result
 
 NARROW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 """A client whose transport takes in no more than what is read."""
@@ -46,12 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-sessions", type=int, default=32, help="of the verifier; the others wait")
     add("--max-tokens", type=int, default=256)
     add("--slow-tokens", type=int, default=1024, help="of answers that are not read")
-    add("--slow-reader-s", type=float, default=2.0, help="patience of the router")
+    add("--slow-reader-timeout-s", type=float, default=2.0, help="patience of the router")
     add("--batches", type=int, default=20, help="looks at memory on the way")
     add("--seed", type=int, default=0)
 
 
-class Load:
+class StressLoad:
     """Requests against one router, and how they ended."""
 
     def __init__(self, client: AsyncClient, narrow: grpc.aio.Channel, args: argparse.Namespace):
@@ -60,7 +65,7 @@ class Load:
         self._prompts = load_prompts(args.prompts, args.limit)
         self._options: GenerateOptions = {"max_tokens": args.max_tokens, "ignore_eos": True}
         self._slow_options: GenerateOptions = {**self._options, "max_tokens": args.slow_tokens}
-        self._patience_s = args.slow_reader_s
+        self._slow_reader_timeout_s = args.slow_reader_timeout_s
         self._rng = random.Random(args.seed)
         self._lasts_s = 0.2
         """About how long an answer takes."""
@@ -124,13 +129,15 @@ class Load:
         call = method(request, timeout=NEVER_S)
         try:
             await call.read()
-            await asyncio.sleep(self._rng.uniform(0.0, 3.0) * (self._patience_s + self._lasts_s))
+            await asyncio.sleep(
+                self._rng.uniform(0.0, 3.0) * (self._slow_reader_timeout_s + self._lasts_s)
+            )
             if self._rng.random() < 0.5:
                 return "left"
             while await call.read() is not grpc.aio.EOF:
                 pass
         except grpc.aio.AioRpcError as error:
-            return typed(error, "the router").reason
+            return to_typed_error(error, "the router").reason
         finally:
             call.cancel()
         return "OK"
@@ -144,12 +151,12 @@ def run(args: argparse.Namespace) -> None:
     check_proc()
     config = dataclasses.replace(
         local_config(args, max_sessions=args.max_sessions, queue_limit=args.concurrency),
-        slow_reader_s=args.slow_reader_s,
+        slow_reader_timeout_s=args.slow_reader_timeout_s,
     )
     with LocalCluster(config) as cluster:
         figures = asyncio.run(_stress(cluster, args))
-    result = {"benchmark": "stress", **describe(), **describe_placing(config), **figures}
-    finish(args, result)
+    result = {"benchmark": "stress", **describe(), **describe_placement(config), **figures}
+    print_result(args, result)
     if figures["leaks"] or figures["changed_texts"]:
         raise InternalError(f"leaks: {figures['leaks']}", reason="LEAKS")
 
@@ -164,27 +171,27 @@ async def _stress(cluster: LocalCluster, args: argparse.Namespace) -> dict[str, 
         AsyncClient(cluster.address, retry=once) as client,
         grpc.aio.insecure_channel(cluster.address, options=NARROW) as narrow,
     ):
-        load = Load(client, narrow, args)
+        load = StressLoad(client, narrow, args)
         calm = await load.texts()
         await load.run(kinds[: 2 * args.concurrency], args.concurrency)
-        before = await asyncio.to_thread(settled, cluster)
+        before = await asyncio.to_thread(wait_idle, cluster)
         load.codes.clear()
-        course, began, changed = Course(), time.monotonic(), 0
+        course, began, changed = UsageSeries(), time.monotonic(), 0
         for start in range(0, len(kinds), size):
             batch = kinds[start : start + size]
             found, _ = await asyncio.gather(load.texts(), load.run(batch, args.concurrency))
             changed += sum(text != known for text, known in zip(found, calm, strict=True))
-            course.add(await asyncio.to_thread(settled, cluster), float(start + len(batch)))
-            say(f"{start + len(batch)} requests: {course.looks[-1]}")
+            course.add(await asyncio.to_thread(wait_idle, cluster), float(start + len(batch)))
+            print_progress(f"{start + len(batch)} requests: {course.looks[-1]}")
         seconds = time.monotonic() - began
-    after = await asyncio.to_thread(settled, cluster)
+    after = await asyncio.to_thread(wait_idle, cluster)
     return {
         "requests": len(kinds),
         "seconds": round(seconds, 1),
         "concurrency": args.concurrency,
         "codes": dict(sorted(load.codes.items())),
         "changed_texts": changed,
-        "leaks": leaks(before, after),
+        "leaks": describe_leaks(before, after),
         "rss_kb_before": before.rss_kb,
         "rss_kb_after": after.rss_kb,
         "rss_kb_per_1000_requests": {

@@ -24,7 +24,7 @@ from outrider_bench.gpu.support.draft_ablation import chains_by_choice, trees_by
 from outrider_bench.gpu.support.services import COLOCATED, FUSED, PLAIN
 from outrider_bench.gpu.support.steps import DraftBench, kernel_names, timed_ms
 from outrider_bench.gpu.support.tree_scores import CERTAIN, DEPTH, torn_tree, tree_acceptance
-from outrider_bench.report import say
+from outrider_bench.report import print_progress
 
 VOCABULARIES = (32_000, 128_256)
 STEP_ROWS = (1, 8, 64)
@@ -50,7 +50,7 @@ def run(bench: Bench) -> dict[str, object]:
             figures |= more
         except Exception as error:
             failed.append(name)
-            say(f"idea {name} FAILED: {type(error).__name__}: {error}")
+            print_progress(f"idea {name} FAILED: {type(error).__name__}: {error}")
     return bench.result("ideas", None, ideas=found, failed=failed, figures=figures)
 
 
@@ -107,7 +107,7 @@ def argmax(bench: Bench) -> tuple[dict[str, Any], dict[str, object]]:
     )
     names = ("vocabulary", "rows", "before_us", "after_us", "kernels_before", "kernels_after")
     softmax = softmax_in_chain(bench)
-    say(f"kernels with softmax in their name in a chain of 5: {softmax}")
+    print_progress(f"kernels with softmax in their name in a chain of 5: {softmax}")
     return {
         "times": [dict(zip(names, row, strict=True)) for row in rows],
         "saved_us_by_round": {

@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from outrider.process_tuning import run as run_loop
+from outrider.process_tuning import run_event_loop as run_loop
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_bench.gpu.plain import sized
 from outrider_bench.gpu.support.bench import SPARE_SESSIONS, Bench, show
-from outrider_bench.gpu.support.load_driver import Wave, drive
-from outrider_bench.gpu.support.services import FUSED, Setup, serving
+from outrider_bench.gpu.support.load_driver import ServiceWave, drive_sessions
+from outrider_bench.gpu.support.services import FUSED, ServingSetup, serve_models
 from outrider_bench.prompts import is_loop
 
 CHAIN = 4
@@ -61,20 +61,20 @@ async def _measure(bench: Bench) -> dict[str, dict[str, dict[str, Any]]]:
     placement = bench.placements(FUSED)[0]
     setup = sized(
         bench,
-        Setup(placement=placement, draft_length=CHAIN, warm_buckets=True, sampled=True),
+        ServingSetup(placement=placement, draft_length=CHAIN, warm_buckets=True, sampled=True),
     )
     setup = replace(setup, max_sessions=min(setup.max_sessions, CONCURRENCY + SPARE_SESSIONS))
     limit = min(CONCURRENCY, setup.max_sessions)
     tokens = min(MAX_TOKENS, bench.output_tokens)
     prompts = bench.prompts()
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    async with serving(bench.widened(), setup) as running:
+    async with serve_models(bench.widened(), setup) as running:
         # Every prompt once: their lengths meet products of new shapes, which are slow at first.
-        await drive(running, prompts, min(tokens, 16), concurrency=limit, tag="warm")
+        await drive_sessions(running, prompts, min(tokens, 16), concurrency=limit, tag="warm")
         for rule in RULES:
             for temperature in TEMPERATURES:
                 sampling = SamplingParams(temperature=temperature, rule=rule, seed=1234)
-                wave = await drive(
+                wave = await drive_sessions(
                     running,
                     prompts,
                     tokens,
@@ -87,7 +87,7 @@ async def _measure(bench: Bench) -> dict[str, dict[str, dict[str, Any]]]:
     return found
 
 
-def describe_wave(wave: Wave) -> dict[str, Any]:
+def describe_wave(wave: ServiceWave) -> dict[str, Any]:
     """Tokens a round of the answers that do not loop, and the time of a token over all of them."""
     clean = [stream for stream in wave.streams if not is_loop(stream.tokens)]
     rounds = sum(stream.stats.rounds for stream in clean)

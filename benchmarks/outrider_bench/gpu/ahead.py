@@ -13,15 +13,15 @@ from typing import Final
 
 import numpy as np
 import torch
-from outrider_drafter.gpu.eagle import DeviceHeadSource
-from outrider_drafter.metrics import Metrics
+from outrider_drafter.gpu.eagle import GpuEagleProposer
+from outrider_drafter.metrics import DrafterMetrics
 from outrider_drafter.server.draft_engine import DraftEngine
-from outrider_drafter.state.session import Limits
+from outrider_drafter.state.session import VerdictLimits
 
 from outrider.engine.heads import DraftHead
 from outrider.ids import SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import Proposals, SessionStart, TensorDtype, Verdict, WireTensor
 from outrider.wire.rounds import Verdicts
@@ -37,7 +37,7 @@ STEPS: Final = ("draft", "score", "branch", "both")
 class _Session:
     """One session of an engine, and the verdicts that it gets."""
 
-    def __init__(self, engine: DraftEngine, width: int, plan: Plan) -> None:
+    def __init__(self, engine: DraftEngine, width: int, plan: SpeculationPlan) -> None:
         self._engine, self._width = engine, width
         self._random = np.random.default_rng(0)
         self._length, self._digest = 0, EMPTY_DIGEST
@@ -50,7 +50,7 @@ class _Session:
             max_len=MAX_LEN,
             prompt_len=PROMPT,
         )
-        engine.handle(1, start)
+        engine.handle_message(1, start)
         self.emit(self._random.integers(0, 300, PROMPT + 1))
 
     @property
@@ -75,24 +75,24 @@ class _Session:
             draft_wanted=True,
         )
         self._length += len(tokens)
-        self._engine.handle(1, Verdicts.of([verdict]))
+        self._engine.handle_message(1, Verdicts.of_verdicts([verdict]))
 
     def round(self) -> dict[str, float]:
         """A verdict that nobody foresaw, its draft, and a pass; seconds of each step."""
         took: dict[str, float] = {}
         began = time.perf_counter()
         self.emit(self._random.integers(0, 300, 3))
-        for _ in self._engine.draft():
+        for _ in self._engine.draft_wanted():
             took["draft"] = time.perf_counter() - began
         began = last = time.perf_counter()
-        for answers in self._engine.look_ahead():
+        for answers in self._engine.run_look_ahead():
             sent = [message for _, message in answers if isinstance(message, Proposals)]
             now = time.perf_counter()
             name = "branch" if sent else "score"
             took[name] = took.get(name, 0.0) + now - last
             last = now
         took["both"] = last - began
-        self._engine.book()
+        self._engine.update_metrics()
         return took
 
 
@@ -101,7 +101,7 @@ def run(bench: Bench) -> dict[str, object]:
     models = bench.random()
     head = models.head
     assert head is not None
-    source = DeviceHeadSource(
+    source = GpuEagleProposer(
         head,
         max_rows=8 * MAX_LEN,
         max_context=MAX_LEN,
@@ -123,20 +123,20 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def _measure(
-    source: DeviceHeadSource, head: DraftHead, nodes: int, top_k: int, fan_out: int, repeats: int
+    source: GpuEagleProposer, head: DraftHead, nodes: int, top_k: int, fan_out: int, repeats: int
 ) -> dict[str, float]:
     """Median milliseconds of each step."""
     engine = DraftEngine(
         [source],
-        limits=Limits(
+        limits=VerdictLimits(
             vocab_size=head.config.vocab_size,
             feature_size=head.config.hidden_size,
             max_context=MAX_LEN,
         ),
         max_sessions=8,
-        metrics=Metrics(),
+        metrics=DrafterMetrics(),
     )
-    plan = Plan(
+    plan = SpeculationPlan(
         method=DraftMethod.EAGLE3, draft_tokens=nodes, top_k=top_k, look_ahead=1, fan_out=fan_out
     )
     session = _Session(engine, head.config.hidden_size, plan)

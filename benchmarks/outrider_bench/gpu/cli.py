@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import InternalError, InvalidRequestError
-from outrider_bench.report import say
+from outrider_bench.report import print_progress
 
 NAMES: Final = {
     "kernels": "kernel times against bytes moved",
@@ -89,9 +89,9 @@ def run_all(bench: Any, names: list[str]) -> list[str]:
         except Exception as error:
             failed.append(name)
             traceback.print_exc()
-            say(f"{name} FAILED: {type(error).__name__}: {error}")
+            print_progress(f"{name} FAILED: {type(error).__name__}: {error}")
         free_memory()
-        say(f"{name}: {time.perf_counter() - began:.1f} s")
+        print_progress(f"{name}: {time.perf_counter() - began:.1f} s")
     if bench.args.out is not None and "summary" not in names and len(failed) < len(names):
         write_summary(bench.args.out)
     return failed

@@ -13,11 +13,17 @@ from typing import Any
 import torch
 
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
-from outrider.process_tuning import run as run_loop
+from outrider.process_tuning import run_event_loop as run_loop
 from outrider_bench.gpu.plain import sized
 from outrider_bench.gpu.support.bench import Bench, show
-from outrider_bench.gpu.support.load_driver import drive
-from outrider_bench.gpu.support.services import FUSED, PLAIN, Models, Setup, serving
+from outrider_bench.gpu.support.load_driver import drive_sessions
+from outrider_bench.gpu.support.services import (
+    FUSED,
+    PLAIN,
+    LoadedModels,
+    ServingSetup,
+    serve_models,
+)
 
 NEAR_TIE = 0.5
 """Largest gap of two logits that bfloat16 activations can turn over: about four of their steps at
@@ -30,10 +36,10 @@ def run(bench: Bench) -> dict[str, object]:
     """Compare every placement asked for with plain decoding, prompt by prompt."""
     models = bench.real()
     prompts = bench.prompts()
-    plain = answers(bench, models, Setup(placement=PLAIN), prompts)
+    plain = answers(bench, models, ServingSetup(placement=PLAIN), prompts)
     cases, rows = {}, []
     for placement in bench.placements(FUSED):
-        setup = Setup(placement=placement, draft_length=DRAFT_LENGTH)
+        setup = ServingSetup(placement=placement, draft_length=DRAFT_LENGTH)
         drafted = answers(bench, models, setup, prompts)
         case = compare(models.target, prompts, plain, drafted)
         cases[placement] = case
@@ -54,14 +60,14 @@ def run(bench: Bench) -> dict[str, object]:
 
 
 def answers(
-    bench: Bench, models: Models, setup: Setup, prompts: list[list[int]]
+    bench: Bench, models: LoadedModels, setup: ServingSetup, prompts: list[list[int]]
 ) -> list[list[int]]:
     """Greedy answers, `CONCURRENCY` at a time."""
 
     async def measure() -> list[list[int]]:
-        async with serving(models, sized(bench, setup)) as running:
+        async with serve_models(models, sized(bench, setup)) as running:
             limit = min(CONCURRENCY, running.setup.max_sessions)
-            wave = await drive(
+            wave = await drive_sessions(
                 running,
                 prompts,
                 bench.output_tokens,

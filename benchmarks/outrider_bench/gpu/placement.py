@@ -3,7 +3,7 @@
 Lock-step: a round's draft begins when its verdict is known. Of a round with a separate drafter:
 `draft` is what the drafter says that it worked, `transfer` the rest of the wait for its proposal,
 `verify` the forward on the device, `other` what remains of the time between two rounds. A
-separate drafter is measured with cores that go idle between rounds and with `--awake-cores`.
+separate drafter is measured with cores that go idle between rounds and with `--busy-polling-cores`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from outrider.process_tuning import run as run_loop
+from outrider.process_tuning import run_event_loop as run_loop
 from outrider_bench.gpu.plain import WARM_TOKENS, sized
 from outrider_bench.gpu.simulated_rounds import save, wrap_engine
 from outrider_bench.gpu.support.bench import SPARE_SESSIONS, Bench, show
-from outrider_bench.gpu.support.load_driver import drive
+from outrider_bench.gpu.support.load_driver import drive_sessions
 from outrider_bench.gpu.support.services import (
     COLOCATED,
     PLAIN,
     SEPARATE,
-    Models,
-    Running,
-    Setup,
-    serving,
+    LoadedModels,
+    RunningService,
+    ServingSetup,
+    serve_models,
 )
 from outrider_bench.gpu.support.timeline import (
     DRAFT,
@@ -39,7 +39,7 @@ from outrider_bench.gpu.support.trace import TrackSpan
 
 BATCHES = (1, 8)
 DRAFT_LENGTH = 3
-AWAKE = "-awake"
+BUSY_POLLING_SUFFIX = "-awake"
 """Ends the name of a placement whose processes keep cores awake."""
 REQUESTS = 8
 """Requests of a batch of one; larger batches serve one wave."""
@@ -53,14 +53,16 @@ def run(bench: Bench) -> dict[str, object]:
     overhead: dict[str, float] = {}
     rows = []
     for setup in _setups(bench):
-        name = setup.placement + (AWAKE if setup.awake_cores else "")
+        name = setup.placement + (BUSY_POLLING_SUFFIX if setup.busy_polling_cores else "")
         for batch, facts in run_loop(_measure(bench, models, setup)).items():
             speeds[str(batch)][name] = facts["tokens_per_s"]
             details.setdefault(name, {})[str(batch)] = facts
             split = facts["split_ms"]
             rows.append((name, batch, facts["tokens_per_s"], *split.values()))
             if setup.placement == SEPARATE and batch == 1 and facts["overhead_us"] is not None:
-                overhead["grpc" if setup.awake_cores else "grpc_idle_cores"] = facts["overhead_us"]
+                overhead["grpc" if setup.busy_polling_cores else "grpc_idle_cores"] = facts[
+                    "overhead_us"
+                ]
     show(
         f"placement, {models.name}, K = {DRAFT_LENGTH}, lock-step",
         ("placement", "batch", "tokens/s", "draft ms", "transfer ms", "verify ms", "other ms"),
@@ -74,39 +76,43 @@ def run(bench: Bench) -> dict[str, object]:
         models,
         draft_length=DRAFT_LENGTH,
         output_tokens=bench.output_tokens,
-        awake_cores=bench.args.awake_cores,
+        busy_polling_cores=bench.args.busy_polling_cores,
         placements=details,
         figures=figures,
     )
 
 
-def _setups(bench: Bench) -> Iterator[Setup]:
+def _setups(bench: Bench) -> Iterator[ServingSetup]:
     for placement in bench.placements(PLAIN, COLOCATED, SEPARATE):
-        setup = Setup(
+        setup = ServingSetup(
             placement=placement, draft_length=DRAFT_LENGTH, record=True, warm_buckets=True
         )
         setup = sized(bench, setup)
-        if placement != SEPARATE or setup.awake_cores:
-            yield replace(setup, awake_cores=0)
+        if placement != SEPARATE or setup.busy_polling_cores:
+            yield replace(setup, busy_polling_cores=0)
         if placement == SEPARATE:
             yield setup
 
 
-async def _measure(bench: Bench, models: Models, setup: Setup) -> dict[int, dict[str, Any]]:
+async def _measure(
+    bench: Bench, models: LoadedModels, setup: ServingSetup
+) -> dict[int, dict[str, Any]]:
     largest = min(max(BATCHES), max(bench.batches))
     setup = replace(setup, max_sessions=largest + SPARE_SESSIONS)
     found = {}
-    async with serving(models, setup) as running:
+    async with serve_models(models, setup) as running:
         for batch in (b for b in BATCHES if b <= largest):
             prompts = bench.prompts(REQUESTS if batch == 1 else batch)
             warm = prompts[:batch]
-            await drive(running, warm, min(WARM_TOKENS, bench.output_tokens), tag=f"w{batch}")
+            await drive_sessions(
+                running, warm, min(WARM_TOKENS, bench.output_tokens), tag=f"w{batch}"
+            )
             found[batch] = await _one(bench, running, prompts, batch)
     return found
 
 
 async def _one(
-    bench: Bench, running: Running, prompts: list[list[int]], batch: int
+    bench: Bench, running: RunningService, prompts: list[list[int]], batch: int
 ) -> dict[str, Any]:
     running.reports.clear()
     if running.recorder is not None:
@@ -114,7 +120,7 @@ async def _one(
     host = HostTimeline()
     if bench.args.out is not None and batch == BATCHES[0]:
         wrap_engine(running, host)
-    wave = await drive(
+    wave = await drive_sessions(
         running,
         prompts,
         bench.output_tokens,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.process_tuning import run as run_loop
+from outrider.process_tuning import run_event_loop as run_loop
 from outrider_bench.gpu.support.bench import SPARE_SESSIONS, Bench, show
-from outrider_bench.gpu.support.load_driver import Wave, drive, random_prompts
-from outrider_bench.gpu.support.services import PLAIN, Models, Setup, serving
+from outrider_bench.gpu.support.load_driver import ServiceWave, drive_sessions, random_prompts
+from outrider_bench.gpu.support.services import PLAIN, LoadedModels, ServingSetup, serve_models
 from outrider_bench.report import percentiles
 
 VLLM_MS = {1: 4.73, 8: 4.90, 32: 5.63, 64: 6.53}
@@ -17,7 +17,7 @@ WARM_TOKENS = 24
 def run(bench: Bench) -> dict[str, object]:
     """Measure every batch on the random-weight model."""
     models = bench.random()
-    waves = run_loop(measure(bench, models, Setup(placement=PLAIN)))
+    waves = run_loop(measure(bench, models, ServingSetup(placement=PLAIN)))
     cells = {str(batch): round(wave.round_ms, 4) for batch, wave in waves.items()}
     show(
         f"plain decoding, {models.name}, {bench.prompt_tokens} in, {bench.output_tokens} out",
@@ -43,22 +43,26 @@ def run(bench: Bench) -> dict[str, object]:
     )
 
 
-async def measure(bench: Bench, models: Models, setup: Setup) -> dict[int, Wave]:
+async def measure(
+    bench: Bench, models: LoadedModels, setup: ServingSetup
+) -> dict[int, ServiceWave]:
     """A wave of random prompts for every batch through one service, after a short one that
     captures the graphs."""
     setup = sized(bench, setup)
-    waves: dict[int, Wave] = {}
-    async with serving(models, setup) as running:
+    waves: dict[int, ServiceWave] = {}
+    async with serve_models(models, setup) as running:
         for batch in bench.batches:
             vocab = models.target.vocab_size
             prompts = random_prompts(batch, bench.prompt_tokens, vocab, seed=batch)
             warm = min(WARM_TOKENS, bench.output_tokens)
-            await drive(running, prompts, warm, tag=f"warm-{batch}")
-            waves[batch] = await drive(running, prompts, bench.output_tokens, tag=f"b{batch}")
+            await drive_sessions(running, prompts, warm, tag=f"warm-{batch}")
+            waves[batch] = await drive_sessions(
+                running, prompts, bench.output_tokens, tag=f"b{batch}"
+            )
     return waves
 
 
-def sized(bench: Bench, setup: Setup) -> Setup:
+def sized(bench: Bench, setup: ServingSetup) -> ServingSetup:
     """The setup with the bounds of this run."""
     return replace(
         setup,
@@ -66,5 +70,5 @@ def sized(bench: Bench, setup: Setup) -> Setup:
         max_tokens=bench.max_tokens,
         cuda_graphs=bench.args.graphs,
         drafter_device=bench.args.drafter_device,
-        awake_cores=bench.args.awake_cores,
+        busy_polling_cores=bench.args.busy_polling_cores,
     )

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from outrider.process_tuning import run as run_loop
+from outrider.process_tuning import run_event_loop as run_loop
 from outrider.spec.sampling import SamplingParams
 from outrider_bench.gpu.plain import WARM_TOKENS, sized
 from outrider_bench.gpu.support.bench import Bench, show
-from outrider_bench.gpu.support.load_driver import Wave, drive
+from outrider_bench.gpu.support.load_driver import ServiceWave, drive_sessions
 from outrider_bench.gpu.support.services import (
     COLOCATED,
     FUSED,
     PLAIN,
     SEPARATE,
-    Models,
-    Setup,
-    serving,
+    LoadedModels,
+    ServingSetup,
+    serve_models,
 )
 from outrider_bench.prompts import is_loop
 
@@ -64,15 +64,15 @@ def run(bench: Bench) -> dict[str, object]:
         draft_length=DRAFT_LENGTH,
         temperature=bench.args.temperature,
         output_tokens=bench.output_tokens,
-        awake_cores=bench.args.awake_cores,
+        busy_polling_cores=bench.args.busy_polling_cores,
         placements=results,
         figures=fused_over_plain(results),
     )
 
 
 def waves(
-    bench: Bench, models: Models, placement: str, batches: tuple[int, ...]
-) -> dict[int, Wave]:
+    bench: Bench, models: LoadedModels, placement: str, batches: tuple[int, ...]
+) -> dict[int, ServiceWave]:
     """A wave for every batch through one service; measured once a run."""
     missing = [b for b in batches if ("serving", models.name, placement, b) not in bench.memo]
     if missing:
@@ -82,7 +82,7 @@ def waves(
     return {batch: bench.memo["serving", models.name, placement, batch] for batch in batches}
 
 
-def describe_wave(wave: Wave) -> dict[str, Any]:
+def describe_wave(wave: ServiceWave) -> dict[str, Any]:
     """The figures of a wave, and how many of its answers loop."""
     loops = sum(is_loop(stream.tokens) for stream in wave.streams)
     return {**wave.summary(), "answers_that_loop": loops}
@@ -99,18 +99,18 @@ def fused_over_plain(results: dict[str, dict[str, Any]]) -> dict[str, object]:
 
 
 async def _measure(
-    bench: Bench, models: Models, placement: str, batches: list[int]
-) -> dict[int, Wave]:
-    setup = Setup(placement=placement, draft_length=DRAFT_LENGTH, warm_buckets=True)
+    bench: Bench, models: LoadedModels, placement: str, batches: list[int]
+) -> dict[int, ServiceWave]:
+    setup = ServingSetup(placement=placement, draft_length=DRAFT_LENGTH, warm_buckets=True)
     setup = sized(bench, setup)
     sampling = SamplingParams(temperature=bench.args.temperature, seed=1234)
     found = {}
-    async with serving(models, setup) as running:
+    async with serve_models(models, setup) as running:
         for batch in batches:
             prompts = bench.prompts(max(4, REQUESTS * batch))
             warm = min(WARM_TOKENS, bench.output_tokens)
-            await drive(running, prompts, warm, concurrency=batch, tag=f"w{batch}")
-            found[batch] = await drive(
+            await drive_sessions(running, prompts, warm, concurrency=batch, tag=f"w{batch}")
+            found[batch] = await drive_sessions(
                 running,
                 prompts,
                 bench.output_tokens,

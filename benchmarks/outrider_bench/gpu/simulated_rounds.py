@@ -7,11 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outrider.process_tuning import run as run_loop
+from outrider.process_tuning import run_event_loop as run_loop
 from outrider_bench.gpu.plain import measure, sized
 from outrider_bench.gpu.support.bench import Bench, show, simulated
-from outrider_bench.gpu.support.load_driver import drive, random_prompts
-from outrider_bench.gpu.support.services import COLOCATED, FUSED, Models, Running, Setup, serving
+from outrider_bench.gpu.support.load_driver import drive_sessions, random_prompts
+from outrider_bench.gpu.support.services import (
+    COLOCATED,
+    FUSED,
+    LoadedModels,
+    RunningService,
+    ServingSetup,
+    serve_models,
+)
 from outrider_bench.gpu.support.svg import write_svg
 from outrider_bench.gpu.support.timeline import (
     HOST,
@@ -20,8 +27,8 @@ from outrider_bench.gpu.support.timeline import (
     device_spans,
     idle_gaps_us,
     round_overhead_us,
+    select_rounds,
     split_ms,
-    window,
 )
 from outrider_bench.gpu.support.trace import TrackSpan, write_trace
 
@@ -46,7 +53,9 @@ def run(bench: Bench) -> dict[str, object]:
                 measure(
                     bench,
                     models,
-                    Setup(placement=placement, draft_length=length, simulated=simulated(length)),
+                    ServingSetup(
+                        placement=placement, draft_length=length, simulated=simulated(length)
+                    ),
                 )
             )
             for placement in bench.placements(FUSED, COLOCATED)
@@ -82,12 +91,12 @@ def run(bench: Bench) -> dict[str, object]:
     )
 
 
-def timeline(bench: Bench, models: Models) -> dict[str, dict[str, Any]]:
+def timeline(bench: Bench, models: LoadedModels) -> dict[str, dict[str, Any]]:
     """Record rounds at the smallest batch, colocated and fused; write traces and pictures."""
     found = {}
     for placement in bench.placements(COLOCATED, FUSED):
         length = bench.drafts[0]
-        setup = Setup(
+        setup = ServingSetup(
             placement=placement, draft_length=length, simulated=simulated(length), record=True
         )
         spans = run_loop(recorded(bench, models, setup, batch=bench.batches[0]))
@@ -100,31 +109,38 @@ def timeline(bench: Bench, models: Models) -> dict[str, dict[str, Any]]:
 
 
 async def recorded(
-    bench: Bench, models: Models, setup: Setup, *, batch: int, tokens: int = TIMELINE_TOKENS
+    bench: Bench,
+    models: LoadedModels,
+    setup: ServingSetup,
+    *,
+    batch: int,
+    tokens: int = TIMELINE_TOKENS,
 ) -> list[TrackSpan]:
     """Host and device spans of the decoding rounds of one wave, on one clock."""
-    async with serving(models, replace(sized(bench, setup), max_sessions=batch)) as running:
+    async with serve_models(models, replace(sized(bench, setup), max_sessions=batch)) as running:
         vocab = models.target.vocab_size
         prompts = random_prompts(batch, bench.prompt_tokens, vocab)
-        await drive(running, prompts, min(24, bench.output_tokens), tag="warm")
+        await drive_sessions(running, prompts, min(24, bench.output_tokens), tag="warm")
         return await record_wave(running, prompts, min(tokens, bench.output_tokens))
 
 
-async def record_wave(running: Running, prompts: list[list[int]], tokens: int) -> list[TrackSpan]:
+async def record_wave(
+    running: RunningService, prompts: list[list[int]], tokens: int
+) -> list[TrackSpan]:
     """Drive one wave with everything recorded."""
     host = HostTimeline()
     wrap_engine(running, host)
     if running.recorder is not None:
         running.recorder.take()
     origin = _device_origin(running, host)
-    await drive(running, prompts, tokens, tag="timeline")
+    await drive_sessions(running, prompts, tokens, tag="timeline")
     if running.recorder is None:
         return host.spans
     spans = running.recorder.take()
     return host.spans + device_spans(spans, offset_ms=origin)
 
 
-def wrap_engine(running: Running, host: HostTimeline) -> None:
+def wrap_engine(running: RunningService, host: HostTimeline) -> None:
     """Time the host's steps of a round."""
     service: Any = running.service
     rounds, engine = service._rounds, running.runner or service._rounds._engine
@@ -138,7 +154,7 @@ def wrap_engine(running: Running, host: HostTimeline) -> None:
         host.wrap(loop, "_flush", "dispatch")
 
 
-def _device_origin(running: Running, host: HostTimeline) -> float:
+def _device_origin(running: RunningService, host: HostTimeline) -> float:
     """Milliseconds on the host's clock at the origin of the recorder's."""
     import torch
 
@@ -169,6 +185,6 @@ def save(out: Path | None, name: str, spans: list[TrackSpan], title: str) -> Non
     if out is None or not spans:
         return
     write_trace(out / f"{name}.trace.json", spans, TRACKS, title=title)
-    shown = window(spans, TIMELINE_ROUNDS, skip=8) or copy.copy(spans)
+    shown = select_rounds(spans, TIMELINE_ROUNDS, skip=8) or copy.copy(spans)
     used = [track for track in TRACKS if any(span.track == track for span in shown)]
     write_svg(out / f"{name}.svg", shown, used or [HOST], title=title)

@@ -13,7 +13,7 @@ from outrider_verifier.state.session import Session
 
 from outrider.engine.swap import SwapSpace
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import SessionSpec
 from outrider_bench.gpu.support.bench import Bench, show, simulated
@@ -21,8 +21,8 @@ from outrider_bench.gpu.support.load_driver import random_prompts
 from outrider_bench.gpu.support.services import (
     FUSED,
     PLAIN,
-    Models,
-    Setup,
+    LoadedModels,
+    ServingSetup,
     make_runner,
     release_runner,
     verifier_config,
@@ -40,7 +40,9 @@ REPEATS: Final = 3
 def run(bench: Bench) -> dict[str, object]:
     """Measure plain rounds, and rounds with drafts of the verifier's own head."""
     models = bench.random()
-    found = {name: measure(bench, models, name) for name in bench.placements(PLAIN, FUSED)}
+    found = {
+        name: measure_placement(bench, models, name) for name in bench.placements(PLAIN, FUSED)
+    }
     headers = ("", "round ms", "out ms", "in ms", "host out ms", "host in ms", "a swap costs ms")
     rows = [
         (
@@ -58,11 +60,11 @@ def run(bench: Bench) -> dict[str, object]:
     return bench.result("swap", models, by_placement=found)
 
 
-def measure(bench: Bench, models: Models, placement: str) -> dict[str, Any]:
+def measure_placement(bench: Bench, models: LoadedModels, placement: str) -> dict[str, Any]:
     """One placement: rounds without swaps, with swaps one after another, and without again."""
     own = placement == FUSED
     length, others = bench.drafts[0], min(OTHERS, max(bench.batches))
-    setup = Setup(
+    setup = ServingSetup(
         placement=placement,
         draft_length=length,
         simulated=simulated(length) if own else "",
@@ -78,11 +80,11 @@ def measure(bench: Bench, models: Models, placement: str) -> dict[str, Any]:
 
 
 def _measure(
-    bench: Bench, models: Models, runner: Any, setup: Setup, others: int
+    bench: Bench, models: LoadedModels, runner: Any, setup: ServingSetup, others: int
 ) -> dict[str, Any]:
     vocab, pool = models.target.vocab_size, models.target.pool
     runner.enter_thread()
-    rounds = Rounds(runner)
+    rounds = RoundDriver(runner)
     long = min(SWAPPED_TOKENS, pool.block_tokens * pool.free_blocks // 2)
     per_round = length_of(setup)
     count = int((bench.output_tokens - 2 * WARM_ROUNDS) / per_round / (2 * REPEATS + 1))
@@ -95,8 +97,8 @@ def _measure(
     ]
     rounds.prefill(sessions)
     rounds.run(sessions, WARM_ROUNDS)
-    space = runner.swap_space(2 * swapped.kv.num_blocks * _block_bytes(runner, pool), pool)
-    swaps = Swaps(runner, space, swapped)
+    space = runner.make_swap_space(2 * swapped.kv.num_blocks * _block_bytes(runner, pool), pool)
+    swaps = SessionSwapper(runner, space, swapped)
     rounds.run(sessions, WARM_ROUNDS, swaps)
     swaps.reset()
     calm, busy = [rounds.run(sessions, count)], []
@@ -110,25 +112,25 @@ def _measure(
     return _facts(space, swaps, calm, busy, others=others, tokens=kept)
 
 
-def length_of(setup: Setup) -> float:
+def length_of(setup: ServingSetup) -> float:
     """Mean tokens of a row and round."""
     return float(setup.simulated) if setup.simulated else 1.0
 
 
 def _block_bytes(runner: Any, pool: Any) -> int:
-    return int(runner.swap_space(0, pool).block_bytes)
+    return int(runner.make_swap_space(0, pool).block_bytes)
 
 
 def _facts(
     space: SwapSpace,
-    swaps: Swaps,
-    calm: list[Span],
-    busy: list[Span],
+    swaps: SessionSwapper,
+    calm: list[RoundSpan],
+    busy: list[RoundSpan],
     *,
     others: int,
     tokens: int,
 ) -> dict[str, Any]:
-    out, back = space.ways(tokens)
+    out, back = space.copy_times_s(tokens)
     plain_ms = statistics.median(span.round_ms for span in calm)
     extra_ms = sum(span.seconds * 1e3 - plain_ms * span.rounds for span in busy)
     plain = statistics.median(span.tokens_s for span in calm)
@@ -159,7 +161,11 @@ def _facts(
 
 def _open(runner: Any, pool: Any, number: int, prompt: list[int], max_new: int) -> Session:
     length = runner.drafts_itself
-    plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=length) if length else Plan()
+    plan = (
+        SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=length)
+        if length
+        else SpeculationPlan()
+    )
     spec = SessionSpec(
         session_id=SessionId(f"s{number}"),
         epoch=0,
@@ -171,8 +177,8 @@ def _open(runner: Any, pool: Any, number: int, prompt: list[int], max_new: int) 
         plan=plan,
     )
     session = Session.create(spec, ticket=number, kv=pool.sequence(), now=0.0, keeps_features=False)
-    session.own_draft = length
-    reserved = session.kv.reserve(len(prompt) + runner.slack.beyond(session))
+    session.in_process_draft_length = length
+    reserved = session.kv.reserve(len(prompt) + runner.slot_headroom.beyond(session))
     assert reserved, "the pool is too small"
     runner.open(session)
     runner.resume(session)
@@ -180,7 +186,7 @@ def _open(runner: Any, pool: Any, number: int, prompt: list[int], max_new: int) 
 
 
 @dataclass(slots=True)
-class Span:
+class RoundSpan:
     """Rounds that ran one after another."""
 
     rounds: int
@@ -199,7 +205,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Swaps:
+class SessionSwapper:
     """One session that goes out and comes back, again and again."""
 
     runner: Any
@@ -226,7 +232,7 @@ class Swaps:
         """Between two rounds."""
         began = time.perf_counter()
         if self._away < 0:
-            self.space.ways(0)
+            self.space.copy_times_s(0)
             kept = self.runner.suspend(self.session, self.space)
             assert kept, "no room to swap"
             self.out_s.append(time.perf_counter() - began)
@@ -236,7 +242,7 @@ class Swaps:
         if self._away < AWAY_ROUNDS:
             return
         self._asked = self._asked or began
-        if self.runner.fetch(self.session):
+        if self.runner.prefetch(self.session):
             self.fetch_s.append(time.perf_counter() - self._asked)
             self._back()
 
@@ -254,7 +260,7 @@ class Swaps:
         self.done += 1
 
 
-class Rounds:
+class RoundDriver:
     """Drives a runner, one round ahead of the one that is settled."""
 
     def __init__(self, runner: Any) -> None:
@@ -262,17 +268,19 @@ class Rounds:
 
     def prefill(self, sessions: list[Session]) -> None:
         """Run the prompts."""
-        most = self._runner.most_prompt_tokens
+        most = self._runner.max_prompt_tokens
         for session in sessions:
             while session.prefill_left:
-                row = PrefillRow.next_of(session, min(most, session.prefill_left))
+                row = PrefillRow.from_next_tokens(session, min(most, session.prefill_left))
                 flight = self._runner.submit([row], [])
                 session.prefill_sent = row.end
                 result = self._runner.collect(flight).prefill[0]
                 if result.tokens:
-                    session.append(result.tokens, 0.0)
+                    session.commit_tokens(result.tokens, 0.0)
 
-    def run(self, sessions: list[Session], rounds: int, swaps: Swaps | None = None) -> Span:
+    def run(
+        self, sessions: list[Session], rounds: int, swaps: SessionSwapper | None = None
+    ) -> RoundSpan:
         """So many rounds of all these sessions; all is settled at the end."""
         tokens, flight = 0, None
         began = time.perf_counter()
@@ -288,22 +296,24 @@ class Rounds:
         seconds = time.perf_counter() - began
         if swaps is not None:
             swaps.finish()
-        return Span(max(1, rounds), seconds, tokens)
+        return RoundSpan(max(1, rounds), seconds, tokens)
 
     def _submit(self, sessions: list[Session]) -> Any:
         for session in sessions:
-            need = session.kv.len + self._runner.slack.beyond(session)
+            need = session.kv.len + self._runner.slot_headroom.beyond(session)
             if session.kv.capacity < need:
                 grown = session.kv.reserve(need)
                 assert grown, "the pool is too small"
                 self._runner.grown(session)
-        rows = [VerifyRow(session, own_depth=session.own_depth) for session in sessions]
+        rows = [
+            VerifyRow(session, in_process_depth=session.in_process_depth) for session in sessions
+        ]
         return self._runner.submit([], rows)
 
     def _settle(self, flight: Any, sessions: list[Session]) -> int:
         tokens = 0
         outcome = self._runner.collect(flight)
         for session, row in zip(sessions, outcome.decoded.rows(), strict=True):
-            session.append(row.tokens, 0.0)
+            session.commit_tokens(row.tokens, 0.0)
             tokens += len(row.tokens)
         return tokens

@@ -14,19 +14,19 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from outrider_drafter.gpu.eagle import DeviceHeadSource
-from outrider_drafter.metrics import Metrics
+from outrider_drafter.gpu.eagle import GpuEagleProposer
+from outrider_drafter.metrics import DrafterMetrics
 from outrider_drafter.server.draft_engine import DraftEngine
-from outrider_drafter.state.session import Limits
+from outrider_drafter.state.session import VerdictLimits
 from torch import Tensor
 
-from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.shm import Lane, lane_pair
+from outrider.spec.plan import DraftMethod, SpeculationPlan
+from outrider.transport.shm import ShmChannel, make_channel_pair
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.messages import DrafterMessage, SessionEnd, SessionStart, Verdicts
 from outrider_bench.host.fake_device import BESIDE, CannedCalls, CannedGraphs, CannedLanding, Steps
 from outrider_bench.host.scripted_verifier import LENGTH, SHAPE, WIDTH, VerifierSide
-from outrider_bench.report import table
+from outrider_bench.report import format_table
 
 
 class DrafterSide:
@@ -34,7 +34,7 @@ class DrafterSide:
 
     def __init__(self, sessions: int, steps: Steps, head: Any) -> None:
         self._steps = steps
-        self._source = DeviceHeadSource(
+        self._source = GpuEagleProposer(
             head,
             max_rows=sessions * 2048,
             max_context=2048,
@@ -45,37 +45,37 @@ class DrafterSide:
         canned: Any = self._source
         canned.graphs = CannedGraphs(_drafted, lambda: steps.mark("drafter: batch staged"))
         canned._landing = CannedLanding(lambda: steps.mark("drafter: launched" + BESIDE))
-        canned._writer.write = lambda *_: None
+        canned._writer.write_rows = lambda *_: None
         canned._batch._calls = CannedCalls()
         self._engine = DraftEngine(
             [self._source],
-            limits=Limits(vocab_size=SHAPE.vocab_size, feature_size=WIDTH, max_context=2048),
+            limits=VerdictLimits(vocab_size=SHAPE.vocab_size, feature_size=WIDTH, max_context=2048),
             max_sessions=max(8, sessions),
-            metrics=Metrics(),
+            metrics=DrafterMetrics(),
         )
 
-    def follow(self, told: Lane) -> list[bytes]:
+    def follow(self, told: ShmChannel) -> list[bytes]:
         """Take in what was told, draft; the proposals."""
         steps, engine = self._steps, self._engine
         steps.begin()
-        while frames := told.borrow():
+        while frames := told.receive_views():
             steps.mark("drafter: verdicts received")
             for message in [each for frame in frames for each in decode_verifier_messages(frame)]:
                 steps.mark("drafter: verdicts decoded")
                 assert isinstance(message, Verdicts | SessionStart | SessionEnd)
-                engine.handle(1, message)
+                engine.handle_message(1, message)
                 steps.mark("drafter: verdicts taken in")
         written: list[bytes] = []
         steps.begin()
-        for answers in engine.draft():
+        for answers in engine.draft_wanted():
             steps.mark("drafter: answered")
             for _, answer in answers:
                 sent: DrafterMessage = answer
                 written.append(encode_drafter_message(sent))
             steps.mark("drafter: proposals to bytes")
         steps.mark("drafter: ended" + BESIDE)
-        while engine.has_unbooked:
-            engine.book()
+        while engine.has_pending_metrics:
+            engine.update_metrics()
         steps.mark("drafter: metrics" + BESIDE)
         return written
 
@@ -95,15 +95,17 @@ def _pause(pause_s: float) -> None:
 def measure(
     sessions: int, rounds: int, *, planner: str = "fixed", pause_s: float = 0.0, answers: int = 0
 ) -> Steps:
-    """Run so many rounds of both sides; each waits for the other for `pause_s`, in which its caches
-    are anybody's who shares them. `answers`: tokens after which the session that is there for
-    longest gives way to another one; 0: all stay."""
+    """Run so many rounds of both sides; each waits for the other for `pause_s`, in which its
+    caches are anybody's who shares them. `answers`: tokens after which the session that is there
+    for longest gives way to another one; 0: all stay."""
     steps = Steps()
-    ours, theirs = lane_pair()
+    ours, theirs = make_channel_pair()
     with torch.inference_mode(), closing(ours), closing(theirs):
-        verifier = VerifierSide(sessions, steps, planner=planner, lane=ours)
+        verifier = VerifierSide(sessions, steps, planner=planner, shm_channel=ours)
         drafter = DrafterSide(sessions, steps, verifier.head)
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=LENGTH, patience_ms=60_000)
+        plan = SpeculationPlan(
+            method=DraftMethod.EAGLE3, draft_tokens=LENGTH, proposal_timeout_ms=60_000
+        )
         verifier.open(sessions, LENGTH * (rounds + 4), plan)
         opened, due = sessions, 0.0
         for count in range(rounds + 2):
@@ -163,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="time measured, with --routers")
     parser.add_argument(
-        "--lanes",
+        "--shared-memory",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="events reach those routers without the network",
@@ -206,7 +208,7 @@ def run(args: argparse.Namespace) -> None:
         critical = [name for name in names if name.startswith(side) and BESIDE not in name]
         totals = [sum(typical(steps, name) for name in critical) for steps in found]
         rows.append([f"**{side}, critical**", *(f"{total:.0f}" for total in totals)])
-    print(table(["us", *(f"{count} sessions" for count in counts)], rows))
+    print(format_table(["us", *(f"{count} sessions" for count in counts)], rows))
 
 
 def _measure(sessions: int, args: argparse.Namespace) -> Steps:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider_bench.report import table
+from outrider_bench.report import format_table
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def steps_table(found: Mapping[str, Steps]) -> str:
     rows = [[name, *(f"{steps.lowest(name):.0f}" for steps in found.values())] for name in names]
     totals = (sum(map(steps.lowest, names)) for steps in found.values())
     rows.append(["**verifier**", *(f"{total:.0f}" for total in totals)])
-    return table(["us", *found], rows)
+    return format_table(["us", *found], rows)
 
 
 class CannedGraphs:
@@ -72,7 +72,7 @@ class CannedGraphs:
         self._make, self._launched = make, launched
         self._made: dict[Hashable, Any] = {}
 
-    def run(self, key: Hashable, fn: Callable[[], T]) -> T:
+    def run_graph(self, key: Hashable, fn: Callable[[], T]) -> T:
         """The canned result of a key."""
         self._launched()
         if key not in self._made:
@@ -82,15 +82,15 @@ class CannedGraphs:
 
 
 class CannedCalls:
-    """Stands for `Calls`: starts no copy."""
+    """Stands for `DriverInterface`: starts no copy."""
 
-    def copy_from(self, to: Tensor, source: np.ndarray[Any, Any]) -> None:
+    def copy_array(self, to: Tensor, source: np.ndarray[Any, Any]) -> None:
         """Nothing, but for what it must be."""
         assert to.nbytes == source.nbytes
 
 
 class CannedReadback:
-    """Stands for `Readback`: the tensor is on the host already."""
+    """Stands for `PendingDownload`: the tensor is on the host already."""
 
     def __init__(self, tensor: Tensor, arrived: Callable[[], None]) -> None:
         self._tensor, self._arrived = tensor, arrived
@@ -98,28 +98,28 @@ class CannedReadback:
         self._array = bits.numpy()
 
     @property
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """It is there."""
         return True
 
-    def wait(self) -> Tensor:
+    def wait_tensor(self) -> Tensor:
         """The tensor."""
         self._arrived()
         return self._tensor
 
     def wait_array(self) -> np.ndarray[Any, Any]:
-        """As `wait`, in numpy."""
+        """As `wait_tensor`, in numpy."""
         self._arrived()
         return self._array
 
 
 class CannedLanding:
-    """Stands for `Landing`: what was launched has landed."""
+    """Stands for `DownloadBuffer`: what was launched has landed."""
 
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
 
-    def wait(self, like: Tensor) -> Tensor:
+    def wait_copy(self, like: Tensor) -> Tensor:
         """The tensor itself."""
         self._arrived()
         return like
@@ -131,11 +131,11 @@ class CannedDownloads:
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
 
-    def start(self, tensor: Tensor, part: int = 0) -> CannedReadback:
+    def start_download(self, tensor: Tensor, part: int = 0) -> CannedReadback:
         """A tensor that is there."""
         return CannedReadback(tensor, self._arrived)
 
-    def start_all(
+    def start_downloads(
         self,
         tensors: tuple[Tensor, ...],
         part: int = 0,
@@ -143,7 +143,7 @@ class CannedDownloads:
         last_into: np.ndarray[Any, Any] | None = None,
     ) -> list[CannedReadback]:
         """Tensors that are there; of the last one what is in `last_into`, if that is given."""
-        found = [self.start(tensor) for tensor in tensors]
+        found = [self.start_download(tensor) for tensor in tensors]
         if last_into is not None:
             like = tensors[-1]
             there = torch.from_numpy(last_into).view(like.dtype).view(like.shape)

@@ -9,22 +9,22 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider_bench.host.fake_device import Steps, steps_table
-from outrider_bench.host.scripted_verifier import AheadSide
+from outrider_bench.host.scripted_verifier import LookAheadSide
 
 
-class OwnSide(AheadSide):
+class InProcessSide(LookAheadSide):
     """A verifier's engine thread beside a head of its own, a round always in flight."""
 
     def __init__(self, sessions: int, rounds: int, length: int) -> None:
         """`length`: tokens of a draft."""
-        super().__init__(sessions, own_draft=length)
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=length)
+        super().__init__(sessions, in_process_draft=length)
+        plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=length)
         self.open(sessions, min((length + 1) * (rounds + 32), 1900), plan, drafted=False)
         self.mark_steps("verifier: report")
         accounts, after = self._rounds._accounts, "verifier: accounts, events"
-        self.bracket(accounts, "follow_up", "verifier: committed", after)
+        self.bracket(accounts, "record_rows", "verifier: committed", after)
         for _ in range(8):
             self.round()
         self.steps.taken.clear()
@@ -34,7 +34,7 @@ class OwnSide(AheadSide):
         self._steps.begin()
         self.plan_and_run("verifier: rest")
         self._outbox.clear()
-        self._core.seal()
+        self._core.finish_event_batch()
         self._steps.end_round()
 
 
@@ -43,7 +43,7 @@ def run(counts: Sequence[int], rounds: int, length: int) -> None:
     found: dict[str, Steps] = {}
     with torch.inference_mode():
         for count in counts:
-            side = OwnSide(count, rounds, length)
+            side = InProcessSide(count, rounds, length)
             for _ in range(rounds):
                 side.round()
             found[f"{count} sessions"] = side.steps

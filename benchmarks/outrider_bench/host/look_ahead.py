@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from outrider.spec.digest import extend_digest
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.tree import DraftTree
 from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import Proposal, Proposals
@@ -32,7 +32,7 @@ _DRAFT = DraftTree(
 )
 
 
-class AheadSide(VerifierSide):
+class LookAheadHits(VerifierSide):
     """A verifier's engine thread whose rounds stay in flight while drafts are taken in."""
 
     offers = BESIDE
@@ -42,32 +42,34 @@ class AheadSide(VerifierSide):
         super().__init__(sessions, steps, planner="fixed")
         self._offered = offered
         rounds = self._rounds
-        self.bracket(rounds._engine, "collect", "verifier: sheet", "verifier: outcome settled")
+        self.bracket(
+            rounds._engine, "collect_round", "verifier: sheet", "verifier: outcome settled"
+        )
         submitted = "verifier: submitted" + BESIDE
-        self.bracket(rounds, "_straight_on", "verifier: drafts found", submitted)
+        self.bracket(rounds, "_submit_early_round", "verifier: drafts found", submitted)
 
     def begin(self) -> None:
         """Verify a first draft of each session; the round stays in flight."""
         self.offer([self._frame(1, ())])
-        plan = self._rounds.plan(time.monotonic())
-        self._rounds.run(plan)
-        assert self._rounds.flying
+        plan = self._rounds.plan_round(time.monotonic())
+        self._rounds.run_round(plan)
+        assert self._rounds.has_round_in_flight
 
     def offer_ahead(self) -> None:
         """Drafts for the outcomes of the round in flight have come."""
         self.offer([self._frame(self._offered, EMITTED)])
         self._steps.begin()
-        self._rounds.plan(time.monotonic())
+        self._rounds.plan_round(time.monotonic())
         self._steps.mark("verifier: made ready" + BESIDE)
 
     def settle(self) -> None:
         """The round in flight has landed."""
         self._steps.begin()
-        self._rounds.settle(go_on=True)
+        self._rounds.finish_round(go_on=True)
         self._steps.mark("verifier: features kept" + BESIDE)
-        assert self._rounds.flying, "every round is a hit"
+        assert self._rounds.has_round_in_flight, "every round is a hit"
         self._outbox.clear()
-        self._core.seal()
+        self._core.finish_event_batch()
 
     def _frame(self, offered: int, emitted: tuple[int, ...]) -> bytes:
         """A message of drafts, the right one of each session in the middle."""
@@ -84,17 +86,17 @@ class AheadSide(VerifierSide):
                         tree=_DRAFT,
                     )
                 )
-        return encode_drafter_message(Proposals.of(entries))
+        return encode_drafter_message(Proposals.of_proposals(entries))
 
 
 def measure(sessions: int, rounds: int, *, offered: int, pause_s: float) -> Steps:
-    """Run so many rounds, all of them hits; `pause_s`: for how long the device works, so that
+    """Run so many rounds, all of them hits; `poll_delay_s`: for how long the device works, so that
     nothing is in the caches when a round lands."""
     steps = Steps()
     with torch.inference_mode():
-        verifier = AheadSide(sessions, steps, offered=offered)
-        plan = Plan(
-            method=DraftMethod.EAGLE3, draft_tokens=LENGTH, patience_ms=60_000, look_ahead=1
+        verifier = LookAheadHits(sessions, steps, offered=offered)
+        plan = SpeculationPlan(
+            method=DraftMethod.EAGLE3, draft_tokens=LENGTH, proposal_timeout_ms=60_000, look_ahead=1
         )
         verifier.open(sessions, LENGTH * (rounds + 4), plan)
         verifier.begin()

@@ -13,19 +13,19 @@ from typing import Any, Final
 import torch
 
 from outrider.spec.decoding_mode import Mode
-from outrider.spec.plan import DraftMethod, Plan
-from outrider.speculation.speculation_controller import Contest
+from outrider.spec.plan import DraftMethod, SpeculationPlan
+from outrider.speculation.speculation_controller import SpeculationController
 from outrider_bench.host.fake_device import Steps, steps_table
-from outrider_bench.host.scripted_verifier import WIDTH, AheadSide
+from outrider_bench.host.scripted_verifier import WIDTH, LookAheadSide
 
-LEAN: Final = "head, no features kept"
+FEATURES_DROPPED: Final = "head, no features kept"
 """Paused, too; the others that are keep them."""
 LOST: Final = "head, nobody drafts"
 """Nothing else keeps them from speculating."""
 WAYS: Final = {
     "no drafter": None,
     "n-gram, paused": DraftMethod.NGRAM,
-    LEAN: DraftMethod.EAGLE3,
+    FEATURES_DROPPED: DraftMethod.EAGLE3,
     "head, paused": DraftMethod.EAGLE3,
     LOST: DraftMethod.EAGLE3,
 }
@@ -34,18 +34,20 @@ ROUND_S: Final = 0.001
 """A plain round on a device where it pays to keep no features."""
 
 
-class PlainSide(AheadSide):
+class PlainSide(LookAheadSide):
     """A verifier's engine thread whose sessions decode plainly, a round always in flight."""
 
     def __init__(self, sessions: int, rounds: int, way: str, *, width: int = WIDTH) -> None:
         """`way`: one of WAYS."""
         method = WAYS[way]
         super().__init__(sessions, width=width)
-        self.plan = Plan() if method is None else Plan(method=method, draft_tokens=4)
+        self.plan = (
+            SpeculationPlan() if method is None else SpeculationPlan(method=method, draft_tokens=4)
+        )
         self.drafted = method is not None and way != LOST
         self.open(sessions, rounds + 64, self.plan, drafted=self.drafted)
         if way != LOST:
-            self._pause(lean=way == LEAN)
+            self._pause(lean=way == FEATURES_DROPPED)
         self.mark_steps("verifier: accounts, events")
         for _ in range(8):
             self.plain_round()
@@ -57,19 +59,19 @@ class PlainSide(AheadSide):
         if lean:
             policy._loads.times = lambda rows, **asked: ROUND_S
         for known in policy._kinds.values():
-            contest: Any = Contest(in_force=Mode.PLAIN)
+            contest: Any = SpeculationController(active_mode=Mode.PLAIN)
             contest._decided = True
             contest._prices.learn(Mode.SPECULATE, float("inf"))
-            known.contests = {load: contest for load in range(10)}
+            known.controllers = {load: contest for load in range(10)}
         policy.changed = True
 
     def plain_round(self) -> None:
         """Plan and submit a round, settle the one before it."""
         self._steps.begin()
         assert self.plan_and_run("verifier: features kept"), "nothing to do"
-        assert self._rounds.flying, "plain rounds run ahead"
+        assert self._rounds.has_round_in_flight, "plain rounds run ahead"
         self._outbox.clear()
-        self._core.seal()
+        self._core.finish_event_batch()
         self._steps.end_round()
 
 

@@ -24,12 +24,12 @@ from outrider_verifier.server.service import VerifierService
 
 from outrider.errors import UnavailableError
 from outrider.process_tuning import tune_process
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.transport.grpc import GrpcConfig, GrpcDialer, GrpcServer, verifier_services
 from outrider.wire.messages import SessionEvents, SessionOpen
 from outrider_bench.host.fake_device import Steps
 from outrider_bench.host.scripted_verifier import PROMPT, VerifierSide, spec_of
-from outrider_bench.report import table
+from outrider_bench.report import format_table
 
 ANSWER: Final = 1800
 """Tokens; a session that ends is replaced."""
@@ -41,31 +41,31 @@ WARM_S: Final = 3.0
 READY_S: Final = 60.0
 
 
-async def serve(
+async def measure_rounds(
     sessions: int,
     routers: int,
     length: int,
     seconds: float,
     *,
     answers: int,
-    lanes: bool,
+    shm_channels: bool,
     warm_s: float = WARM_S,
 ) -> None:
     """Print rounds a second and microseconds of the processor a round, of each thread. `length`:
     tokens of an own draft. `answers`: tokens of an answer in the mean; 0: as many as may be."""
     with torch.inference_mode():
-        side = VerifierSide(sessions, Steps(), planner="automatic", own_draft=length)
+        side = VerifierSide(sessions, Steps(), planner="automatic", in_process_draft=length)
     service = side.service
     tune_process()
     service.start()
-    config = GrpcConfig(lanes=lanes)
+    config = GrpcConfig(shm_channels=shm_channels)
     server = GrpcServer("127.0.0.1:0", verifier_services(service, config), config=config)
     address = await server.start()
     with contextlib.ExitStack() as stack:
         for number in range(routers):
             share = sessions // routers + (number < sessions % routers)
             facts = (address, number, share, length, answers)
-            flags = [*map(str, facts), *(["lanes"] if lanes else [])]
+            flags = [*map(str, facts), *(["shared memory"] if shm_channels else [])]
             process = subprocess.Popen(
                 [sys.executable, "-m", "outrider_bench.host.router_rounds", *flags]
             )
@@ -84,9 +84,16 @@ async def serve(
         raise UnavailableError("no round was served", reason="NO_ROUNDS")
     each = [f"{1e6 * value / rounds:.0f}" for value in spent[1:-1]]
     rate = f"{rounds / spent[0]:.0f}"
-    headers = ["sessions", "routers", "lanes", "rounds/s", "ended a round", "engine us"]
-    found = [str(sessions), str(routers), str(lanes), rate, f"{spent[-1] / rounds:.2f}", *each]
-    print(table([*headers, "event loop us"], [found]))
+    headers = ["sessions", "routers", "shared memory", "rounds/s", "ended a round", "engine us"]
+    found = [
+        str(sessions),
+        str(routers),
+        str(shm_channels),
+        rate,
+        f"{spent[-1] / rounds:.2f}",
+        *each,
+    ]
+    print(format_table([*headers, "event loop us"], [found]))
     await service.stop()
     await server.stop(0.1)
 
@@ -108,13 +115,17 @@ def _thread_s(number: int | None) -> float:
     return float(text.split()[0]) / 1e9
 
 
-async def listen(
-    address: str, name: str, sessions: int, length: int, answers: int, *, lanes: bool
+async def run_router(
+    address: str, name: str, sessions: int, length: int, answers: int, *, shm_channels: bool
 ) -> None:
     """Be a router: keep so many sessions open and read what they emit."""
-    dialer = GrpcDialer(GrpcConfig(lanes=lanes))
+    dialer = GrpcDialer(GrpcConfig(shm_channels=shm_channels))
     stream = await (await dialer.verifier(address)).sessions()
-    plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=length) if length else Plan()
+    plan = (
+        SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=length)
+        if length
+        else SpeculationPlan()
+    )
     opened, lengths = 0, random.Random(name)
 
     async def open_one() -> None:
@@ -126,7 +137,7 @@ async def listen(
     for _ in range(sessions):
         await open_one()
     while True:
-        for message in (await stream.receive(), *stream.ready()):
+        for message in (await stream.receive(), *stream.receive_ready()):
             if isinstance(message, SessionEvents):
                 for _ in range(int((message.finish_reasons > 0).sum())):
                     await open_one()
@@ -135,8 +146,10 @@ async def listen(
 def run(args: argparse.Namespace) -> None:
     """Measure with each number of sessions."""
     for count in [int(sessions) for sessions in args.sessions.split(",")]:
-        served = serve(
-            *(count, args.routers, args.own, args.seconds), answers=args.answers, lanes=args.lanes
+        served = measure_rounds(
+            *(count, args.routers, args.own, args.seconds),
+            answers=args.answers,
+            shm_channels=args.shared_memory,
         )
         asyncio.run(served)
 
@@ -144,4 +157,4 @@ def run(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     _address, _name, _sessions, _length, _answers, *_lanes = sys.argv[1:]
     _numbers = (int(_sessions), int(_length), int(_answers))
-    asyncio.run(listen(_address, _name, *_numbers, lanes=bool(_lanes)))
+    asyncio.run(run_router(_address, _name, *_numbers, shm_channels=bool(_lanes)))

@@ -10,20 +10,25 @@ from typing import Any, Final
 import numpy as np
 import torch
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 from outrider_verifier.server.service import VerifierService
-from outrider_verifier.state.commands import Attached, Link, Offered, Open
-from outrider_verifier.state.effects import Tell, told_by_link
+from outrider_verifier.state.commands import (
+    DrafterAttached,
+    ExchangeLink,
+    OpenSession,
+    ProposalsReceived,
+)
+from outrider_verifier.state.effects import SendMessage, messages_by_link
 
-from outrider.engine.device.graphs.shapes import PIECE_TOKENS, RoundShape
-from outrider.engine.device.round_program import Verified
+from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, RoundShape
+from outrider.engine.device.round_program import VerifyOutput
 from outrider.ids import DrafterId, SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
-from outrider.transport.shm import Lane
+from outrider.transport.shm import ShmChannel
 from outrider.wire.codec import decode_drafter_messages
 from outrider.wire.messages import FeatureLayout, Proposals, SessionSpec
-from outrider.wire.rounds import sound_proposals
+from outrider.wire.rounds import valid_proposals
 from outrider_bench.gpu.support.random_model import TINY, head_shape, random_head, random_target
 from outrider_bench.host.fake_device import BESIDE, CannedDownloads, CannedGraphs, Steps
 
@@ -37,18 +42,22 @@ SHAPE: Final = replace(
 """Of the target."""
 _LINK: Final = 1
 _NAME: Final = DrafterId("bench")
-_DRAFTER: Final = Link(
+_DRAFTER: Final = ExchangeLink(
     link_id=_LINK,
     drafter_id=_NAME,
     incarnation="",
     methods=(DraftMethod.EAGLE3, DraftMethod.NGRAM),
     feature_layout=FeatureLayout.PROJECTED,
-    places=True,
+    reads_shm_features=True,
 )
 
 
 def spec_of(
-    name: str, prompt: int, max_new_tokens: int, plan: Plan, drafter_id: DrafterId | None = None
+    name: str,
+    prompt: int,
+    max_new_tokens: int,
+    plan: SpeculationPlan,
+    drafter_id: DrafterId | None = None,
 ) -> SessionSpec:
     """A greedy session with so many tokens of prompt."""
     return SessionSpec(
@@ -66,7 +75,7 @@ def spec_of(
 
 def _fused(length: int) -> dict[str, Any]:
     """The settings of a verifier whose own head drafts chains."""
-    return {"placement": "fused", "draft_length": length, "features_from": "canned"}
+    return {"placement": "fused", "draft_length": length, "feature_head": "canned"}
 
 
 def _shape_of(key: Any) -> RoundShape:
@@ -75,7 +84,7 @@ def _shape_of(key: Any) -> RoundShape:
     return shape
 
 
-def _verified(shape: RoundShape, width: int) -> Verified:
+def _verified(shape: RoundShape, width: int) -> VerifyOutput:
     """The canned outcome of a shape, with features of some width: all drafted tokens but the last
     stand."""
     words = np.zeros((shape.rows, shape.result_words), dtype=np.int32)
@@ -83,13 +92,13 @@ def _verified(shape: RoundShape, width: int) -> Verified:
     words[:, 0] = kept
     words[:, 2 : 2 + kept] = np.arange(kept)
     words[:, 2 + shape.nodes : 2 + shape.nodes + kept] = np.arange(7, 7 + kept)
-    first = np.full(shape.pieces, 9, dtype=np.int32)
+    first = np.full(shape.chunks, 9, dtype=np.int32)
     result = torch.from_numpy(np.concatenate((words.ravel(), first)))
     features = None
-    if shape.features:
-        rows = shape.rows * shape.nodes + shape.pieces * PIECE_TOKENS
+    if shape.has_features:
+        rows = shape.rows * shape.nodes + shape.chunks * CHUNK_TOKENS
         features = torch.ones(rows, width, dtype=torch.bfloat16)
-    return Verified(result, None, None, None, features)
+    return VerifyOutput(result, None, None, None, features)
 
 
 class VerifierSide:
@@ -105,12 +114,12 @@ class VerifierSide:
         *,
         planner: str,
         width: int = WIDTH,
-        lane: Lane | None = None,
-        own_draft: int = 0,
+        shm_channel: ShmChannel | None = None,
+        in_process_draft: int = 0,
     ) -> None:
         """`width`: of the target, and of its features. `lane`: to a drafter; without one what a
-        drafter is told is dropped. `own_draft`: tokens that a head in the verifier drafts, fused;
-        0: there is none."""
+        drafter is told is dropped. `in_process_draft_length`: tokens that a head in the verifier
+        drafts, fused; 0: there is none."""
         self._steps = steps
         config = VerifierConfig(
             model="canned",
@@ -120,8 +129,8 @@ class VerifierSide:
             feature_budget_mb=4096,
             planner=planner,
             prefill_tokens_per_round=1024,
-            gather_ms=0.0,
-            **(_fused(own_draft) if own_draft else {}),
+            batch_wait_ms=0.0,
+            **(_fused(in_process_draft) if in_process_draft else {}),
         )
         target = random_target(
             replace(SHAPE, hidden_size=width),
@@ -131,8 +140,8 @@ class VerifierSide:
         )
         heads = head_shape(target.config, 1024)
         self.head, projection = random_head(heads, target.embedding)
-        runner = DeviceRoundEngine.build(
-            config, target, projection, self.head if own_draft else None
+        runner = GpuModelRunner.build(
+            config, target, projection, self.head if in_process_draft else None
         )
         canned: Any = runner.rounds
         canned.graphs = CannedGraphs(
@@ -150,17 +159,17 @@ class VerifierSide:
         )
         self._core, self._rounds = self.service._core, self.service._rounds
         self._outbox = self.service._outbox
-        self._lanes = self.service._lanes
-        if lane is not None:
-            self._lanes.attach_drafter(_DRAFTER, lane)
+        self._shm_channels = self.service._shm_channels
+        if shm_channel is not None:
+            self._shm_channels.attach_drafter(_DRAFTER, shm_channel)
         self._waiting = self._unsaid = False
         self._rounds.flush = self._flushed
         handover = self._core.handover
         before = "verifier: rest" + BESIDE if self.offers else "verifier: outcome settled"
-        self.bracket(handover, "follow", before, "verifier: prefixes moved" + self.offers)
-        self.bracket(handover, "verdicts", None, "verifier: verdicts made" + self.offers)
+        self.bracket(handover, "advance_prefixes", before, "verifier: prefixes moved" + self.offers)
+        self.bracket(handover, "build_verdicts", None, "verifier: verdicts made" + self.offers)
         kept = "verifier: features kept" + BESIDE
-        self.bracket(self._rounds._keeping, "catch_up", "verifier: submitted" + BESIDE, kept)
+        self.bracket(self._rounds._keeping, "run_deferred", "verifier: submitted" + BESIDE, kept)
         self.vocab_size = target.vocab_size
 
     def bracket(self, owner: object, method: str, before: str | None, after: str) -> None:
@@ -178,52 +187,54 @@ class VerifierSide:
         if isinstance(function, MethodType):
             setattr(owner, method, marked)
 
-    def open(self, sessions: int, max_new_tokens: int, plan: Plan, *, drafted: bool = True) -> None:
+    def open(
+        self, sessions: int, max_new_tokens: int, plan: SpeculationPlan, *, drafted: bool = True
+    ) -> None:
         """Attach a drafter, open sessions, which it is to follow if `drafted`, and run their
         prompts."""
-        self._core.handle(Attached(_DRAFTER), time.monotonic())
+        self._core.handle_command(DrafterAttached(_DRAFTER), time.monotonic())
         for ticket in range(sessions):
             self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=drafted)
-        while any(not session.prefilled for session in self._core.sessions.values()):
+        while any(not session.is_prefilled for session in self._core.sessions.values()):
             self.round()
 
     def open_one(
-        self, ticket: int, prompt: int, max_new_tokens: int, plan: Plan, *, drafted: bool
+        self, ticket: int, prompt: int, max_new_tokens: int, plan: SpeculationPlan, *, drafted: bool
     ) -> None:
         """Open a session with so many tokens of prompt; it waits for the next round."""
         drafter_id = _NAME if drafted else None
         spec = spec_of(f"s{ticket}", prompt, max_new_tokens, plan, drafter_id)
         nobody: Any = None
-        self._core.handle(Open(ticket, spec, nobody), time.monotonic())
+        self._core.handle_command(OpenSession(ticket, spec, nobody), time.monotonic())
 
-    def replace(self, ticket: int, max_new_tokens: int, plan: Plan) -> None:
+    def replace(self, ticket: int, max_new_tokens: int, plan: SpeculationPlan) -> None:
         """End the session that is there for longest, and open another one."""
         self._steps.begin()
-        self._core.free(next(iter(self._core.sessions.values())))
+        self._core.free_session(next(iter(self._core.sessions.values())))
         self.open_one(ticket, PROMPT, max_new_tokens, plan, drafted=True)
         self._steps.mark("verifier: ended and opened" + BESIDE)
-        self.tell()
+        self.deliver_verdicts()
 
     def round(self) -> None:
         """Plan, launch and settle a round; the drafter is told by its lane."""
         self._steps.begin()
-        plan = self._rounds.plan(time.monotonic())
-        assert not plan.empty, "nothing to do"
+        plan = self._rounds.plan_round(time.monotonic())
+        assert not plan.is_empty, "nothing to do"
         self._steps.mark("verifier: planned")
         self._waiting, self._unsaid = True, True
-        self._rounds.run(plan)
+        self._rounds.run_round(plan)
         self._steps.mark("verifier: rest" + BESIDE)
-        self.tell()
+        self.deliver_verdicts()
 
-    def tell(self) -> int:
+    def deliver_verdicts(self) -> int:
         """Send what was posted for the drafter since the last time, so many messages; other effects
         are dropped."""
-        told = [effect for effect in self._outbox if isinstance(effect, Tell)]
+        told = [effect for effect in self._outbox if isinstance(effect, SendMessage)]
         self._outbox.clear()
-        self._core.seal()
-        for link_id, messages in told_by_link(told).items():
-            if self._lanes.carries(link_id):
-                self._lanes.tell(link_id, messages)
+        self._core.finish_event_batch()
+        for link_id, messages in messages_by_link(told).items():
+            if self._shm_channels.has_channel(link_id):
+                self._shm_channels.send_messages(link_id, messages)
         return len(told)
 
     def offer(self, frames: list[bytes]) -> None:
@@ -233,16 +244,18 @@ class VerifierSide:
             for message in decode_drafter_messages(frame):
                 assert isinstance(message, Proposals)
                 self._steps.mark("verifier: proposals decoded" + self.offers)
-                sound = sound_proposals(message, vocab_size=self.vocab_size, max_nodes=16)
+                sound = valid_proposals(message, vocab_size=self.vocab_size, max_nodes=16)
                 self._steps.mark("verifier: proposals checked" + self.offers)
-                self._core.handle(Offered(_LINK, message, sound), time.monotonic())
+                self._core.handle_command(
+                    ProposalsReceived(_LINK, message, sound), time.monotonic()
+                )
                 self._steps.mark("verifier: proposals offered" + self.offers)
 
     def _flushed(self) -> bool:
         """Marks the step; no other thread has a part in it."""
         if self._unsaid:
             self._unsaid = False
-            self.tell()
+            self.deliver_verdicts()
             self._steps.mark("verifier: verdicts sent" + self.offers)
         else:
             self._steps.mark("verifier: accounts, events" + BESIDE)
@@ -254,15 +267,19 @@ class VerifierSide:
             self._steps.mark("verifier: submitted" + BESIDE)
 
 
-class AheadSide(VerifierSide):
+class LookAheadSide(VerifierSide):
     """A verifier's engine thread whose rounds need nothing from outside: one is always in flight.
     Its planner decides."""
 
-    def __init__(self, sessions: int, *, width: int = WIDTH, own_draft: int = 0) -> None:
+    def __init__(self, sessions: int, *, width: int = WIDTH, in_process_draft: int = 0) -> None:
         """As `VerifierSide`."""
         self.steps = Steps()
         super().__init__(
-            sessions, self.steps, planner="automatic", width=width, own_draft=own_draft
+            sessions,
+            self.steps,
+            planner="automatic",
+            width=width,
+            in_process_draft=in_process_draft,
         )
 
     def mark_steps(self, before_planner: str) -> None:
@@ -276,11 +293,11 @@ class AheadSide(VerifierSide):
     def plan_and_run(self, rest: str) -> bool:
         """Plan and submit a round, settle the one before it; whether there was one to submit.
         `rest`: the step that ends here."""
-        plan = self._rounds.plan(time.monotonic())
+        plan = self._rounds.plan_round(time.monotonic())
         self._steps.mark("verifier: planned")
-        if plan.empty:
-            self._rounds.settle()
+        if plan.is_empty:
+            self._rounds.finish_round()
         else:
-            self._rounds.run(plan)
+            self._rounds.run_round(plan)
         self._steps.mark(rest)
-        return not plan.empty
+        return not plan.is_empty

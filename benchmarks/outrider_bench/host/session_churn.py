@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from outrider_bench.host.plain import WAYS, PlainSide
-from outrider_bench.report import table
+from outrider_bench.report import format_table
 
 WIDTH: Final = 512
 """Of a small model's features."""
@@ -33,8 +33,8 @@ class ChurningSide(PlainSide):
         self.opened = self.told = 0
         # One stays, so that nothing is forgotten of their kind.
         for session in list(self._core.sessions.values())[1:]:
-            self._core.free(session)
-        self.tell()
+            self._core.free_session(session)
+        self.deliver_verdicts()
 
     def replacing_round(self) -> None:
         """Open what is missing, plan and submit a round, settle the one before it."""
@@ -47,7 +47,7 @@ class ChurningSide(PlainSide):
             self.open_one(ticket, prompt, length, self.plan, drafted=self.drafted)
         self._steps.mark("verifier: opened")
         self.plan_and_run("verifier: features kept")
-        self.told += self.tell()
+        self.told += self.deliver_verdicts()
         self._steps.mark("verifier: drafters told")
         self._steps.end_round()
 
@@ -73,4 +73,4 @@ def run(counts: Sequence[int], rounds: int, answers: int) -> None:
     for name in ("opened", "told"):
         each = (f"{getattr(side, name) / rounds:.2f}" for side in found.values())
         rows.append([f"{name} a round", *each])
-    print(table(["us", *found], rows))
+    print(format_table(["us", *found], rows))

@@ -15,7 +15,7 @@ from outrider.client.local.cluster import LocalCluster
 from outrider_bench.environment import describe
 from outrider_bench.models import add_model_arguments, local_config
 from outrider_bench.prompts import BenchPrompt, is_loop, load_prompts
-from outrider_bench.report import finish, say
+from outrider_bench.report import print_progress, print_result
 
 SHAPES = {"chain4": (4, 1), "tree32": (32, 8)}
 """Draft nodes and top-k by name."""
@@ -24,7 +24,7 @@ RULES = ("target-only", "rejection", "coupled")
 
 
 @dataclass(slots=True)
-class Tally:
+class AcceptanceTally:
     """Rounds and tokens of some answers."""
 
     answers: int = 0
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
         "sampled_tokens": args.sampled_tokens,
         "chain4_by_temperature": table,
     }
-    finish(args, result)
+    print_result(args, result)
 
 
 class _Runner:
@@ -104,14 +104,16 @@ def _by_task(
         draft_tokens=nodes,
         draft_top_k=top_k,
     )
-    tasks: dict[str, Tally] = {}
-    clean, every = Tally(), Tally()
+    tasks: dict[str, AcceptanceTally] = {}
+    clean, every = AcceptanceTally(), AcceptanceTally()
     for prompt, result in zip(prompts, results, strict=True):
         every.add(result)
         if not is_loop(result.token_ids):
             clean.add(result)
-            tasks.setdefault(prompt.task, Tally()).add(result)
-    say(f"shape {shape}: {clean.mean} ({clean.answers} answers), with loops {every.mean}")
+            tasks.setdefault(prompt.task, AcceptanceTally()).add(result)
+    print_progress(
+        f"shape {shape}: {clean.mean} ({clean.answers} answers), with loops {every.mean}"
+    )
     return {
         "mean_emitted_per_round": clean.mean,
         "answers": clean.answers,
@@ -126,7 +128,7 @@ def _by_temperature(
     table: dict[str, dict[str, float]] = {}
     for rule in RULES:
         for temperature in TEMPERATURES:
-            tally = Tally()
+            tally = AcceptanceTally()
             for result in runner.run(
                 prompts,
                 max_tokens=args.sampled_tokens,
@@ -139,5 +141,5 @@ def _by_temperature(
                 if not is_loop(result.token_ids):
                     tally.add(result)
             table.setdefault(rule, {})[str(temperature)] = tally.mean
-            say(f"{rule} T={temperature}: {tally.mean} ({tally.answers} answers)")
+            print_progress(f"{rule} T={temperature}: {tally.mean} ({tally.answers} answers)")
     return table

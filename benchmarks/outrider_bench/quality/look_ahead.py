@@ -15,10 +15,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from outrider_drafter.look_ahead.calibration import SHARPNESS, Calibration
-from outrider_drafter.state.outcomes import Layout, Places, best, seen
+from outrider_drafter.look_ahead.calibration import PRIOR_SHARPNESS, OutcomeCalibration
+from outrider_drafter.state.outcomes import (
+    CandidateLayout,
+    NodeIndex,
+    best_outcomes,
+    follow_verdict,
+)
 
-from outrider.client.flags import at_least
+from outrider.client.flags import integer_at_least
 from outrider.client.local.config import default_dtype
 from outrider.client.local.model_files import ModelFiles, find_model
 from outrider.engine.heads import (
@@ -27,26 +32,30 @@ from outrider.engine.heads import (
     load_feature_projection,
     load_head,
 )
-from outrider.engine.training.answer_generation import GenerateConfig, Request, generate
-from outrider.engine.training.data import ChatTokenizer, Sample
+from outrider.engine.training.answer_generation import (
+    AnswerRequest,
+    GenerateConfig,
+    generate_answers,
+)
+from outrider.engine.training.data import ChatTokenizer, TrainingSample
 from outrider.engine.training.drafting import (
     CHAIN,
     TREE,
-    OwnRows,
-    score,
+    DraftedRows,
+    score_trees,
 )
 from outrider.engine.training.head import TrainableHead
 from outrider.engine.training.held_out_report import held_out_report
 from outrider.engine.training.parity_check import load_trainable
-from outrider.engine.training.serving_report import Round, Verdict, serving_report
-from outrider.engine.training.target import Target, load_target
+from outrider.engine.training.serving_report import SimulatedRound, SimulatedVerdict, serving_report
+from outrider.engine.training.target import TrainingTarget, load_target
 from outrider.errors import InvalidRequestError
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import path
 from outrider_bench.environment import describe
 from outrider_bench.models import add_input_arguments
 from outrider_bench.prompts import BenchPrompt, load_prompts
-from outrider_bench.report import finish, say
+from outrider_bench.report import print_progress, print_result
 
 SHAPES: Final = {"chain5": CHAIN, "tree32": TREE}
 FAN_OUTS: Final = (4, 8, 16, 32, 64)
@@ -55,31 +64,36 @@ CANDIDATES: Final = 32
 _ROOM: Final = 1 << 20
 
 
-class Hits:
+class OutcomeHits:
     """How often the outcome of a round is among the first ones of a ranking."""
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
         # One that never learns trusts the head's own probabilities.
-        learns = Calibration(SHARPNESS[Rule.GREEDY])
-        self._rankings = {"calibrated": learns, "plain": Calibration()}
+        learns = OutcomeCalibration(PRIOR_SHARPNESS[Rule.GREEDY])
+        self._rankings = {"calibrated": learns, "plain": OutcomeCalibration()}
         self._hits = {name: [0] * len(FAN_OUTS) for name in self._rankings}
         self._rounds = self._at_root = 0
 
-    def watch(self, what: Round) -> None:
+    def watch(self, what: SimulatedRound) -> None:
         """Look at the outcomes of some rounds; see `serving.Watch`."""
         trees = [verdict.tree for verdict in what.verdicts]
-        rows = OwnRows(self._head, what.rows, what.roots)
-        found = score(rows, trees, min(CANDIDATES, self._head.config.draft_vocab_size))
-        layout = Layout.of(Places.of(trees), np.concatenate([one.tokens for one in found]))
+        rows = DraftedRows(self._head, what.rows, what.roots)
+        found = score_trees(rows, trees, min(CANDIDATES, self._head.config.draft_vocab_size))
+        layout = CandidateLayout.of_candidates(
+            NodeIndex.of_trees(trees), np.concatenate([one.tokens for one in found])
+        )
         logprobs = np.concatenate([one.logprobs for one in found])
-        gains = {name: ranking.gains(layout, logprobs) for name, ranking in self._rankings.items()}
+        gains = {
+            name: ranking.expected_gains(layout, logprobs)
+            for name, ranking in self._rankings.items()
+        }
         live = [i for i, ended in enumerate(what.ended) if not ended]
         for i in live:
             verdict = what.verdicts[i]
             place = int(layout.roots[i]) + verdict.node + 1
             for name, found_gains in gains.items():
-                first = best(layout, found_gains, i, room=_ROOM, count=FAN_OUTS[-1])
+                first = best_outcomes(layout, found_gains, i, room=_ROOM, count=FAN_OUTS[-1])
                 right = (first.places == place) & (first.tokens == verdict.token)
                 for at, fan_out in enumerate(FAN_OUTS):
                     self._hits[name][at] += bool(right[:fan_out].any())
@@ -87,7 +101,9 @@ class Hits:
             self._at_root += verdict.accepted_len == 0
         for i in live:
             told = emitted(what.verdicts[i])
-            self._rankings["calibrated"].learn(layout, logprobs, seen(layout, i, told))
+            self._rankings["calibrated"].learn_from_verdict(
+                layout, logprobs, follow_verdict(layout, i, told)
+            )
 
     def rates(self) -> dict[str, object]:
         """Shares of the rounds by number of outcomes; `plain`: by the head's own probabilities."""
@@ -104,7 +120,7 @@ class Hits:
         }
 
 
-def emitted(verdict: Verdict) -> list[int]:
+def emitted(verdict: SimulatedVerdict) -> list[int]:
     """Tokens of the path that stood, and the one that followed."""
     nodes = path(verdict.tree.parents, verdict.node)
     return [*verdict.tree.tokens[list(nodes)].tolist(), verdict.token]
@@ -115,20 +131,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     add = parser.add_argument
     add("--device", default="cpu")
-    add("--max-tokens", type=at_least(2), default=128, help="of an answer; default: 128")
+    add("--max-tokens", type=integer_at_least(2), default=128, help="of an answer; default: 128")
 
 
-class Models(NamedTuple):
+class HeadModels(NamedTuple):
     """What is measured, loaded."""
 
     files: ModelFiles
-    target: Target
+    target: TrainingTarget
     head: DraftHead
     projection: FeatureProjection
     trainable: TrainableHead
 
 
-def load(args: argparse.Namespace) -> Models:
+def load(args: argparse.Namespace) -> HeadModels:
     """The model and head of the flags. Raises NotFoundError, InvalidRequestError, ValueError."""
     files = find_model(args.model, head=args.head)
     if files.head is None:
@@ -142,23 +158,26 @@ def load(args: argparse.Namespace) -> Models:
     }
     head = load_head(files.head, embedding=target.embedding, lm_head=target.lm_head, **places)
     projection = load_feature_projection(files.head, **places)
-    return Models(files, target, head, projection, load_trainable(files.head, head))
+    return HeadModels(files, target, head, projection, load_trainable(files.head, head))
 
 
-def answer(
-    target: Target, tokenizer: ChatTokenizer, prompts: Sequence[BenchPrompt], max_tokens: int
-) -> dict[str, list[Sample]]:
+def answer_prompts(
+    target: TrainingTarget,
+    tokenizer: ChatTokenizer,
+    prompts: Sequence[BenchPrompt],
+    max_tokens: int,
+) -> dict[str, list[TrainingSample]]:
     """Greedy answers by task; prompts that the model's positions cannot hold are left out."""
     room = target.config.max_position_embeddings - max_tokens
     encoded = tokenizer.encode_turns([prompt.text for prompt in prompts])
     asked = [(p.task, ids) for p, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
     config = GenerateConfig(max_new_tokens=max_tokens, slots=len(asked), use_graphs=False)
-    requests = [Request(ids, 0.0) for _, ids in asked]
-    answers = generate(target, requests, target.config.eos_token_ids, config)
-    tasks: dict[str, list[Sample]] = {}
+    requests = [AnswerRequest(ids, 0.0) for _, ids in asked]
+    answers = generate_answers(target, requests, target.config.eos_token_ids, config)
+    tasks: dict[str, list[TrainingSample]] = {}
     for (task, ids), found in zip(asked, answers, strict=True):
         if found is not None and len(found):
-            tasks.setdefault(task, []).append(Sample(ids, found))
+            tasks.setdefault(task, []).append(TrainingSample(ids, found))
     return tasks
 
 
@@ -167,8 +186,10 @@ def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     models = load(args)
     prompts = load_prompts(args.prompts, args.limit)
-    tasks = answer(models.target, ChatTokenizer(models.files.path), prompts, args.max_tokens)
-    say(f"{sum(len(samples) for samples in tasks.values())} answers")
+    tasks = answer_prompts(
+        models.target, ChatTokenizer(models.files.path), prompts, args.max_tokens
+    )
+    print_progress(f"{sum(len(samples) for samples in tasks.values())} answers")
     result = {
         "benchmark": "look-ahead",
         **describe(),
@@ -181,17 +202,17 @@ def run(args: argparse.Namespace) -> None:
         "max_tokens": args.max_tokens,
         **measure(models, tasks),
     }
-    finish(args, result)
+    print_result(args, result)
 
 
-def measure(models: Models, tasks: Mapping[str, Sequence[Sample]]) -> dict[str, object]:
+def measure(models: HeadModels, tasks: Mapping[str, Sequence[TrainingSample]]) -> dict[str, object]:
     """All figures of a head over these answers."""
     taught = held_out_report(models.target, models.trainable, tasks)["all"]
     clean = taught.get("loops_excluded")
     if clean is None:
         raise InvalidRequestError("every answer repeats itself: give other prompts")
-    say("accuracy by step: " + " ".join(f"{a:.3f}" for a in clean["accuracy"]))
-    hits = {(name, ahead): Hits(models.head) for name in SHAPES for ahead in (False, True)}
+    print_progress("accuracy by step: " + " ".join(f"{a:.3f}" for a in clean["accuracy"]))
+    hits = {(name, ahead): OutcomeHits(models.head) for name in SHAPES for ahead in (False, True)}
     served = serving_report(
         models.target,
         models.head,
@@ -203,9 +224,11 @@ def measure(models: Models, tasks: Mapping[str, Sequence[Sample]]) -> dict[str, 
     shapes = {}
     for name in SHAPES:
         figures = served["all"][name]
-        say(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
+        print_progress(
+            f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
+        )
         stale = hits[name, True].rates()
-        say(f"{name}: hit rate by outcomes {stale['hit_rate']}")
+        print_progress(f"{name}: hit rate by outcomes {stale['hit_rate']}")
         shapes[name] = {
             **{key: round(value, 4) for key, value in figures.items()},
             "by_task": {

@@ -20,12 +20,12 @@ from outrider.client.local.cluster import LocalCluster
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
-from outrider.spec.noise import Stream, gumbel
+from outrider.spec.noise import NoiseStream, gumbel
 from outrider.text.tokenizer import Tokenizer
 from outrider_bench.environment import describe
-from outrider_bench.models import add_model_arguments, describe_placing, local_config
+from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import BenchPrompt, load_prompts
-from outrider_bench.report import finish, say
+from outrider_bench.report import print_progress, print_result
 
 SEED = 1234
 NEAR_TIE = 1e-3
@@ -73,12 +73,12 @@ def run(args: argparse.Namespace) -> None:
                     prompts, plain, drafted, explain, float(str(sampling["temperature"]))
                 )
                 cases[f"{rule}/{name}"] = case
-                say(f"{rule}/{name}: {case}")
+                print_progress(f"{rule}/{name}: {case}")
     result = {"benchmark": "lossless", **describe(), "model": config.model_name}
-    result |= describe_placing(config)
+    result |= describe_placement(config)
     result |= {"max_tokens": args.max_tokens, "prompts": len(prompts)}
     result |= {"near_tie_bound": NEAR_TIE, "cases": cases}
-    finish(args, result)
+    print_result(args, result)
 
 
 def _answers(
@@ -137,7 +137,7 @@ class _Explainer:
         prefix = [*ids, *expected[:same]]
         scores = self._logits(prefix).double()
         if temperature > 0:
-            noise = gumbel(SEED, Stream.TARGET, len(prefix), np.arange(len(scores)))
+            noise = gumbel(SEED, NoiseStream.TARGET, len(prefix), np.arange(len(scores)))
             scores = scores / temperature + torch.from_numpy(noise)
         return abs(float(scores[expected[same]] - scores[actual[same]]))
 

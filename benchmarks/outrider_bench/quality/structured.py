@@ -24,8 +24,8 @@ import jsonschema
 import numpy as np
 
 from outrider.client import Client, FinishReason, user
-from outrider.grammar.constraint import legal
-from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.constraint import allowed_mask
+from outrider.grammar.grammar_cache import GrammarCache
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.wire.inference import FinishInfo
 
@@ -73,7 +73,7 @@ def _value(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StructuredAnswer:
     """One answer, and how long its rounds took."""
 
     text: str
@@ -84,7 +84,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Count:
+class AnswerCount:
     """Answers of one kind."""
 
     valid: int = 0
@@ -100,7 +100,9 @@ class Count:
         return self.emitted / max(self.rounds, 1)
 
 
-def ask(address: str, schema: dict[str, Any], number: int, **options: Any) -> Answer:
+def ask_structured(
+    address: str, schema: dict[str, Any], number: int, **options: Any
+) -> StructuredAnswer:
     """One answer."""
     topic = TOPICS[number % len(TOPICS)]
     prompt = f"Describe {topic} as a JSON object with this schema: {json.dumps(schema)}"
@@ -113,7 +115,7 @@ def ask(address: str, schema: dict[str, Any], number: int, **options: Any) -> An
             arrivals.append(time.perf_counter())
         result = stream.result()
     rounds = max(result.finish.stats.rounds - 1, 1)
-    return Answer(
+    return StructuredAnswer(
         text=result.text,
         token_ids=result.token_ids,
         finish=result.finish,
@@ -121,9 +123,11 @@ def ask(address: str, schema: dict[str, Any], number: int, **options: Any) -> An
     )
 
 
-def tally(found: Sequence[Answer], forms: Sequence[dict[str, Any]] | None) -> Count:
+def tally_answers(
+    found: Sequence[StructuredAnswer], forms: Sequence[dict[str, Any]] | None
+) -> AnswerCount:
     """Judge the answers against their schemas, where they have such."""
-    count = Count()
+    count = AnswerCount()
     for index, result in enumerate(found):
         stats = result.finish.stats
         count.rounds += stats.rounds
@@ -145,23 +149,23 @@ def _is_valid(text: str, schema: dict[str, Any]) -> bool:
 
 
 def mask_us(
-    model: Path, vocab_size: int, forms: Sequence[dict[str, Any]], found: Sequence[Answer]
+    model: Path, vocab_size: int, forms: Sequence[dict[str, Any]], found: Sequence[StructuredAnswer]
 ) -> tuple[list[float], list[float]]:
     """Microseconds of compiling a form, and of a row's mask with its step, along the answers."""
-    grammars = Grammars.load(model / "tokenizer.json", vocab_size=vocab_size)
+    grammars = GrammarCache.from_tokenizer_file(model / "tokenizer.json", vocab_size=vocab_size)
     assert grammars is not None
     compiling: list[float] = []
     masking: list[float] = []
     for schema, result in zip(forms, found, strict=True):
         form = StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(schema))
         began = time.perf_counter()
-        constraint = grammars.compile(form).begin([2])
+        constraint = grammars.compile_grammar(form).start_constraint([2])
         compiling.append(1e6 * (time.perf_counter() - began))
         ids = np.array(result.token_ids[:-1], np.int32)
         for end in range(len(ids)):
             began = time.perf_counter()
-            constraint.follow(ids[:end])
-            legal(constraint)
+            constraint.advance_to(ids[:end])
+            allowed_mask(constraint)
             masking.append(1e6 * (time.perf_counter() - began))
     return compiling, masking
 
@@ -180,18 +184,20 @@ def main() -> None:
     args = parser.parse_args()
     forms = schemas(args.schemas, args.seed)
 
-    def bound(number: int) -> Answer:
+    def bound(number: int) -> StructuredAnswer:
         schema = forms[number]
-        return ask(args.router, schema, number, json_schema=schema, max_tokens=args.max_tokens)
+        return ask_structured(
+            args.router, schema, number, json_schema=schema, max_tokens=args.max_tokens
+        )
 
-    def free(number: int) -> Answer:
-        return ask(args.router, forms[number], number, max_tokens=args.free_tokens)
+    def free(number: int) -> StructuredAnswer:
+        return ask_structured(args.router, forms[number], number, max_tokens=args.free_tokens)
 
     with ThreadPoolExecutor(args.at_a_time) as pool:
         answers = list(pool.map(bound, range(len(forms))))
         others = list(pool.map(free, range(min(args.free, len(forms)))))
-    judged, alike = tally(answers, forms), tally(answers[: len(others)], None)
-    unbound = tally(others, None)
+    judged, alike = tally_answers(answers, forms), tally_answers(answers[: len(others)], None)
+    unbound = tally_answers(others, None)
     with Client(args.router, timeout_s=30.0) as client:
         vocab_size = client.models()[0].vocab_size
     compiling, masking = mask_us(args.tokenizer, vocab_size, forms, answers)
@@ -213,7 +219,7 @@ def main() -> None:
     print(json.dumps(figures, indent=1))
 
 
-def _round_ms(found: Sequence[Answer]) -> dict[str, float]:
+def _round_ms(found: Sequence[StructuredAnswer]) -> dict[str, float]:
     return _spread([answer.round_ms for answer in found if answer.finish.stats.rounds > 4])
 
 

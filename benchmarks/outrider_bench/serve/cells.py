@@ -16,7 +16,7 @@ from outrider.spec.sampling import Rule
 PLAIN: Final = "plain"
 PLACEMENTS: Final = (PLAIN, SEPARATE, COLOCATED, FUSED)
 """Plain is first wherever several are measured: the others are compared with it."""
-OWN_HEAD: Final = (COLOCATED, FUSED)
+IN_PROCESS_PLACEMENTS: Final = (COLOCATED, FUSED)
 NONE, AUTO, NGRAM = "none", "auto", "ngram"
 TREE_TOP_K: Final = 8
 BIAS: Final = 5.0
@@ -31,7 +31,7 @@ LOOK_AHEAD: Final = {"0": 0, "1": 1, "auto": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafts:
+class DraftSetting:
     """How a session drafts; the default is not at all."""
 
     method: DraftMethod = DraftMethod.NONE
@@ -78,12 +78,12 @@ class Drafts:
             wanted["fan_out"] = self.fan_out
         return wanted
 
-    def within(self) -> Drafts:
+    def within(self) -> DraftSetting:
         """The same, made within a verifier: there is no exchange to be ahead of."""
         return replace(self, look_ahead=None, fan_out=None)
 
 
-def parse_drafts(text: str) -> Drafts:
+def parse_drafts(text: str) -> DraftSetting:
     """Drafts by their name; a tree's children are 8 or said: tree-32x4.
 
     Raises InvalidRequestError for a name that means none.
@@ -98,12 +98,12 @@ def parse_drafts(text: str) -> Drafts:
     return replace(drafts, look_ahead=0 if lock_step else 1, fan_out=fan_out)
 
 
-def _parse_shape(text: str) -> Drafts:
+def _parse_shape(text: str) -> DraftSetting:
     simple = {
-        NONE: Drafts(),
-        AUTO: Drafts(method=DraftMethod.EAGLE3),
-        NGRAM: Drafts(method=DraftMethod.NGRAM),
-        DraftMethod.MODEL.value: Drafts(method=DraftMethod.MODEL),
+        NONE: DraftSetting(),
+        AUTO: DraftSetting(method=DraftMethod.EAGLE3),
+        NGRAM: DraftSetting(method=DraftMethod.NGRAM),
+        DraftMethod.MODEL.value: DraftSetting(method=DraftMethod.MODEL),
     }
     if text in simple:
         return simple[text]
@@ -116,13 +116,13 @@ def _parse_shape(text: str) -> Drafts:
         )
     kind, tokens, top_k = match[1], int(match[2]), match[3]
     if kind == "model":
-        return Drafts(method=DraftMethod.MODEL, tokens=tokens)
+        return DraftSetting(method=DraftMethod.MODEL, tokens=tokens)
     width = int(top_k or TREE_TOP_K) if kind == "tree" else 1
-    return Drafts(method=DraftMethod.EAGLE3, tokens=tokens, top_k=width)
+    return DraftSetting(method=DraftMethod.EAGLE3, tokens=tokens, top_k=width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class SamplingSetting:
     """How tokens are drawn and judged."""
 
     temperature: float = 0.0
@@ -151,21 +151,21 @@ class Sampling:
 
 
 SETS: Final = {
-    "greedy": Sampling(),
-    "sampled": Sampling(temperature=0.8),
-    "sampled_1": Sampling(temperature=1.0),
-    "top_p": Sampling(temperature=0.8, top_p=0.9),
-    "min_p": Sampling(temperature=0.8, min_p=0.05),
-    "penalties": Sampling(repetition_penalty=1.1),
-    "bias": Sampling(logit_bias=True),
-    "rejection": Sampling(temperature=0.8, rule=Rule.REJECTION.value),
-    "target_only": Sampling(temperature=0.8, rule=Rule.TARGET_ONLY.value),
+    "greedy": SamplingSetting(),
+    "sampled": SamplingSetting(temperature=0.8),
+    "sampled_1": SamplingSetting(temperature=1.0),
+    "top_p": SamplingSetting(temperature=0.8, top_p=0.9),
+    "min_p": SamplingSetting(temperature=0.8, min_p=0.05),
+    "penalties": SamplingSetting(repetition_penalty=1.1),
+    "bias": SamplingSetting(logit_bias=True),
+    "rejection": SamplingSetting(temperature=0.8, rule=Rule.REJECTION.value),
+    "target_only": SamplingSetting(temperature=0.8, rule=Rule.TARGET_ONLY.value),
 }
 """Sampling parameters by name, for --sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handicap:
+class DrafterHandicap:
     """What a drafter suffers, to measure what it costs; the default is nothing."""
 
     exchange_delay_ms: float = 0.0
@@ -182,24 +182,24 @@ class Handicap:
         return ", ".join(parts)
 
 
-NO_HANDICAP: Final = Handicap()
+NO_HANDICAP: Final = DrafterHandicap()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class BenchCell:
     """One figure of the table: everything that it depends on."""
 
     model: str
     placement: str
-    drafts: Drafts
-    sampling: Sampling
+    drafts: DraftSetting
+    sampling: SamplingSetting
     sessions: int | None
     """Requests at a time; None in an open loop."""
     rate: float | None = None
     """Requests that arrive in a second in an open loop."""
     max_tokens: int = 256
-    awake_cores: int = 0
-    handicap: Handicap = NO_HANDICAP
+    busy_polling_cores: int = 0
+    handicap: DrafterHandicap = NO_HANDICAP
     planner: str | None = None
     """automatic or fixed; None: what users run, or what a running router's verifiers do."""
     verifiers: int = 1
@@ -210,10 +210,10 @@ class Cell:
     """Whether the verifiers keep what others may begin with."""
 
     @property
-    def plain(self) -> Cell:
+    def plain(self) -> BenchCell:
         """The same requests without drafts, of the same services."""
         sampling = replace(self.sampling, rule=Rule.COUPLED.value)
-        return replace(self, placement=PLAIN, drafts=Drafts(), sampling=sampling)
+        return replace(self, placement=PLAIN, drafts=DraftSetting(), sampling=sampling)
 
     def described(self) -> dict[str, object]:
         """The fields that identify a cell in service.json."""
@@ -229,7 +229,7 @@ class Cell:
             "sessions": self.sessions,
             "rate": self.rate,
             "max_tokens": self.max_tokens,
-            "awake_cores": self.awake_cores,
+            "busy_polling_cores": self.busy_polling_cores,
             **asdict(self.handicap),
             "planner": self.planner,
             "verifiers": self.verifiers,
@@ -250,9 +250,9 @@ class Cell:
         return f"{drafts}, {parameters}{bias}, {load}{slowed}{fronts}{cold}"
 
 
-KEY: Final = (
+KEY_FIELDS: Final = (
     *("model", "placement", "drafts", "draft_top_k", "temperature", "rule", "top_p", "min_p"),
-    *("repetition_penalty", "logit_bias", "sessions", "rate", "max_tokens", "awake_cores"),
+    *("repetition_penalty", "logit_bias", "sessions", "rate", "max_tokens", "busy_polling_cores"),
     *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown"),
     *("planner", "verifiers", "drafters", "routers", "prefix_cache"),
 )
@@ -260,7 +260,7 @@ _BEFORE: Final = {"routers": 1, "prefix_cache": False}
 """What cells had that say nothing of it: results from before there was such a thing."""
 _AHEAD_KEYS: Final = ("drafts", "look_ahead", "fan_out")
 _PLACING: Final = (
-    *("placement", "drafts", "draft_top_k", "awake_cores"),
+    *("placement", "drafts", "draft_top_k", "busy_polling_cores"),
     *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown", "planner", "drafters"),
 )
 _SAMPLING: Final = (*("temperature", "rule", "top_p", "min_p", "repetition_penalty", "logit_bias"),)
@@ -270,7 +270,7 @@ def handicap_of(cell: dict[str, Any]) -> str:
     """What a cell's drafter suffered, for labels; results from before there was such a thing say
     nothing."""
     said = str(
-        Handicap(
+        DrafterHandicap(
             exchange_delay_ms=cell.get("exchange_delay_ms", 0.0),
             drafter_slowdown=cell.get("drafter_slowdown", 1.0),
         )
@@ -278,7 +278,7 @@ def handicap_of(cell: dict[str, Any]) -> str:
     return f" ({said})" if said else ""
 
 
-def key(cell: dict[str, Any]) -> tuple[object, ...]:
+def cell_key(cell: dict[str, Any]) -> tuple[object, ...]:
     """What identifies a cell of service.json: of two with one key the later one stays."""
     return _values(cell)
 
@@ -302,7 +302,7 @@ def greedy_key(cell: dict[str, Any]) -> tuple[object, ...]:
 
 def _values(cell: dict[str, Any], but: Sequence[str] = ()) -> tuple[object, ...]:
     """What a cell says of all that identifies it, of some fields nothing."""
-    return tuple(cell.get(name, _BEFORE.get(name)) for name in KEY if name not in but)
+    return tuple(cell.get(name, _BEFORE.get(name)) for name in KEY_FIELDS if name not in but)
 
 
 def parse_list(text: str, allowed: Iterable[str], what: str) -> tuple[str, ...]:

@@ -16,43 +16,47 @@ _WIDTH, _HEIGHT = 820, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 250, 48, 50
 _STEPS: Final = (1, 2, 5)
 
-Line = list[tuple[int, float]]
+ChartLine = list[tuple[int, float]]
 """Sessions and tokens/s, ascending."""
 
 
-def lines(cells: Sequence[dict[str, Any]]) -> dict[str, Line]:
+def chart_lines(cells: Sequence[dict[str, Any]]) -> dict[str, ChartLine]:
     """The lines of the sampling parameters and the model that most cells have, plain first."""
     closed = [cell for cell in cells if cell["sessions"] and cell["tokens_per_s"]]
     if not closed:
         raise InvalidRequestError("there is no closed loop to draw", reason="NO_RESULTS")
     chosen = _commonest(closed)
-    found: dict[str, Line] = {}
+    found: dict[str, ChartLine] = {}
     for cell in sorted(closed, key=lambda cell: (cell["placement"] != PLAIN, cell["sessions"])):
         plain = cell["placement"] == PLAIN
         # Plain decoding draws alike under every rule.
         if _kind(cell) == chosen[0] and (plain or cell["rule"] == chosen[1]):
-            awake = f" ({cell['awake_cores']} awake cores)" if cell["awake_cores"] else ""
+            busy_cores = (
+                f" ({cell['busy_polling_cores']} busy-polling cores)"
+                if cell["busy_polling_cores"]
+                else ""
+            )
             name = PLAIN if plain else f"{cell['placement']}, {cell['drafts']}"
-            name += awake + handicap_of(cell)
+            name += busy_cores + handicap_of(cell)
             found.setdefault(name, []).append((cell["sessions"], cell["tokens_per_s"]))
     return found
 
 
-def title(cells: Sequence[dict[str, Any]]) -> str:
+def chart_title(cells: Sequence[dict[str, Any]]) -> str:
     """What the picture shows."""
     (model, max_tokens, temperature, top_p, *_), rule = _commonest(cells)
     drawn = "greedy" if temperature == 0.0 else f"T = {temperature:g}, top_p = {top_p:g}, {rule}"
     return f"{model}: tokens/s by sessions, {drawn}, answers up to {max_tokens} tokens"
 
 
-def write_picture(path: Path, cells: Sequence[dict[str, Any]]) -> None:
+def write_chart(path: Path, cells: Sequence[dict[str, Any]]) -> None:
     """Write the picture. Raises InvalidRequestError if there is nothing to draw."""
-    text = draw(lines(cells), title(cells))
+    text = draw_chart(chart_lines(cells), chart_title(cells))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 
-def draw(found: dict[str, Line], heading: str) -> str:
+def draw_chart(found: dict[str, ChartLine], heading: str) -> str:
     """The picture as SVG text; both axes are logarithmic."""
     points = [point for line in found.values() for point in line]
     xs = sorted({sessions for sessions, _ in points})
@@ -115,7 +119,9 @@ def _grid(xs: Sequence[int], across: _Axis, up: _Axis) -> list[str]:
     return parts
 
 
-def _line(name: str, line: Line, colour: str, index: int, across: _Axis, up: _Axis) -> list[str]:
+def _line(
+    name: str, line: ChartLine, colour: str, index: int, across: _Axis, up: _Axis
+) -> list[str]:
     spots = [(across.at(sessions), up.at(value)) for sessions, value in line]
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in spots)
     dashed = ' stroke-dasharray="6 4"' if name == PLAIN else ""

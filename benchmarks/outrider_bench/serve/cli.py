@@ -13,18 +13,18 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.client.flags import at_least, fan_out, number_from
+from outrider.client.flags import integer_at_least, number_at_least, parse_fan_out
 from outrider.client.local.config import CPU, CUDA, DEVICES, SEPARATE
 from outrider.client.local.model_files import DEFAULT_MODEL
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.spec.sampling import Rule
-from outrider_bench.gpu.support.machine import AWAKE_CORES
+from outrider_bench.gpu.support.machine import BUSY_POLLING_CORES
 from outrider_bench.prompts import DEFAULT_PROMPTS
-from outrider_bench.report import table
+from outrider_bench.report import format_table
 from outrider_bench.serve import results
 from outrider_bench.serve.cells import PLACEMENTS, SETS, handicap_of
-from outrider_bench.serve.chart import write_picture
-from outrider_bench.serve.run import Run
+from outrider_bench.serve.chart import write_chart
+from outrider_bench.serve.run import BenchRun
 
 PLANNERS: Final = ("automatic", "fixed")
 DRAFTERS: Final = ("eagle3", "ngram", "model")
@@ -53,11 +53,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wide", metavar="SHAPE", help="widen --model: HIDDEN,INNER,LAYERS,HEADS,KV_HEADS")
     add("--head", type=Path, help="draft head; default: the one that ships for the model")
     add("--draft-model", metavar="NAME|DIR", help="for --drafter model")
-    add("--verifiers", type=at_least(1), metavar="N", default=1, help="of a placement; default: 1")
-    add("--drafters", type=at_least(1), metavar="N", default=1, help="that these share; default: 1")
+    add(
+        "--verifiers",
+        type=integer_at_least(1),
+        metavar="N",
+        default=1,
+        help="of a placement; default: 1",
+    )
+    add(
+        "--drafters",
+        type=integer_at_least(1),
+        metavar="N",
+        default=1,
+        help="that these share; default: 1",
+    )
     add(
         "--routers",
-        type=at_least(1),
+        type=integer_at_least(1),
         metavar="N",
         default=1,
         help="at one address, or with --router what runs there; default: 1",
@@ -69,12 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
-    add("--threads", type=at_least(1), help="compute threads of verifier and drafter each")
+    add("--threads", type=integer_at_least(1), help="compute threads of verifier and drafter each")
     add(
-        "--awake-cores",
-        type=at_least(0),
-        help=f"that each model process keeps awake; default: {AWAKE_CORES} for separate drafters "
-        "where there are cores to spare",
+        "--busy-polling-cores",
+        type=integer_at_least(0),
+        help="CPU cores that each model process keeps busy-polling; default: "
+        f"{BUSY_POLLING_CORES} for separate drafters where there are cores to spare",
     )
     add(
         "--planner",
@@ -99,8 +111,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_drafts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--drafter", choices=DRAFTERS, default=DRAFTERS[0], help="default: eagle3")
-    add("--draft-tokens", type=at_least(1), metavar="N", help="a round; default: the server's own")
-    add("--draft-topk", type=at_least(1), metavar="K", default=1, help="1 (default) is a chain")
+    add(
+        "--draft-tokens",
+        type=integer_at_least(1),
+        metavar="N",
+        help="a round; default: the server's own",
+    )
+    add(
+        "--draft-top-k",
+        type=integer_at_least(1),
+        metavar="K",
+        default=1,
+        help="1 (default) is a chain",
+    )
     add(
         "--drafts",
         metavar="A,B",
@@ -113,7 +136,12 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
         help="each of the drafts in each of these ways: 0 in lock-step, 1 ahead of verdicts (with "
         "--planner fixed always, else where it pays), auto as the router says; default: auto",
     )
-    add("--fan-out", metavar="N", type=fan_out, help="outcomes drafted ahead; default: drafter's")
+    add(
+        "--fan-out",
+        metavar="N",
+        type=parse_fan_out,
+        help="outcomes drafted ahead; default: drafter's",
+    )
     add(
         "--exchange-delay-ms",
         metavar="A,B",
@@ -121,11 +149,16 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--round-ms",
-        type=number_from(0.0),
+        type=number_at_least(0.0),
         default=0.0,
         help="EMULATED: rounds of one row last so long, as with a larger model",
     )
-    add("--row-us", type=number_from(0.0), default=0.0, help="of each further row of such a round")
+    add(
+        "--row-us",
+        type=number_at_least(0.0),
+        default=0.0,
+        help="of each further row of such a round",
+    )
     add(
         "--drafter-slowdown",
         metavar="A,B",
@@ -144,16 +177,24 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--sessions", metavar="A,B", help="requests at a time; default: 1,8,32")
     add("--rate", type=float, metavar="R", help="instead: R requests/s that arrive at random")
     add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL; default: the bundled 40")
-    add("--limit", type=at_least(1), help="number of prompts; default: all")
-    add("--max-tokens", type=at_least(2), metavar="N", help="default: 256; of a grid: 64")
-    add("--waves", type=at_least(1), help="default: 3; of a grid: 2; the last is reported")
+    add("--limit", type=integer_at_least(1), help="number of prompts; default: all")
+    add("--max-tokens", type=integer_at_least(2), metavar="N", help="default: 256; of a grid: 64")
+    add("--waves", type=integer_at_least(1), help="default: 3; of a grid: 2; the last is reported")
     add(
         "--in-turn",
         action="store_true",
         help="before each wave with drafts one of the same requests without, of the same services",
     )
-    add("--requests", type=at_least(1), help="of a wave, at least; default: 16; of a grid: 8")
-    add("--clients", type=at_least(1), help="client processes; default: what cores allow, up to 8")
+    add(
+        "--requests",
+        type=integer_at_least(1),
+        help="of a wave, at least; default: 16; of a grid: 8",
+    )
+    add(
+        "--clients",
+        type=integer_at_least(1),
+        help="client processes; default: what cores allow, up to 8",
+    )
     add("--grid", action="store_true", help="temperatures x sessions x placements x drafts, short")
     add("--budget-s", type=float, help="leave out the cells that would end later than this")
 
@@ -166,18 +207,18 @@ def run(args: argparse.Namespace) -> None:
         _report(args, results.merge_files(args.out, args.merge))
         return
     args.device = args.device or _default_device()
-    job = Run(args, _awake_cores(args))
+    job = BenchRun(args, _busy_polling_cores(args))
     _report(args, job.measure())
     if job.failed:
         raise InternalError(f"these failed: {'; '.join(job.failed)}", reason="PARTS_FAILED")
 
 
-def _awake_cores(args: argparse.Namespace) -> dict[str, int]:
+def _busy_polling_cores(args: argparse.Namespace) -> dict[str, int]:
     """Awake cores by placement."""
-    if args.awake_cores is not None:
-        return {placement: args.awake_cores for placement in PLACEMENTS}
-    spare = len(os.sched_getaffinity(0)) > 4 * AWAKE_CORES
-    return {SEPARATE: AWAKE_CORES} if args.device == CUDA and spare else {}
+    if args.busy_polling_cores is not None:
+        return {placement: args.busy_polling_cores for placement in PLACEMENTS}
+    spare = len(os.sched_getaffinity(0)) > 4 * BUSY_POLLING_CORES
+    return {SEPARATE: BUSY_POLLING_CORES} if args.device == CUDA and spare else {}
 
 
 def _default_device() -> str:
@@ -190,7 +231,7 @@ def _report(args: argparse.Namespace, content: dict[str, object]) -> None:
     """Table, picture and JSON."""
     cells = content["cells"]
     assert isinstance(cells, list)
-    print(table(HEADERS, [row(cell) for cell in cells]), flush=True)
+    print(format_table(HEADERS, [row(cell) for cell in cells]), flush=True)
     for name in (results.FLOOR, *results.OTHERS):
         if content.get(name) is not None:
             print(f"{name}: {json.dumps(content[name])}", flush=True)
@@ -199,7 +240,7 @@ def _report(args: argparse.Namespace, content: dict[str, object]) -> None:
     if left_out:
         print(f"{len(left_out)} cells left out, listed in left_out", flush=True)
     if args.plot is not None:
-        write_picture(args.plot, cells)
+        write_chart(args.plot, cells)
     if args.json:
         print(json.dumps(content), flush=True)
 

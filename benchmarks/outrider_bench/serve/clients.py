@@ -16,12 +16,12 @@ from typing import Any, Final, Self
 
 from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
 from outrider.errors import InternalError
-from outrider.process_tuning import run, tune_process
+from outrider.process_tuning import run_event_loop, tune_process
 from outrider_bench.prompts import is_loop
-from outrider_bench.serve.waves import Answer, Wave
-from outrider_bench.serve.workload import Ask, shares
+from outrider_bench.serve.waves import RequestWave, WaveAnswer
+from outrider_bench.serve.workload import BenchRequest, split_sessions
 
-MOST: Final = 8
+MAX_PROCESSES: Final = 8
 SERVING_CORES: Final = 4
 """Cores left to verifier, drafter and router where there are so many."""
 HEAD_START_S: Final = 0.05
@@ -33,11 +33,11 @@ _clock = time.monotonic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class WaveCommand:
     """A wave as one client process sees it."""
 
     address: str
-    asks: Sequence[Ask]
+    asks: Sequence[BenchRequest]
     sessions: int | None
     """Requests of this process at a time; None takes every `processes`-th when it is due."""
     index: int
@@ -45,19 +45,19 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class WaveReport:
     """What one client process says after a wave."""
 
-    answers: list[Answer]
+    answers: list[WaveAnswer]
     cpu_share: float
 
 
 def default_processes() -> int:
     """As many as there are cores to spare, at least one and at most MOST."""
-    return min(MOST, max(1, len(os.sched_getaffinity(0)) - SERVING_CORES))
+    return min(MAX_PROCESSES, max(1, len(os.sched_getaffinity(0)) - SERVING_CORES))
 
 
-class Clients:
+class ClientProcesses:
     """Client processes that are started once and serve wave after wave; a context manager."""
 
     def __init__(self, processes: int) -> None:
@@ -95,20 +95,20 @@ class Clients:
             if child.is_alive():
                 child.terminate()
 
-    def wave(self, address: str, asks: Sequence[Ask], sessions: int | None) -> Wave:
+    def wave(self, address: str, asks: Sequence[BenchRequest], sessions: int | None) -> RequestWave:
         """Send the requests, `sessions` at a time (None: when they are due), and read all answers.
 
         Raises InternalError if a client process dies.
         """
         each: list[int | None] = [None] * self._count
         if sessions is not None:
-            each = list(shares(sessions, self._count))
+            each = list(split_sessions(sessions, self._count))
         with self._tickets.get_lock():
             self._tickets.value = 0
         try:
             for index, (pipe, share) in enumerate(zip(self._pipes, each, strict=True)):
                 pipe.send(
-                    Order(
+                    WaveCommand(
                         address=address,
                         asks=asks,
                         sessions=share,
@@ -121,11 +121,11 @@ class Clients:
             begin = _clock() + HEAD_START_S
             for pipe in self._pipes:
                 pipe.send(begin)
-            heard = [_expect(pipe, Heard) for pipe in self._pipes]
+            heard = [_expect(pipe, WaveReport) for pipe in self._pipes]
         except (EOFError, OSError) as error:
             raise InternalError(f"a client process died: {error!r}", reason="CLIENT") from error
         answers = tuple(answer for part in heard for answer in part.answers)
-        return Wave(answers, sessions, max(part.cpu_share for part in heard))
+        return RequestWave(answers, sessions, max(part.cpu_share for part in heard))
 
 
 def _expect(pipe: Connection, kind: type[Any]) -> Any:
@@ -146,7 +146,7 @@ def _serve(pipe: Connection, tickets: Any) -> None:
             tickets.value += 1
             return int(tickets.value) - 1
 
-    run(_orders(pipe, take))
+    run_event_loop(_orders(pipe, take))
 
 
 async def _orders(pipe: Connection, take: Callable[[], int]) -> None:
@@ -156,13 +156,13 @@ async def _orders(pipe: Connection, take: Callable[[], int]) -> None:
         except (EOFError, OSError):
             return
         try:
-            heard: Heard | bytes = await _wave(pipe, order, take)
+            heard: WaveReport | bytes = await _wave(pipe, order, take)
         except OutriderError as error:
             heard = error.message.encode()
         pipe.send(heard)
 
 
-async def _wave(pipe: Connection, order: Order, take: Callable[[], int]) -> Heard:
+async def _wave(pipe: Connection, order: WaveCommand, take: Callable[[], int]) -> WaveReport:
     async with _connected(order.address) as client:
         pipe.send("ready")
         begin = await asyncio.to_thread(pipe.recv)
@@ -176,7 +176,7 @@ async def _wave(pipe: Connection, order: Order, take: Callable[[], int]) -> Hear
             loops = [_loop(client, order.asks, take, begin) for _ in range(order.sessions)]
             answers = [answer for part in await asyncio.gather(*loops) for answer in part]
         used = time.process_time() - used
-        return Heard(answers, used / max(_clock() - begin, 1e-9))
+        return WaveReport(answers, used / max(_clock() - begin, 1e-9))
 
 
 @asynccontextmanager
@@ -189,16 +189,16 @@ async def _connected(address: str) -> AsyncIterator[AsyncClient]:
 
 
 async def _loop(
-    client: AsyncClient, asks: Sequence[Ask], take: Callable[[], int], begin: float
-) -> list[Answer]:
+    client: AsyncClient, asks: Sequence[BenchRequest], take: Callable[[], int], begin: float
+) -> list[WaveAnswer]:
     """One request after the other, as long as any process's wave has one left."""
-    answers: list[Answer] = []
+    answers: list[WaveAnswer] = []
     while (index := take()) < len(asks):
         answers.append(await _ask(client, asks[index], _clock() if answers else begin))
     return answers
 
 
-async def _ask(client: AsyncClient, ask: Ask, due: float) -> Answer:
+async def _ask(client: AsyncClient, ask: BenchRequest, due: float) -> WaveAnswer:
     await _until(due)
     opened = _clock()
     arrivals: list[tuple[float, int]] = []
@@ -210,11 +210,11 @@ async def _ask(client: AsyncClient, ask: Ask, due: float) -> Answer:
                     arrivals.append((_clock(), len(delta.token_ids)))
                     tokens += delta.token_ids
     except OutriderError as error:
-        return Answer(due=due, opened=opened, arrivals=tuple(arrivals), code=error.code)
+        return WaveAnswer(due=due, opened=opened, arrivals=tuple(arrivals), code=error.code)
     if stream.finish is None:
-        return Answer(due=due, opened=opened, arrivals=tuple(arrivals), code="NO_FINISH")
+        return WaveAnswer(due=due, opened=opened, arrivals=tuple(arrivals), code="NO_FINISH")
     stats = stream.finish.stats
-    return Answer(
+    return WaveAnswer(
         due=due,
         opened=opened,
         arrivals=tuple(arrivals),

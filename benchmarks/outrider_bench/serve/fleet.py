@@ -10,14 +10,20 @@ from pathlib import Path
 
 from outrider.client import Client, OutriderError, RetryPolicy, ServerInfo
 from outrider.client.local.cluster import LocalCluster
-from outrider.client.local.config import CPU, HEAD_METHODS, SEPARATE, LocalConfig
+from outrider.client.local.config import CPU, HEAD_METHODS, SEPARATE, LocalFleetConfig
 from outrider.client.local.model_files import ModelFiles
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer
 from outrider.wire.messages import VerifierInfo
 from outrider_bench.faults.repair import wait_serving
-from outrider_bench.report import say
-from outrider_bench.serve.cells import NO_HANDICAP, OWN_HEAD, PLAIN, Drafts, Handicap
+from outrider_bench.report import print_progress
+from outrider_bench.serve.cells import (
+    IN_PROCESS_PLACEMENTS,
+    NO_HANDICAP,
+    PLAIN,
+    DrafterHandicap,
+    DraftSetting,
+)
 
 SPARE_SESSIONS = 2
 """K/V for more sessions than run at a time: one that has just ended may still be held."""
@@ -29,7 +35,7 @@ QUEUE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class ServiceMachine:
     """How services are started, whatever the placement."""
 
     files: ModelFiles
@@ -50,7 +56,7 @@ class Machine:
     trace_dir: Path | None = None
     round_ms: float = 0.0
     row_us: float = 0.0
-    """What rounds are made to take: see `LocalConfig`."""
+    """What rounds are made to take: see `LocalFleetConfig`."""
 
     @property
     def name(self) -> str:
@@ -61,24 +67,24 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class BenchService:
     """One start of services: a placement, and the drafts that it can make."""
 
     placement: str
-    drafts: tuple[Drafts, ...]
-    awake_cores: int = 0
-    handicap: Handicap = NO_HANDICAP
+    drafts: tuple[DraftSetting, ...]
+    busy_polling_cores: int = 0
+    handicap: DrafterHandicap = NO_HANDICAP
 
     @property
     def has_drafters(self) -> bool:
         """Whether processes that draft are started for it."""
         methods = {draft.method for draft in self.drafts} - {DraftMethod.NONE}
-        own = HEAD_METHODS if self.placement in OWN_HEAD else frozenset()
+        own = HEAD_METHODS if self.placement in IN_PROCESS_PLACEMENTS else frozenset()
         return bool(methods - own)
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class RunningFleet:
     """Services that run."""
 
     address: str
@@ -100,10 +106,10 @@ def mean_of(values: Iterable[float]) -> float | None:
 
 def plan_services(
     placements: Sequence[str],
-    drafts: Sequence[Drafts],
-    awake: dict[str, int],
-    handicaps: Sequence[Handicap] = (NO_HANDICAP,),
-) -> list[Service]:
+    drafts: Sequence[DraftSetting],
+    busy_cores: dict[str, int],
+    handicaps: Sequence[DrafterHandicap] = (NO_HANDICAP,),
+) -> list[BenchService]:
     """The services to start, plain first.
 
     A head in the verifier drafts in the shape that it was started with, so each shape is a start of
@@ -111,59 +117,66 @@ def plan_services(
     """
     services = []
     for placement in placements:
-        cores = awake.get(placement, 0)
+        cores = busy_cores.get(placement, 0)
         if placement == PLAIN:
-            services.append(Service(placement=PLAIN, drafts=(Drafts(),), awake_cores=cores))
+            services.append(
+                BenchService(placement=PLAIN, drafts=(DraftSetting(),), busy_polling_cores=cores)
+            )
             continue
-        groups: dict[tuple[int, int] | None, list[Drafts]] = {}
+        groups: dict[tuple[int, int] | None, list[DraftSetting]] = {}
         others = []
         for draft in drafts_at(placement, drafts):
-            shape = own_shape(draft)
-            if placement in OWN_HEAD and shape is not None:
+            shape = in_process_shape(draft)
+            if placement in IN_PROCESS_PLACEMENTS and shape is not None:
                 groups.setdefault(shape, []).append(draft)
             else:
                 others.append(draft)
         if others:
             groups.setdefault(next(iter(groups), None), []).extend(others)
         services += [
-            Service(placement=placement, drafts=tuple(group), awake_cores=cores, handicap=handicap)
+            BenchService(
+                placement=placement,
+                drafts=tuple(group),
+                busy_polling_cores=cores,
+                handicap=handicap,
+            )
             for group in groups.values()
             for handicap in (handicaps if placement == SEPARATE else (NO_HANDICAP,))
         ]
     return services
 
 
-def drafts_at(placement: str, drafts: Sequence[Drafts]) -> tuple[Drafts, ...]:
+def drafts_at(placement: str, drafts: Sequence[DraftSetting]) -> tuple[DraftSetting, ...]:
     """The drafts that differ from each other in a placement."""
-    if placement not in OWN_HEAD:
+    if placement not in IN_PROCESS_PLACEMENTS:
         return tuple(drafts)
-    within = (draft.within() if own_shape(draft) is not None else draft for draft in drafts)
+    within = (draft.within() if in_process_shape(draft) is not None else draft for draft in drafts)
     return tuple(dict.fromkeys(within))
 
 
-def is_chain(draft: Drafts) -> bool:
+def is_chain(draft: DraftSetting) -> bool:
     """Whether these are a head's chains of a stated length."""
-    shape = own_shape(draft)
+    shape = in_process_shape(draft)
     return shape is not None and shape[1] == 1
 
 
-def own_shape(draft: Drafts) -> tuple[int, int] | None:
+def in_process_shape(draft: DraftSetting) -> tuple[int, int] | None:
     """Draft tokens and children a node of a head's drafts of a stated size; None: other drafts."""
     if draft.method is not DraftMethod.EAGLE3 or draft.tokens is None:
         return None
     return draft.tokens, draft.top_k or 1
 
 
-def local_config(machine: Machine, service: Service) -> LocalConfig:
+def local_config(machine: ServiceMachine, service: BenchService) -> LocalFleetConfig:
     """The processes of a service."""
-    files, own = machine.files, service.placement in OWN_HEAD
+    files, own = machine.files, service.placement in IN_PROCESS_PLACEMENTS
     methods = {draft.method for draft in service.drafts} - {DraftMethod.NONE}
     if own:
         methods.add(DraftMethod.EAGLE3)
     each = PROMPT_TOKENS + machine.max_tokens + SLACK_TOKENS
     budget = (machine.sessions + SPARE_SESSIONS) * each
-    shapes = [shape for shape in map(own_shape, service.drafts) if shape is not None]
-    return LocalConfig(
+    shapes = [shape for shape in map(in_process_shape, service.drafts) if shape is not None]
+    return LocalFleetConfig(
         model=files.path,
         model_name=files.name,
         methods=tuple(sorted(methods)),
@@ -177,23 +190,23 @@ def local_config(machine: Machine, service: Service) -> LocalConfig:
         device=machine.device,
         placement=service.placement if own else SEPARATE,
         draft_length=shapes[0][0] if own and shapes else None,
-        draft_topk=shapes[0][1] if own and shapes else None,
+        draft_top_k=shapes[0][1] if own and shapes else None,
         kv_tokens=budget if machine.device == CPU else None,
         max_sessions=machine.sessions,
         queue_limit=QUEUE,
         threads=machine.threads,
         planner=machine.planner,
-        awake_cores=service.awake_cores or None,
+        busy_polling_cores=service.busy_polling_cores or None,
         round_ms=machine.round_ms,
         row_us=machine.row_us,
         exchange_delay_ms=service.handicap.exchange_delay_ms,
         drafter_slowdown=service.handicap.drafter_slowdown,
-        trace_dir=None if machine.trace_dir is None else machine.trace_dir / folder(service),
+        trace_dir=None if machine.trace_dir is None else machine.trace_dir / service_name(service),
         log_dir=None if machine.log_dir is None else machine.log_dir / service.placement,
     )
 
 
-def folder(service: Service) -> str:
+def service_name(service: BenchService) -> str:
     """A name for what this start leaves behind: fused-chain-3, separate-chain-4+ahead-1ms-2x."""
     handicap = service.handicap
     parts = [service.placement, service.drafts[0].name]
@@ -205,23 +218,23 @@ def folder(service: Service) -> str:
 
 
 @contextmanager
-def started(machine: Machine, service: Service) -> Iterator[Fleet]:
+def start_service(machine: ServiceMachine, service: BenchService) -> Iterator[RunningFleet]:
     """Start a service's processes, and stop them at the end. Raises UnavailableError."""
-    with LocalCluster(local_config(machine, service), progress=say) as cluster:
+    with LocalCluster(local_config(machine, service), progress=print_progress) as cluster:
         wait_serving(cluster)
-        yield connected(cluster.address)
+        yield connect_router(cluster.address)
 
 
-def connected(address: str) -> Fleet:
+def connect_router(address: str) -> RunningFleet:
     """What runs behind a router. Raises UnavailableError where none answers."""
     with Client(address, retry=RetryPolicy(max_attempts=1)) as client:
-        return Fleet(address, client.server_info())
+        return RunningFleet(address, client.server_info())
 
 
 def placement_of(info: ServerInfo) -> str:
     """What a fleet looks like from its router; fused and colocated are alike from there."""
-    if any(verifier.own_methods for verifier in info.verifiers):
-        return OWN_HEAD[0]
+    if any(verifier.in_process_methods for verifier in info.verifiers):
+        return IN_PROCESS_PLACEMENTS[0]
     return SEPARATE if info.drafters else PLAIN
 
 

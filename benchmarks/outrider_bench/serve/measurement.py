@@ -11,12 +11,12 @@ from typing import Any, Final
 from outrider.client.commands.status import simulation_note
 from outrider.errors import InternalError
 from outrider_bench.prompts import BenchPrompt
-from outrider_bench.serve.cells import PLAIN, Cell, lock_step_key, plain_key
-from outrider_bench.serve.clients import Clients
-from outrider_bench.serve.fleet import Fleet, mean_of
-from outrider_bench.serve.round_baseline import FORWARD, Lab, LabRound, efficiency
-from outrider_bench.serve.waves import Wave, rounded
-from outrider_bench.serve.workload import Size, make_load
+from outrider_bench.serve.cells import PLAIN, BenchCell, lock_step_key, plain_key
+from outrider_bench.serve.clients import ClientProcesses
+from outrider_bench.serve.fleet import RunningFleet, mean_of
+from outrider_bench.serve.round_baseline import FORWARD, BaselineRound, RoundBaseline, efficiency
+from outrider_bench.serve.waves import RequestWave, rounded
+from outrider_bench.serve.workload import WaveSize, make_load
 
 IN_TURN: Final = ("steady_tokens_per_s", "round_ms", "ttft_ms", "itl_ms", "per_token_ms")
 """What is said of the last of the plain waves, to tell where the others lose."""
@@ -25,7 +25,7 @@ START_S = 30.0
 
 
 @dataclass(slots=True)
-class Budget:
+class TimeBudget:
     """Seconds that a run may take, as far as that can be told beforehand."""
 
     seconds: float | None = None
@@ -48,18 +48,18 @@ class Budget:
 
 
 @dataclass(slots=True, kw_only=True)
-class Meter:
+class CellMeter:
     """Measures cells, and compares them with the plain ones of the same run."""
 
-    clients: Clients
+    clients: ClientProcesses
     prompts: Sequence[BenchPrompt]
-    size: Size
+    size: WaveSize
     waves: int
     in_turn: bool = False
     """Whether each wave of a cell with drafts comes after one of the same requests without any."""
     about: dict[str, Any]
     """What every cell says of the machine."""
-    lab: Lab = field(default_factory=Lab)
+    lab: RoundBaseline = field(default_factory=RoundBaseline)
     start_s: float = 0.0
     """What starting the services took until they were ready."""
     plain: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
@@ -67,9 +67,9 @@ class Meter:
     lock_step: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
     """Cells of this run that draft in lock-step, by `lock_step_key`."""
 
-    def cell(self, fleet: Fleet, cell: Cell) -> dict[str, Any]:
+    def cell(self, fleet: RunningFleet, cell: BenchCell) -> dict[str, Any]:
         """A cell of service.json. Raises InternalError if a wave has no answer at all."""
-        waves, beside = list[Wave](), list[Wave]()
+        waves, beside = list[RequestWave](), list[RequestWave]()
         for _ in range(self.waves):
             if self.in_turn and cell.placement != PLAIN:
                 beside.append(self._wave(fleet, cell.plain))
@@ -86,14 +86,16 @@ class Meter:
             facts["SIMULATED_ACCEPTANCE"] = note
         if cell.placement == PLAIN:
             self.plain[plain_key(facts)] = facts
-        facts["over_plain"] = ratio(facts, self.plain.get(plain_key(facts)))
+        facts["over_plain"] = throughput_ratio(facts, self.plain.get(plain_key(facts)))
         if cell.drafts.look_ahead == 0:
             self.lock_step[lock_step_key(facts)] = facts
         else:
-            facts["over_lockstep"] = ratio(facts, self.lock_step.get(lock_step_key(facts)))
+            facts["over_lockstep"] = throughput_ratio(
+                facts, self.lock_step.get(lock_step_key(facts))
+            )
         return facts
 
-    def _wave(self, fleet: Fleet, cell: Cell) -> Wave:
+    def _wave(self, fleet: RunningFleet, cell: BenchCell) -> RequestWave:
         load = make_load(cell, self.prompts, self.size)
         wave = self.clients.wave(fleet.address, load, cell.sessions)
         if not wave.heard:
@@ -102,7 +104,7 @@ class Meter:
         return wave
 
 
-def compare_in_turn(waves: Sequence[Wave], beside: Sequence[Wave]) -> dict[str, Any]:
+def compare_in_turn(waves: Sequence[RequestWave], beside: Sequence[RequestWave]) -> dict[str, Any]:
     """Waves over those without drafts that each came after, `beside`: the median of the ratios of
     tokens/s, of whole waves and of their steady parts, the first pair, in which much is met for the
     first time, left out of several; nothing without `beside`."""
@@ -127,7 +129,10 @@ def compare_in_turn(waves: Sequence[Wave], beside: Sequence[Wave]) -> dict[str, 
 
 
 def describe_cell(
-    cell: Cell, waves: Sequence[Wave], lab: LabRound | None, forward_ms: float | None
+    cell: BenchCell,
+    waves: Sequence[RequestWave],
+    lab: BaselineRound | None,
+    forward_ms: float | None,
 ) -> dict[str, Any]:
     """A cell's figures: those of its last wave, and how the waves before it went.
 
@@ -136,7 +141,7 @@ def describe_cell(
     """
     first, last = waves[0], waves[-1]
     if lab is None and forward_ms is not None and cell.sessions == 1:
-        lab = LabRound(forward_ms, FORWARD)
+        lab = BaselineRound(forward_ms, FORWARD)
     reached = efficiency(
         last.steady_tokens_per_s,
         cell.sessions,
@@ -159,7 +164,7 @@ def describe_cell(
     }
 
 
-def ratio(cell: dict[str, Any], base: dict[str, Any] | None) -> float | None:
+def throughput_ratio(cell: dict[str, Any], base: dict[str, Any] | None) -> float | None:
     """A cell's tokens/s over another's: steady ones, or of whole waves where one of the two has no
     steady state; None without another."""
     if base is None:

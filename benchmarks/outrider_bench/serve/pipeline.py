@@ -148,14 +148,14 @@ def _delays(cells: Sequence[Cell]) -> dict[str, float | None]:
     near, slow, far = (_by_delay(cells, delay_ms) for delay_ms in (0.0, 1.0, 5.0))
     there = _best(far, _alone, _ahead)
     return {
-        "1ms": _kept(near, slow, _ahead),
-        "1ms-lockstep": _kept(near, slow, _lockstep),
+        "1ms": _retained_share(near, slow, _ahead),
+        "1ms-lockstep": _retained_share(near, slow, _lockstep),
         "5ms": _ratio(there, _best(far, _alone, _lockstep)),
         "5ms-over-plain": _ratio(there, _best(near, _alone, _is_plain)),
     }
 
 
-def _kept(near: Sequence[Cell], slow: Sequence[Cell], test: Test) -> float | None:
+def _retained_share(near: Sequence[Cell], slow: Sequence[Cell], test: Test) -> float | None:
     """What the best drafts over a slow link get, over the same drafts without the delay."""
     ranked = sorted(_chosen(slow, (_alone, test)), key=lambda cell: float(cell["tokens_per_s"]))
     if not ranked:

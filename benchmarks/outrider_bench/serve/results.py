@@ -16,8 +16,8 @@ from typing import Any, Final
 from outrider.build_info import COMPILED
 from outrider.errors import InvalidRequestError
 from outrider_bench.environment import describe
-from outrider_bench.report import say
-from outrider_bench.serve.cells import NONE, greedy_key, key
+from outrider_bench.report import print_progress
+from outrider_bench.serve.cells import NONE, cell_key, greedy_key
 
 ABOUT: Final = ("commit", "date", "device", "versions")
 OTHERS: Final = ("exchange_us", "host_ms_at_64", "round_cost", "events_per_s")
@@ -61,7 +61,7 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError(
             f"results of two commits do not mix: {' and '.join(commits)}", reason="COMMITS"
         )
-    cells = {key(cell): cell for cell in (*old.get("cells", ()), *new.get("cells", ()))}
+    cells = {cell_key(cell): cell for cell in (*old.get("cells", ()), *new.get("cells", ()))}
     merged: dict[str, Any] = {name: new.get(name) or old.get(name) for name in ABOUT}
     merged["cells"] = list(cells.values())
     for name in OTHERS:
@@ -69,7 +69,7 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     computed = round_cost(merged["cells"])
     merged["round_cost"] = _joined(merged["round_cost"], computed or None)
     merged[FLOOR] = floor_ratio(merged["cells"])
-    left_out = {key(cell): cell for cell in (*old.get(LEFT_OUT, ()), *new.get(LEFT_OUT, ()))}
+    left_out = {cell_key(cell): cell for cell in (*old.get(LEFT_OUT, ()), *new.get(LEFT_OUT, ()))}
     missing = [cell for found, cell in left_out.items() if found not in cells]
     return merged | ({LEFT_OUT: missing} if missing else {})
 
@@ -94,7 +94,7 @@ def read(path: Path | None, commit: str | None = None) -> dict[str, Any]:
         return {}
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if commit is not None and content.get("commit") != commit:
-        say(f"{path} is of commit {content.get('commit')}: begun anew at {commit}")
+        print_progress(f"{path} is of commit {content.get('commit')}: begun anew at {commit}")
         return {}
     return content
 

@@ -15,17 +15,17 @@ from typing import Any, Final
 import numpy as np
 
 from outrider.client.local.config import COLOCATED, SEPARATE
-from outrider_bench.serve.cells import NONE, PLAIN, Cell
+from outrider_bench.serve.cells import NONE, PLAIN, BenchCell
 from outrider_bench.serve.fleet import is_chain
 
 RESULTS: Final = Path(__file__).resolve().parents[2] / "results" / "gpu"
-ALIKE: Final = 0.1
+MAX_WEIGHT_DIFFERENCE: Final = 0.1
 """Relative difference of weight bytes up to which a model costs what the lab's did."""
 FORWARD: Final = "forward_ms_p50 of the verifier"
 
 
 @dataclass(frozen=True, slots=True)
-class LabRound:
+class BaselineRound:
     """A round's time in milliseconds, and where it is from."""
 
     ms: float
@@ -33,19 +33,19 @@ class LabRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Lab:
+class RoundBaseline:
     """Rounds of the lab by drafts: {(placement, draft length): {sessions: ms}}."""
 
     rounds: Mapping[tuple[str, int], Mapping[int, float]] = field(default_factory=dict)
 
-    def round_of(self, cell: Cell) -> LabRound | None:
+    def round_of(self, cell: BenchCell) -> BaselineRound | None:
         """The lab's round for a cell, between measured numbers of sessions and draft lengths by
         straight lines; None where the lab measured nothing like it."""
         if cell.sessions is None:
             return None
         if cell.drafts.name == NONE:
             ms = _between(self.rounds.get((PLAIN, 0), {}), cell.sessions)
-            return None if ms is None else LabRound(ms, "plain.json")
+            return None if ms is None else BaselineRound(ms, "plain.json")
         if not is_chain(cell.drafts):
             return None
         # A separate drafter's round has the same work as a colocated one's, and an exchange.
@@ -57,10 +57,10 @@ class Lab:
         }
         assert cell.drafts.tokens is not None
         ms = _between(by_length, cell.drafts.tokens)
-        return None if ms is None else LabRound(ms, f"rounds.json, {placement}")
+        return None if ms is None else BaselineRound(ms, f"rounds.json, {placement}")
 
 
-def read_lab(device: str, weight_bytes: int, folder: Path = RESULTS) -> Lab:
+def read_baseline(device: str, weight_bytes: int, folder: Path = RESULTS) -> RoundBaseline:
     """The lab's rounds in a folder, as far as they are of this device ("NVIDIA H200") and of a
     model that reads about as many bytes a forward; else none."""
     rounds: dict[tuple[str, int], dict[int, float]] = {}
@@ -73,7 +73,7 @@ def read_lab(device: str, weight_bytes: int, folder: Path = RESULTS) -> Lab:
         for placement, facts in by_placement.items():
             table = rounds.setdefault((placement, int(length)), {})
             table[int(sessions)] = float(facts["round_ms"])
-    return Lab(rounds)
+    return RoundBaseline(rounds)
 
 
 def efficiency(
@@ -92,7 +92,7 @@ def _read(path: Path, device: str, weight_bytes: int) -> dict[str, Any]:
     if not path.is_file():
         return {}
     content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    alike = abs(content.get("weight_bytes", 0) / weight_bytes - 1.0) <= ALIKE
+    alike = abs(content.get("weight_bytes", 0) / weight_bytes - 1.0) <= MAX_WEIGHT_DIFFERENCE
     return content if alike and content.get("gpu") == device else {}
 
 

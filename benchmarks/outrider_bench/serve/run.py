@@ -21,7 +21,7 @@ from outrider_bench.environment import describe
 from outrider_bench.gpu.support.machine import DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.support.widening import weight_bytes
 from outrider_bench.prompts import load_prompts
-from outrider_bench.report import say
+from outrider_bench.report import print_progress
 from outrider_bench.serve import results
 from outrider_bench.serve.cells import (
     LOOK_AHEAD,
@@ -29,29 +29,29 @@ from outrider_bench.serve.cells import (
     PLACEMENTS,
     PLAIN,
     SETS,
-    Cell,
-    Drafts,
-    Handicap,
-    Sampling,
+    BenchCell,
+    DrafterHandicap,
+    DraftSetting,
+    SamplingSetting,
     parse_drafts,
     parse_list,
     plain_key,
 )
-from outrider_bench.serve.clients import Clients, default_processes
+from outrider_bench.serve.clients import ClientProcesses, default_processes
 from outrider_bench.serve.fleet import (
-    Fleet,
-    Machine,
-    Service,
-    connected,
+    BenchService,
+    RunningFleet,
+    ServiceMachine,
+    connect_router,
     drafts_at,
     placement_of,
     plan_services,
-    started,
+    start_service,
 )
-from outrider_bench.serve.measurement import START_S, Budget, Meter
-from outrider_bench.serve.round_baseline import read_lab
+from outrider_bench.serve.measurement import START_S, CellMeter, TimeBudget
+from outrider_bench.serve.round_baseline import read_baseline
 from outrider_bench.serve.widened_model import bench_model
-from outrider_bench.serve.workload import LEAST, REQUESTS, Size
+from outrider_bench.serve.workload import MIN_REQUESTS, REQUESTS, WaveSize
 
 OPEN_SESSIONS: Final = 64
 """Sessions that services are started for where only the rate of arrivals is known."""
@@ -60,23 +60,23 @@ GRID_TEMPERATURES: Final = (0.0, 0.7, 1.0, 1.5, 2.0)
 GRID_DRAFTS: Final = "chain-3,tree-32,ngram"
 GRID_SESSIONS: Final = "1,8,32,64"
 GRID_PLACEMENTS: Final = "separate,colocated,fused"
-GRID_SIZE: Final = Size(per_session=2, least=8)
+GRID_SIZE: Final = WaveSize(per_session=2, min_requests=8)
 
 
-class Run:
+class BenchRun:
     """What the flags ask for, measured service by service; the file is written after each cell."""
 
-    def __init__(self, args: argparse.Namespace, awake: dict[str, int]) -> None:
+    def __init__(self, args: argparse.Namespace, busy_cores: dict[str, int]) -> None:
         """Raises InvalidRequestError for flags that mean nothing."""
         self.failed: list[str] = []
         """What did not work, in words."""
         self._args, grid = args, args.grid
-        self._budget = Budget(args.budget_s)
+        self._budget = TimeBudget(args.budget_s)
         self._max_tokens = args.max_tokens or (64 if grid else 256)
         self._waves = args.waves or (2 if grid else 3)
-        size = GRID_SIZE if grid else Size(per_session=REQUESTS, least=LEAST)
-        least = args.requests or size.least
-        self._size = Size(per_session=size.per_session, least=least)
+        size = GRID_SIZE if grid else WaveSize(per_session=REQUESTS, min_requests=MIN_REQUESTS)
+        least = args.requests or size.min_requests
+        self._size = WaveSize(per_session=size.per_session, min_requests=least)
         self._sessions = parse_sessions(args.sessions or (GRID_SESSIONS if grid else "1,8,32"))
         self._drafts = drafts_of(args)
         self._samplings = samplings_of(args)
@@ -93,8 +93,8 @@ class Run:
         if args.router is None:
             names = args.placement or (GRID_PLACEMENTS if grid else SEPARATE)
             wanted = parse_list(names, PLACEMENTS, "--placement")
-            places = places_of(wanted, args.in_turn)
-            self._services = plan_services(places, self._drafts, awake, handicaps_of(args))
+            places = placements_of(wanted, args.in_turn)
+            self._services = plan_services(places, self._drafts, busy_cores, handicaps_of(args))
         elif handicaps_of(args) != (NO_HANDICAP,):
             raise InvalidRequestError(
                 "--exchange-delay-ms and --drafter-slowdown are for drafters that are started here",
@@ -105,8 +105,8 @@ class Run:
         """Measure every cell that the budget allows; the merged content of the file."""
         args = self._args
         prompts = load_prompts(args.prompts, args.limit)
-        with Clients(args.clients or default_processes()) as clients:
-            meter = Meter(
+        with ClientProcesses(args.clients or default_processes()) as clients:
+            meter = CellMeter(
                 clients=clients,
                 prompts=prompts,
                 size=self._size,
@@ -115,7 +115,7 @@ class Run:
                 about={"machine": results.machine_words()},
                 plain=dict(self._kept_plain),
             )
-            say(f"{clients.count} client processes, {len(prompts)} prompts")
+            print_progress(f"{clients.count} client processes, {len(prompts)} prompts")
             if args.router is not None:
                 self._measure_router(meter)
             else:
@@ -125,13 +125,13 @@ class Run:
                     self._measure_service(meter, machine, service)
         return self._merged()
 
-    def _machine(self) -> Machine:
+    def _machine(self) -> ServiceMachine:
         args = self._args
         dtype = args.dtype or default_dtype(args.device)
         files = bench_model(args.model, args.head, wide=args.wide, dtype=dtype, device=args.device)
         draft_model = None if args.draft_model is None else find_model(args.draft_model).path
         _check_files(files, self._drafts)
-        return Machine(
+        return ServiceMachine(
             files=files,
             device=args.device,
             dtype=dtype,
@@ -150,7 +150,7 @@ class Run:
             row_us=args.row_us,
         )
 
-    def _know_served(self, meter: Meter, name: str) -> None:
+    def _know_served(self, meter: CellMeter, name: str) -> None:
         """The lab's rounds for what a running router of this host serves, as far as its files are
         known: those of --model, a directory, or of a model of that name that is on this machine."""
         args = self._args
@@ -163,39 +163,45 @@ class Run:
                 dtype = args.dtype or default_dtype(args.device)
                 self._know_model(meter, path, args.device, dtype)
 
-    def _know_model(self, meter: Meter, model: Path, device: str, dtype: str) -> None:
+    def _know_model(self, meter: CellMeter, model: Path, device: str, dtype: str) -> None:
         """The lab's rounds where they are of this device and of a model of this cost; the floor."""
         import torch
 
         read = weight_bytes(load_model_config(model), getattr(torch, dtype))
         gpu = describe().get("gpu")
         if device == CUDA and gpu is not None:
-            meter.lab = read_lab(str(gpu), read)
+            meter.lab = read_baseline(str(gpu), read)
             meter.about["floor_ms"] = round(read / DEVICE_COPY_BYTES_S * 1000.0, 4)
 
-    def _measure_router(self, meter: Meter) -> None:
+    def _measure_router(self, meter: CellMeter) -> None:
         """Plain decoding and the drafts, over whatever runs behind the router."""
-        fleet = connected(self._args.router)
+        fleet = connect_router(self._args.router)
         placement = self._args.placement or placement_of(fleet.info)
         parse_list(placement, PLACEMENTS, "--placement")
         model = fleet.info.verifiers[0].model if fleet.info.verifiers else self._args.model
-        awake = self._args.awake_cores or 0
+        busy_cores = self._args.busy_polling_cores or 0
         self._know_served(meter, model)
-        plain = Service(placement=PLAIN, drafts=(Drafts(),), awake_cores=awake)
+        plain = BenchService(
+            placement=PLAIN, drafts=(DraftSetting(),), busy_polling_cores=busy_cores
+        )
         drafts = drafts_at(placement, self._drafts)
-        drafted = Service(placement=placement, drafts=drafts, awake_cores=awake)
-        for name in places_of((placement,), self._args.in_turn):
+        drafted = BenchService(placement=placement, drafts=drafts, busy_polling_cores=busy_cores)
+        for name in placements_of((placement,), self._args.in_turn):
             service = plain if name == PLAIN else drafted
             self._measure_cells(meter, nullcontext(fleet), list(self._cells(service, model, fleet)))
 
-    def _measure_service(self, meter: Meter, machine: Machine, service: Service) -> None:
+    def _measure_service(
+        self, meter: CellMeter, machine: ServiceMachine, service: BenchService
+    ) -> None:
         cells = list(self._cells(service, machine.name))
         if service.placement == PLAIN:
             cells = [cell for cell in cells if plain_key(cell.described()) not in self._kept_plain]
         if cells:
-            self._measure_cells(meter, started(machine, service), cells)
+            self._measure_cells(meter, start_service(machine, service), cells)
 
-    def _cells(self, service: Service, model: str, fleet: Fleet | None = None) -> Iterator[Cell]:
+    def _cells(
+        self, service: BenchService, model: str, fleet: RunningFleet | None = None
+    ) -> Iterator[BenchCell]:
         """The cells of a service, by rising load; plain decoding knows no rules. A fleet that runs
         says how large it is."""
         verifiers = self._args.verifiers
@@ -206,11 +212,11 @@ class Run:
         loads = [(count, None) for count in self._sessions]
         if self._args.rate is not None:
             loads = [(None, self._args.rate)]
-        seen: set[Cell] = set()
+        seen: set[BenchCell] = set()
         for sampling in self._samplings:
             for drafts in service.drafts:
                 for sessions, rate in loads:
-                    cell = Cell(
+                    cell = BenchCell(
                         model=model,
                         placement=service.placement,
                         drafts=drafts,
@@ -218,7 +224,7 @@ class Run:
                         sessions=sessions,
                         rate=rate,
                         max_tokens=self._max_tokens,
-                        awake_cores=service.awake_cores,
+                        busy_polling_cores=service.busy_polling_cores,
                         handicap=service.handicap,
                         planner=self._args.planner,
                         verifiers=verifiers,
@@ -233,7 +239,10 @@ class Run:
                     seen.add(cell)
 
     def _measure_cells(
-        self, meter: Meter, services: AbstractContextManager[Fleet], cells: list[Cell]
+        self,
+        meter: CellMeter,
+        services: AbstractContextManager[RunningFleet],
+        cells: list[BenchCell],
     ) -> None:
         left = list(cells)
         self._budget.expect("start", START_S)
@@ -252,7 +261,7 @@ class Run:
             self.failed.append(f"{cells[0].placement}: {error.message}")
             self._leave_out(left, error.code)
 
-    def _measure_cell(self, meter: Meter, fleet: Fleet, cell: Cell) -> None:
+    def _measure_cell(self, meter: CellMeter, fleet: RunningFleet, cell: BenchCell) -> None:
         # A cell without drafts takes longest; what it took bounds those that speculate.
         kind = (cell.sessions, cell.rate)
         if not cell.sampling.is_supported:
@@ -270,7 +279,7 @@ class Run:
             return
         self._budget.expect(kind, time.monotonic() - began)
         self._content = results.merge(self._content, {**self._about, "cells": [facts]})
-        say(
+        print_progress(
             f"{cell}: {facts['tokens_per_s']} tokens/s, steady {facts['steady_tokens_per_s']}, "
             f"{results.over_plain(facts)} of plain"
             f"{named_steady(facts)}, {facts['emitted_per_round']} a round, "
@@ -282,9 +291,9 @@ class Run:
         if self._args.out is not None:
             results.write(self._args.out, self._merged())
 
-    def _leave_out(self, cells: list[Cell], why: str) -> None:
+    def _leave_out(self, cells: list[BenchCell], why: str) -> None:
         for cell in cells:
-            say(f"left out ({why}): {cell}")
+            print_progress(f"left out ({why}): {cell}")
             self._left_out.append({**cell.described(), "why": why})
 
     def _merged(self) -> dict[str, Any]:
@@ -293,7 +302,7 @@ class Run:
         )
 
 
-def places_of(wanted: Sequence[str], in_turn: bool) -> list[str]:
+def placements_of(wanted: Sequence[str], in_turn: bool) -> list[str]:
     """The placements to measure, plain decoding first: it is what the others are compared with, so
     it is left out only if it has its waves beside theirs."""
     return [name for name in PLACEMENTS if name in wanted or (name == PLAIN and not in_turn)]
@@ -312,12 +321,12 @@ def parse_sessions(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def drafts_of(args: argparse.Namespace) -> tuple[Drafts, ...]:
+def drafts_of(args: argparse.Namespace) -> tuple[DraftSetting, ...]:
     """What --drafts lists, or the one that the three flags describe; each with every kind of
     look-ahead that is listed, unless its name says one."""
     names = args.drafts or (GRID_DRAFTS if args.grid and args.draft_tokens is None else None)
     method = DraftMethod(args.drafter)
-    drafts = [Drafts(method=method, tokens=args.draft_tokens, top_k=args.draft_topk)]
+    drafts = [DraftSetting(method=method, tokens=args.draft_tokens, top_k=args.draft_top_k)]
     if names is not None:
         drafts = [parse_drafts(name.strip()) for name in names.split(",")]
     if args.look_ahead is None and args.fan_out is None:
@@ -326,7 +335,9 @@ def drafts_of(args: argparse.Namespace) -> tuple[Drafts, ...]:
     return tuple(ahead for draft in drafts for ahead in _aheads(draft, wanted, args.fan_out))
 
 
-def _aheads(draft: Drafts, wanted: tuple[str, ...], fan_out: int | None) -> Iterator[Drafts]:
+def _aheads(
+    draft: DraftSetting, wanted: tuple[str, ...], fan_out: int | None
+) -> Iterator[DraftSetting]:
     if draft.look_ahead is not None or draft.method is DraftMethod.NONE:
         yield draft
         return
@@ -334,12 +345,12 @@ def _aheads(draft: Drafts, wanted: tuple[str, ...], fan_out: int | None) -> Iter
         yield replace(draft, look_ahead=value, fan_out=None if value == 0 else fan_out)
 
 
-def handicaps_of(args: argparse.Namespace) -> tuple[Handicap, ...]:
+def handicaps_of(args: argparse.Namespace) -> tuple[DrafterHandicap, ...]:
     """What drafters are to suffer, each in turn; nothing first. Raises InvalidRequestError."""
     delays = _numbers(args.exchange_delay_ms or "0", "--exchange-delay-ms", low=0.0)
     factors = _numbers(args.drafter_slowdown or "1", "--drafter-slowdown", low=1.0)
     return tuple(
-        Handicap(exchange_delay_ms=delay, drafter_slowdown=factor)
+        DrafterHandicap(exchange_delay_ms=delay, drafter_slowdown=factor)
         for factor in factors
         for delay in delays
     )
@@ -357,14 +368,14 @@ def _numbers(text: str, what: str, *, low: float) -> tuple[float, ...]:
     return numbers
 
 
-def samplings_of(args: argparse.Namespace) -> tuple[Sampling, ...]:
+def samplings_of(args: argparse.Namespace) -> tuple[SamplingSetting, ...]:
     """What --sampling lists, a grid's temperatures, or what the flags describe."""
     if args.sampling:
         return tuple(SETS[name] for name in parse_list(args.sampling, SETS, "--sampling"))
     said = _numbers(args.temperature or "0", "--temperature", low=0.0)
     temperatures = GRID_TEMPERATURES if args.grid and args.temperature is None else said
     return tuple(
-        Sampling(
+        SamplingSetting(
             temperature=temperature,
             rule=args.rule,
             top_p=args.top_p,
@@ -375,7 +386,7 @@ def samplings_of(args: argparse.Namespace) -> tuple[Sampling, ...]:
     )
 
 
-def _check_files(files: ModelFiles, drafts: tuple[Drafts, ...]) -> None:
+def _check_files(files: ModelFiles, drafts: tuple[DraftSetting, ...]) -> None:
     if files.head is None and any(draft.method is DraftMethod.EAGLE3 for draft in drafts):
         raise InvalidRequestError(f"no head ships for {files.name}: give --head DIR or --drafts")
 

@@ -19,7 +19,7 @@ OPEN_WARM_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class WaveAnswer:
     """One request as its reader saw it."""
 
     due: float
@@ -56,17 +56,17 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Wave:
+class RequestWave:
     """All answers of a wave: closed with `sessions` requests at a time, or open."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[WaveAnswer, ...]
     sessions: int | None
     """Requests at a time; None in an open loop."""
     busiest_client: float = 0.0
     """Share of one core that the busiest client process used."""
 
     @property
-    def heard(self) -> list[Answer]:
+    def heard(self) -> list[WaveAnswer]:
         """Answers that have tokens."""
         return [answer for answer in self.answers if answer.arrivals]
 
@@ -159,13 +159,13 @@ def rounded(value: float | None, digits: int) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, digits)
 
 
-def _share(answers: Sequence[Answer]) -> float | None:
+def _share(answers: Sequence[WaveAnswer]) -> float | None:
     """Share of rounds of speculating sessions that had no proposal."""
     rounds = sum(answer.rounds for answer in answers)
     return sum(answer.fallback_rounds for answer in answers) / rounds if rounds else None
 
 
-def _ahead(answers: Sequence[Answer]) -> dict[str, float | None]:
+def _ahead(answers: Sequence[WaveAnswer]) -> dict[str, float | None]:
     """Rounds that looked ahead, of all; of these the share of hits, and what hits emit over what
     others do."""
     every = sum(answer.rounds for answer in answers)
@@ -185,7 +185,7 @@ def _ahead(answers: Sequence[Answer]) -> dict[str, float | None]:
     }
 
 
-def _gaps(answers: Sequence[Answer]) -> Iterator[float]:
+def _gaps(answers: Sequence[WaveAnswer]) -> Iterator[float]:
     """Seconds between two messages of an answer: what a reader waits for the next one."""
     for answer in answers:
         times = [at for at, _ in answer.arrivals]

@@ -15,7 +15,7 @@ from typing import Final
 from outrider.client.local.model_files import DEFAULT_MODEL, ModelFiles, find_model
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.models.pull import outrider_home
-from outrider_bench.report import say
+from outrider_bench.report import print_progress
 
 WIDENED: Final = "widened"
 """What --model says for SmolLM2-135M at an 8B model's cost."""
@@ -45,7 +45,7 @@ def bench_model(
 
 def _make(model: Path, head: Path, out: Path, *, shape: str, dtype: str, device: str) -> None:
     """Write both; the folder appears when it is complete."""
-    say(f"widening {model.name} to {shape} in {dtype}: {out}")
+    print_progress(f"widening {model.name} to {shape} in {dtype}: {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=out.parent))
     flags = ("--model", model, "--head", head, "--out", partial)

@@ -9,17 +9,17 @@ from typing import Any, Final
 import numpy as np
 
 from outrider_bench.prompts import BenchPrompt
-from outrider_bench.serve.cells import SEED, Cell
+from outrider_bench.serve.cells import SEED, BenchCell
 
 REQUESTS: Final = 4
 """Requests of a closed wave, in multiples of those at a time."""
-LEAST: Final = 16
+MIN_REQUESTS: Final = 16
 OPEN_SECONDS: Final = 20.0
 """Mean length of an open wave's arrivals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class BenchRequest:
     """One request."""
 
     text: str
@@ -30,21 +30,23 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class WaveSize:
     """How many requests a wave has."""
 
     per_session: int = REQUESTS
-    least: int = LEAST
+    min_requests: int = MIN_REQUESTS
 
-    def requests(self, cell: Cell) -> int:
+    def requests(self, cell: BenchCell) -> int:
         """Of one wave of this cell."""
         if cell.rate is not None:
-            return max(self.least, round(cell.rate * OPEN_SECONDS))
+            return max(self.min_requests, round(cell.rate * OPEN_SECONDS))
         assert cell.sessions is not None
-        return max(self.least, self.per_session * cell.sessions)
+        return max(self.min_requests, self.per_session * cell.sessions)
 
 
-def make_load(cell: Cell, prompts: Sequence[BenchPrompt], size: Size) -> list[Ask]:
+def make_load(
+    cell: BenchCell, prompts: Sequence[BenchPrompt], size: WaveSize
+) -> list[BenchRequest]:
     """The requests of every wave of a cell: the same prompts and seeds each time, so that waves
     differ by what the services have learnt, not by what they are asked."""
     count = size.requests(cell)
@@ -55,7 +57,7 @@ def make_load(cell: Cell, prompts: Sequence[BenchPrompt], size: Size) -> list[As
     }
     times = [0.0] * count if cell.rate is None else arrivals(count, cell.rate)
     return [
-        Ask(
+        BenchRequest(
             text=prompts[index % len(prompts)].text,
             options={**shared, "seed": SEED + index},
             after_s=times[index],
@@ -71,6 +73,6 @@ def arrivals(count: int, rate: float, seed: int = SEED) -> list[float]:
     return [float(at) for at in np.cumsum(gaps)]
 
 
-def shares(sessions: int, processes: int) -> list[int]:
+def split_sessions(sessions: int, processes: int) -> list[int]:
     """Sessions of each client process: as even as can be, none for those past the sessions."""
     return [sessions // processes + (i < sessions % processes) for i in range(processes)]

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
-from outrider_bench.report import table
+from outrider_bench.report import format_table
 
 Event = dict[str, Any]
 
@@ -37,15 +37,15 @@ STEPS: Final = (
 """In their order; each one ends where the next one begins."""
 DEVICE: Final = "drafted by the device"
 """What is no part of the exchange."""
-FEWEST: Final = 8
+MIN_GAPS: Final = 8
 """Gaps of as many rows that tell something,"""
-SHARE: Final = 0.1
+MIN_SHARE: Final = 0.1
 """and of all gaps: a closed loop has rounds of fewer rows now and then."""
 _VERIFIER, _DRAFTER = "verifier", "drafter"
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class RoundGap:
     """One gap: rows of the round that follows, and each step's microseconds, as in STEPS."""
 
     rows: int
@@ -80,7 +80,7 @@ class _Spans:
         return found[0] if len(found) == 1 else None
 
 
-def find(timelines: Sequence[Event]) -> list[Gap]:
+def find_gaps(timelines: Sequence[Event]) -> list[RoundGap]:
     """The gaps of a verifier and its drafter, on one host. Raises InvalidRequestError where it is
     not one of each."""
     sides = {timeline["otherData"]["process"]: timeline for timeline in timelines}
@@ -92,7 +92,7 @@ def find(timelines: Sequence[Event]) -> list[Gap]:
     return list(_gaps(sides[_VERIFIER]["traceEvents"], sides[_DRAFTER]["traceEvents"]))
 
 
-def _gaps(verifier: Sequence[Event], drafter: Sequence[Event]) -> Iterator[Gap]:
+def _gaps(verifier: Sequence[Event], drafter: Sequence[Event]) -> Iterator[RoundGap]:
     forwards = _Spans(verifier, "forward")
     tells, takes, plans, submits = (
         _Spans(verifier, name) for name in ("tell", "take in", "plan", "submit")
@@ -123,35 +123,35 @@ def _gaps(verifier: Sequence[Event], drafter: Sequence[Event]) -> Iterator[Gap]:
         )
         steps = tuple(after - before for before, after in pairwise(moments))
         if rows and min(steps) >= 0.0:
-            yield Gap(rows, steps)
+            yield RoundGap(rows, steps)
 
 
-def by_rows(gaps: Sequence[Gap]) -> dict[int, list[Gap]]:
+def group_by_rows(gaps: Sequence[RoundGap]) -> dict[int, list[RoundGap]]:
     """Gaps by the rows of their rounds, where there are enough of them; fewest rows first."""
-    enough = max(FEWEST, SHARE * len(gaps))
+    enough = max(MIN_GAPS, MIN_SHARE * len(gaps))
     counts = sorted({gap.rows for gap in gaps})
     each = {count: [gap for gap in gaps if gap.rows == count] for count in counts}
     return {count: found for count, found in each.items() if len(found) >= enough}
 
 
-def exchange_us(gaps: Sequence[Gap]) -> dict[str, int]:
+def exchange_us(gaps: Sequence[RoundGap]) -> dict[str, int]:
     """`exchange_us` of service.json: the median exchange by the rows of a round."""
     return {
         str(rows): round(median(gap.exchange_us for gap in found))
-        for rows, found in by_rows(gaps).items()
+        for rows, found in group_by_rows(gaps).items()
     }
 
 
-def describe(gaps: Sequence[Gap]) -> str:
+def describe_gaps(gaps: Sequence[RoundGap]) -> str:
     """A table: medians of each step by the rows of a round, in microseconds.
 
     Raises InvalidRequestError where there is no round in lock-step.
     """
-    found = by_rows(gaps)
+    found = group_by_rows(gaps)
     if not found:
         raise InvalidRequestError(
             f"of {len(gaps)} rounds in lock-step (`bench serve --look-ahead 0`) in these timelines "
-            f"no {FEWEST} have as many rows",
+            f"no {MIN_GAPS} have as many rows",
             reason="NO_EVENTS",
         )
     exchange = exchange_us(gaps)
@@ -163,4 +163,4 @@ def describe(gaps: Sequence[Gap]) -> str:
     rows.append(["**the whole gap**", *whole])
     rows.append(["**exchange**, all but the device", *exchange.values()])
     rows.append(["rounds", *(len(those) for those in found.values())])
-    return table(["us, median", *(f"{count} rows" for count in found)], rows)
+    return format_table(["us, median", *(f"{count} rows" for count in found)], rows)

@@ -17,7 +17,7 @@ from typing import Any, Final
 from outrider.errors import InvalidRequestError
 from outrider_bench.gpu.support.svg import write_svg
 from outrider_bench.gpu.support.trace import TrackSpan
-from outrider_bench.report import say
+from outrider_bench.report import print_progress
 from outrider_bench.serve.results import write
 from outrider_bench.timelines import lock_step_gaps
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Merge and draw. Raises InvalidRequestError for files that are no timelines of one host."""
-    timelines = [read(path) for path in args.files]
+    timelines = [read_timeline(path) for path in args.files]
     if not (args.out or args.svg or args.gaps or args.gaps_out):
         raise InvalidRequestError(
             "what is to be done with them? Give --out, --svg, --gaps or --gaps-out",
@@ -57,13 +57,13 @@ def run(args: argparse.Namespace) -> None:
     if args.gaps or args.gaps_out:
         _show_gaps(timelines, args.gaps_out, suffix="-idle-cores" if args.idle_cores else "")
     if args.out is not None or args.svg is not None:
-        _show(merge(timelines), args)
+        _show(merge_timelines(timelines), args)
 
 
 def _show_gaps(timelines: Sequence[Event], out: Path | None, suffix: str) -> None:
     common_clock(timelines)
-    found = lock_step_gaps.find(timelines)
-    print(lock_step_gaps.describe(found))
+    found = lock_step_gaps.find_gaps(timelines)
+    print(lock_step_gaps.describe_gaps(found))
     if out is not None:
         exchange = {f"{rows}{suffix}": us for rows, us in lock_step_gaps.exchange_us(found).items()}
         write(out, {"exchange_us": exchange})
@@ -76,11 +76,11 @@ def _show(content: Event, args: argparse.Namespace) -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(content), encoding="utf-8")
         happened = [event for event in events if event["ph"] != "M"]
-        say(f"{len(happened)} events of {len(args.files)} processes in {args.out}")
+        print_progress(f"{len(happened)} events of {len(args.files)} processes in {args.out}")
     if args.svg is not None:
         spans, tracks = spans_of(events)
         begin = middle_ms(spans) if args.from_ms is None else args.from_ms
-        shown = window(spans, begin, begin + args.for_ms)
+        shown = clip_spans(spans, begin, begin + args.for_ms)
         if not shown:
             raise InvalidRequestError("nothing happens in that part", reason="NO_EVENTS")
         there = {span.track for span in shown}
@@ -88,7 +88,7 @@ def _show(content: Event, args: argparse.Namespace) -> None:
         write_svg(args.svg, shown, [track for track in tracks if track in there], title=title)
 
 
-def read(path: Path) -> Event:
+def read_timeline(path: Path) -> Event:
     """The timeline in a file. Raises InvalidRequestError if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def common_clock(timelines: Sequence[Event]) -> str:
     return str(next(iter(clocks), ""))
 
 
-def merge(timelines: Sequence[Event]) -> Event:
+def merge_timelines(timelines: Sequence[Event]) -> Event:
     """One timeline: the events of all in their order, from 0 on, each process under an id of its
     own. Raises InvalidRequestError where their clocks have nothing in common."""
     clock = common_clock(timelines)
@@ -172,7 +172,7 @@ def middle_ms(spans: Sequence[TrackSpan]) -> float:
     return median(work) if work else 0.0
 
 
-def window(spans: Sequence[TrackSpan], begin_ms: float, end_ms: float) -> list[TrackSpan]:
+def clip_spans(spans: Sequence[TrackSpan], begin_ms: float, end_ms: float) -> list[TrackSpan]:
     """What happened in between, cut at both ends."""
     return [
         TrackSpan(span.track, span.name, max(span.start_ms, begin_ms), min(span.end_ms, end_ms))

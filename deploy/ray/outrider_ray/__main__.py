@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING
 
 from outrider.config import comma_list, parse_config
 from outrider.errors import OutriderError
-from outrider.extras import needs_packages
+from outrider.extras import explain_missing_packages
 from outrider.logs import setup_logging
-from outrider.process_tuning import run, tune_collector
+from outrider.process_tuning import run_event_loop, tune_garbage_collector
 from outrider_ray.commands import NAMES, run_command
-from outrider_ray.config import LaunchConfig
+from outrider_ray.config import RayFleetConfig
 
 if TYPE_CHECKING:
-    from outrider_ray.embedded_router import Front
-    from outrider_ray.fleet import Fleet
+    from outrider_ray.embedded_router import EmbeddedRouter
+    from outrider_ray.fleet import ActorFleet
 
 _EXIT_MISUSE = 2
 
 
-def parse_args(argv: Sequence[str] | None = None) -> LaunchConfig:
+def parse_args(argv: Sequence[str] | None = None) -> RayFleetConfig:
     """Configuration from a file, the environment and flags. Raises InvalidRequestError."""
-    return parse_config(LaunchConfig, make_parser(), argv, "ray").config
+    return parse_config(RayFleetConfig, make_parser(), argv, "ray").config
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--memory-fraction", type=float, metavar="F", help="of a GPU, for the verifier")
     add("--placement", metavar="WHERE", help="of the head: separate, colocated or fused")
     add("--draft-length", type=int, metavar="K", help="of a head in the verifier")
-    add("--draft-topk", type=int, metavar="K", help="children it tries of a node")
+    add("--draft-top-k", type=int, metavar="K", help="children it tries of a node")
     add("--look-ahead", type=int, choices=(0, 1), help="of requests that leave it open")
     add("--fan-out", type=int, metavar="N", help="outcomes drafted ahead; 0: drafter's choice")
     add("--planner", help="automatic (default) or fixed: who decides whether drafts pay")
@@ -82,7 +82,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--queue-limit", type=int, metavar="N", help="requests that may wait")
     add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
     add("--threads", type=int, metavar="N", help="compute threads of each actor")
-    add("--awake-cores", type=int, metavar="N", help="cores that each actor keeps from going idle")
+    add(
+        "--busy-polling-cores",
+        type=int,
+        metavar="N",
+        help="cores that each actor keeps from going idle",
+    )
     add("--metrics-port", type=int, metavar="P", help="of the router; 0 takes a free one")
     add("--exchange", help="grpc (default), or refs: actor calls with object refs")
     add("--ray-address", metavar="ADDR", help="cluster to join: HOST:PORT or auto")
@@ -99,12 +104,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-verifiers", type=int, metavar="MOST", dest="autoscale.max_verifiers", help=most)
     add("--max-drafters", type=int, metavar="MOST", dest="autoscale.max_drafters", help=most)
     add("--start-timeout-s", type=float, metavar="S", help="longest start of an actor")
-    add("--drain-s", type=float, metavar="S", help="time of running requests after SIGTERM")
+    add("--drain-timeout-s", type=float, metavar="S", help="time of running requests after SIGTERM")
     add("--log-level", help="DEBUG, INFO, WARNING or ERROR")
     return parser
 
 
-async def serve(config: LaunchConfig) -> None:
+async def serve(config: RayFleetConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Ray must be up."""
     from outrider_ray.fleet_supervision import supervise
 
@@ -113,14 +118,14 @@ async def serve(config: LaunchConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
 
-    def serving(_fleet: Fleet, front: Front) -> None:
-        tune_collector()
+    def serving(_fleet: ActorFleet, front: EmbeddedRouter) -> None:
+        tune_garbage_collector()
         _say_ready(address=front.address, http=front.http, metrics=front.metrics)
 
     await supervise(config, stop, serving)
 
 
-def _detach(config: LaunchConfig) -> None:
+def _detach(config: RayFleetConfig) -> None:
     """Start a fleet that goes on without this process."""
     from outrider_ray.supervisor import start_detached
 
@@ -139,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with needs_packages("Ray as a runtime"):
+        with explain_missing_packages("Ray as a runtime"):
             return _run(arguments)
     except (OutriderError, OSError) as error:
         sys.stderr.write(json.dumps({"event": "failed", "reason": str(error)}) + "\n")
@@ -160,7 +165,7 @@ def _run(arguments: Sequence[str]) -> int:
         if config.detached:
             _detach(config)
         else:
-            run(serve(config))
+            run_event_loop(serve(config))
     return 0
 
 

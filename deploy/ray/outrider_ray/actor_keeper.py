@@ -10,26 +10,26 @@ from dataclasses import asdict
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.transport.ray import RayEndpoint, Whereabouts
+from outrider.transport.ray import ActorLocation, RayEndpoint
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 """Time between two looks at an actor."""
-HANG_S = 30.0
+MAX_HANG_S = 30.0
 """An actor whose event loop answers nothing for this long is killed, and by that replaced."""
-FIRST_PAUSE_S = 0.5
+MIN_BACKOFF_S = 0.5
 MAX_PAUSE_S = 30.0
-STEADY_S = 60.0
+MIN_STABLE_S = 60.0
 """An actor that ran for this long is replaced after the first pause again."""
 
 
 def next_pause(pause_s: float, ran_s: float) -> float:
     """Pause before the replacement of an actor that ran for `ran_s`, given the one before."""
-    return FIRST_PAUSE_S if ran_s > STEADY_S else min(MAX_PAUSE_S, 2.0 * pause_s)
+    return MIN_BACKOFF_S if ran_s > MIN_STABLE_S else min(MAX_PAUSE_S, 2.0 * pause_s)
 
 
-class Keeper:
+class ActorKeeper:
     """Keeps an actor of one name alive."""
 
     def __init__(self, name: str, serve: Callable[[], Awaitable[RayEndpoint]]) -> None:
@@ -40,7 +40,7 @@ class Keeper:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def where(self) -> Whereabouts | None:
+    def where(self) -> ActorLocation | None:
         """Where the actor is; None while there is none that is ready."""
         return None if self._endpoint is None else self._endpoint.where
 
@@ -56,22 +56,23 @@ class Keeper:
         """Begin to replace the actor when it dies."""
         self._task = asyncio.create_task(self._keep())
 
-    async def stop(self, drain_s: float = 0.0) -> None:
-        """Stop the actor, within a bounded time; `drain_s`: after its sessions went elsewhere."""
-        await self.let_be()
+    async def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Stop the actor, within a bounded time; `drain_timeout_s`: after its sessions went
+        elsewhere."""
+        await self.detach()
         if self._endpoint is not None:
-            if drain_s:
-                await self._endpoint.drain(drain_s)
+            if drain_timeout_s:
+                await self._endpoint.drain(drain_timeout_s)
             await self._endpoint.stop()
 
-    async def let_be(self) -> None:
+    async def detach(self) -> None:
         """Keep the actor no longer; it goes on."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
 
     async def _keep(self) -> None:
-        pause_s = FIRST_PAUSE_S / 2.0
+        pause_s = MIN_BACKOFF_S / 2.0
         while True:
             began = time.monotonic()
             if self._endpoint is not None:
@@ -95,7 +96,7 @@ async def _death(actor: Any, name: str) -> None:
 
     while True:
         try:
-            async with asyncio.timeout(HANG_S):
+            async with asyncio.timeout(MAX_HANG_S):
                 await actor.__ray_ready__.remote()
         except ActorDiedError:
             return
@@ -104,4 +105,4 @@ async def _death(actor: Any, name: str) -> None:
         except TimeoutError:
             logger.error("actor hangs; killing it", extra={"actor": name})
             ray.kill(actor)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outrider_drafter.config import DrafterConfig
 from outrider_verifier.config import VerifierConfig
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.logs import setup_logging
-from outrider.process_tuning import in_brief_thread, tune_process, wait_awake_briefly
+from outrider.process_tuning import run_in_short_thread, set_openmp_spin, tune_process
 from outrider.transport.ray import RayConfig, RayDialer
 from outrider.watchdog import EXIT_GRACE_S, EXIT_STALLED, exit_within
 
@@ -39,7 +39,7 @@ async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierSe
     async def end(service: VerifierService) -> None:
         await service.stop()
 
-    async with _built(partial(build_service, config), end, config.awake_cores) as service:
+    async with _built(partial(build_service, config), end, config.busy_polling_cores) as service:
         service.start()
         yield service
 
@@ -58,21 +58,23 @@ async def drafter_endpoint(
         await service.close()
         await dialer.close()
 
-    async with _built(partial(build_service, config, dialer), end, config.awake_cores) as service:
+    async with _built(
+        partial(build_service, config, dialer), end, config.busy_polling_cores
+    ) as service:
         yield service
 
 
 @asynccontextmanager
 async def _built(
-    build: Callable[[AwakeCores], ServiceT],
+    build: Callable[[BusyCores], ServiceT],
     end: Callable[[ServiceT], Coroutine[Any, Any, None]],
-    awake_cores: int,
+    busy_polling_cores: int,
 ) -> AsyncGenerator[ServiceT]:
     """What `build` makes, until `end`, in a process tuned for it that ends with its device."""
-    with AwakeCores.claim(awake_cores) as awake:
-        service = await in_brief_thread(build, awake)
+    with BusyCores.claim(busy_polling_cores) as busy_cores:
+        service = await run_in_short_thread(build, busy_cores)
         tune_process()
-        awake.adopt_thread()
+        busy_cores.adopt_thread()
         watch = asyncio.create_task(end_when(service.lost))
         try:
             yield service
@@ -102,4 +104,4 @@ def prepare(threads: int, log_level: str) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     else:
         os.environ.pop("OMP_NUM_THREADS", None)
-    wait_awake_briefly()
+    set_openmp_spin()

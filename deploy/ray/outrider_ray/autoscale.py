@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from outrider_ray.members import Member, Role
+from outrider_ray.members import FleetMember, MemberRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class AutoscaleConfig:
     """How long a pool is cold before it shrinks."""
     cool_down_s: float = 30.0
     """Time between two changes of a pool."""
-    drain_s: float = 60.0
+    drain_timeout_s: float = 60.0
     """Time in which a member that leaves hands its sessions to others."""
     look_s: float = 1.0
     """Time between two looks."""
@@ -44,13 +44,13 @@ class AutoscaleConfig:
         for name in ("max_verifiers", "max_drafters", "up_after_s", "down_after_s", "cool_down_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
-        for name in ("queue_per_verifier", "sessions_per_drafter", "drain_s", "look_s"):
+        for name in ("queue_per_verifier", "sessions_per_drafter", "drain_timeout_s", "look_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive")
         if not 0.0 < self.low_load < self.high_load <= 1.0:
             raise ValueError("0 < low_load < high_load <= 1 must hold")
 
-    def most(self, role: Role, least: int) -> int:
+    def max_members(self, role: MemberRole, least: int) -> int:
         """Most members of a role of which `least` are there always."""
         return max(least, (self.max_verifiers, self.max_drafters)[role])
 
@@ -59,7 +59,7 @@ class AutoscaleConfig:
 class MemberLoad:
     """One member as it is seen now."""
 
-    member: Member
+    member: FleetMember
     sessions: int = 0
     load: float = 0.0
     """Share of what it can take that is taken, 0 to 1 (more: overcommitted)."""
@@ -72,10 +72,10 @@ class MemberLoad:
 class PoolState:
     """The members of one role, and what is remembered of them between two looks."""
 
-    role: Role
-    least: int
+    role: MemberRole
+    min_members: int
     """Members that are never let go: those with numbers below it."""
-    most: int
+    max_members: int
     members: tuple[MemberLoad, ...]
     waiting: int = 0
     """Requests that queue for this pool."""
@@ -89,14 +89,14 @@ class PoolState:
 class Create:
     """Make one more member."""
 
-    member: Member
+    member: FleetMember
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
     """Have a member hand its sessions to others, then let it go."""
 
-    member: Member
+    member: FleetMember
 
 
 Action = Create | Drain
@@ -115,29 +115,33 @@ class Memory:
 class Memories:
     """The memory of each pool."""
 
-    of: dict[Role, Memory] = field(default_factory=lambda: {role: Memory() for role in Role})
+    of: dict[MemberRole, Memory] = field(
+        default_factory=lambda: {role: Memory() for role in MemberRole}
+    )
 
-    def note(self, pools: Mapping[Role, PoolState], config: AutoscaleConfig, now: float) -> None:
+    def note(
+        self, pools: Mapping[MemberRole, PoolState], config: AutoscaleConfig, now: float
+    ) -> None:
         """Note who is hot or cold at this look."""
         for role, pool in pools.items():
             memory = self.of[role]
             memory.hot_since = _since(memory.hot_since, is_hot(pool, config), now)
             memory.cold_since = _since(memory.cold_since, is_cold(pool, config), now)
 
-    def changed(self, role: Role, now: float) -> None:
+    def changed(self, role: MemberRole, now: float) -> None:
         """A change of this pool begins: what was seen before it says nothing any more."""
         self.of[role] = Memory(changed_at=now)
 
 
-def plan(state: PoolState, config: AutoscaleConfig, now: float) -> Action | None:
+def plan_scaling(state: PoolState, config: AutoscaleConfig, now: float) -> Action | None:
     """The change that a pool needs now, if any; `now` is of the clock of `state`."""
     steady = all(each.ready and not each.leaving for each in state.members)
     cooling = state.changed_at is not None and now - state.changed_at < config.cool_down_s
     if not steady or cooling:
         return None
-    if _lasts(state.hot_since, config.up_after_s, now) and len(state.members) < state.most:
+    if _lasts(state.hot_since, config.up_after_s, now) and len(state.members) < state.max_members:
         return Create(_next_member(state))
-    spare = [each for each in state.members if each.member.index >= state.least]
+    spare = [each for each in state.members if each.member.index >= state.min_members]
     if _lasts(state.cold_since, config.down_after_s, now) and spare:
         # Who has least to hand over; among equals the youngest.
         idlest = min(spare, key=lambda each: (each.sessions, -each.member.index))
@@ -166,10 +170,10 @@ def _mean_load(members: list[MemberLoad]) -> float:
     return sum(each.load for each in members) / len(members)
 
 
-def _next_member(state: PoolState) -> Member:
+def _next_member(state: PoolState) -> FleetMember:
     taken = {each.member.index for each in state.members}
     free = next(index for index in range(len(taken) + 1) if index not in taken)
-    return Member(state.role, free)
+    return FleetMember(state.role, free)
 
 
 def _lasts(since: float | None, at_least_s: float, now: float) -> bool:

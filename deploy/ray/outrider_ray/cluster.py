@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import UnavailableError
-from outrider_ray.config import LaunchConfig
+from outrider_ray.config import RayFleetConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _PROC = Path("/proc")
 
 
 @contextmanager
-def ray_cluster(config: LaunchConfig) -> Generator[None]:
+def ray_cluster(config: RayFleetConfig) -> Generator[None]:
     """Ray, started here or joined; stopped (or left) at the end.
 
     Call it on the main thread: the processes that it starts end with the thread that started
@@ -57,7 +57,7 @@ def ray_cluster(config: LaunchConfig) -> Generator[None]:
         _stop_ray()
 
 
-def init_options(config: LaunchConfig) -> dict[str, Any]:
+def init_options(config: RayFleetConfig) -> dict[str, Any]:
     """Arguments of `ray.init`."""
     options: dict[str, Any] = {
         "namespace": config.namespace,
@@ -67,7 +67,7 @@ def init_options(config: LaunchConfig) -> dict[str, Any]:
     }
     if config.ray_address:
         return options | {"address": config.ray_address}
-    most = config.most
+    most = config.max_of
     actors = sum(most)
     named = ((config.resource_of(role), float(most[role])) for role in config.roles)
     return options | {

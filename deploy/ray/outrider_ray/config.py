@@ -14,19 +14,19 @@ from outrider_verifier.config import SEPARATE, VerifierConfig
 from outrider.client.commands.ray_flags import PACK, STRATEGIES
 from outrider.client.local.config import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.config import KeysOf, OneOf, load_config
-from outrider.logs import LEVELS, check_level
+from outrider.logs import LOG_LEVELS, check_level
 from outrider.spec.plan import DraftMethod
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
 from outrider_ray import fixed_keys
 from outrider_ray.autoscale import AutoscaleConfig
-from outrider_ray.members import Cell, Member, Role, cells_of, members_of
+from outrider_ray.members import FleetMember, MemberGroup, MemberRole, cells_of, members_of
 
 HEAD_METHODS = frozenset({DraftMethod.EAGLE3, DraftMethod.EAGLE})
 LOCAL_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchConfig:
+class RayFleetConfig:
     """Everything the launcher is told. Raises ValueError for values out of range."""
 
     model: str
@@ -56,7 +56,7 @@ class LaunchConfig:
     """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
     draft_length: int | None = None
     """Draft tokens a round of a head in the verifier; None takes its default."""
-    draft_topk: int | None = None
+    draft_top_k: int | None = None
     """Children that such a head tries of a node; None takes its default."""
     planner: str | None = None
     """Who decides whether drafts pay, automatic or fixed; None takes the verifier's default."""
@@ -85,7 +85,7 @@ class LaunchConfig:
     """Log by which resumable requests survive a restart of the router; None keeps none."""
     threads: int = 0
     """Compute threads of each actor; 0 takes `cpus_per_actor`, or torch's choice without one."""
-    awake_cores: int = 0
+    busy_polling_cores: int = 0
     """Cores that each actor keeps from going idle while it serves; with GPUs only."""
     metrics_port: int = -1
     """Port of the router's Prometheus endpoint; 0 takes a free one, -1 serves none."""
@@ -112,9 +112,9 @@ class LaunchConfig:
     """The same for a drafter."""
     start_timeout_s: float = 600.0
     """How long an actor may take to be placed and to load its model."""
-    drain_s: float = 5.0
+    drain_timeout_s: float = 5.0
     """Time that running requests get after SIGTERM."""
-    log_level: Annotated[str, OneOf(LEVELS)] = "INFO"
+    log_level: Annotated[str, OneOf(LOG_LEVELS)] = "INFO"
     """Least severe level that is logged."""
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     """When there are more verifiers and drafters than those, and how many at most."""
@@ -137,7 +137,7 @@ class LaunchConfig:
                 raise ValueError(f"{name} must be at least 1")
         if self.detached and not self.ray_address:
             raise ValueError("detached needs ray_address: a local Ray ends with the launcher")
-        for name in ("threads", "cpus_per_actor", "gpus_per_actor", "drain_s"):
+        for name in ("threads", "cpus_per_actor", "gpus_per_actor", "drain_timeout_s"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative")
         choices = (
@@ -175,9 +175,13 @@ class LaunchConfig:
         return tuple(method for method in self.drafting if method not in HEAD_METHODS)
 
     @property
-    def roles(self) -> tuple[Role, ...]:
+    def roles(self) -> tuple[MemberRole, ...]:
         """The actors that there are."""
-        return (Role.VERIFIER, Role.DRAFTER) if self.drafter_methods else (Role.VERIFIER,)
+        return (
+            (MemberRole.VERIFIER, MemberRole.DRAFTER)
+            if self.drafter_methods
+            else (MemberRole.VERIFIER,)
+        )
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -185,20 +189,22 @@ class LaunchConfig:
         return self.verifiers, self.drafters if self.drafter_methods else 0
 
     @property
-    def most(self) -> tuple[int, int]:
+    def max_of(self) -> tuple[int, int]:
         """Verifiers and drafters that there may come to be."""
         return (
-            self.autoscale.most(Role.VERIFIER, self.counts[Role.VERIFIER]),
-            self.autoscale.most(Role.DRAFTER, self.counts[Role.DRAFTER]) if self.counts[1] else 0,
+            self.autoscale.max_members(MemberRole.VERIFIER, self.counts[MemberRole.VERIFIER]),
+            self.autoscale.max_members(MemberRole.DRAFTER, self.counts[MemberRole.DRAFTER])
+            if self.counts[1]
+            else 0,
         )
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[FleetMember, ...]:
         """The actors at the start."""
         return members_of(*self.counts)
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[MemberGroup, ...]:
         """Which of them are placed together."""
         return cells_of(*self.counts)
 
@@ -231,30 +237,30 @@ class LaunchConfig:
         """The strategy by Ray's own name."""
         return self.strategy.replace("-", "_").upper()
 
-    def torch_device(self, role: Role) -> str:
+    def torch_device(self, role: MemberRole) -> str:
         """torch device of an actor: Ray shows each only the GPUs that it reserved."""
         return CPU if self.devices[role] == CPU else "cuda:0"
 
-    def gpus_of(self, role: Role) -> float:
+    def gpus_of(self, role: MemberRole) -> float:
         """GPUs that Ray reserves for an actor; without a number that was given, one."""
         if self.devices[role] == CPU:
             return 0.0
         return 1.0 if self.gpus_per_actor is None else self.gpus_per_actor
 
-    def resource_of(self, role: Role) -> str:
+    def resource_of(self, role: MemberRole) -> str:
         """Custom resource that places an actor, "" if there is none."""
         return (self.verifier_resource, self.drafter_resource)[role]
 
     @property
     def verifier_memory_fraction(self) -> float | None:
         """Share of a GPU's memory for the verifier; None leaves it its default."""
-        shares = self.devices.count(CUDA) > 1 and self.gpus_of(Role.VERIFIER) < 1.0
+        shares = self.devices.count(CUDA) > 1 and self.gpus_of(MemberRole.VERIFIER) < 1.0
         if self.memory_fraction is None and shares:
             return SHARED_MEMORY_FRACTION
         return self.memory_fraction
 
 
-def verifier_config(config: LaunchConfig, index: int = 0) -> VerifierConfig:
+def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
     """Configuration of the verifier with this number. Raises InvalidRequestError."""
     uses_head = bool(HEAD_METHODS & set(config.drafting))
     return load_config(
@@ -262,21 +268,21 @@ def verifier_config(config: LaunchConfig, index: int = 0) -> VerifierConfig:
         overrides={
             **config.verifier,
             "model": _portable(config.model),
-            "verifier_id": Member(Role.VERIFIER, index).name,
-            "features_from": _portable(config.head) if uses_head else None,
+            "verifier_id": FleetMember(MemberRole.VERIFIER, index).name,
+            "feature_head": _portable(config.head) if uses_head else None,
             "dtype": config.dtype,
-            "device": config.torch_device(Role.VERIFIER),
+            "device": config.torch_device(MemberRole.VERIFIER),
             "memory_fraction": config.verifier_memory_fraction,
-            "lanes": config.exchange == GRPC,
+            "shared_memory": config.exchange == GRPC,
             "placement": config.placement,
             "draft_length": config.draft_length,
-            "draft_topk": config.draft_topk,
+            "draft_top_k": config.draft_top_k,
             "planner": config.planner,
             "cuda_graphs": config.cuda_graphs,
             "prefix_cache": config.prefix_cache,
             "simulated_acceptance": config.simulated_acceptance,
             "threads": config.actor_threads,
-            "awake_cores": config.awake_cores,
+            "busy_polling_cores": config.busy_polling_cores,
             "kv_tokens": config.kv_tokens,
             "max_sessions": config.max_sessions,
             "log_level": config.log_level,
@@ -284,14 +290,14 @@ def verifier_config(config: LaunchConfig, index: int = 0) -> VerifierConfig:
     )
 
 
-def drafter_config(config: LaunchConfig, index: int = 0) -> DrafterConfig | None:
+def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | None:
     """Configuration of the drafter with this number; None without any. InvalidRequestError."""
     methods = config.drafter_methods
     if not methods:
         return None
     uses_head = bool(HEAD_METHODS & set(methods))
     uses_model = DraftMethod.MODEL in methods
-    device = config.torch_device(Role.DRAFTER)
+    device = config.torch_device(MemberRole.DRAFTER)
     return load_config(
         DrafterConfig,
         overrides={
@@ -302,18 +308,18 @@ def drafter_config(config: LaunchConfig, index: int = 0) -> DrafterConfig | None
             "methods": methods,
             "dtype": config.dtype,
             "device": device,
-            "lanes": config.exchange == GRPC,
+            "shared_memory": config.exchange == GRPC,
             "cuda_graphs": config.cuda_graphs,
             "threads": config.actor_threads,
             # One that computes on cores needs them for itself.
-            "awake_cores": config.awake_cores if device != CPU else 0,
-            "drafter_id": Member(Role.DRAFTER, index).name,
+            "busy_polling_cores": config.busy_polling_cores if device != CPU else 0,
+            "drafter_id": FleetMember(MemberRole.DRAFTER, index).name,
             "log_level": config.log_level,
         },
     )
 
 
-def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
+def router_config(config: RayFleetConfig, model: Path) -> RouterConfig:
     """Configuration of the router, which reads the tokenizer of `model`."""
     return load_config(
         RouterConfig,
@@ -323,14 +329,14 @@ def router_config(config: LaunchConfig, model: Path) -> RouterConfig:
             "http": config.http,
             "model": model,
             "model_name": config.model_name,
-            "verifiers": tuple(m.name for m in config.members if m.role is Role.VERIFIER),
-            "drafters": tuple(m.name for m in config.members if m.role is Role.DRAFTER),
+            "verifiers": tuple(m.name for m in config.members if m.role is MemberRole.VERIFIER),
+            "drafters": tuple(m.name for m in config.members if m.role is MemberRole.DRAFTER),
             "queue_limit": config.queue_limit,
             "journal": config.journal,
             "speculation.look_ahead": config.look_ahead,
             "speculation.fan_out": config.fan_out,
             "metrics_port": config.metrics_port,
-            "drain_s": config.drain_s,
+            "drain_timeout_s": config.drain_timeout_s,
             "log_level": config.log_level,
         },
     )

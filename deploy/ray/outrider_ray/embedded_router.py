@@ -10,26 +10,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from outrider_router.api.http import HttpServer
-from outrider_router.api.listeners import client_server, serve_router_metrics
-from outrider_router.api.metrics_export import export_state
+from outrider_router.api.listeners import make_client_server, serve_router_metrics
+from outrider_router.api.metrics_export import register_fleet_metrics
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.fleet.compatibility import PeerState
 from outrider_router.requests.service import RouterService
 
-from outrider.models import resolve
+from outrider.models import resolve_model
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.ray import RayDialer
-from outrider_ray.config import LaunchConfig, router_config
+from outrider_ray.config import RayFleetConfig, router_config
 
 logger = logging.getLogger(__name__)
 
-GATHER_S = 15.0
+READY_WAIT_S = 15.0
 """How long the ready line waits for a healthy verifier with its drafter attached."""
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
+class EmbeddedRouter:
     """A serving router."""
 
     service: RouterService
@@ -42,26 +42,26 @@ class Front:
 
 
 @asynccontextmanager
-async def serve_front(config: LaunchConfig) -> AsyncGenerator[Front]:
+async def serve_front(config: RayFleetConfig) -> AsyncGenerator[EmbeddedRouter]:
     """Serve clients; the fleet's actors have been started."""
-    model = await asyncio.to_thread(resolve, config.model)
+    model = await asyncio.to_thread(resolve_model, config.model)
     router = router_config(config, model)
     tokenizer = await asyncio.to_thread(Tokenizer.load, model)
     dialer, metrics = RayDialer(config.ray), RouterMetrics()
     service = RouterService(
         config=router, tokenizer=tokenizer, dialer=dialer, metrics=metrics, clock=time.monotonic
     )
-    export_state(service)
-    server = client_server(service)
+    register_fleet_metrics(service)
+    server = make_client_server(service)
     http = HttpServer(router.http, service) if router.http else None
     service.on_readiness = server.set_serving
     try:
-        service.restore()
+        service.restore_journal()
         address = await server.start(serving=False)
         metrics_address = serve_router_metrics(service) if router.metrics_port >= 0 else ""
         await service.start()
         await _gathered(service)
-        yield Front(
+        yield EmbeddedRouter(
             service=service,
             address=address,
             http=await http.start() if http is not None else "",
@@ -80,10 +80,10 @@ async def _gathered(service: RouterService) -> None:
     registry = service.registry
     verifiers, drafters = registry.verifiers.values(), registry.drafters.values()
     try:
-        async with asyncio.timeout(GATHER_S):
+        async with asyncio.timeout(READY_WAIT_S):
             while not all(peer.state is PeerState.HEALTHY for peer in verifiers) or not all(
-                peer.serving for peer in drafters
+                peer.is_serving for peer in drafters
             ):
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
-        logger.warning("the actors have not found each other yet", extra={"seconds": GATHER_S})
+        logger.warning("the actors have not found each other yet", extra={"seconds": READY_WAIT_S})

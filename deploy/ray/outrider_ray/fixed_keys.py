@@ -8,22 +8,30 @@ from __future__ import annotations
 ROUTER = frozenset(
     {
         *("listen", "http", "model", "model_name", "verifiers", "drafters", "pool_listen"),
-        *("queue_limit", "journal", "metrics_port", "drain_s", "log_level"),
+        *("queue_limit", "journal", "metrics_port", "drain_timeout_s", "log_level"),
         "health_listen",
     }
 )
 _ACTOR = frozenset(
-    {"listen", "health_listen", "metrics_port", "metrics_host", "trace_file", "drain_s"}
+    {"listen", "health_listen", "metrics_port", "metrics_host", "trace_file", "drain_timeout_s"}
 )
 """An actor opens no ports but that of its exchange, and ends as Ray says."""
 VERIFIER = _ACTOR | {
-    *("model", "verifier_id", "features_from", "dtype", "device", "memory_fraction", "lanes"),
-    *("placement", "draft_length", "draft_topk", "planner", "cuda_graphs", "simulated_acceptance"),
-    *("threads", "awake_cores", "kv_tokens", "prefix_cache", "max_sessions", "log_level"),
+    *(
+        "model",
+        "verifier_id",
+        "feature_head",
+        "dtype",
+        "device",
+        "memory_fraction",
+        "shared_memory",
+    ),
+    *("placement", "draft_length", "draft_top_k", "planner", "cuda_graphs", "simulated_acceptance"),
+    *("threads", "busy_polling_cores", "kv_tokens", "prefix_cache", "max_sessions", "log_level"),
     # The transport's own heartbeats are those of its configuration.
-    *("heartbeat_ms", "silence_ms", "router_silence_ms"),
+    *("heartbeat_ms", "peer_timeout_ms", "router_silence_ms"),
 }
 DRAFTER = _ACTOR | {
-    *("model", "drafter_id", "head", "draft_model", "methods", "dtype", "device", "lanes"),
-    *("cuda_graphs", "threads", "awake_cores", "log_level", "bench_exchange_delay_ms"),
+    *("model", "drafter_id", "head", "draft_model", "methods", "dtype", "device", "shared_memory"),
+    *("cuda_graphs", "threads", "busy_polling_cores", "log_level", "bench_exchange_delay_ms"),
 }

@@ -9,36 +9,36 @@ from typing import Any
 
 from outrider.errors import FailedPreconditionError
 from outrider.transport.ray import (
+    ActorLocation,
     EndpointFactory,
     RayEndpoint,
-    Whereabouts,
     find_endpoint,
     serve_drafter,
     serve_verifier,
 )
-from outrider_ray.actor_keeper import Keeper
+from outrider_ray.actor_keeper import ActorKeeper
 from outrider_ray.actors import drafter_endpoint, verifier_endpoint
-from outrider_ray.config import LaunchConfig, drafter_config, verifier_config
-from outrider_ray.members import Member, Role, member_of
-from outrider_ray.placement import Places, with_gpu_share
+from outrider_ray.config import RayFleetConfig, drafter_config, verifier_config
+from outrider_ray.members import FleetMember, MemberRole, member_of
+from outrider_ray.placement import ActorPlacement, with_gpu_share
 
-Serve = Callable[..., Awaitable[RayEndpoint]]
+ServeActor = Callable[..., Awaitable[RayEndpoint]]
 """Starts an actor: `serve_verifier` or `serve_drafter`."""
 
 
-class Fleet:
+class ActorFleet:
     """The actors of one fleet."""
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: RayFleetConfig) -> None:
         """Ray must be up. Raises InvalidRequestError where the parts do not fit together, and
         UnavailableError where there is no GPU for those that compute on one.
         """
         self._config = config = with_gpu_share(config)
-        self._places = Places(config)
+        self._places = ActorPlacement(config)
         self._keepers = {member: self._keeper(member) for member in config.members}
 
     @property
-    def members(self) -> dict[Member, Whereabouts | None]:
+    def members(self) -> dict[FleetMember, ActorLocation | None]:
         """Where each actor is; None while it is being made, or replaced."""
         return {member: keeper.where for member, keeper in self._keepers.items()}
 
@@ -52,18 +52,18 @@ class Fleet:
     async def resume(self) -> None:
         """Keep the actors of a detached fleet whose supervisor is gone; what is missing is made
         behind this, as if it had died just now."""
-        grown = await asyncio.to_thread(members_there, self._config.namespace)
+        grown = await asyncio.to_thread(existing_members, self._config.namespace)
         own = [member for member in grown if member not in self._keepers]
         self._keepers |= {member: self._keeper(member) for member in own}
         self._places.take((*self._config.cells, *((member,) for member in own)))
         for keeper in self._keepers.values():
             keeper.keep()
 
-    async def let_be(self) -> None:
+    async def detach(self) -> None:
         """Keep the actors no longer, which go on."""
-        await asyncio.gather(*(keeper.let_be() for keeper in self._keepers.values()))
+        await asyncio.gather(*(keeper.detach() for keeper in self._keepers.values()))
 
-    async def add(self, member: Member) -> None:
+    async def add(self, member: FleetMember) -> None:
         """Place and start one more actor. Raises UnavailableError, or what its endpoint raised."""
         if member in self._keepers:
             raise FailedPreconditionError(f"{member.name} is there", reason="MEMBER_EXISTS")
@@ -77,11 +77,11 @@ class Fleet:
             raise
         keeper.keep()
 
-    async def remove(self, member: Member, drain_s: float) -> None:
+    async def remove(self, member: FleetMember, drain_timeout_s: float) -> None:
         """Let an actor go that `add` made, once its sessions are elsewhere."""
         keeper = self._keepers[member]
         # A drafter's sessions are taken from it by the router.
-        await keeper.stop(drain_s if member.role is Role.VERIFIER else 0.0)
+        await keeper.stop(drain_timeout_s if member.role is MemberRole.VERIFIER else 0.0)
         self._keepers.pop(member)
         await self._places.give_back(member)
 
@@ -90,18 +90,20 @@ class Fleet:
         await asyncio.gather(*(keeper.stop() for keeper in self._keepers.values()))
         await self._places.release()
 
-    def _keeper(self, member: Member) -> Keeper:
+    def _keeper(self, member: FleetMember) -> ActorKeeper:
         """Raises InvalidRequestError."""
         config = self._config
-        if member.role is Role.VERIFIER:
+        if member.role is MemberRole.VERIFIER:
             verifier = partial(verifier_endpoint, verifier_config(config, member.index))
-            return Keeper(member.name, partial(self._serve, member, serve_verifier, verifier))
+            return ActorKeeper(member.name, partial(self._serve, member, serve_verifier, verifier))
         own = drafter_config(config, member.index)
         assert own is not None, "there is no drafter without a configuration of one"
         drafter = partial(drafter_endpoint, own, config.ray)
-        return Keeper(member.name, partial(self._serve, member, serve_drafter, drafter))
+        return ActorKeeper(member.name, partial(self._serve, member, serve_drafter, drafter))
 
-    async def _serve(self, member: Member, serve: Serve, factory: EndpointFactory) -> RayEndpoint:
+    async def _serve(
+        self, member: FleetMember, serve: ServeActor, factory: EndpointFactory
+    ) -> RayEndpoint:
         config = self._config
         options = self._places.options(member)
         if config.detached:
@@ -112,7 +114,7 @@ class Fleet:
         return await serve(member.name, factory, config=config.ray, actor_options=options)
 
 
-def members_there(namespace: str) -> list[Member]:
+def existing_members(namespace: str) -> list[FleetMember]:
     """The members of a fleet whose actors Ray knows."""
     from ray.util import list_named_actors
 

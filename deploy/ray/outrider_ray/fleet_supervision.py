@@ -8,19 +8,23 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from outrider_ray.config import LaunchConfig
-from outrider_ray.embedded_router import Front, serve_front
-from outrider_ray.fleet import Fleet
-from outrider_ray.scaler import Scaler
+from outrider_ray.config import RayFleetConfig
+from outrider_ray.embedded_router import EmbeddedRouter, serve_front
+from outrider_ray.fleet import ActorFleet
+from outrider_ray.scaler import FleetScaler
 
 logger = logging.getLogger(__name__)
 
-Serving = Callable[[Fleet, Front], None]
+ServingCallback = Callable[[ActorFleet, EmbeddedRouter], None]
 """Hears that clients are served."""
 
 
 async def supervise(
-    config: LaunchConfig, stop: asyncio.Event, on_serving: Serving, *, resume: bool = False
+    config: RayFleetConfig,
+    stop: asyncio.Event,
+    on_serving: ServingCallback,
+    *,
+    resume: bool = False,
 ) -> None:
     """Serve until `stop` is set, then drain and stop the fleet. Ray must be up.
 
@@ -28,7 +32,7 @@ async def supervise(
     while clients are served.
     Raises any error of `outrider.errors` for a fleet that does not start.
     """
-    fleet = Fleet(config)
+    fleet = ActorFleet(config)
     try:
         if resume:
             await fleet.resume()
@@ -37,16 +41,16 @@ async def supervise(
         await _serve_clients(config, fleet, stop, on_serving)
     except BaseException:
         # Another attempt finds the actors where they are.
-        await (fleet.let_be() if resume else fleet.stop())
+        await (fleet.detach() if resume else fleet.stop())
         raise
     await fleet.stop()
 
 
 async def _serve_clients(
-    config: LaunchConfig, fleet: Fleet, stop: asyncio.Event, on_serving: Serving
+    config: RayFleetConfig, fleet: ActorFleet, stop: asyncio.Event, on_serving: ServingCallback
 ) -> None:
     async with serve_front(config) as front:
-        scaler = Scaler(config, fleet, front.service)
+        scaler = FleetScaler(config, fleet, front.service)
         scaler.introduce()
         scaling = asyncio.create_task(scaler.run())
         on_serving(fleet, front)
@@ -54,7 +58,7 @@ async def _serve_clients(
         scaling.cancel()
         await asyncio.wait((scaling,))
         logger.info("draining", extra={"running": len(front.service.journal)})
-        done = await front.service.drain(config.drain_s)
+        done = await front.service.drain(config.drain_timeout_s)
         logger.info("stopping", extra={"drained": done})
 
 

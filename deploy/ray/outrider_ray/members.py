@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 
-class Role(IntEnum):
+class MemberRole(IntEnum):
     """What an actor does."""
 
     VERIFIER = 0
@@ -14,10 +14,10 @@ class Role(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Member:
+class FleetMember:
     """One actor of a fleet."""
 
-    role: Role
+    role: MemberRole
     index: int
     """Number among those of its role, from 0."""
 
@@ -27,42 +27,45 @@ class Member:
         return f"{self.role.name.lower()}-{self.index}"
 
 
-def member_of(name: str) -> Member | None:
+def member_of(name: str) -> FleetMember | None:
     """The member with this name; None for names of others."""
     role, _, number = name.rpartition("-")
-    known = {each.name.lower(): each for each in Role}
+    known = {each.name.lower(): each for each in MemberRole}
     if role not in known or not number.isascii() or not number.isdigit():
         return None
-    member = Member(known[role], int(number))
+    member = FleetMember(known[role], int(number))
     return member if member.name == name else None
 
 
-Cell = tuple[Member, ...]
+MemberGroup = tuple[FleetMember, ...]
 """Members that are placed together, or apart: one placement group."""
 
 
-def members_of(verifiers: int, drafters: int) -> tuple[Member, ...]:
+def members_of(verifiers: int, drafters: int) -> tuple[FleetMember, ...]:
     """The members of a fleet of so many."""
     return (
-        *(Member(Role.VERIFIER, index) for index in range(verifiers)),
-        *(Member(Role.DRAFTER, index) for index in range(drafters)),
+        *(FleetMember(MemberRole.VERIFIER, index) for index in range(verifiers)),
+        *(FleetMember(MemberRole.DRAFTER, index) for index in range(drafters)),
     )
 
 
-def cells_of(verifiers: int, drafters: int) -> tuple[Cell, ...]:
+def cells_of(verifiers: int, drafters: int) -> tuple[MemberGroup, ...]:
     """A cell for each verifier; drafters are dealt to them in turn.
 
     Every drafter drafts for every verifier: its cell says whom it is near to, no more.
     """
     return tuple(
         (
-            Member(Role.VERIFIER, number),
-            *(Member(Role.DRAFTER, index) for index in range(number, drafters, verifiers)),
+            FleetMember(MemberRole.VERIFIER, number),
+            *(
+                FleetMember(MemberRole.DRAFTER, index)
+                for index in range(number, drafters, verifiers)
+            ),
         )
         for number in range(verifiers)
     )
 
 
-def group_name(cell: Cell) -> str:
+def group_name(cell: MemberGroup) -> str:
     """Name of a cell's placement group, in the launcher's namespace."""
     return f"outrider-{cell[0].name}"

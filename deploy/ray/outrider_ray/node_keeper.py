@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from outrider_ray.actor_keeper import FIRST_PAUSE_S, next_pause
+from outrider_ray.actor_keeper import MIN_BACKOFF_S, next_pause
 from outrider_ray.cluster import NICENESS
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def keep_node(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     os.environ.setdefault(NICENESS, "0")
-    pause_s = FIRST_PAUSE_S / 2.0
+    pause_s = MIN_BACKOFF_S / 2.0
     while not stop.is_set():
         began = time.monotonic()
         status = _run_node([*_START, *arguments], stop)

@@ -12,8 +12,8 @@ from typing import Any
 from outrider.client.commands.ray_flags import PACK, STRICT_PACK, STRICT_SPREAD
 from outrider.client.local.config import CUDA
 from outrider.errors import UnavailableError
-from outrider_ray.config import LaunchConfig
-from outrider_ray.members import Cell, Member, Role, group_name
+from outrider_ray.config import RayFleetConfig
+from outrider_ray.members import FleetMember, MemberGroup, MemberRole, group_name
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def gpu_share(strategy: str, actors: int, gpus: Sequence[float]) -> float:
     return 1.0 if most >= actors or strategy == STRICT_SPREAD else most / actors
 
 
-def with_gpu_share(config: LaunchConfig) -> LaunchConfig:
+def with_gpu_share(config: RayFleetConfig) -> RayFleetConfig:
     """The configuration with `gpus_per_actor` resolved. Ray must be up. UnavailableError."""
     counts = zip(config.devices, config.counts, strict=False)
     actors = sum(count for device, count in counts if device == CUDA)
@@ -54,7 +54,7 @@ def with_gpu_share(config: LaunchConfig) -> LaunchConfig:
     return replace(config, gpus_per_actor=share)
 
 
-def bundle(config: LaunchConfig, role: Role) -> dict[str, float]:
+def actor_bundle(config: RayFleetConfig, role: MemberRole) -> dict[str, float]:
     """What is reserved for an actor."""
     wanted = {"CPU": config.cpus_per_actor, "GPU": config.gpus_of(role)}
     if resource := config.resource_of(role):
@@ -62,16 +62,16 @@ def bundle(config: LaunchConfig, role: Role) -> dict[str, float]:
     return {name: amount for name, amount in wanted.items() if amount > 0} or dict(_SLIVER)
 
 
-class Places:
+class ActorPlacement:
     """The placement groups of one fleet; they end with it, unless it is detached."""
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: RayFleetConfig) -> None:
         """`config` with its share of GPUs resolved."""
         self._config = config
-        self._groups: dict[Cell, Any] = {}
-        self._cells: dict[Member, Cell] = {}
+        self._groups: dict[MemberGroup, Any] = {}
+        self._cells: dict[FleetMember, MemberGroup] = {}
 
-    async def reserve(self, cells: Sequence[Cell]) -> None:
+    async def reserve(self, cells: Sequence[MemberGroup]) -> None:
         """Reserve a bundle for each member; those of a cell all at once.
 
         Raises UnavailableError if there is no room for them within `start_timeout_s`.
@@ -87,7 +87,7 @@ class Places:
                 reason="NO_PLACES",
             ) from None
 
-    def take(self, cells: Sequence[Cell]) -> None:
+    def take(self, cells: Sequence[MemberGroup]) -> None:
         """Ask for the same without waiting: an actor waits for its bundle itself.
 
         Raises UnavailableError for what no cluster could ever give.
@@ -96,7 +96,7 @@ class Places:
             self._groups[cell] = self._group(cell)
             self._cells |= dict.fromkeys(cell, cell)
 
-    def options(self, member: Member) -> dict[str, object]:
+    def options(self, member: FleetMember) -> dict[str, object]:
         """Ray's options for an actor in its bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -111,7 +111,7 @@ class Places:
             ),
         }
 
-    async def give_back(self, member: Member) -> None:
+    async def give_back(self, member: FleetMember) -> None:
         """Give back the bundle of a member that has a group of its own; idempotent."""
         from ray.util import remove_placement_group
 
@@ -129,7 +129,7 @@ class Places:
         for group in groups.values():
             await asyncio.to_thread(remove_placement_group, group)
 
-    def _group(self, cell: Cell) -> Any:
+    def _group(self, cell: MemberGroup) -> Any:
         """The group of a cell: a new one, or the one that a supervisor's predecessor has left."""
         from ray.util import get_placement_group, placement_group
 
@@ -137,7 +137,7 @@ class Places:
         if config.detached:
             with contextlib.suppress(ValueError):
                 return get_placement_group(name)
-        bundles = [bundle(config, member.role) for member in cell]
+        bundles = [actor_bundle(config, member.role) for member in cell]
         facts = {"group": name, "strategy": config.strategy, "bundles": bundles}
         logger.info("reserving places", extra=facts)
         lifetime = "detached" if config.detached else None
@@ -148,7 +148,7 @@ class Places:
         except ValueError as error:
             raise UnavailableError(f"no places: {error}", reason="NO_PLACES") from error
 
-    async def _wait(self, cell: Cell) -> None:
+    async def _wait(self, cell: MemberGroup) -> None:
         from ray.util import placement_group_table
 
         group = self._groups[cell]
@@ -160,5 +160,5 @@ class Places:
         logger.info("places are reserved", extra={"nodes": where})
 
 
-def _names(cells: Sequence[Cell]) -> str:
+def _names(cells: Sequence[MemberGroup]) -> str:
     return ", ".join(member.name for cell in cells for member in cell)

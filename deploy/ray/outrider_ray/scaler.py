@@ -18,26 +18,26 @@ from outrider_ray.autoscale import (
     MemberLoad,
     Memories,
     PoolState,
-    plan,
+    plan_scaling,
 )
-from outrider_ray.config import LaunchConfig
-from outrider_ray.fleet import Fleet
-from outrider_ray.members import Member, Role
+from outrider_ray.config import RayFleetConfig
+from outrider_ray.fleet import ActorFleet
+from outrider_ray.members import FleetMember, MemberRole
 
 logger = logging.getLogger(__name__)
 
 
-class Scaler:
+class FleetScaler:
     """Keeps the pools of one fleet as large as they should be."""
 
-    def __init__(self, config: LaunchConfig, fleet: Fleet, service: RouterService) -> None:
+    def __init__(self, config: RayFleetConfig, fleet: ActorFleet, service: RouterService) -> None:
         self._config = config
         self._fleet = fleet
         self._service = service
         self._memories = Memories()
-        self._leaving: set[Member] = set()
-        self._coming: set[Member] = set()
-        self._changes: dict[Role, asyncio.Task[None]] = {}
+        self._leaving: set[FleetMember] = set()
+        self._coming: set[FleetMember] = set()
+        self._changes: dict[MemberRole, asyncio.Task[None]] = {}
 
     def introduce(self) -> None:
         """Tell the router of members that came to a fleet which is resumed, after its start."""
@@ -46,7 +46,7 @@ class Scaler:
 
     async def run(self) -> None:
         """Look and act until cancelled; returns at once where nothing may grow."""
-        if self._config.most == self._config.counts:
+        if self._config.max_of == self._config.counts:
             return
         try:
             while True:
@@ -66,35 +66,35 @@ class Scaler:
             running = self._changes.get(role)
             if running is not None and not running.done():
                 continue
-            action = plan(pool, autoscale, now)
+            action = plan_scaling(pool, autoscale, now)
             if action is not None:
                 self._memories.changed(role, now)
                 self._changes[role] = asyncio.create_task(self._perform(action))
                 begun.append(action)
         return tuple(begun)
 
-    def _pools(self) -> dict[Role, PoolState]:
+    def _pools(self) -> dict[MemberRole, PoolState]:
         return {role: self._pool(role) for role in self._config.roles}
 
-    def _pool(self, role: Role) -> PoolState:
+    def _pool(self, role: MemberRole) -> PoolState:
         memory = self._memories.of[role]
         known = set(self._fleet.members) | self._coming
         members = sorted(member for member in known if member.role is role)
         return PoolState(
             role=role,
-            least=self._config.counts[role],
-            most=self._config.most[role],
+            min_members=self._config.counts[role],
+            max_members=self._config.max_of[role],
             members=tuple(self._load(member) for member in members),
             # Only verifiers make a queue shorter.
-            waiting=self._service.admission.waiting if role is Role.VERIFIER else 0,
+            waiting=self._service.admission.num_waiting if role is MemberRole.VERIFIER else 0,
             hot_since=memory.hot_since,
             cold_since=memory.cold_since,
             changed_at=memory.changed_at,
         )
 
-    def _load(self, member: Member) -> MemberLoad:
+    def _load(self, member: FleetMember) -> MemberLoad:
         registry, leaving = self._service.registry, member in self._leaving
-        if member.role is Role.VERIFIER:
+        if member.role is MemberRole.VERIFIER:
             verifier = registry.verifiers.get(member.name)
             return verifier_load(member, verifier, leaving=leaving)
         drafter = registry.drafters.get(member.name)
@@ -112,7 +112,7 @@ class Scaler:
         else:
             self._memories.changed(action.member.role, time.monotonic())
 
-    async def _create(self, member: Member) -> None:
+    async def _create(self, member: FleetMember) -> None:
         self._coming.add(member)
         try:
             await self._fleet.add(member)
@@ -120,35 +120,35 @@ class Scaler:
             self._coming.discard(member)
         self._introduce(member)
 
-    def _introduce(self, member: Member) -> None:
+    def _introduce(self, member: FleetMember) -> None:
         registry = self._service.registry
-        add = registry.add_verifier if member.role is Role.VERIFIER else registry.add_drafter
+        add = registry.add_verifier if member.role is MemberRole.VERIFIER else registry.add_drafter
         add(member.name)
 
-    async def _drain(self, member: Member) -> None:
+    async def _drain(self, member: FleetMember) -> None:
         self._leaving.add(member)
         try:
-            await self._let_go(member)
+            await self._release(member)
         finally:
             self._leaving.discard(member)
 
-    async def _let_go(self, member: Member) -> None:
-        registry, drain_s = self._service.registry, self._config.autoscale.drain_s
-        if member.role is Role.VERIFIER:
-            await self._fleet.remove(member, drain_s)
+    async def _release(self, member: FleetMember) -> None:
+        registry, drain_timeout_s = self._service.registry, self._config.autoscale.drain_timeout_s
+        if member.role is MemberRole.VERIFIER:
+            await self._fleet.remove(member, drain_timeout_s)
             gone = registry.verifiers.get(member.name)
             if gone is not None:
                 await registry.forget_verifier(gone)
             return
         peer = registry.drafters.get(member.name)
         if peer is not None:
-            await self._service.mover.empty(peer, drain_s)
+            await self._service.mover.drain_drafter(peer, drain_timeout_s)
             await registry.forget_drafter(peer)
-        await self._fleet.remove(member, drain_s)
+        await self._fleet.remove(member, drain_timeout_s)
 
 
 def verifier_load(
-    member: Member, peer: VerifierPeer | None, *, leaving: bool = False
+    member: FleetMember, peer: VerifierPeer | None, *, leaving: bool = False
 ) -> MemberLoad:
     """A verifier as the router sees it: places and K/V, whichever is scarcer."""
     info = None if peer is None else peer.info
@@ -161,7 +161,7 @@ def verifier_load(
 
 
 def drafter_load(
-    member: Member, peer: DrafterPeer | None, config: AutoscaleConfig, *, leaving: bool = False
+    member: FleetMember, peer: DrafterPeer | None, config: AutoscaleConfig, *, leaving: bool = False
 ) -> MemberLoad:
     """A drafter as the router sees it, by its sessions."""
     info = None if peer is None else peer.info

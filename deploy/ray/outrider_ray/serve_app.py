@@ -22,23 +22,23 @@ from ray.serve import Application
 
 from outrider.config import from_plain
 from outrider.errors import AlreadyExistsError, InvalidRequestError, UnavailableError
-from outrider.process_tuning import tune_collector
+from outrider.process_tuning import tune_garbage_collector
 from outrider_ray.actors import prepare
-from outrider_ray.config import LaunchConfig
-from outrider_ray.embedded_router import Front
-from outrider_ray.fleet import Fleet
+from outrider_ray.config import RayFleetConfig
+from outrider_ray.embedded_router import EmbeddedRouter
+from outrider_ray.fleet import ActorFleet
 from outrider_ray.fleet_supervision import supervise
 
 logger = logging.getLogger(__name__)
 
-MOST_ONGOING = 4096
+MAX_ONGOING = 4096
 """Requests that Serve hands to the router at once, which queues and refuses by rules of its own."""
 NAME_PAUSE_S = 0.5
 _DEFAULT_LISTEN = "127.0.0.1:0"
 
 
 def app(args: dict[str, Any]) -> Application:
-    """The application; `args` are keys of `LaunchConfig`, as in its TOML file or `KEY=VALUE`.
+    """The application; `args` are keys of `RayFleetConfig`, as in its TOML file or `KEY=VALUE`.
 
     Raises InvalidRequestError for unknown keys and bad values.
     """
@@ -46,11 +46,11 @@ def app(args: dict[str, Any]) -> Application:
     return bound
 
 
-def launch_config(args: Mapping[str, Any]) -> LaunchConfig:
+def launch_config(args: Mapping[str, Any]) -> RayFleetConfig:
     """The configuration of a fleet on Serve's cluster. Raises InvalidRequestError."""
-    hints = get_type_hints(LaunchConfig)
+    hints = get_type_hints(RayFleetConfig)
     values = {name: _typed(hints.get(name), name, value) for name, value in args.items()}
-    config = from_plain(LaunchConfig, {"listen": _DEFAULT_LISTEN} | values)
+    config = from_plain(RayFleetConfig, {"listen": _DEFAULT_LISTEN} | values)
     if config.detached:
         raise InvalidRequestError(
             "detached: the fleet of a Serve application is Serve's", reason="INVALID_CONFIG"
@@ -62,12 +62,12 @@ def launch_config(args: Mapping[str, Any]) -> LaunchConfig:
 class Ingress:
     """Serve's replica: a supervised fleet, and the HTTP API of its router."""
 
-    async def __init__(self, config: LaunchConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: RayFleetConfig) -> None:  # type: ignore[misc]
         """Returns once the fleet serves. Raises what its start raised."""
         prepare(0, config.log_level)
         self._config = config
         self._stop = asyncio.Event()
-        self._front: asyncio.Future[Front] = asyncio.get_running_loop().create_future()
+        self._front: asyncio.Future[EmbeddedRouter] = asyncio.get_running_loop().create_future()
         self._running = asyncio.create_task(self._run())
         await asyncio.wait((self._front, self._running), return_when=asyncio.FIRST_COMPLETED)
         if not self._front.done():
@@ -101,8 +101,8 @@ class Ingress:
                 logger.warning("waiting for a name", extra={"problem": error.message})
                 await asyncio.sleep(NAME_PAUSE_S)
 
-    def _serving(self, _fleet: Fleet, front: Front) -> None:
-        tune_collector()
+    def _serving(self, _fleet: ActorFleet, front: EmbeddedRouter) -> None:
+        tune_garbage_collector()
         self._front.set_result(front)
 
 
@@ -120,7 +120,7 @@ def _typed(hint: Any, name: str, value: Any) -> Any:
 _DEPLOYMENT: Any = serve.deployment(
     name="outrider",
     num_replicas=1,
-    max_ongoing_requests=MOST_ONGOING,
+    max_ongoing_requests=MAX_ONGOING,
     ray_actor_options={"num_cpus": 0},
     health_check_period_s=5.0,
 )(serve.ingress()(Ingress))

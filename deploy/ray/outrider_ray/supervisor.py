@@ -21,12 +21,12 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.process_tuning import run, tune_collector
+from outrider.process_tuning import run_event_loop, tune_garbage_collector
 from outrider.transport.error_codec import ErrorStatus, from_status, to_status
 from outrider.transport.ray.calls import actor_named
-from outrider_ray.actor_keeper import FIRST_PAUSE_S, next_pause
-from outrider_ray.config import LaunchConfig
-from outrider_ray.fleet import members_there
+from outrider_ray.actor_keeper import MIN_BACKOFF_S, next_pause
+from outrider_ray.config import RayFleetConfig
+from outrider_ray.fleet import existing_members
 from outrider_ray.members import group_name
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class FleetStatus:
 class SupervisorHost:
     """The actor. The fleet lives on a thread with an event loop of its own."""
 
-    def __init__(self, config: LaunchConfig) -> None:
+    def __init__(self, config: RayFleetConfig) -> None:
         """Begins to start the fleet: Ray calls this after a restart too, and nothing else."""
         import ray
 
@@ -115,14 +115,14 @@ class SupervisorHost:
         loop, stop = self._loop, self._stop
         if loop is not None and stop is not None:
             loop.call_soon_threadsafe(stop.set)
-        self._thread.join(STOP_S + self._config.drain_s)
+        self._thread.join(STOP_S + self._config.drain_timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        pause_s = FIRST_PAUSE_S / 2.0
+        pause_s = MIN_BACKOFF_S / 2.0
         while self._status.state == STARTING:
             try:
-                run(self._serve())
+                run_event_loop(self._serve())
                 self._become(STOPPED)
             except OutriderError as error:
                 logger.error("fleet does not start", extra={"problem": error.message})
@@ -144,7 +144,7 @@ class SupervisorHost:
 
     def _serving(self, fleet: Any, front: Any) -> None:
         self._fleet = fleet
-        tune_collector()
+        tune_garbage_collector()
         found = {"address": front.address, "http": front.http, "metrics": front.metrics}
         self._become(
             SERVING, **{name: _reachable(each, self._node) for name, each in found.items()}
@@ -154,7 +154,7 @@ class SupervisorHost:
         self._status = replace(self._status, state=state, **facts)
 
 
-def start_detached(config: LaunchConfig) -> FleetStatus:
+def start_detached(config: RayFleetConfig) -> FleetStatus:
     """Start a supervisor and wait until its fleet serves. Ray must be up.
 
     Raises AlreadyExistsError where the namespace has one, and what the fleet's start raised.
@@ -162,7 +162,7 @@ def start_detached(config: LaunchConfig) -> FleetStatus:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    if members_there(config.namespace):
+    if existing_members(config.namespace):
         raise _in_use(config.namespace)
     here = ray.get_runtime_context().get_node_id()
     options = {
@@ -211,7 +211,7 @@ def stop_detached(namespace: str) -> bool:
     try:
         actor = _find(namespace)
     except NotFoundError:
-        if not members_there(namespace):
+        if not existing_members(namespace):
             raise
         return _kill_members(namespace)
     try:
@@ -230,7 +230,7 @@ def _kill_members(namespace: str) -> bool:
 
     until = time.monotonic() + STOP_S
     # Ray says that an actor is there until its process is gone, or its node is given up.
-    while there := members_there(namespace):
+    while there := existing_members(namespace):
         for member in there:
             with contextlib.suppress(UnavailableError):
                 ray.kill(actor_named(member.name, namespace))

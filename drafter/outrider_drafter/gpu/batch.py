@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import DraftForward, NewRows
-from outrider.engine.device.slots.logits_slots import WarpSlots
-from outrider.engine.device.transfer.cuda_driver import calls_of
+from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.device.transfer.cuda_driver import driver_for
 from outrider.engine.logits_processor import has_penalties
 from outrider.spec.noise import prefix_keys
 from outrider_drafter.gpu import draft_slots as seating
-from outrider_drafter.gpu.draft_slots import Seats
-from outrider_drafter.gpu.paged_kv import DeviceRows
+from outrider_drafter.gpu.draft_slots import DraftSlotTable
+from outrider_drafter.gpu.paged_kv import PagedDraftKV
 from outrider_drafter.gpu.shapes import BATCH_SIZES
-from outrider_drafter.proposers.kv_proposer import raw_array
-from outrider_drafter.state.feature_buffer import Lying
-from outrider_drafter.state.session import Session
+from outrider_drafter.proposers.kv_proposer import to_raw_array
+from outrider_drafter.state.feature_buffer import FeatureView
+from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_table import SessionTable
 
 _WORDS: Final = 5
@@ -36,32 +36,34 @@ _WASTE: Final = 2
 """Rows that are uploaded from where they lie, at most, for each that a bucket has place for."""
 
 
-class Members(NamedTuple):
+class LaunchSessions(NamedTuple):
     """Sessions of one launch, and what stays as it is from draft to draft; columns [B]."""
 
     table: SessionTable
-    sessions: Sequence[Session]
+    sessions: Sequence[FollowedSession]
     slots: NDArray[np.int64]
     """Rows of the table."""
-    seats: NDArray[np.int64]
-    """Slots of `DeviceRows`."""
-    wanted: NDArray[np.int64]
+    device_slots: NDArray[np.int64]
+    """Slots of `PagedDraftKV`."""
+    wanted_nodes: NDArray[np.int64]
     """Nodes that their plans ask for."""
-    penalised: bool
+    has_penalties: bool
     """Whether tokens of any are counted for its penalties."""
-    warps: bool
+    has_logits_processing: bool
     """Whether any session warps its logits."""
-    constrained: bool
+    has_grammar: bool
     """Whether any session is in a grammar."""
-    general: NDArray[np.bool_]
+    needs_general_graph: NDArray[np.bool_]
     """Whether it has drafts only of the form that may warp logits: see `device_seats`."""
     keys: NDArray[np.uint64]
     """Keys of their DRAFT noise; 0 under other rules than rejection."""
-    ahead: NDArray[np.bool_]
+    uses_prefix_noise: NDArray[np.bool_]
     """Whether each prefix draws from noise of its own."""
 
     @classmethod
-    def of(cls, sessions: Sequence[Session], seats: Seats) -> Members:
+    def of_sessions(
+        cls, sessions: Sequence[FollowedSession], seats: DraftSlotTable
+    ) -> LaunchSessions:
         """Sessions that are seated, and described there."""
         slots = np.array([session.slot for session in sessions], dtype=np.int64)
         traits = seats.traits[slots]
@@ -70,31 +72,31 @@ class Members(NamedTuple):
             table=sessions[0].table,
             sessions=sessions,
             slots=slots,
-            seats=seats.seats[slots],
-            wanted=seats.wanted[slots],
-            penalised=bool(found & seating.PENALISED),
-            warps=bool(found & seating.WARPS),
-            constrained=bool(found & seating.CONSTRAINED),
-            general=(traits & seating.GENERAL) != 0,
+            device_slots=seats.seats[slots],
+            wanted_nodes=seats.wanted[slots],
+            has_penalties=bool(found & seating.HAS_PENALTIES),
+            has_logits_processing=bool(found & seating.HAS_LOGITS_PROCESSING),
+            has_grammar=bool(found & seating.HAS_GRAMMAR),
+            needs_general_graph=(traits & seating.NEEDS_GENERAL_GRAPH) != 0,
             keys=seats.keys[slots],
-            ahead=(traits & seating.AHEAD) != 0,
+            uses_prefix_noise=(traits & seating.USES_PREFIX_NOISE) != 0,
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Members]) -> Members:
+    def concatenate(cls, parts: Sequence[LaunchSessions]) -> LaunchSessions:
         """The sessions of several launches, of one table."""
         return cls(
             table=parts[0].table,
             sessions=[session for part in parts for session in part.sessions],
             slots=np.concatenate([part.slots for part in parts]),
-            seats=np.concatenate([part.seats for part in parts]),
-            wanted=np.concatenate([part.wanted for part in parts]),
-            penalised=any(part.penalised for part in parts),
-            warps=any(part.warps for part in parts),
-            constrained=any(part.constrained for part in parts),
-            general=np.concatenate([part.general for part in parts]),
+            device_slots=np.concatenate([part.device_slots for part in parts]),
+            wanted_nodes=np.concatenate([part.wanted_nodes for part in parts]),
+            has_penalties=any(part.has_penalties for part in parts),
+            has_logits_processing=any(part.has_logits_processing for part in parts),
+            has_grammar=any(part.has_grammar for part in parts),
+            needs_general_graph=np.concatenate([part.needs_general_graph for part in parts]),
             keys=np.concatenate([part.keys for part in parts]),
-            ahead=np.concatenate([part.ahead for part in parts]),
+            uses_prefix_noise=np.concatenate([part.uses_prefix_noise for part in parts]),
         )
 
     @property
@@ -102,17 +104,17 @@ class Members(NamedTuple):
         """Keys of the noise that drafts for their present prefixes are drawn with. Drafts that are
         thrown away must not condition those that are used: where some are made before it is known
         whether they will be, each prefix has noise of its own."""
-        if not self.ahead.any():
+        if not self.uses_prefix_noise.any():
             return self.keys
         own = prefix_keys(self.keys, self.table.digests[self.slots])
-        return np.where(self.ahead, own, self.keys)
+        return np.where(self.uses_prefix_noise, own, self.keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ready:
+class ReadyRows:
     """Sessions with their new rows, the live one last in each; int64 columns [B]."""
 
-    members: Members
+    members: LaunchSessions
     starts: NDArray[np.int64]
     """First new row."""
     counts: NDArray[np.int64]
@@ -141,7 +143,7 @@ class StagedRows(NamedTuple):
     """int32 [B * R]: `sources` on the device."""
     rows: NewRows
     draft_keys: Tensor
-    """int64 [B]: keys of their DRAFT noise, as in `Drawing`."""
+    """int64 [B]: keys of their DRAFT noise, as in `DraftSampling`."""
 
     def upload(self) -> None:
         """Copy what was staged to the device, in the order of the stream, and put the features in
@@ -164,18 +166,18 @@ class DraftBatch:
 
     def __init__(
         self,
-        rows: DeviceRows,
+        rows: PagedDraftKV,
         forward: DraftForward,
         dtype: torch.dtype,
         device: torch.device,
         *,
-        most_rows: int,
+        max_rows: int,
     ) -> None:
         """most_rows: new rows of a session."""
         most = BATCH_SIZES[-1]
-        cells = most * most_rows
+        cells = most * max_rows
         self._rows, self._width = rows, forward.feature_size
-        self._first_token, self._calls = forward.first_token, calls_of(device)
+        self._first_token, self._calls = forward.first_token, driver_for(device)
         pinned = device.type == "cuda"
         words = _WORDS * most + _ROW_WORDS * cells
         self._uploaded = torch.zeros(words, dtype=torch.int32, device=device)
@@ -185,18 +187,18 @@ class DraftBatch:
         self._brought = torch.zeros(shape, dtype=dtype, device=device)
         self._ordered = torch.zeros((cells, self._width), dtype=dtype, device=device)
         gathered = torch.zeros((cells, self._width), dtype=dtype, pin_memory=pinned)
-        self._gathered = raw_array(gathered)
+        self._gathered = to_raw_array(gathered)
         """[cells, H]: features that the host has put in order."""
-        self._lying: Lying | None = None
+        self._lying: FeatureView | None = None
         """The feature rows of the batch that was staged last, until they are let go."""
         self._buckets: dict[tuple[int, int], StagedRows] = {}
 
-    def fill(self, ready: Ready | None, size: int, num_rows: int) -> StagedRows:
+    def stage_rows(self, ready: ReadyRows | None, size: int, num_rows: int) -> StagedRows:
         """Stage a batch in a bucket; rows without a session are the padding slot's.
 
         The features are read from the messages that brought them, some by the device: until the
-        launch is over, and `let_go` is called, nobody writes over these. The staging memory is free
-        again: every launch is waited for before the next one.
+        launch is over, and `deliver_due` is called, nobody writes over these. The staging memory is
+        free again: every launch is waited for before the next one.
         """
         place = self._buckets.get((size, num_rows))
         if place is None:
@@ -208,7 +210,7 @@ class DraftBatch:
         place.sources[count:] = 0
         if ready is not None:
             table, slots = ready.members.table, ready.members.slots
-            place.head[0, :count] = ready.members.seats
+            place.head[0, :count] = ready.members.device_slots
             place.head[1, :count] = ready.counts
             place.head[2, :count] = ready.starts
             place.keys[:count] = ready.members.draft_keys.view(np.int64)
@@ -221,29 +223,29 @@ class DraftBatch:
                 self._bring(ready, place)
         return place
 
-    def _bring(self, ready: Ready, place: StagedRows) -> None:
+    def _bring(self, ready: ReadyRows, place: StagedRows) -> None:
         """Begin to copy the feature rows, and say which is whose."""
         held, slots = ready.members.table.features, ready.members.slots
         count, (size, num_rows) = len(ready), place.sources.shape
-        lying = held.lying(slots, ready.starts, ready.counts)
+        lying = held.find_view(slots, ready.starts, ready.counts)
         if lying is None or len(lying.rows) > _WASTE * size * num_rows:
             rows = self._gathered[: count * num_rows]
-            held.gather(slots, ready.starts, ready.counts, rows.reshape(count, num_rows, -1))
-            lying = Lying(rows, np.arange(count) * num_rows)
-        self._calls.copy_from(self._brought[: len(lying.rows)], lying.rows)
+            held.copy_rows(slots, ready.starts, ready.counts, rows.reshape(count, num_rows, -1))
+            lying = FeatureView(rows, np.arange(count) * num_rows)
+        self._calls.copy_array(self._brought[: len(lying.rows)], lying.rows)
         # Behind a session's rows its last one is repeated.
         within = np.minimum(np.arange(num_rows), ready.counts[:, None] - 1)
         place.sources[:count] = lying.offsets[:, None] + within
         self._lying = lying
 
-    def newest(self, ready: Ready) -> NDArray[np.generic]:
+    def newest_features(self, ready: ReadyRows) -> NDArray[np.generic]:
         """The newest feature rows [B, H] of the batch that was staged last, copied."""
         lying = self._lying
         assert lying is not None
         newest: NDArray[np.generic] = lying.rows[lying.offsets + ready.counts - 1]
         return newest
 
-    def let_go(self) -> None:
+    def release_features(self) -> None:
         """The launch is over: the memory in which its features lie may be used for others."""
         self._lying = None
 
@@ -285,12 +287,14 @@ class DraftBatch:
         )
 
 
-def count_news(members: Members, counted: NDArray[np.int64], warp: WarpSlots) -> None:
+def update_penalty_counts(
+    members: LaunchSessions, counted: NDArray[np.int64], warp: LogitsSlots
+) -> None:
     """Tell the device's penalties of the tokens that are news to them; counted [X]: how many they
     know of, by slot of the table."""
     seats: list[int] = []
     news: list[NDArray[np.int32]] = []
-    for session, seat in zip(members.sessions, members.seats.tolist(), strict=True):
+    for session, seat in zip(members.sessions, members.device_slots.tolist(), strict=True):
         slot = session.slot
         if not has_penalties(session.sampling):
             continue
@@ -300,6 +304,6 @@ def count_news(members: Members, counted: NDArray[np.int64], warp: WarpSlots) ->
             news.append(known[counted[slot] :])
         else:
             prompt, output = known[: session.prompt_len], known[session.prompt_len :]
-            warp.begin(seat, session.sampling, prompt_ids=prompt, output_ids=output)
+            warp.begin_session(seat, session.sampling, prompt_ids=prompt, output_ids=output)
         counted[slot] = len(known)
-    warp.count(seats, news)
+    warp.count_tokens(seats, news)

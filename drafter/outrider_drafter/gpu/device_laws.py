@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.transfer.buffers import Downloader
-from outrider.spec.draft_distribution import LawEntries, make_law
+from outrider.spec.draft_distribution import DistributionEntries, make_distribution
 from outrider.spec.tree import DraftTree
-from outrider_drafter.proposers.tree_growth import Draft
+from outrider_drafter.proposers.tree_growth import ProposedDraft
 
 
-def chains_with_laws(
+def make_chains_with_distributions(
     words: NDArray[np.int32],
     entries: Tensor,
     lengths: Sequence[int],
     target_ids: NDArray[np.int32],
     downloads: Downloader,
-) -> list[Draft]:
+) -> list[ProposedDraft]:
     """The drafts of the first rows of a bucket, cut to `lengths`.
 
     words: int32 [B, 2K], the tokens and the sizes of their laws, already here; entries: int32
@@ -34,7 +34,7 @@ def chains_with_laws(
     tokens, sizes = words[: len(lengths), :steps], words[: len(lengths), steps:]
     # Few widths, for each has host memory of its own.
     width = min(1 << (int(sizes.max()) - 1).bit_length(), entries.shape[3])
-    kept = downloads.start(entries[..., :width].contiguous()).wait().numpy()
+    kept = downloads.start_download(entries[..., :width].contiguous()).wait_tensor().numpy()
     return [
         _chain(tokens[row, :length], sizes[row], kept[:, row], target_ids)
         for row, length in enumerate(lengths)
@@ -46,8 +46,8 @@ def _chain(
     sizes: NDArray[np.int32],
     kept: NDArray[np.int32],
     target_ids: NDArray[np.int32],
-) -> Draft:
-    slots: dict[int, LawEntries] = {}
+) -> ProposedDraft:
+    slots: dict[int, DistributionEntries] = {}
     logprobs = np.zeros(len(tokens), dtype=np.float32)
     for step, token in enumerate(tokens.tolist()):
         columns, counts = kept[:, step, : sizes[step]]
@@ -59,4 +59,4 @@ def _chain(
         logprobs[step] = np.log(float(own)) - np.log(float(counts.sum(dtype=np.int64)))
     chain = DraftTree.chain(tokens)
     tree = DraftTree(tokens=chain.tokens, parents=chain.parents, logprobs=logprobs.cumsum())
-    return Draft(tree=tree, law=make_law(len(tokens), slots))
+    return ProposedDraft(tree=tree, distribution=make_distribution(len(tokens), slots))

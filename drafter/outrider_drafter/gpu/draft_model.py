@@ -18,42 +18,42 @@ from outrider.engine.heads import DraftHead
 from outrider.engine.target import TargetModel
 from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS, KVShape
 from outrider_drafter.gpu.shapes import MODEL_BUCKETS, Buckets
-from outrider_drafter.proposers.kv_proposer import RowFeed
+from outrider_drafter.proposers.kv_proposer import RowSource
 
 MakeForward = Callable[[Tensor, int], DraftForward]
 """Over K/V storage [2, L, G, S, d], for sessions of so many rows at most."""
 
 
-class DeviceDrafter(NamedTuple):
+class GpuDraftModel(NamedTuple):
     """A head or a model before it has memory of its own."""
 
-    feed: RowFeed
+    feed: RowSource
     kv: KVShape
     vocabulary: DraftVocabulary
-    most_context: int
+    max_context: int
     """Positions that it was made for."""
     forward: MakeForward
     buckets: Buckets
 
 
-def head_drafter(head: DraftHead) -> DeviceDrafter:
+def make_eagle_model(head: DraftHead) -> GpuDraftModel:
     """Raises FailedPreconditionError for heads without plain EAGLE-3 weights."""
     weights, config = HeadWeights.from_head(head), head.config
 
     def forward(storage: Tensor, max_len: int) -> DraftForward:
         return HeadForward(weights, storage=storage, block_tokens=BLOCK_TOKENS, max_len=max_len)
 
-    return DeviceDrafter(
-        feed=RowFeed.of_head(head),
+    return GpuDraftModel(
+        feed=RowSource.of_head(head),
         kv=KVShape(1, config.num_kv_heads, config.head_dim),
         vocabulary=DraftVocabulary(weights.target_ids, weights.draft_columns),
-        most_context=config.max_position_embeddings,
+        max_context=config.max_position_embeddings,
         forward=forward,
         buckets=Buckets(),
     )
 
 
-def model_drafter(model: TargetModel, vocab_size: int) -> DeviceDrafter:
+def make_small_model(model: TargetModel, vocab_size: int) -> GpuDraftModel:
     """A model for a target of `vocab_size` ids; see `ModelForward`."""
     config = model.config
 
@@ -66,11 +66,11 @@ def model_drafter(model: TargetModel, vocab_size: int) -> DeviceDrafter:
             max_len=max_len,
         )
 
-    return DeviceDrafter(
-        feed=RowFeed(),
+    return GpuDraftModel(
+        feed=RowSource(),
         kv=KVShape(config.num_layers, config.num_kv_heads, config.head_dim),
-        vocabulary=DraftVocabulary.whole(vocab_size, model.device),
-        most_context=config.max_position_embeddings,
+        vocabulary=DraftVocabulary.identity(vocab_size, model.device),
+        max_context=config.max_position_embeddings,
         forward=forward,
         buckets=MODEL_BUCKETS,
     )

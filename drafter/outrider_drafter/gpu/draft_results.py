@@ -12,24 +12,26 @@ from numpy.typing import NDArray
 
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.spec.flat_trees import chain_parents
-from outrider_drafter.gpu.shapes import Shape
-from outrider_drafter.proposers.interface import Drafted
-from outrider_drafter.state.session import Session
+from outrider_drafter.gpu.shapes import DraftTreeShape
+from outrider_drafter.proposers.interface import SessionDrafts
+from outrider_drafter.state.session import FollowedSession
 
 
-def lengths(shape: Shape, wanted: NDArray[np.int64], rooms: NDArray[np.int64]) -> NDArray[np.int64]:
+def chain_lengths(
+    shape: DraftTreeShape, wanted: NDArray[np.int64], rooms: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """[B]: how much of a chain each session has room and use for."""
     found: NDArray[np.int64] = np.minimum(np.minimum(shape.depth, wanted), rooms)
     return found
 
 
-def chains(
-    sessions: Sequence[Session], counts: NDArray[np.int64], words: NDArray[np.int32]
-) -> Drafted:
+def make_chains(
+    sessions: Sequence[FollowedSession], counts: NDArray[np.int64], words: NDArray[np.int32]
+) -> SessionDrafts:
     """Of words int32 [B, K], tokens, as many of each chain as counts [B] say."""
     within = np.arange(words.shape[1]) < counts[:, None]
     tokens = words[within]
-    return Drafted(
+    return SessionDrafts(
         sessions=sessions,
         node_counts=counts,
         tokens=tokens,
@@ -38,10 +40,10 @@ def chains(
     )
 
 
-def trees(sessions: Sequence[Session], words: NDArray[np.int32]) -> Drafted:
+def make_trees(sessions: Sequence[FollowedSession], words: NDArray[np.int32]) -> SessionDrafts:
     """Of words int32 [B, 3, n]: tokens, parents, bits of log-probabilities."""
     there = words[:, 1] != PADDING_NODE
-    return Drafted(
+    return SessionDrafts(
         sessions=sessions,
         node_counts=np.count_nonzero(there, axis=1),
         tokens=words[:, 0][there],

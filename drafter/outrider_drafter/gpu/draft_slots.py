@@ -8,35 +8,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.logits_processor import has_penalties
-from outrider.spec.noise import Stream
-from outrider.spec.plan import Plan
+from outrider.spec.noise import NoiseStream
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import Rule
-from outrider_drafter.gpu.shapes import Shape
-from outrider_drafter.state.session import Session
+from outrider_drafter.gpu.shapes import DraftTreeShape
+from outrider_drafter.state.session import FollowedSession
 
-UNSEATED: Final = -1
+NO_SLOT: Final = -1
 
 
-PENALISED: Final = 1
+HAS_PENALTIES: Final = 1
 """What of a session decides in which form it is drafted for: its tokens are counted for its
 penalties;"""
-WARPS: Final = 2
+HAS_LOGITS_PROCESSING: Final = 2
 """it does something to its logits;"""
-CONSTRAINED: Final = 4
+HAS_GRAMMAR: Final = 4
 """it is in a grammar;"""
-GENERAL: Final = 8
+NEEDS_GENERAL_GRAPH: Final = 8
 """its drafts have only the form that may warp logits, whatever it does to them: it warps them, is
 in a grammar, grows trees of the best children by the target's noise, or ships its laws;"""
-AHEAD: Final = 16
+USES_PREFIX_NOISE: Final = 16
 """each of its prefixes draws from noise of its own."""
 
 
-class Seats:
+class DraftSlotTable:
     """What the device holds of each session; columns by slot of the session table."""
 
     def __init__(self) -> None:
         self.seats = np.empty(0, dtype=np.int64)
-        """[X]: slot of `DeviceRows`; -1 without one."""
+        """[X]: slot of `PagedDraftKV`; -1 without one."""
         self.stable = np.empty(0, dtype=np.int64)
         """[X]: K/V rows made from real features."""
         self.room = np.empty(0, dtype=np.int64)
@@ -49,14 +49,14 @@ class Seats:
         """[X]: a sum of PENALISED, WARPS, .."""
         self.keys = np.empty(0, dtype=np.uint64)
         """[X]: key of the DRAFT noise; 0 under other rules than rejection."""
-        self.shapes: list[tuple[Plan, Shape] | None] = []
+        self.shapes: list[tuple[SpeculationPlan, DraftTreeShape] | None] = []
         """[X]: what is grown while the plan is this one and there is room for it."""
 
-    def cover(self, slots: int) -> None:
+    def ensure_size(self, slots: int) -> None:
         """Have columns for this many slots."""
         more = slots - len(self.seats)
         if more > 0:
-            self.seats = np.concatenate((self.seats, np.full(more, UNSEATED)))
+            self.seats = np.concatenate((self.seats, np.full(more, NO_SLOT)))
             self.stable = _longer(self.stable, more)
             self.room = _longer(self.room, more)
             self.counted = _longer(self.counted, more)
@@ -65,24 +65,24 @@ class Seats:
             self.keys = np.concatenate((self.keys, np.zeros(more, dtype=np.uint64)))
             self.shapes += [None] * more
 
-    def describe(self, session: Session, *, warps: bool) -> None:
+    def describe_session(self, session: FollowedSession, *, warps: bool) -> None:
         """Note what follows from a session's plan and sampling parameters; `warps`: whether it does
         anything to its logits. Of its plan each time that it is another one."""
         plan, sampling, slot = session.plan, session.sampling, session.slot
         rule = sampling.effective_rule
         rejection = rule is Rule.REJECTION
         by_noise = plan.top_k > 1 and rule is Rule.COUPLED
-        general = warps or session.constrained or rejection or by_noise
+        general = warps or session.has_constraint or rejection or by_noise
         self.traits[slot] = (
-            PENALISED * has_penalties(sampling)
-            + WARPS * warps
-            + CONSTRAINED * session.constrained
-            + GENERAL * general
-            + AHEAD * (plan.look_ahead > 0 and rejection)
+            HAS_PENALTIES * has_penalties(sampling)
+            + HAS_LOGITS_PROCESSING * warps
+            + HAS_GRAMMAR * session.has_constraint
+            + NEEDS_GENERAL_GRAPH * general
+            + USES_PREFIX_NOISE * (plan.look_ahead > 0 and rejection)
         )
         self.wanted[slot] = plan.draft_tokens
-        drawn = rejection and sampling.knows(Stream.DRAFT)
-        self.keys[slot] = sampling.stream_key(Stream.DRAFT) if drawn else 0
+        drawn = rejection and sampling.has_noise_stream(NoiseStream.DRAFT)
+        self.keys[slot] = sampling.stream_key(NoiseStream.DRAFT) if drawn else 0
 
 
 def _longer(column: NDArray[np.int64], more: int) -> NDArray[np.int64]:

@@ -6,14 +6,14 @@ import torch
 
 from outrider.engine.heads import DraftHead
 from outrider.spec.plan import DraftMethod
-from outrider_drafter.gpu.draft_model import head_drafter
-from outrider_drafter.gpu.outcome_scoring import SWEEPS
-from outrider_drafter.gpu.proposer import DeviceSource
-from outrider_drafter.proposers.eagle import HeadSource
+from outrider_drafter.gpu.draft_model import make_eagle_model
+from outrider_drafter.gpu.outcome_scoring import NUM_SWEEPS
+from outrider_drafter.gpu.proposer import GpuProposer
+from outrider_drafter.proposers.eagle import EagleProposer
 
 
-class DeviceHeadSource(DeviceSource):
-    """See `DeviceSource`; what the device does not cover is drafted by a `HeadSource`."""
+class GpuEagleProposer(GpuProposer):
+    """See `GpuProposer`; what the device does not cover is drafted by a `EagleProposer`."""
 
     def __init__(
         self,
@@ -27,20 +27,20 @@ class DeviceHeadSource(DeviceSource):
         cuda_graphs: bool = True,
         bounded: bool = False,
         look_ahead: bool = True,
-        sweeps: int = SWEEPS,
+        sweeps: int = NUM_SWEEPS,
     ) -> None:
-        """See `DeviceSource`. Raises FailedPreconditionError for heads without plain EAGLE-3
+        """See `GpuProposer`. Raises FailedPreconditionError for heads without plain EAGLE-3
         weights."""
         self.head = head
 
-        def host() -> HeadSource:
-            return HeadSource(
+        def host() -> EagleProposer:
+            return EagleProposer(
                 head, max_rows=max_rows, max_context=max_context, dtype=dtype, device=device
             )
 
         super().__init__(
             DraftMethod.EAGLE3,
-            head_drafter(head),
+            make_eagle_model(head),
             host,
             max_rows=max_rows,
             max_context=max_context,

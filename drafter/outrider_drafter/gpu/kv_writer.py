@@ -14,22 +14,22 @@ from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import DraftForward, NewRows
 from outrider.engine.device.graphs.graph_cache import GraphCache
-from outrider.engine.device.graphs.shapes import bucket
-from outrider_drafter.gpu.paged_kv import DeviceRows
-from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, raw_array
+from outrider.engine.device.graphs.shapes import bucket_for
+from outrider_drafter.gpu.paged_kv import PagedDraftKV
+from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, to_raw_array
 
-WRITE_SIZES: Final = (64, 256, MAX_ROWS_PER_WRITE)
+WRITE_BUCKETS: Final = (64, 256, MAX_ROWS_PER_WRITE)
 _WORDS: Final = 3
 """Before the tokens: seat, count, start."""
 
 
-class RowWriter:
+class KVRowWriter:
     """Static inputs of a write, filled from the host."""
 
     def __init__(
         self,
         forward: DraftForward,
-        rows: DeviceRows,
+        rows: PagedDraftKV,
         graphs: GraphCache,
         *,
         dtype: torch.dtype,
@@ -43,24 +43,24 @@ class RowWriter:
         self._features = torch.zeros(shape, dtype=dtype, device=device)
         self._staged_words = torch.zeros(size, dtype=torch.int32, pin_memory=self._cuda)
         self._staged = torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
-        self._staged_array = raw_array(self._staged)
+        self._staged_array = to_raw_array(self._staged)
         self._uploaded = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
         """When the staging memory is free again."""
 
     def warm_up(self) -> None:
         """Compile and capture every size."""
-        for size in WRITE_SIZES:
+        for size in WRITE_BUCKETS:
             self._run(self._rows.padding, 0, np.empty(0, np.int32), self._staged_array[:0], size)
 
-    def write(
+    def write_rows(
         self,
         seat: int,
         start: int,
         tokens: NDArray[np.int32],
         features: NDArray[np.generic],
     ) -> None:
-        """Write rows from `start` on: tokens [m], `raw_array` features [m, H]."""
-        self._run(seat, start, tokens, features, bucket(len(tokens), WRITE_SIZES))
+        """Write rows from `start` on: tokens [m], `to_raw_array` features [m, H]."""
+        self._run(seat, start, tokens, features, bucket_for(len(tokens), WRITE_BUCKETS))
 
     def _run(
         self,
@@ -81,7 +81,9 @@ class RowWriter:
         self._features[:count].copy_(self._staged[:count], non_blocking=True)
         if self._uploaded is not None:
             self._uploaded.record()
-        self._graphs.run(("write", size), lambda: self._forward.write(self._new_rows(size)))
+        self._graphs.run_graph(
+            ("write", size), lambda: self._forward.write_rows(self._new_rows(size))
+        )
 
     def _new_rows(self, size: int) -> NewRows:
         words: Tensor = self._words

@@ -14,50 +14,50 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.drafting.look_ahead_program import AheadProgram, BranchRows
+from outrider.engine.device.drafting.look_ahead_program import LookAheadProgram, OutcomeRows
 from outrider.engine.device.graphs.graph_cache import GraphCache
-from outrider.engine.device.graphs.shapes import bucket
-from outrider.engine.device.transfer.buffers import Landing, Mirror
+from outrider.engine.device.graphs.shapes import bucket_for
+from outrider.engine.device.transfer.buffers import DownloadBuffer, HostMirror
 from outrider.spec.digest import extend_ragged
 from outrider.spec.noise import prefix_keys
 from outrider.spec.plan import MAX_DRAFT_TOKENS, default_depth
-from outrider_drafter.gpu.batch import Members
-from outrider_drafter.gpu.draft_launcher import Grower, Grown
-from outrider_drafter.gpu.draft_results import lengths
-from outrider_drafter.gpu.grammar_masks import Starts, starts_of
-from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS, DeviceRows
-from outrider_drafter.gpu.scoring_layout import HeldPlaces, Indices, Paths
+from outrider_drafter.gpu.batch import LaunchSessions
+from outrider_drafter.gpu.draft_launcher import DraftLauncher, LaunchOutput
+from outrider_drafter.gpu.draft_results import chain_lengths
+from outrider_drafter.gpu.grammar_masks import DraftConstraintStates, draft_starts
+from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS, PagedDraftKV
+from outrider_drafter.gpu.scoring_layout import Indices, OutcomePaths, ScoredRows
 from outrider_drafter.gpu.shapes import (
     PATH_ROW_BUCKETS,
     TREES,
-    Shape,
-    branch_sizes,
-    most_branches,
-    path_rows,
+    DraftTreeShape,
+    max_outcomes,
+    max_path_rows,
+    outcome_batch_sizes,
 )
-from outrider_drafter.proposers.interface import Branches, Outcome
-from outrider_drafter.state.outcomes import BRANCH_SIZES
+from outrider_drafter.proposers.interface import Outcome, OutcomeDrafts
+from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES
 
 _LARGEST: Final = max(
-    Shape(nodes, top_k, default_depth(nodes)).draft_rows for nodes, top_k in TREES.items()
+    DraftTreeShape(nodes, top_k, default_depth(nodes)).draft_rows for nodes, top_k in TREES.items()
 )
-OWN_BLOCKS: Final = -(-(BLOCK_TOKENS - 1 + PATH_ROW_BUCKETS[-1] + _LARGEST) // BLOCK_TOKENS)
+BLOCKS_PER_OUTCOME: Final = -(-(BLOCK_TOKENS - 1 + PATH_ROW_BUCKETS[-1] + _LARGEST) // BLOCK_TOKENS)
 """Blocks of a branch: for a block that the prefix filled partly, the path, and the tree."""
-SCRATCH_BLOCKS: Final = BRANCH_SIZES[-1] * OWN_BLOCKS
-_OWN_ROWS: Final = OWN_BLOCKS * BLOCK_TOKENS
+SCRATCH_BLOCKS: Final = OUTCOME_BATCH_SIZES[-1] * BLOCKS_PER_OUTCOME
+_OWN_ROWS: Final = BLOCKS_PER_OUTCOME * BLOCK_TOKENS
 _MORE_THAN_DEPTHS: Final = MAX_DRAFT_TOKENS + 1
 _WORDS: Final = 5
 """Words of a branch beside its rows: a key of two, owner, count, start."""
 
 
-class Branching(NamedTuple):
+class ScoredSessions(NamedTuple):
     """Sessions whose proposals were scored, and where; columns [S]."""
 
-    places: HeldPlaces
+    held_rows: ScoredRows
     rows: Indices
     """[lives]: row of each proposal's session in the columns; any of one that was not scored."""
-    members: Members
-    shapes: Sequence[Shape]
+    members: LaunchSessions
+    shapes: Sequence[DraftTreeShape]
     """All that are grown, each once."""
     shape_of: Indices
     """Which of them each session's branches have;"""
@@ -65,32 +65,32 @@ class Branching(NamedTuple):
     """its levels,"""
     draft_rows: Indices
     """the draft rows that it writes,"""
-    trees: NDArray[np.bool_]
+    is_tree: NDArray[np.bool_]
     """and whether it is a tree."""
-    of_chains: NDArray[np.bool_]
+    is_scored_as_chain: NDArray[np.bool_]
     """Whether each session's proposal was scored as a chain."""
 
     @classmethod
-    def of(
+    def of_sessions(
         cls,
-        places: HeldPlaces,
+        places: ScoredRows,
         rows: Indices,
-        members: Members,
-        shapes: Sequence[Shape],
+        members: LaunchSessions,
+        shapes: Sequence[DraftTreeShape],
         of_chains: Sequence[bool],
-    ) -> Branching:
+    ) -> ScoredSessions:
         """With what is grown for each session."""
         numbers = {shape: number for number, shape in enumerate(dict.fromkeys(shapes))}
         return cls(
-            places=places,
+            held_rows=places,
             rows=rows,
             members=members,
             shapes=list(numbers),
             shape_of=np.array([numbers[shape] for shape in shapes]),
             depths=np.array([shape.depth for shape in shapes]),
             draft_rows=np.array([shape.draft_rows for shape in shapes]),
-            trees=np.array([shape.top_k > 1 for shape in shapes]),
-            of_chains=np.array(of_chains),
+            is_tree=np.array([shape.top_k > 1 for shape in shapes]),
+            is_scored_as_chain=np.array(of_chains),
         )
 
 
@@ -99,23 +99,23 @@ class _Found(NamedTuple):
 
     rows: Indices
     """Of their sessions among the members."""
-    paths: Paths
+    paths: OutcomePaths
     starts: Indices
     """Draft position of the first row of the path."""
     rooms: Indices
     """Levels that there is room for after the outcome."""
 
 
-class BranchBatch:
+class OutcomeBatch:
     """Static inputs of a launch, filled from the host by one upload."""
 
     def __init__(self, padding: int, device: torch.device) -> None:
         """`padding`: the slot that owns rows without a branch."""
         self._padding = padding
-        most = BRANCH_SIZES[-1] * (_WORDS + 2 * PATH_ROW_BUCKETS[-1])
-        self._mirror = Mirror(most, device)
+        most = OUTCOME_BATCH_SIZES[-1] * (_WORDS + 2 * PATH_ROW_BUCKETS[-1])
+        self._mirror = HostMirror(most, device)
 
-    def fill(
+    def stage_outcomes(
         self,
         chosen: Indices,
         found: _Found | None,
@@ -141,14 +141,14 @@ class BranchBatch:
             sources[:here, :kept] = found.paths.rows[chosen, :kept]
             sources[:here, kept:] = found.paths.rows[chosen, :1]
 
-    def upload(self, size: int, num_rows: int) -> BranchRows:
+    def upload(self, size: int, num_rows: int) -> OutcomeRows:
         """What was staged, on its way to the device; may be part of a graph."""
         count = (_WORDS + 2 * num_rows) * size
-        self._mirror.upload(count)
+        self._mirror.upload_int32s(count)
         sent = self._mirror.words[:count]
         head, rest = sent[2 * size : _WORDS * size].view(3, size), sent[_WORDS * size :]
         paths = rest.view(2, size, num_rows)
-        return BranchRows(
+        return OutcomeRows(
             owners=head[0],
             counts=head[1],
             starts=head[2],
@@ -158,16 +158,16 @@ class BranchBatch:
         )
 
 
-class Brancher:
+class OutcomeDrafter:
     """Drafts for outcomes."""
 
     def __init__(
         self,
-        program: AheadProgram,
-        rows: DeviceRows,
-        grower: Grower,
+        program: LookAheadProgram,
+        rows: PagedDraftKV,
+        grower: DraftLauncher,
         graphs: GraphCache,
-        landing: Landing,
+        landing: DownloadBuffer,
         *,
         held: Tensor,
         max_context: int,
@@ -175,58 +175,64 @@ class Brancher:
         path_rows: tuple[int, ...],
     ) -> None:
         """`rows` with SCRATCH_BLOCKS; `held` [F, H]: features of scored places; `max_context`,
-        `bounded`: as in the source; `path_rows`: see `Buckets`."""
+        `bounded`: as in the source; `max_path_rows`: see `Buckets`."""
         self._program, self._rows, self._grower = program, rows, grower
         self._path_rows = path_rows
         self._graphs, self._landing, self._held = graphs, landing, held
         self._max_context, self._bounded = max_context, bounded
         device = rows.tables.device
-        self._batch = BranchBatch(rows.padding, device)
+        self._batch = OutcomeBatch(rows.padding, device)
         own = torch.tensor(rows.scratch, dtype=torch.int32, device=device)
-        padding = torch.full((BRANCH_SIZES[-1], 1), rows.scratch.start - 1, dtype=torch.int32)
-        self._scratch = torch.cat((own.view(-1, OWN_BLOCKS), padding.to(device)), dim=1)
-        """[V, S + 1]: as in `AheadProgram.fork`."""
+        padding = torch.full(
+            (OUTCOME_BATCH_SIZES[-1], 1), rows.scratch.start - 1, dtype=torch.int32
+        )
+        self._scratch = torch.cat((own.view(-1, BLOCKS_PER_OUTCOME), padding.to(device)), dim=1)
+        """[V, S + 1]: as in `LookAheadProgram.fork_outcomes`."""
 
-    def warm_up(self, shape: Shape, *, general: bool) -> None:
+    def warm_up(self, shape: DraftTreeShape, *, general: bool) -> None:
         """Compile and capture the launches of a shape."""
         none, keys = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
-        for size in branch_sizes(shape):
-            num_rows = path_rows(shape, self._path_rows)
-            self._batch.fill(none, None, none, keys, size=size, num_rows=num_rows)
+        for size in outcome_batch_sizes(shape):
+            num_rows = max_path_rows(shape, self._path_rows)
+            self._batch.stage_outcomes(none, None, none, keys, size=size, num_rows=num_rows)
             result, _ = self._launch(shape, size, num_rows, general=general)
-            self._landing.wait(result)
+            self._landing.wait_copy(result)
 
-    def branch(self, outcomes: Sequence[Outcome], branching: Branching) -> Iterator[Branches]:
-        """See `AheadSource.branch`."""
+    def draft_outcomes(
+        self, outcomes: Sequence[Outcome], branching: ScoredSessions
+    ) -> Iterator[OutcomeDrafts]:
+        """See `LookAheadProposer.draft_outcomes`."""
         lives, nodes, tokens = np.array(outcomes, dtype=np.int64).reshape(-1, 3).T
         rows, members = branching.rows[lives], branching.members
-        paths = branching.places.paths(lives, nodes, tokens)
+        paths = branching.held_rows.find_paths(lives, nodes, tokens)
         slots = members.slots[rows]
         found = _Found(
             rows=rows,
             paths=paths,
             starts=members.table.lengths[slots] - self._program.forward.first_token,
-            rooms=members.table.rooms(slots) - paths.depths - 1,
+            rooms=members.table.draft_levels_left(slots) - paths.depths - 1,
         )
         for shape, chosen in self._groups(found, branching):
-            most = most_branches(shape)
+            most = max_outcomes(shape)
             for first in range(0, len(chosen), most):
                 yield self._draft(shape, found, chosen[first : first + most], branching)
 
-    def _groups(self, found: _Found, branching: Branching) -> Iterator[tuple[Shape, Indices]]:
+    def _groups(
+        self, found: _Found, branching: ScoredSessions
+    ) -> Iterator[tuple[DraftTreeShape, Indices]]:
         """Outcomes that can be drafted for, by what is grown; the group of the first one first."""
         depths = branching.depths[found.rows]
         if not self._bounded:
             cut = np.minimum(depths, np.maximum(found.rooms, 1))
-            depths = np.where(branching.trees[found.rows], cut, depths)
+            depths = np.where(branching.is_tree[found.rows], cut, depths)
         first = found.starts + found.paths.depths + 1
         last = first + branching.draft_rows[found.rows]
-        fit = found.paths.known & (found.rooms > 0) & (last <= self._rows.capacity)
+        fit = found.paths.is_scored & (found.rooms > 0) & (last <= self._rows.capacity)
         fit &= first - 1 + np.minimum(depths, found.rooms) <= self._max_context
         fit &= last - found.starts // BLOCK_TOKENS * BLOCK_TOKENS <= _OWN_ROWS
-        if self._program.forward.keeps_given_chains:
+        if self._program.forward.keeps_proposal_kv:
             # Of a tree's outcomes the paths would have to be run, which chains have no graph for.
-            fit &= branching.of_chains[found.rows] | branching.trees[found.rows]
+            fit &= branching.is_scored_as_chain[found.rows] | branching.is_tree[found.rows]
         kinds = branching.shape_of[found.rows] * _MORE_THAN_DEPTHS + depths
         for kind in dict.fromkeys(kinds[fit].tolist()):
             number, depth = divmod(kind, _MORE_THAN_DEPTHS)
@@ -234,37 +240,39 @@ class Brancher:
             yield shape, np.flatnonzero(fit & (kinds == kind))
 
     def _draft(
-        self, shape: Shape, found: _Found, chosen: Indices, branching: Branching
-    ) -> Branches:
+        self, shape: DraftTreeShape, found: _Found, chosen: Indices, branching: ScoredSessions
+    ) -> OutcomeDrafts:
         rows, members = found.rows[chosen], branching.members
-        size = bucket(len(chosen), branch_sizes(shape))
-        deepest = bucket(int(found.paths.depths[chosen].max()) + 1, self._path_rows)
-        num_rows = max(deepest, path_rows(shape, self._path_rows))
-        self._batch.fill(
+        size = bucket_for(len(chosen), outcome_batch_sizes(shape))
+        deepest = bucket_for(int(found.paths.depths[chosen].max()) + 1, self._path_rows)
+        num_rows = max(deepest, max_path_rows(shape, self._path_rows))
+        self._batch.stage_outcomes(
             chosen,
             found,
-            members.seats[rows],
-            _keys(found, chosen, members) if shape.with_law else members.keys[rows],
+            members.device_slots[rows],
+            _keys(found, chosen, members) if shape.has_distribution else members.keys[rows],
             size=size,
             num_rows=num_rows,
         )
         sessions = [members.sessions[row] for row in rows.tolist()]
-        starts: Starts = ()
-        if members.constrained:
-            starts = starts_of(sessions, _tokens_of(found.paths, chosen))
-        general = members.constrained or bool(branching.members.general[rows].any())
+        starts: DraftConstraintStates = ()
+        if members.has_grammar:
+            starts = draft_starts(sessions, _tokens_of(found.paths, chosen))
+        general = members.has_grammar or bool(branching.members.needs_general_graph[rows].any())
         if general:
-            self._grower.mask(shape, starts, size)
+            self._grower.set_masks(shape, starts, size)
         result, entries = self._launch(shape, size, num_rows, general=general)
         # While the device works.
-        counts = lengths(shape, members.wanted[rows], found.rooms[chosen])
-        words = self._landing.wait(result).numpy()
-        drafted = self._grower.drafted(shape, sessions, counts, words, entries, starts)
-        return Branches.of(chosen, drafted)
+        counts = chain_lengths(shape, members.wanted_nodes[rows], found.rooms[chosen])
+        words = self._landing.wait_copy(result).numpy()
+        drafted = self._grower.read_drafts(shape, sessions, counts, words, entries, starts)
+        return OutcomeDrafts.of_drafts(chosen, drafted)
 
-    def _launch(self, shape: Shape, size: int, num_rows: int, *, general: bool) -> Grown:
-        def run() -> Grown:
-            forked, drawing = self._program.fork(
+    def _launch(
+        self, shape: DraftTreeShape, size: int, num_rows: int, *, general: bool
+    ) -> LaunchOutput:
+        def run() -> LaunchOutput:
+            forked, drawing = self._program.fork_outcomes(
                 self._batch.upload(size, num_rows),
                 tables=self._rows.tables,
                 scratch=self._scratch,
@@ -272,18 +280,18 @@ class Brancher:
                 counted=general,
                 below_chains=shape.top_k == 1,
             )
-            return self._grower.grow(shape, forked, drawing, general=general)
+            return self._grower.launch_draft(shape, forked, drawing, general=general)
 
-        return self._graphs.run(("branch", shape, size, num_rows, general), run)
+        return self._graphs.run_graph(("branch", shape, size, num_rows, general), run)
 
 
-def _tokens_of(paths: Paths, chosen: Indices) -> list[list[int]]:
+def _tokens_of(paths: OutcomePaths, chosen: Indices) -> list[list[int]]:
     """The paths of chosen outcomes, with these."""
     tokens, depths = paths.tokens[chosen].tolist(), paths.depths[chosen].tolist()
     return [path[: depth + 1] for path, depth in zip(tokens, depths, strict=True)]
 
 
-def _keys(found: _Found, chosen: Indices, members: Members) -> NDArray[np.uint64]:
+def _keys(found: _Found, chosen: Indices, members: LaunchSessions) -> NDArray[np.uint64]:
     """Keys of the noise of each branch [B]: its prefix's own."""
     rows, counts = found.rows[chosen], found.paths.depths[chosen] + 1
     tokens = found.paths.tokens[chosen]

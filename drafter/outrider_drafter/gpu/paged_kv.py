@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.engine.block_allocator import BlockAllocator
 from outrider.engine.device.drafting.draft_forward import DraftVocabulary
 from outrider.engine.device.slots.free_slots import FreeSlots
-from outrider.engine.device.slots.logits_slots import WarpSlots
+from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.kernels.session_tensors import (
     NUM_STREAMS,
     RULE_NUMBERS,
@@ -39,7 +39,7 @@ class KVShape(NamedTuple):
     """d"""
 
 
-class DeviceRows:
+class PagedDraftKV:
     """Paged K/V of many sessions. Table entries that hold no block name the padding block."""
 
     def __init__(
@@ -76,7 +76,7 @@ class DeviceRows:
             rules=torch.zeros(count, dtype=torch.int32, device=device),
         )
 
-        self.warp = WarpSlots(
+        self.warp = LogitsSlots(
             count, len(vocabulary.target_ids), device, draft_columns=vocabulary.draft_columns
         )
         """What the sessions do to draft logits."""
@@ -91,19 +91,19 @@ class DeviceRows:
         """Rows reserved now."""
         return (self._allocator.total - self._allocator.free) * BLOCK_TOKENS
 
-    def open(self, sampling: SamplingParams) -> int:
+    def open_slot(self, sampling: SamplingParams) -> int:
         """A slot for a new session. Raises ResourceExhaustedError when all are taken."""
-        slot = self._free.take()
+        slot = self._free.take_slot()
         self._held[slot] = []
         state = self.sampling
         # Copies from pageable memory have left it when they return: nothing to keep alive.
         state.stream_keys[slot].copy_(torch.from_numpy(stream_key_row(sampling)))
         state.temperatures[slot] = sampling.temperature
         state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
-        self.warp.begin(slot, sampling)
+        self.warp.begin_session(slot, sampling)
         return slot
 
-    def room(self, slot: int) -> int:
+    def num_reserved(self, slot: int) -> int:
         """Rows that a session has room for."""
         return len(self._held[slot]) * BLOCK_TOKENS
 
@@ -125,20 +125,20 @@ class DeviceRows:
         wished = min(max(2 * have * BLOCK_TOKENS, _FIRST_CAPACITY), ceiling) // BLOCK_TOKENS
         wished = min(max(wished, needed), self.tables.shape[1])
         spare = max(needed, have + self._allocator.free)
-        fresh = self._allocator.take(min(wished, spare) - have)
+        fresh = self._allocator.allocate_blocks(min(wished, spare) - have)
         held += fresh
         table = torch.tensor(fresh, dtype=torch.int32)
         self.tables[slot, have : len(held)].copy_(table)
 
-    def close(self, slot: int) -> None:
+    def close_slot(self, slot: int) -> None:
         """Give a session's slot and blocks back."""
         held = self._held.pop(slot)
         if held:
-            self._allocator.give(held)
+            self._allocator.free_blocks(held)
             self.tables[slot, : len(held)] = self._allocator.total
-        self._free.give(slot)
+        self._free.return_slot(slot)
 
-    def view(self, slot: int, rows: int) -> tuple[Tensor, Tensor]:
+    def copy_kv(self, slot: int, rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values [L, G, rows, d] of a session, copied together."""
         index = torch.arange(rows, device=self.tables.device)
         blocks = self.tables[slot, index // BLOCK_TOKENS].long()

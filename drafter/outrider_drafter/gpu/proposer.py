@@ -23,51 +23,51 @@ import torch
 from torch import Tensor
 
 from outrider import timeline
-from outrider.engine.device.drafting.draft_row_state import Drawing
-from outrider.engine.device.graphs.shapes import bucket
-from outrider.engine.device.transfer.buffers import Landing
+from outrider.engine.device.drafting.draft_row_state import DraftSampling
+from outrider.engine.device.graphs.shapes import bucket_for
+from outrider.engine.device.transfer.buffers import DownloadBuffer
 from outrider.spec.plan import DraftMethod
-from outrider_drafter.gpu.batch import DraftBatch, Members, Ready, count_news
-from outrider_drafter.gpu.draft_launcher import Grower, Grown
-from outrider_drafter.gpu.draft_model import DeviceDrafter
-from outrider_drafter.gpu.draft_results import lengths
-from outrider_drafter.gpu.grammar_masks import starts_of
-from outrider_drafter.gpu.look_ahead import DeviceLookAhead
+from outrider_drafter.gpu.batch import DraftBatch, LaunchSessions, ReadyRows, update_penalty_counts
+from outrider_drafter.gpu.draft_launcher import DraftLauncher, LaunchOutput
+from outrider_drafter.gpu.draft_model import GpuDraftModel
+from outrider_drafter.gpu.draft_results import chain_lengths
+from outrider_drafter.gpu.grammar_masks import draft_starts
+from outrider_drafter.gpu.look_ahead import GpuLookAhead
 from outrider_drafter.gpu.outcome_drafting import SCRATCH_BLOCKS
-from outrider_drafter.gpu.outcome_scoring import SWEEPS
-from outrider_drafter.gpu.session_slots import DeviceFollower
+from outrider_drafter.gpu.outcome_scoring import NUM_SWEEPS
+from outrider_drafter.gpu.session_slots import GpuSessionFollower
 from outrider_drafter.gpu.shapes import (
-    Nodes,
-    Shape,
+    DraftTreeShape,
+    ProposalShape,
     batch_sizes,
-    covers,
-    family,
-    in_grammars,
-    most_sessions,
-    score_family,
+    draft_shapes,
+    grammar_shape,
+    is_supported,
+    max_sessions,
+    scoring_shapes,
 )
 from outrider_drafter.proposers.interface import (
-    AheadSource,
-    Branches,
-    Drafted,
-    Live,
+    LookAheadProposer,
     Outcome,
-    Scored,
-    no_scores,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    SessionDrafts,
+    empty_scores,
 )
-from outrider_drafter.state.session import Session, SessionKey
+from outrider_drafter.state.session import FollowedSession, SessionKey
 
 logger = logging.getLogger(__name__)
 
 
-class DeviceSource(DeviceFollower):
+class GpuProposer(GpuSessionFollower):
     """A draft source for an accelerator; on a CPU it runs the same code."""
 
     def __init__(
         self,
         method: DraftMethod,
-        drafter: DeviceDrafter,
-        host: Callable[[], AheadSource],
+        drafter: GpuDraftModel,
+        host: Callable[[], LookAheadProposer],
         *,
         max_rows: int,
         max_context: int,
@@ -77,14 +77,14 @@ class DeviceSource(DeviceFollower):
         cuda_graphs: bool,
         bounded: bool,
         look_ahead: bool = True,
-        sweeps: int = SWEEPS,
+        sweeps: int = NUM_SWEEPS,
     ) -> None:
         """`host` makes the source of what the device does not cover, when it is needed.
 
         `max_rows` bounds the K/V rows of all sessions (of those on the host apart); `max_context`
         (0: the drafter's own) the draft positions of one. bounded: whether plans are fitted into
         the shapes of `family`. look_ahead: whether it will be asked to look ahead; else it scores
-        nothing. sweeps: of the scores, see `DraftForward.given`."""
+        nothing. sweeps: of the scores, see `DraftForward.run_proposal`."""
         super().__init__(
             drafter,
             max_rows=max_rows,
@@ -103,13 +103,13 @@ class DeviceSource(DeviceFollower):
             self._program.forward,
             dtype,
             self._device,
-            most_rows=drafter.buckets.rows[-1],
+            max_rows=drafter.buckets.rows[-1],
         )
-        self._landing = Landing(self._device)
-        self._grower = Grower(self._program, self._rows, self._landing)
-        self._ahead: DeviceLookAhead | None = None
+        self._landing = DownloadBuffer(self._device)
+        self._grower = DraftLauncher(self._program, self._rows, self._landing)
+        self._ahead: GpuLookAhead | None = None
         if look_ahead:
-            self._ahead = DeviceLookAhead(
+            self._ahead = GpuLookAhead(
                 self._program,
                 self._rows,
                 self._grower,
@@ -121,12 +121,12 @@ class DeviceSource(DeviceFollower):
                 sweeps=sweeps,
                 path_rows=self._buckets.path_rows,
             )
-        self._last: tuple[Sequence[Session], Shape, Members] | None = None
+        self._last: tuple[Sequence[FollowedSession], DraftTreeShape, LaunchSessions] | None = None
         """What was drafted together last, if that was all that was asked for; None once a session
         of it may have gone."""
         self._on_host: set[SessionKey] = set()
         self._make_host = host
-        self._host: AheadSource | None = None
+        self._host: LookAheadProposer | None = None
         self._hosted: list[int] = []
         """Of the proposals scored last, those of sessions on the host."""
 
@@ -139,7 +139,7 @@ class DeviceSource(DeviceFollower):
         """Keys and values [L * G, S, d] of a session's stable rows, for inspection."""
         slot = self._known[SessionKey(connection, handle)]
         rows = int(self._seats.stable[slot])
-        keys, values = self._rows.view(int(self._seats.seats[slot]), rows)
+        keys, values = self._rows.copy_kv(int(self._seats.seats[slot]), rows)
         return keys.flatten(0, 1), values.flatten(0, 1)
 
     @torch.inference_mode()
@@ -148,15 +148,15 @@ class DeviceSource(DeviceFollower):
         for it; what is not in it runs launch by launch from here on."""
         began = time.monotonic()
         self._writer.warm_up()
-        for shape, general in family(self._buckets.chains):
+        for shape, general in draft_shapes(self._buckets.chains):
             sizes = batch_sizes(shape, self._buckets.sessions)
             for size, num_rows in itertools.product(sizes, self._buckets.rows):
                 result, _ = self._launch(shape, None, size, num_rows, general=general)
-                self._landing.wait(result)
+                self._landing.wait_copy(result)
         if self._ahead is not None:
-            for shape, general in family(self._buckets.chains, branches=True):
+            for shape, general in draft_shapes(self._buckets.chains, branches=True):
                 self._ahead.warm_up_branches(shape, general=general)
-            for nodes, warps in score_family():
+            for nodes, warps in scoring_shapes():
                 self._ahead.warm_up_scores(
                     nodes, self._batch, self._buckets.score_rows, warps=warps
                 )
@@ -165,7 +165,7 @@ class DeviceSource(DeviceFollower):
         logger.info("drafts captured", extra={"graphs": len(self.graphs), "seconds": seconds})
 
     @torch.inference_mode()
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         """Write the K/V of all rows that the sessions' features allow."""
         hosted = [session for session in sessions if self._is_on_host(session)]
         super().catch_up([session for session in sessions if session not in hosted])
@@ -173,16 +173,16 @@ class DeviceSource(DeviceFollower):
             self._host_source().catch_up(hosted)
 
     @torch.inference_mode()
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         """Catch up and draft: one launch for all sessions of a shape; those that are new, or have
         much to catch up with, hold up nobody and come last."""
         again = self._again(sessions)
         if again is not None:
             yield self._draft(*again)
             return
-        known: list[Session] = []
-        new: list[Session] = []
-        hosted: list[Session] = []
+        known: list[FollowedSession] = []
+        new: list[FollowedSession] = []
+        hosted: list[FollowedSession] = []
         for session in sessions:
             if session.key in self._known:
                 known.append(session)
@@ -193,33 +193,38 @@ class DeviceSource(DeviceFollower):
             for shape, members in self._grouped(part):
                 yield from self._draft_all(shape, members, sessions)
         if hosted:
-            yield from self._host_source().drafts(hosted)
+            yield from self._host_source().draft_sessions(hosted)
 
     def _draft_all(
-        self, shape: Shape, members: Sequence[Session], sessions: Sequence[Session]
-    ) -> Iterator[Drafted]:
+        self,
+        shape: DraftTreeShape,
+        members: Sequence[FollowedSession],
+        sessions: Sequence[FollowedSession],
+    ) -> Iterator[SessionDrafts]:
         """Draft for sessions of a shape, by as many launches as they need; `sessions`: all that
         want drafts."""
         seated = self._prepare(members, shape)
-        most = most_sessions(shape)
+        most = max_sessions(shape)
         for first in range(0, len(seated), most):
             part = seated[first : first + most]
             alike = len(part) == len(sessions)
-            chosen = Members.of(sessions if alike else part, self._seats)
+            chosen = LaunchSessions.of_sessions(sessions if alike else part, self._seats)
             if alike:
                 self._last = (sessions, shape, chosen)
             yield self._draft(shape, self._ready(chosen))
 
-    def _grouped(self, sessions: Sequence[Session]) -> list[tuple[Shape, list[Session]]]:
+    def _grouped(
+        self, sessions: Sequence[FollowedSession]
+    ) -> list[tuple[DraftTreeShape, list[FollowedSession]]]:
         """Sessions by what is grown for them, those with much to catch up with last."""
-        shapes: dict[Shape, list[Session]] = {}
+        shapes: dict[DraftTreeShape, list[FollowedSession]] = {}
         for session in sessions:
-            shape = self._known_shape(session)
+            shape = self._previous_shape(session)
             if shape is None and self._follows(session):
                 shape = self._new_shape(session)
             if shape is not None:
                 shapes.setdefault(shape, []).append(session)
-        groups: tuple[list[tuple[Shape, list[Session]]], ...] = ([], [])
+        groups: tuple[list[tuple[DraftTreeShape, list[FollowedSession]]], ...] = ([], [])
         for shape, members in shapes.items():
             slots = np.array([session.slot for session in members])
             news = self._live(members[0].table, slots) + 1 - self._seats.stable[slots]
@@ -233,7 +238,9 @@ class DeviceSource(DeviceFollower):
                     those.append((shape, chosen))
         return groups[0] + groups[1]
 
-    def _again(self, sessions: Sequence[Session]) -> tuple[Shape, Ready] | None:
+    def _again(
+        self, sessions: Sequence[FollowedSession]
+    ) -> tuple[DraftTreeShape, ReadyRows] | None:
         """The same sessions in one launch once more, if nothing but their prefixes has changed and
         all of them still have room for the shape; None: work everything out."""
         if self._last is None or self._last[0] is not sessions:
@@ -241,137 +248,153 @@ class DeviceSource(DeviceFollower):
         _, shape, members = self._last
         table, seats, slots = members.table, self._seats, members.slots
         live = self._live(table, slots)
-        most = live + 1 + shape.kept_rows(np.full(len(live), shape.depth))
-        fit = self._is_fed(table, slots, live) & (table.rooms(slots) >= shape.depth)
+        most = live + 1 + shape.rows_needed(np.full(len(live), shape.depth))
+        fit = self._is_fed(table, slots, live) & (table.draft_levels_left(slots) >= shape.depth)
         fit &= (live + shape.depth <= self._max_context) & (most <= seats.room[slots])
         fit &= live + 1 - seats.stable[slots] <= self._rows_with_draft
         return (shape, self._ready(members)) if bool(fit.all()) else None
 
     @torch.inference_mode()
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         """Catch up and score: one launch for all proposals of a form."""
         ahead = self._ahead
         if ahead is None:
-            return no_scores(lives)
-        ahead.begin(lives)
+            return empty_scores(lives)
+        ahead.start_look_ahead_pass(lives)
         self._hosted = []
-        groups: dict[Nodes, dict[int, int]] = {}
+        groups: dict[ProposalShape, dict[int, int]] = {}
         for live, (session, _) in enumerate(lives):
             if self._is_on_host(session):
                 self._hosted.append(live)
                 continue
-            shape = self._known_shape(session)
+            shape = self._previous_shape(session)
             if shape is None and self._follows(session):
                 shape = self._new_shape(session)
             if shape is not None:
-                groups.setdefault(ahead.add(live, shape), {})[session.slot] = live
+                groups.setdefault(ahead.add_proposal(live, shape), {})[session.slot] = live
         for nodes, members in groups.items():
             sessions = [lives[live].session for live in members.values()]
             seated = self._prepare(sessions, nodes, or_shut=False)
-            for first in range(0, len(seated), nodes.sizes[-1]):
-                part = seated[first : first + nodes.sizes[-1]]
+            for first in range(0, len(seated), nodes.batch_buckets[-1]):
+                part = seated[first : first + nodes.batch_buckets[-1]]
                 if ahead.has_room(len(part), nodes):
                     self._score(ahead, nodes, part, [members[each.slot] for each in part])
         if self._hosted:
-            theirs = self._host_source().score([lives[live] for live in self._hosted])
-            ahead.adopt(self._hosted, theirs)
+            theirs = self._host_source().score_proposals([lives[live] for live in self._hosted])
+            ahead.store_scores(self._hosted, theirs)
         return ahead.scored()
 
     @torch.inference_mode()
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
         """One launch for all outcomes of a shape; it may be left before its end."""
         if self._ahead is None:
             return
-        yield from self._ahead.branch(outcomes)
+        yield from self._ahead.draft_outcomes(outcomes)
         numbers = {live: number for number, live in enumerate(self._hosted)}
         hosted = [index for index, outcome in enumerate(outcomes) if outcome.live in numbers]
         if hosted:
             theirs = [outcomes[index] for index in hosted]
             theirs = [outcome._replace(live=numbers[outcome.live]) for outcome in theirs]
-            for branches in self._host_source().branch(theirs):
+            for branches in self._host_source().draft_outcomes(theirs):
                 yield replace(branches, outcomes=np.array(hosted)[branches.outcomes])
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         """Free what is kept of a session; idempotent."""
         self._last = None
         self._forget(session)
         if session.key in self._on_host:
             self._on_host.discard(session.key)
-            self._host_source().release(session)
+            self._host_source().release_session(session)
 
-    def _is_on_host(self, session: Session) -> bool:
+    def _is_on_host(self, session: FollowedSession) -> bool:
         """A session stays where it began: its K/V is there."""
         if session.key in self._known:
             return False
         # Where few ids are allowed, hardly a draft that is not masked would be one of them.
-        covered = session.token_limits is None and covers(session.sampling, session.plan)
+        covered = session.token_limits is None and is_supported(session.sampling, session.plan)
         if session.key not in self._on_host and not covered:
             self._on_host.add(session.key)
         return session.key in self._on_host
 
-    def _host_source(self) -> AheadSource:
+    def _host_source(self) -> LookAheadProposer:
         if self._host is None:
             self._host = self._make_host()
         return self._host
 
-    def _draft(self, shape: Shape, ready: Ready) -> Drafted:
+    def _draft(self, shape: DraftTreeShape, ready: ReadyRows) -> SessionDrafts:
         members, most = ready.members, int(ready.counts.max())
-        if members.constrained:
-            shape = in_grammars(shape)
-        size = bucket(len(ready), batch_sizes(shape, self._buckets.sessions))
-        num_rows = bucket(most, self._buckets.rows)
-        if members.penalised:
-            count_news(members, self._seats.counted, self._rows.warp)
-        starts = starts_of(members.sessions) if members.constrained else ()
-        general = bool(members.general.any())
+        if members.has_grammar:
+            shape = grammar_shape(shape)
+        size = bucket_for(len(ready), batch_sizes(shape, self._buckets.sessions))
+        num_rows = bucket_for(most, self._buckets.rows)
+        if members.has_penalties:
+            update_penalty_counts(members, self._seats.counted, self._rows.warp)
+        starts = draft_starts(members.sessions) if members.has_grammar else ()
+        general = bool(members.needs_general_graph.any())
         if general:
-            self._grower.mask(shape, starts, size)
+            self._grower.set_masks(shape, starts, size)
         result, entries = self._launch(shape, ready, size, num_rows, general=general)
         launched = timeline.now()
         # While the device works.
         self._took(ready)
-        cut = lengths(shape, members.wanted, members.table.rooms(members.slots))
-        words = self._landing.wait(result).numpy()
-        timeline.span("device", launched, len(ready), track="device")
-        self._batch.let_go()
-        return self._grower.drafted(shape, members.sessions, cut, words, entries, starts)
+        cut = chain_lengths(
+            shape, members.wanted_nodes, members.table.draft_levels_left(members.slots)
+        )
+        words = self._landing.wait_copy(result).numpy()
+        timeline.mark_span("device", launched, len(ready), track="device")
+        self._batch.release_features()
+        return self._grower.read_drafts(shape, members.sessions, cut, words, entries, starts)
 
     def _launch(
-        self, shape: Shape, ready: Ready | None, size: int, num_rows: int, *, general: bool
-    ) -> Grown:
-        staged = self._batch.fill(ready, size, num_rows)
-        drawing = Drawing(staged.rows.slots, staged.draft_keys) if shape.with_law else None
+        self,
+        shape: DraftTreeShape,
+        ready: ReadyRows | None,
+        size: int,
+        num_rows: int,
+        *,
+        general: bool,
+    ) -> LaunchOutput:
+        staged = self._batch.stage_rows(ready, size, num_rows)
+        drawing = (
+            DraftSampling(staged.rows.slots, staged.draft_keys) if shape.has_distribution else None
+        )
 
-        def run() -> Grown:
+        def run() -> LaunchOutput:
             staged.upload()
-            return self._grower.grow(shape, staged.rows, drawing, general=general)
+            return self._grower.launch_draft(shape, staged.rows, drawing, general=general)
 
-        return self.graphs.run((shape, size, num_rows, general), run)
+        return self.graphs.run_graph((shape, size, num_rows, general), run)
 
     def _score(
-        self, ahead: DeviceLookAhead, nodes: Nodes, part: Sequence[Session], lives: Sequence[int]
+        self,
+        ahead: GpuLookAhead,
+        nodes: ProposalShape,
+        part: Sequence[FollowedSession],
+        lives: Sequence[int],
     ) -> None:
         """Score live proposals `lives`, those of the sessions, in one launch."""
-        members = Members.of(part, self._seats)
+        members = LaunchSessions.of_sessions(part, self._seats)
         ready = self._ready(members)
-        size = bucket(len(ready), nodes.sizes)
-        num_rows = bucket(int(ready.counts.max()), self._buckets.score_rows)
-        if members.penalised:
-            count_news(members, self._seats.counted, self._rows.warp)
-        words = ahead.launch(nodes, self._batch.fill(ready, size, num_rows), members, lives)
+        size = bucket_for(len(ready), nodes.batch_buckets)
+        num_rows = bucket_for(int(ready.counts.max()), self._buckets.score_rows)
+        if members.has_penalties:
+            update_penalty_counts(members, self._seats.counted, self._rows.warp)
+        words = ahead.launch_scoring(
+            nodes, self._batch.stage_rows(ready, size, num_rows), members, lives
+        )
         # While the device works.
         self._took(ready)
-        ahead.take(self._landing.wait(words).numpy())
-        self._batch.let_go()
+        ahead.read_scores(self._landing.wait_copy(words).numpy())
+        self._batch.release_features()
 
-    def _took(self, ready: Ready) -> None:
+    def _took(self, ready: ReadyRows) -> None:
         """The new rows of a launch are stable, and their features used."""
         members, stops = ready.members, ready.starts + ready.counts
         self._seats.stable[members.slots] = stops
         if self.feature_size:
-            newest = self._batch.newest(ready)
-            members.table.features.use_batch(members.slots, stops, newest)
+            newest = self._batch.newest_features(ready)
+            members.table.features.mark_batch_used(members.slots, stops, newest)
 
-    def _give_up(self, session: Session) -> None:
+    def _give_up(self, session: FollowedSession) -> None:
         self._last = None
         super()._give_up(session)

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.device.drafting.look_ahead_program import AheadProgram
+from outrider.engine.device.drafting.look_ahead_program import LookAheadProgram
 from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import MAX_DRAFT_TOKENS
-from outrider_drafter.gpu.batch import Members, Ready
-from outrider_drafter.gpu.draft_model import DeviceDrafter
-from outrider_drafter.gpu.draft_slots import UNSEATED, Seats
-from outrider_drafter.gpu.kv_writer import RowWriter
-from outrider_drafter.gpu.paged_kv import DeviceRows
-from outrider_drafter.gpu.shapes import Nodes, Shape, fitted, shape_of
-from outrider_drafter.proposers.kv_proposer import RowFollower
-from outrider_drafter.state.session import Session, SessionKey
+from outrider_drafter.gpu.batch import LaunchSessions, ReadyRows
+from outrider_drafter.gpu.draft_model import GpuDraftModel
+from outrider_drafter.gpu.draft_slots import NO_SLOT, DraftSlotTable
+from outrider_drafter.gpu.kv_writer import KVRowWriter
+from outrider_drafter.gpu.paged_kv import PagedDraftKV
+from outrider_drafter.gpu.shapes import DraftTreeShape, ProposalShape, fit_shape, shape_of_session
+from outrider_drafter.proposers.kv_proposer import KVProposer
+from outrider_drafter.state.session import FollowedSession, SessionKey
 from outrider_drafter.state.session_table import Indices, SessionTable
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ _TREE_ROWS: Final = 2048
 """Draft rows beyond its context that a session's table has room for."""
 
 
-class DeviceFollower(RowFollower):
+class GpuSessionFollower(KVProposer):
     """Gives sessions seats and blocks, and makes them ready for a launch."""
 
     def __init__(
         self,
-        drafter: DeviceDrafter,
+        drafter: GpuDraftModel,
         *,
         max_rows: int,
         max_context: int,
@@ -51,16 +51,16 @@ class DeviceFollower(RowFollower):
         cuda_graphs: bool,
         bounded: bool,
     ) -> None:
-        """See `DeviceSource`; `scratch_blocks`: K/V blocks of no session."""
+        """See `GpuProposer`; `scratch_blocks`: K/V blocks of no session."""
         super().__init__(
             drafter.feed,
-            max_context=max_context or drafter.most_context,
+            max_context=max_context or drafter.max_context,
             rows_with_draft=rows_with_draft,
             dtype=dtype,
             device=device,
         )
         self._bounded, self._buckets = bounded, drafter.buckets
-        self._rows = DeviceRows(
+        self._rows = PagedDraftKV(
             drafter.kv,
             max_rows=max_rows,
             max_session_rows=self._max_context + _TREE_ROWS,
@@ -70,75 +70,83 @@ class DeviceFollower(RowFollower):
             device=self._device,
             vocabulary=drafter.vocabulary,
         )
-        self._program = AheadProgram(drafter.forward(self._rows.storage, self._rows.capacity))
+        self._program = LookAheadProgram(drafter.forward(self._rows.storage, self._rows.capacity))
         self.graphs = GraphCache(self._device, enabled=cuda_graphs)
-        self._writer = RowWriter(
+        self._writer = KVRowWriter(
             self._program.forward,
             self._rows,
             self.graphs,
             dtype=dtype,
             device=self._device,
         )
-        self._seats = Seats()
+        self._seats = DraftSlotTable()
         self._known: dict[SessionKey, int] = {}
         """Sessions that began on the device, and their slots of the session table."""
 
-    def _known_shape(self, session: Session) -> Shape | None:
+    def _previous_shape(self, session: FollowedSession) -> DraftTreeShape | None:
         """What was grown for a seated session before, if that is still it."""
         shapes = self._seats.shapes
         known = shapes[session.slot] if session.slot < len(shapes) else None
-        if known is None or known[0] is not session.plan or session.room < known[1].depth:
+        if (
+            known is None
+            or known[0] is not session.plan
+            or session.draft_levels_left < known[1].depth
+        ):
             return None
         return known[1]
 
-    def _new_shape(self, session: Session) -> Shape | None:
+    def _new_shape(self, session: FollowedSession) -> DraftTreeShape | None:
         """What to grow for a seated session, worked out from its plan and its room."""
         seat = int(self._seats.seats[session.slot])
-        self._seats.describe(session, warps=self._rows.warp.warps(seat))
-        shape = shape_of(session)
+        self._seats.describe_session(session, warps=self._rows.warp.has_logits_processing(seat))
+        shape = shape_of_session(session)
         if shape is not None and self._bounded:
-            shape = fitted(shape, self._buckets.chains)
-        if shape is not None and session.room >= shape.depth:
+            shape = fit_shape(shape, self._buckets.chains)
+        if shape is not None and session.draft_levels_left >= shape.depth:
             self._seats.shapes[session.slot] = (session.plan, shape)
         return shape
 
     def _prepare(
-        self, members: Sequence[Session], shape: Shape | Nodes, *, or_shut: bool = True
-    ) -> Sequence[Session]:
+        self,
+        members: Sequence[FollowedSession],
+        shape: DraftTreeShape | ProposalShape,
+        *,
+        or_shut: bool = True,
+    ) -> Sequence[FollowedSession]:
         """Make ready for a launch of some form; sessions that cannot be drafted are left out, and
         where no room is found, shut if `or_shut` says so."""
         table, seats = members[0].table, self._seats
         slots = np.array([session.slot for session in members])
         live = self._live(table, slots)
-        depths = np.minimum(shape.depth, table.rooms(slots))
+        depths = np.minimum(shape.depth, table.draft_levels_left(slots))
         fit = self._is_fed(table, slots, live)
         fit &= live + depths <= self._max_context
         slots, live, depths = slots[fit], live[fit], depths[fit]
         for slot in slots[live + 1 - seats.stable[slots] > self._rows_with_draft].tolist():
-            self._write_ahead(table.session(slot), keep=1)
-        rows = live + 1 + shape.kept_rows(depths)
+            self._write_ahead(table.session_in(slot), keep=1)
+        rows = live + 1 + shape.rows_needed(depths)
         for index in np.flatnonzero(rows > seats.room[slots]).tolist():
-            session = table.session(int(slots[index]))
-            if seats.seats[session.slot] == UNSEATED:
+            session = table.session_in(int(slots[index]))
+            if seats.seats[session.slot] == NO_SLOT:
                 continue
             if or_shut:
                 self._reserve(session, int(rows[index]))
             else:
-                self._try_room(session, int(rows[index]))
-        seated = (seats.seats[slots] != UNSEATED) & (rows <= seats.room[slots])
+                self._try_reserve(session, int(rows[index]))
+        seated = (seats.seats[slots] != NO_SLOT) & (rows <= seats.room[slots])
         if len(slots) == len(members) and bool(seated.all()):
             return members
-        return [table.session(slot) for slot in slots[seated].tolist()]
+        return [table.session_in(slot) for slot in slots[seated].tolist()]
 
-    def _try_room(self, session: Session, rows: int) -> None:
+    def _try_reserve(self, session: FollowedSession, rows: int) -> None:
         with suppress(ResourceExhaustedError):
-            self._make_room(session, rows, session.max_len + MAX_DRAFT_TOKENS)
+            self._reserve_blocks(session, rows, session.max_len + MAX_DRAFT_TOKENS)
 
-    def _ready(self, members: Members) -> Ready:
+    def _ready(self, members: LaunchSessions) -> ReadyRows:
         """The rows to run; see `_prepare`."""
         live = self._live(members.table, members.slots)
         starts = np.minimum(self._seats.stable[members.slots], live)
-        return Ready(members, starts, live + 1 - starts)
+        return ReadyRows(members, starts, live + 1 - starts)
 
     def _live(self, table: SessionTable, slots: Indices) -> Indices:
         """The row that the next draft of each session begins with; below 0: there is none."""
@@ -150,51 +158,51 @@ class DeviceFollower(RowFollower):
         fed: NDArray[np.bool_] = live >= 0
         return fed & (table.feature_ends[slots] == live + 1) if self.feature_size else fed
 
-    def _follows(self, session: Session) -> bool:
+    def _follows(self, session: FollowedSession) -> bool:
         if session.key not in self._known:
             self._known[session.key] = session.slot
-            self._seats.cover(session.slot + 1)
+            self._seats.ensure_size(session.slot + 1)
             self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
             self._seats.counted[session.slot] = 0
-            self._seats.seats[session.slot] = UNSEATED
+            self._seats.seats[session.slot] = NO_SLOT
             self._seats.shapes[session.slot] = None
             try:
-                self._seats.seats[session.slot] = self._rows.open(session.sampling)
+                self._seats.seats[session.slot] = self._rows.open_slot(session.sampling)
             except ResourceExhaustedError as error:
                 logger.info(
                     "session not drafted",
                     extra={"session_id": session.session_id, "why": error.reason},
                 )
-                session.table.features.drop(session.slot)
-        return bool(self._seats.seats[session.slot] != UNSEATED)
+                session.table.features.drop_slot(session.slot)
+        return bool(self._seats.seats[session.slot] != NO_SLOT)
 
-    def _stable(self, session: Session) -> int:
+    def _stable(self, session: FollowedSession) -> int:
         return int(self._seats.stable[session.slot])
 
-    def _make_room(self, session: Session, rows: int, ceiling: int) -> None:
+    def _reserve_blocks(self, session: FollowedSession, rows: int, ceiling: int) -> None:
         seat = int(self._seats.seats[session.slot])
         self._rows.reserve(seat, rows, ceiling=ceiling)
-        self._seats.room[session.slot] = self._rows.room(seat)
+        self._seats.room[session.slot] = self._rows.num_reserved(seat)
 
     def _write(
         self,
-        session: Session,
+        session: FollowedSession,
         start: int,
         tokens: NDArray[np.int32],
         features: NDArray[np.generic],
     ) -> None:
-        self._writer.write(int(self._seats.seats[session.slot]), start, tokens, features)
+        self._writer.write_rows(int(self._seats.seats[session.slot]), start, tokens, features)
         self._seats.stable[session.slot] = start + len(tokens)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: FollowedSession) -> None:
         """Free what the device keeps of a session; idempotent."""
         if session.key in self._known:
             del self._known[session.key]
-            if self._seats.seats[session.slot] != UNSEATED:
+            if self._seats.seats[session.slot] != NO_SLOT:
                 self._give_up(session)
 
-    def _give_up(self, session: Session) -> None:
-        self._rows.close(int(self._seats.seats[session.slot]))
-        self._seats.seats[session.slot] = UNSEATED
+    def _give_up(self, session: FollowedSession) -> None:
+        self._rows.close_slot(int(self._seats.seats[session.slot]))
+        self._seats.seats[session.slot] = NO_SLOT
         self._seats.stable[session.slot] = self._seats.room[session.slot] = 0
         self._seats.shapes[session.slot] = None

@@ -8,23 +8,23 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.device.graphs.shapes import bucket
-from outrider.spec.plan import Plan, default_depth
+from outrider.engine.device.graphs.shapes import bucket_for
+from outrider.spec.plan import SpeculationPlan, default_depth
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider_drafter.state.outcomes import BRANCH_SIZES
-from outrider_drafter.state.session import Session
+from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES
+from outrider_drafter.state.session import FollowedSession
 
 
-class Shape(NamedTuple):
+class DraftTreeShape(NamedTuple):
     """What is grown; with the bucket it is the key of a graph."""
 
     num_nodes: int
     top_k: int
     """1: a chain."""
     depth: int
-    with_law: bool = False
+    has_distribution: bool = False
     """Whether the laws that the tokens are drawn from come along."""
-    with_others: bool = False
+    has_alternatives: bool = False
     """Whether what else might have been drafted comes along: of chains that are no draws, where any
     session is in a grammar. Not of branches: what does not hurry must not take long."""
 
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
         """Draft rows that the steps write."""
         return min(self.top_k, self.num_nodes) * (self.depth - 1)
 
-    def kept_rows(self, depths: NDArray[np.int64]) -> NDArray[np.int64] | int:
+    def rows_needed(self, depths: NDArray[np.int64]) -> NDArray[np.int64] | int:
         """Draft rows that a session needs room for; a chain is cut to `depths` [B], and what it
         writes past the table is not kept."""
         return depths - 1 if self.top_k == 1 else self.draft_rows
@@ -49,9 +49,9 @@ own, and a chain of as many where these are fewer. With its root a tree fills th
 verifier runs it in (`TREE_BUCKETS`): one of 8 would take as long as one of 16."""
 BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
 """Sessions of one launch, of which a few sizes are"""
-FEW_SIZES: Final = (1, 8, 64)
+COARSE_BATCH_SIZES: Final = (1, 8, 64)
 """for sessions in grammars, and for what takes long to capture."""
-MOST_NODES: Final = 1024
+MAX_LAUNCH_NODES: Final = 1024
 """Nodes of all trees of one launch."""
 
 
@@ -77,129 +77,137 @@ class Buckets(NamedTuple):
 MODEL_BUCKETS: Final = Buckets(
     rows=(8,),
     score_rows=(8,),
-    sessions=FEW_SIZES,
+    sessions=COARSE_BATCH_SIZES,
     chains=MODEL_CHAIN_LENGTHS,
     path_rows=PATH_ROW_BUCKETS[1:],
 )
 
 
-class Nodes(NamedTuple):
+class ProposalShape(NamedTuple):
     """What of a live proposal is scored; with the bucket it is the key of a graph."""
 
     num_nodes: int
     """N"""
-    chain: bool
+    is_chain: bool
 
     @property
-    def places(self) -> int:
+    def num_positions(self) -> int:
         """P: nodes that there is place for, and the root."""
         return 1 + self.num_nodes
 
     @property
     def depth(self) -> int:
         """Levels of the deepest that is drafted here."""
-        return self.num_nodes if self.chain else default_depth(self.num_nodes)
+        return self.num_nodes if self.is_chain else default_depth(self.num_nodes)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def batch_buckets(self) -> tuple[int, ...]:
         """Buckets of proposals."""
-        return SCORE_SIZES[not self.chain]
+        return SCORE_SIZES[not self.is_chain]
 
-    def kept_rows(self, depths: NDArray[np.int64]) -> int:
+    def rows_needed(self, depths: NDArray[np.int64]) -> int:
         """Draft rows that a session needs room for, whatever its depth."""
         return self.num_nodes
 
 
-def nodes_of(num_nodes: int, *, chain: bool) -> Nodes:
+def proposal_shape(num_nodes: int, *, chain: bool) -> ProposalShape:
     """What is scored of a proposal of so many nodes: all of them where that is possible."""
     counts = CHAIN_LENGTHS if chain else tuple(TREES)
-    return Nodes(min(bucket(num_nodes, counts), counts[-1]), chain)
+    return ProposalShape(min(bucket_for(num_nodes, counts), counts[-1]), chain)
 
 
-def path_rows(shape: Shape, buckets: tuple[int, ...] = PATH_ROW_BUCKETS) -> int:
+def max_path_rows(shape: DraftTreeShape, buckets: tuple[int, ...] = PATH_ROW_BUCKETS) -> int:
     """R: new rows of a branch, whose path ends at most at the last level of the same shape."""
-    return bucket(shape.depth + 1, buckets)
+    return bucket_for(shape.depth + 1, buckets)
 
 
-def most_branches(shape: Shape) -> int:
+def max_outcomes(shape: DraftTreeShape) -> int:
     """Branches that one launch may draft for."""
     if shape.top_k == 1:
-        return BRANCH_SIZES[-1]
-    return max(size for size in BRANCH_SIZES if size == 4 or size * shape.num_nodes <= MOST_NODES)
+        return OUTCOME_BATCH_SIZES[-1]
+    return max(
+        size
+        for size in OUTCOME_BATCH_SIZES
+        if size == 4 or size * shape.num_nodes <= MAX_LAUNCH_NODES
+    )
 
 
-def score_family() -> Iterator[tuple[Nodes, bool]]:
+def scoring_shapes() -> Iterator[tuple[ProposalShape, bool]]:
     """What is captured for scoring: nodes, each with whether any session warps its logits."""
-    forms = [nodes_of(length, chain=True) for length in CHAIN_LENGTHS]
-    forms += [nodes_of(count, chain=False) for count in TREES]
+    forms = [proposal_shape(length, chain=True) for length in CHAIN_LENGTHS]
+    forms += [proposal_shape(count, chain=False) for count in TREES]
     for nodes in forms:
         yield nodes, False
         yield nodes, True
 
 
-def family(chains: tuple[int, ...], *, branches: bool = False) -> Iterator[tuple[Shape, bool]]:
+def draft_shapes(
+    chains: tuple[int, ...], *, branches: bool = False
+) -> Iterator[tuple[DraftTreeShape, bool]]:
     """What a drafter on a device captures at its start, and no plan can widen: shapes, each with
     whether its sessions may warp their logits or share the target's noise in trees."""
     for length in chains:
-        for with_law, general in ((False, False), (False, True), (True, True)):
-            yield Shape(length, 1, length, with_law), general
+        for has_distribution, general in ((False, False), (False, True), (True, True)):
+            yield DraftTreeShape(length, 1, length, has_distribution), general
         if not branches:
-            yield in_grammars(Shape(length, 1, length)), True
+            yield grammar_shape(DraftTreeShape(length, 1, length)), True
     for nodes, top_k in TREES.items():
         for general in (False, True):
-            yield Shape(nodes, top_k, default_depth(nodes)), general
+            yield DraftTreeShape(nodes, top_k, default_depth(nodes)), general
 
 
-def in_grammars(shape: Shape) -> Shape:
+def grammar_shape(shape: DraftTreeShape) -> DraftTreeShape:
     """What is grown where any session of a launch is in a grammar."""
-    return shape._replace(with_others=shape.top_k == 1 and not shape.with_law)
+    return shape._replace(has_alternatives=shape.top_k == 1 and not shape.has_distribution)
 
 
-def batch_sizes(shape: Shape, sessions: tuple[int, ...] = BATCH_SIZES) -> list[int]:
+def batch_sizes(shape: DraftTreeShape, sessions: tuple[int, ...] = BATCH_SIZES) -> list[int]:
     """Those of the buckets of sessions that a shape is drafted in."""
-    sizes = FEW_SIZES if shape.with_others else sessions
-    return [size for size in sizes if size <= most_sessions(shape)]
+    sizes = COARSE_BATCH_SIZES if shape.has_alternatives else sessions
+    return [size for size in sizes if size <= max_sessions(shape)]
 
 
-def branch_sizes(shape: Shape) -> list[int]:
+def outcome_batch_sizes(shape: DraftTreeShape) -> list[int]:
     """Buckets of branches."""
-    return [size for size in BRANCH_SIZES if size <= most_branches(shape)]
+    return [size for size in OUTCOME_BATCH_SIZES if size <= max_outcomes(shape)]
 
 
-def most_sessions(shape: Shape) -> int:
+def max_sessions(shape: DraftTreeShape) -> int:
     """Sessions that one launch may draft for."""
     if shape.top_k == 1:
         return BATCH_SIZES[-1]
-    return max(size for size in BATCH_SIZES if size == 1 or size * shape.num_nodes <= MOST_NODES)
+    return max(
+        size for size in BATCH_SIZES if size == 1 or size * shape.num_nodes <= MAX_LAUNCH_NODES
+    )
 
 
-def fitted(shape: Shape, chains: tuple[int, ...]) -> Shape:
+def fit_shape(shape: DraftTreeShape, chains: tuple[int, ...]) -> DraftTreeShape:
     """The shape of the family that is drafted in the place of this one."""
     nodes = max([size for size in TREES if size <= shape.num_nodes], default=0)
     if shape.top_k == 1 or not nodes:
         levels = shape.depth if shape.top_k == 1 else shape.num_nodes
-        length = min(bucket(levels, chains), chains[-1])
-        return Shape(length, 1, length, shape.with_law)
-    return Shape(nodes, TREES[nodes], default_depth(nodes))
+        length = min(bucket_for(levels, chains), chains[-1])
+        return DraftTreeShape(length, 1, length, shape.has_distribution)
+    return DraftTreeShape(nodes, TREES[nodes], default_depth(nodes))
 
 
-def covers(sampling: SamplingParams, plan: Plan) -> bool:
+def is_supported(sampling: SamplingParams, plan: SpeculationPlan) -> bool:
     """Whether the device drafts as the host would."""
     return plan.top_k == 1 or sampling.effective_rule is not Rule.REJECTION
 
 
-def shape_of(session: Session) -> Shape | None:
+def shape_of_session(session: FollowedSession) -> DraftTreeShape | None:
     """What to grow for a session; None if nothing can be drafted."""
-    plan, room = session.plan, session.room
+    plan, room = session.plan, session.draft_levels_left
     num_nodes, rule = plan.draft_tokens, session.sampling.effective_rule
-    with_law = rule is Rule.REJECTION
+    has_distribution = rule is Rule.REJECTION
     if num_nodes <= 0 or room <= 0:
         return None
     if plan.top_k == 1:
         # Near its end a session takes the beginning of a chain, so that all share one graph.
-        return Shape(num_nodes, 1, num_nodes, with_law)
+        return DraftTreeShape(num_nodes, 1, num_nodes, has_distribution)
     depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
-    if with_law:
+    if has_distribution:
         # Its plan was a chain's when it began: trees of this rule are grown on the host.
-        return Shape(depth, 1, depth, with_law)
-    return Shape(num_nodes, plan.top_k, depth)
+        return DraftTreeShape(depth, 1, depth, has_distribution)
+    return DraftTreeShape(num_nodes, plan.top_k, depth)

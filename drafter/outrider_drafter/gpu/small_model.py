@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from outrider.engine.target import TargetModel
 from outrider.spec.plan import DraftMethod
-from outrider_drafter.gpu.draft_model import model_drafter
-from outrider_drafter.gpu.proposer import DeviceSource
-from outrider_drafter.proposers.small_model import SmallModelSource
+from outrider_drafter.gpu.draft_model import make_small_model
+from outrider_drafter.gpu.proposer import GpuProposer
+from outrider_drafter.proposers.small_model import SmallModelProposer
 
 
-class DeviceModelSource(DeviceSource):
-    """See `DeviceSource`; what the device does not cover is drafted by a `SmallModelSource`, with
+class GpuSmallModelProposer(GpuProposer):
+    """See `GpuProposer`; what the device does not cover is drafted by a `SmallModelProposer`, with
     K/V in the model's own pool."""
 
     def __init__(
@@ -26,14 +26,14 @@ class DeviceModelSource(DeviceSource):
         look_ahead: bool = True,
     ) -> None:
         """A model of plain weights, without a window, for a target of `vocab_size` ids; for the
-        rest see `DeviceSource`."""
+        rest see `GpuProposer`."""
 
-        def host() -> SmallModelSource:
-            return SmallModelSource(model, vocab_size=vocab_size)
+        def host() -> SmallModelProposer:
+            return SmallModelProposer(model, vocab_size=vocab_size)
 
         super().__init__(
             DraftMethod.MODEL,
-            model_drafter(model, vocab_size),
+            make_small_model(model, vocab_size),
             host,
             max_rows=max_rows,
             max_context=max_context,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.sampling import Rule
-from outrider_drafter.state.outcomes import Floats, Indices, Layout, Seen
+from outrider_drafter.state.outcomes import CandidateLayout, Floats, Indices, VerdictPath
 
 _DEPTHS: Final = 4
 """Depths that are told apart; the last is for all beyond."""
@@ -25,7 +25,7 @@ _BINS: Final = len(_PROBS) + 1
 _CELLS: Final = _DEPTHS * len(_RANKS) * _BINS
 _PRIOR: Final = 128.0
 """Observations that outweigh what the source says, and again that let a depth speak for itself."""
-SHARPNESS: Final = {Rule.GREEDY: 1.3}
+PRIOR_SHARPNESS: Final = {Rule.GREEDY: 1.3}
 """Where the sharpness begins, by rule; 1 elsewhere. Of the law that a head was trained to tell,
 greedy decoding emits the best token every time."""
 _SHARPNESSES: Final = (0.5, 3.0)
@@ -40,20 +40,22 @@ _LEAST: Final = -60.0
 """and least log-prob of one that is."""
 
 
-class Predictor(Protocol):
+class OutcomePredictor(Protocol):
     """What is known about the outcomes of one kind of session."""
 
-    def gains(self, layout: Layout, logprobs: NDArray[np.float32]) -> Floats:
+    def expected_gains(self, layout: CandidateLayout, logprobs: NDArray[np.float32]) -> Floats:
         """[P, c]: the expected gain of a draft for each outcome; `logprobs` [P, c] of the
         candidates, -inf: there is none. A child's entry means nothing."""
         ...
 
-    def learn(self, layout: Layout, logprobs: NDArray[np.float32], what: Seen) -> None:
+    def learn_from_verdict(
+        self, layout: CandidateLayout, logprobs: NDArray[np.float32], what: VerdictPath
+    ) -> None:
         """A verdict showed what became of a proposal."""
         ...
 
 
-class Calibration:
+class OutcomeCalibration:
     """P(the path ends at a place) x P(a candidate follows there), by depth, rank and the source's
     own probability: shares of what was seen, that start from that probability.
 
@@ -74,19 +76,21 @@ class Calibration:
         self._lines = self._fitted()
         """By cell (a, b): the probability is a + b x the source's own."""
 
-    def gains(self, layout: Layout, logprobs: NDArray[np.float32]) -> Floats:
-        """See `Predictor`."""
+    def expected_gains(self, layout: CandidateLayout, logprobs: NDArray[np.float32]) -> Floats:
+        """See `OutcomePredictor`."""
         probs = self.probs(layout.depths, logprobs)
         size = logprobs.shape[1]
-        known = probs[layout.above, np.minimum(layout.ranks, size - 1)]
+        known = probs[layout.parent_indices, np.minimum(layout.ranks, size - 1)]
         # A node that is no candidate has at most what these leave.
         rest = np.maximum(1.0 - probs.sum(axis=1), 0.0)
-        stands = np.where(layout.ranks < size, known, rest[layout.above])
-        found: Floats = layout.reach(stands)[:, None] * probs
+        stands = np.where(layout.ranks < size, known, rest[layout.parent_indices])
+        found: Floats = layout.reach_probability(stands)[:, None] * probs
         return found
 
-    def learn(self, layout: Layout, logprobs: NDArray[np.float32], what: Seen) -> None:
-        """See `Predictor`."""
+    def learn_from_verdict(
+        self, layout: CandidateLayout, logprobs: NDArray[np.float32], what: VerdictPath
+    ) -> None:
+        """See `OutcomePredictor`."""
         reached = logprobs[what.places]
         self.observe(layout.depths[what.places], reached, what.columns)
 
@@ -113,15 +117,15 @@ class Calibration:
         looked = (logprobs > -np.inf).any(axis=1)
         depths, logprobs, columns = depths[looked], logprobs[looked], columns[looked]
         told = _with_rest(logprobs)
-        law = self._sharpened(told)
-        cells = _cells(depths, law[:, :-1])
+        distribution = self._sharpened(told)
+        cells = _cells(depths, distribution[:, :-1])
         self._seen += np.bincount(cells[logprobs > -np.inf], minlength=_CELLS)
         hit = columns >= 0
         self._hits += np.bincount(cells[hit, columns[hit]], minlength=_CELLS)
         at = np.minimum(depths, _DEPTHS - 1)
         self._places += np.bincount(at, minlength=_DEPTHS)
         self._among += np.bincount(at[hit], minlength=_DEPTHS)
-        self._sharpen(told, law, columns)
+        self._sharpen(told, distribution, columns)
         old = self._seen > _MEMORY
         self._seen[old] *= 0.5
         self._hits[old] *= 0.5
@@ -133,16 +137,16 @@ class Calibration:
 
     def _sharpened(self, told: Floats) -> Floats:
         """[m, 1 + c]: the law of what `_with_rest` gave."""
-        law = np.exp(told * self.sharpness)
-        law /= law.sum(axis=1, keepdims=True)
-        return law
+        distribution = np.exp(told * self.sharpness)
+        distribution /= distribution.sum(axis=1, keepdims=True)
+        return distribution
 
-    def _sharpen(self, told: Floats, law: Floats, columns: Indices) -> None:
+    def _sharpen(self, told: Floats, distribution: Floats, columns: Indices) -> None:
         """One step of Newton's on the log-loss, with all the curvature there was so far."""
         # The rest is the last column, where -1 leads.
         emitted = told[np.arange(len(told)), columns]
-        mean = (law * told).sum(axis=1)
-        variance = (law * told * told).sum(axis=1) - mean * mean
+        mean = (distribution * told).sum(axis=1)
+        variance = (distribution * told * told).sum(axis=1) - mean * mean
         least, most = _SHARPNESSES
         self._firmness = min(self._firmness + float(variance.sum()), _FIRMNESS[1])
         sharpness = self.sharpness + float((emitted - mean).sum()) / self._firmness
@@ -188,7 +192,7 @@ _SPREAD_RANKS: Final = 64
 _SPREAD_PRIOR: Final = 8.0
 
 
-class FixedSpread:
+class RankSpread:
     """Of the rejection rule: gains by depth and rank alone, as earlier verdicts taught them.
 
     A node's place among its siblings is that in which it was drawn, and a candidate's rank is that
@@ -204,23 +208,25 @@ class FixedSpread:
         self._ranks = np.tile(_SPREAD_PRIOR * ranks / ranks.sum(), (2, 1))
         """[resampled, bonus][rank]: how often a token of this rank followed."""
 
-    def gains(self, layout: Layout, logprobs: NDArray[np.float32]) -> Floats:
-        """See `Predictor`."""
+    def expected_gains(self, layout: CandidateLayout, logprobs: NDArray[np.float32]) -> Floats:
+        """See `OutcomePredictor`."""
         goes_on = (self._stood + 0.6 * _SPREAD_PRIOR) / (self._reached + _SPREAD_PRIOR)
         here = goes_on[np.minimum(layout.depths, _SPREAD_DEPTHS - 1)]
         inner = _inner(layout)
-        reach = layout.reach(here[layout.above] * _shares(layout))
+        reach = layout.reach_probability(here[layout.parent_indices] * _shares(layout))
         ends = reach * np.where(inner, 1.0 - here, 1.0)
         chances = self._ranks / self._ranks.sum(axis=1, keepdims=True)
         found: Floats = ends[:, None] * chances[np.where(inner, 0, 1)[:, None], _left(layout)]
         found[logprobs == -np.inf] = 0.0
         return found
 
-    def learn(self, layout: Layout, logprobs: NDArray[np.float32], what: Seen) -> None:
-        """See `Predictor`."""
+    def learn_from_verdict(
+        self, layout: CandidateLayout, logprobs: NDArray[np.float32], what: VerdictPath
+    ) -> None:
+        """See `OutcomePredictor`."""
         left, inner = _left(layout), _inner(layout)
         for place, column, stood in zip(
-            what.places.tolist(), what.columns.tolist(), what.stood.tolist(), strict=True
+            what.places.tolist(), what.columns.tolist(), what.accepted.tolist(), strict=True
         ):
             depth = min(int(layout.depths[place]), _SPREAD_DEPTHS - 1)
             if inner[place]:
@@ -230,29 +236,29 @@ class FixedSpread:
                 self._ranks[0 if inner[place] else 1, left[place, column]] += 1.0
 
 
-def _inner(layout: Layout) -> NDArray[np.bool_]:
+def _inner(layout: CandidateLayout) -> NDArray[np.bool_]:
     """[P]: places that have children."""
-    inner = np.zeros(len(layout.above), dtype=np.bool_)
-    inner[layout.above[layout.depths > 0]] = True
+    inner = np.zeros(len(layout.parent_indices), dtype=np.bool_)
+    inner[layout.parent_indices[layout.depths > 0]] = True
     return inner
 
 
-def _left(layout: Layout) -> Indices:
+def _left(layout: CandidateLayout) -> Indices:
     """[P, c]: rank of each candidate among those of its place that are no children."""
     ranks = np.cumsum(~layout.is_child, axis=1) - 1
     found: Indices = np.clip(ranks, 0, _SPREAD_RANKS - 1)
     return found
 
 
-def _shares(layout: Layout) -> Floats:
+def _shares(layout: CandidateLayout) -> Floats:
     """[P]: each node's assumed share among its siblings, which are in the order of drawing."""
-    weights = np.zeros(len(layout.above))
+    weights = np.zeros(len(layout.parent_indices))
     left: dict[int, float] = {}
-    for place, above in enumerate(layout.above.tolist()):
+    for place, above in enumerate(layout.parent_indices.tolist()):
         if above != place:
             rest = left.get(above, 1.0)
             weights[place] = _FIRST_DRAWN * rest
             left[above] = rest - _FIRST_DRAWN * rest
-    totals = np.bincount(layout.above, weights=weights, minlength=len(weights))
-    shares: Floats = weights / np.maximum(totals[layout.above], _TINY)
+    totals = np.bincount(layout.parent_indices, weights=weights, minlength=len(weights))
+    shares: Floats = weights / np.maximum(totals[layout.parent_indices], _TINY)
     return shares

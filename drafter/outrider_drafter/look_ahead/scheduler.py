@@ -21,24 +21,33 @@ from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import Proposals, SessionsLost
-from outrider_drafter.look_ahead.calibration import SHARPNESS, Calibration, FixedSpread, Predictor
-from outrider_drafter.look_ahead.session_state import Expected, ScoredLive, Watched
-from outrider_drafter.look_ahead.time_budget import MAX_FAN_OUT, Pace
-from outrider_drafter.look_ahead.timing import Step
-from outrider_drafter.metrics import Metrics
-from outrider_drafter.proposers.interface import (
-    AheadSource,
-    Branches,
-    Drafted,
-    DraftSource,
-    Live,
-    Outcome,
-    Scored,
-    Trees,
+from outrider_drafter.look_ahead.calibration import (
+    PRIOR_SHARPNESS,
+    OutcomeCalibration,
+    OutcomePredictor,
+    RankSpread,
 )
-from outrider_drafter.state.fair_share import MOST_TOGETHER, first_served
-from outrider_drafter.state.outcomes import Indices, best, seen, worth_drafting
-from outrider_drafter.state.session import Session
+from outrider_drafter.look_ahead.session_state import (
+    LookAheadSession,
+    ScoredProposal,
+    SelectedOutcomes,
+)
+from outrider_drafter.look_ahead.time_budget import DEFAULT_MAX_FAN_OUT, LookAheadBudget
+from outrider_drafter.look_ahead.timing import DraftStep
+from outrider_drafter.metrics import DrafterMetrics
+from outrider_drafter.proposers.interface import (
+    DraftTrees,
+    LookAheadProposer,
+    Outcome,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    Proposer,
+    SessionDrafts,
+)
+from outrider_drafter.state.fair_share import MAX_BATCH_SESSIONS, choose_fairly
+from outrider_drafter.state.outcomes import Indices, best_outcomes, follow_verdict, num_worthwhile
+from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_table import SessionTable
 
 logger = logging.getLogger(__name__)
@@ -46,19 +55,19 @@ logger = logging.getLogger(__name__)
 _TEMPERATURES: Final = (0.0, 0.5, 0.85, 1.15)
 """Upper ends of the classes whose sessions learn from each other."""
 
-Answers = list[tuple[int, Proposals | SessionsLost]]
+OutgoingProposals = list[tuple[int, Proposals | SessionsLost]]
 """(connection, message): what goes out together."""
-Kind = tuple[DraftMethod, Rule, int, bool]
+CalibrationClass = tuple[DraftMethod, Rule, int, bool]
 
 
-class LookAhead:
+class LookAheadScheduler:
     """All sessions that look ahead. Every method is called from the engine's thread."""
 
     def __init__(
         self,
-        sources: Sequence[DraftSource],
+        sources: Sequence[Proposer],
         table: SessionTable,
-        metrics: Metrics,
+        metrics: DrafterMetrics,
         *,
         now: Callable[[], float],
         later: Callable[[Callable[[], None]], None],
@@ -67,12 +76,12 @@ class LookAhead:
     ) -> None:
         """`later` keeps what can wait until nobody waits for a draft; `failed` is told of every
         failure of a source; in_time: whether passes are cut to the time that there is."""
-        self._sources = {s.method: s for s in sources if isinstance(s, AheadSource)}
+        self._sources = {s.method: s for s in sources if isinstance(s, LookAheadProposer)}
         self._table = table
         self._metrics = metrics
         self._now, self._later, self._failed = now, later, failed
-        self.pace = Pace(now, in_time=in_time)
-        self.watched: dict[int, Watched] = {}
+        self.pace = LookAheadBudget(now, in_time=in_time)
+        self.watched: dict[int, LookAheadSession] = {}
         """By slot; empty if no session looks ahead."""
         slots = len(table.followed)
         self._is_watched = np.zeros(slots, dtype=np.bool_)
@@ -80,27 +89,27 @@ class LookAhead:
         """[X]: whether there may be outcomes to draft for."""
         self._off: set[int] = set()
         """Slots of sessions whose look-ahead has failed."""
-        self._predictors: dict[Kind, Predictor] = {}
+        self._predictors: dict[CalibrationClass, OutcomePredictor] = {}
         self._starved = False
         """Whether the last scores came to nothing because a message waited: many verifiers may send
         faster than one can score, so the next ones are used first."""
 
     @property
-    def is_wanted(self) -> bool:
+    def has_work(self) -> bool:
         """Whether there is a live proposal whose outcomes were not all drafted for."""
         return bool(self.watched) and bool(self._open.any())
 
-    def watch(self, session: Session) -> None:
+    def watch_session(self, session: FollowedSession) -> None:
         """A session began, or has another plan: what was sent ahead by the old one is forgotten."""
         self._unwatch(session.slot)
         plan = session.plan
-        if not (plan.look_ahead and plan.speculative) or session.slot in self._off:
+        if not (plan.look_ahead and plan.is_speculative) or session.slot in self._off:
             return
         if plan.method in self._sources:
-            self.watched[session.slot] = Watched(session)
+            self.watched[session.slot] = LookAheadSession(session)
             self._is_watched[session.slot] = True
 
-    def forget(self, session: Session) -> None:
+    def forget_session(self, session: FollowedSession) -> None:
         """A session ended, or was lost."""
         self._unwatch(session.slot)
         self._off.discard(session.slot)
@@ -109,7 +118,7 @@ class LookAhead:
         if self.watched.pop(slot, None) is not None:
             self._is_watched[slot] = self._open[slot] = False
 
-    def take_up(self, drafted: Drafted, seconds: float) -> None:
+    def start_proposals(self, drafted: SessionDrafts, seconds: float) -> None:
         """These drafts are live now; they took so long."""
         found = [self.watched.get(session.slot) for session in drafted.sessions]
         watched = [one for one in found if one is not None]
@@ -117,15 +126,17 @@ class LookAhead:
             return
         if drafted.node_counts.any():
             # An answer without any draft took no time, and says nothing of what one takes.
-            self.pace.steps.saw(_step("draft", watched), len(found), seconds)
+            self.pace.steps.observe_step(_step("draft", watched), len(found), seconds)
         now = self._now()
         for one, tree in zip(found, _trees(drafted), strict=True):
             if one is not None:
-                one.take_up(tree if len(tree) else None, now)
+                one.start_proposal(tree if len(tree) else None, now)
                 # An outcome takes a token, and a draft for it one more.
-                self._open[one.session.slot] = one.tree is not None and one.session.room >= 2
+                self._open[one.session.slot] = (
+                    one.tree is not None and one.session.draft_levels_left >= 2
+                )
 
-    def follow(self, slots: Indices) -> None:
+    def advance_sessions(self, slots: Indices) -> None:
         """The sessions in these slots were moved on: those that were drafted for want no draft."""
         mine = slots[self._is_watched[slots]]
         for slot, length, digest in zip(
@@ -138,25 +149,25 @@ class LookAhead:
             if one.tree is not None and length > one.length:
                 self._move_on(one, slot, digest)
 
-    def _move_on(self, one: Watched, slot: int, digest: int) -> None:
+    def _move_on(self, one: LookAheadSession, slot: int, digest: int) -> None:
         metrics = self._metrics
-        self.pace.moved(one)
-        if one.pending:
-            metrics.dropped_outcomes.inc(one.pending)
+        self.pace.record_verdict(one)
+        if one.num_pending:
+            metrics.dropped_outcomes.inc(one.num_pending)
         if one.scored is not None:
             told = self._table.tokens[slot, one.length : self._table.lengths[slot]].tolist()
             predictor = self._predictor(_kind(one.session))
             self._later(partial(_learn, predictor, one.scored, told))
-        tree = one.branches.get(digest)
+        tree = one.outcome_drafts.get(digest)
         hit = tree is not None and bool(self._table.wanting[slot])
-        timeline.instant("hit" if hit else "miss")
+        timeline.mark_instant("hit" if hit else "miss")
         metrics.outcomes.labels("hit" if hit else "miss").inc()
         if hit:
             self._table.wanting[slot] = False
-        one.take_up(tree if hit else None, self._now(), is_hit=hit)
-        self._open[slot] = hit and one.session.room >= 2
+        one.start_proposal(tree if hit else None, self._now(), is_hit=hit)
+        self._open[slot] = hit and one.session.draft_levels_left >= 2
 
-    def work(self) -> Generator[Answers]:
+    def run_look_ahead_pass(self) -> Generator[OutgoingProposals]:
         """Draft for the outcomes of live proposals (of all, or of so many that are drafted for
         together: fair shares of all verifiers), best expected gain first; yields
         (connection, drafts) that are ready together. Where nothing is ready yet it yields nothing,
@@ -166,10 +177,10 @@ class LookAhead:
         anew, from scores of its own, in the next one.
         """
         slots = np.flatnonzero(self._open)
-        if len(slots) > MOST_TOGETHER:
+        if len(slots) > MAX_BATCH_SESSIONS:
             owners = [self.watched[slot].session.key.connection for slot in slots.tolist()]
             used_at = self._table.used_at[slots]
-            slots = slots[first_served(np.array(owners), used_at, MOST_TOGETHER)]
+            slots = slots[choose_fairly(np.array(owners), used_at, MAX_BATCH_SESSIONS)]
         open_ones = [self.watched[slot] for slot in slots.tolist()]
         open_ones.sort(key=lambda one: one.session.plan.method)
         for method, group in groupby(open_ones, key=lambda one: one.session.plan.method):
@@ -184,68 +195,78 @@ class LookAhead:
                     self._off.add(one.session.slot)
                 self._failed()
 
-    def _look(self, source: AheadSource, ones: Sequence[Watched]) -> Generator[Answers]:
+    def _look(
+        self, source: LookAheadProposer, ones: Sequence[LookAheadSession]
+    ) -> Generator[OutgoingProposals]:
         step, pace = _step("score", ones), self.pace
-        opening, chosen = pace.opening(step, ones, self.watched.values(), straight=self._starved)
+        opening, chosen = pace.plan_look_ahead_pass(
+            step, ones, self.watched.values(), straight=self._starved
+        )
         if not chosen:
             self._metrics.cut_look_aheads.labels("pass").inc(len(ones))
             self._close(ones)
             return
         left, first = self._score(source, chosen, step), True
         while len(left.lives):
-            if not (first and opening.straight):
+            if not (first and opening.skips_poll):
                 self._starved = first
                 yield []
             first = False
-            count = pace.next_slice(step, chosen, self.watched.values(), left)
+            count = pace.next_launch_size(step, chosen, self.watched.values(), left)
             if not count:
                 self._starved = False
                 self._metrics.cut_look_aheads.labels("slice").inc(len(left.lives))
                 break
-            yield from self._branch(source, chosen, left.only(slice(0, count)))
-            left = left.only(slice(count, None))
+            yield from self._branch(source, chosen, left.select(slice(0, count)))
+            left = left.select(slice(count, None))
         self._close(chosen)
 
-    def _score(self, source: AheadSource, ones: Sequence[Watched], step: Step) -> Expected:
+    def _score(
+        self, source: LookAheadProposer, ones: Sequence[LookAheadSession], step: DraftStep
+    ) -> SelectedOutcomes:
         """Score live proposals and choose among their outcomes, best first."""
         started = self._now()
-        expected = self.pace.in_order(step, ones, self._choose(source, ones))
+        expected = self.pace.order_by_value(step, ones, self._choose(source, ones))
         took = self._now() - started
-        self.pace.steps.saw(step, len(ones), took)
-        timeline.span("score", started, len(ones))
+        self.pace.steps.observe_step(step, len(ones), took)
+        timeline.mark_span("score", started, len(ones))
         self._later(partial(self._metrics.look_ahead_seconds.labels("score").observe, took))
-        self._later(partial(self.pace.scored, step, ones, expected))
+        self._later(partial(self.pace.record_scores, step, ones, expected))
         return expected
 
     def _branch(
-        self, source: AheadSource, ones: Sequence[Watched], launch: Expected
-    ) -> Generator[Answers]:
+        self, source: LookAheadProposer, ones: Sequence[LookAheadSession], launch: SelectedOutcomes
+    ) -> Generator[OutgoingProposals]:
         """Draft for outcomes in one launch, or one of each shape."""
         columns = (launch.lives.tolist(), launch.nodes.tolist(), launch.tokens.tolist())
         outcomes = [Outcome(*entry) for entry in zip(*columns, strict=True)]
         step = _step("branch", ones)
         started = began = self._now()
-        for branches in source.branch(outcomes):
+        for branches in source.draft_outcomes(outcomes):
             self._starved = False
-            timeline.span("branch", began, len(branches.outcomes))
+            timeline.mark_span("branch", began, len(branches.outcomes))
             answers = self._sent(ones, launch, branches, self._now() - started)
             took = self._now() - began
-            self.pace.steps.saw(step, len(branches.outcomes), took)
+            self.pace.steps.observe_step(step, len(branches.outcomes), took)
             self._later(partial(self._metrics.look_ahead_seconds.labels("branch").observe, took))
             yield answers
             began = self._now()
 
-    def _close(self, ones: Sequence[Watched]) -> None:
+    def _close(self, ones: Sequence[LookAheadSession]) -> None:
         """There is nothing more to draft for these live proposals."""
         for one in ones:
-            one.pending = 0
+            one.num_pending = 0
             self._open[one.session.slot] = False
 
-    def _choose(self, source: AheadSource, ones: Sequence[Watched]) -> Expected:
+    def _choose(
+        self, source: LookAheadProposer, ones: Sequence[LookAheadSession]
+    ) -> SelectedOutcomes:
         """Score live proposals and choose among their outcomes, likeliest first."""
         self._metrics.look_aheads.labels(source.method).inc()
-        scored = source.score([Live(one.session, one.tree) for one in ones if one.tree is not None])
-        kinds: dict[Kind, list[int]] = {}
+        scored = source.score_proposals(
+            [PendingProposal(one.session, one.tree) for one in ones if one.tree is not None]
+        )
+        kinds: dict[CalibrationClass, list[int]] = {}
         for live, one in enumerate(ones):
             kinds.setdefault(_kind(one.session), []).append(live)
         parts = [
@@ -255,60 +276,72 @@ class LookAhead:
         ]
         found = parts[0]
         if len(parts) > 1:
-            found = Expected(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-            found = found.only(np.argsort(-found.gains, kind="stable"))
+            found = SelectedOutcomes(
+                *(np.concatenate(column) for column in zip(*parts, strict=True))
+            )
+            found = found.select(np.argsort(-found.gains, kind="stable"))
         mine = np.array([one.session.plan.fan_out == 0 for one in ones])
         if mine.any():
             # Those that no plan asks for share one launch.
             mine = mine[found.lives]
-            left_out = np.flatnonzero(mine)[worth_drafting(found.gains[mine]) :]
-            found = found.only(np.delete(np.arange(len(mine)), left_out))
+            left_out = np.flatnonzero(mine)[num_worthwhile(found.gains[mine]) :]
+            found = found.select(np.delete(np.arange(len(mine)), left_out))
         pending = np.bincount(found.lives, minlength=len(ones)).tolist()
         for one, count in zip(ones, pending, strict=True):
-            one.pending = count
+            one.num_pending = count
         return found
 
     def _outcomes(
-        self, kind: Kind, lives: Sequence[int], ones: Sequence[Watched], scored: Scored
-    ) -> Iterator[Expected]:
+        self,
+        kind: CalibrationClass,
+        lives: Sequence[int],
+        ones: Sequence[LookAheadSession],
+        scored: OutcomeScores,
+    ) -> Iterator[SelectedOutcomes]:
         """Of each of these proposals, all of one kind, the likeliest first."""
         layout = scored.layout(lives)
         logprobs = np.concatenate([scored.logprobs[live] for live in lives])
-        gains = self._predictor(kind).gains(layout, logprobs)
+        gains = self._predictor(kind).expected_gains(layout, logprobs)
         for proposal, (live, one) in enumerate(zip(lives, ones, strict=True)):
-            one.scored = ScoredLive(layout, logprobs, proposal)
-            wanted, there = one.session.plan.fan_out or MAX_FAN_OUT, one.branches
+            one.scored = ScoredProposal(layout, logprobs, proposal)
+            wanted, there = one.session.plan.fan_out or DEFAULT_MAX_FAN_OUT, one.outcome_drafts
             count = wanted + len(there)
-            chosen = best(layout, gains, proposal, room=one.session.room, count=count)
+            chosen = best_outcomes(
+                layout, gains, proposal, room=one.session.draft_levels_left, count=count
+            )
             within = chosen.places - layout.roots[proposal]
-            found = Expected(
+            found = SelectedOutcomes(
                 lives=np.full(len(within), live),
                 nodes=within - 1,
                 tokens=chosen.tokens,
-                above=scored.digests[scored.places.roots[live] + within],
+                parent_digests=scored.digests[scored.places.roots[live] + within],
                 lengths=one.length + layout.depths[chosen.places] + 1,
                 gains=chosen.gains,
             )
             if there:
                 # A message came between them and these.
-                news = [i for i, d in enumerate(found.digests().tolist()) if d not in there]
-                found = found.only(np.array(news[: max(wanted - len(there), 0)], dtype=np.int64))
+                news = [i for i, d in enumerate(found.prefix_digests().tolist()) if d not in there]
+                found = found.select(np.array(news[: max(wanted - len(there), 0)], dtype=np.int64))
             yield found
 
     def _sent(
-        self, ones: Sequence[Watched], launch: Expected, branches: Branches, seconds: float
-    ) -> Answers:
+        self,
+        ones: Sequence[LookAheadSession],
+        launch: SelectedOutcomes,
+        branches: OutcomeDrafts,
+        seconds: float,
+    ) -> OutgoingProposals:
         """Keep what was made, and address it."""
         places = branches.outcomes
         lives = launch.lives[places].tolist()
         trees = _trees(branches)
-        digests = launch.only(places).digests()
+        digests = launch.select(places).prefix_digests()
         gains = launch.gains[places].tolist()
         for live, digest, tree, gain in zip(lives, digests.tolist(), trees, gains, strict=True):
-            ones[live].pending -= 1
+            ones[live].num_pending -= 1
             if len(tree):
-                ones[live].branches[digest] = tree
-                ones[live].covered += gain
+                ones[live].outcome_drafts[digest] = tree
+                ones[live].covered_probability += gain
         keys = [ones[live].session.key for live in lives]
         handles = np.array([key.handle for key in keys], dtype=np.int64)
         proposals = branches.proposals(handles, digests, launch.lengths[places], seconds)
@@ -318,38 +351,38 @@ class LookAhead:
         owners = np.array([key.connection for key in keys], dtype=np.int64)
         there = branches.node_counts > 0
         return [
-            (number, proposals.only(np.flatnonzero(there & (owners == number))))
+            (number, proposals.select(np.flatnonzero(there & (owners == number))))
             for number in dict.fromkeys(owners[there].tolist())
         ]
 
-    def _predictor(self, kind: Kind) -> Predictor:
+    def _predictor(self, kind: CalibrationClass) -> OutcomePredictor:
         if kind not in self._predictors:
             rule = kind[1]
             spread = rule is Rule.REJECTION
-            begins = SHARPNESS.get(rule, 1.0)
-            self._predictors[kind] = FixedSpread() if spread else Calibration(begins)
+            begins = PRIOR_SHARPNESS.get(rule, 1.0)
+            self._predictors[kind] = RankSpread() if spread else OutcomeCalibration(begins)
         return self._predictors[kind]
 
 
-def _step(kind: Literal["draft", "score", "branch"], ones: Sequence[Watched]) -> Step:
+def _step(kind: Literal["draft", "score", "branch"], ones: Sequence[LookAheadSession]) -> DraftStep:
     """What is run for these sessions, all of one method."""
     plans = [one.session.plan for one in ones]
-    return Step(plans[0].method, kind, max(plan.draft_tokens for plan in plans))
+    return DraftStep(plans[0].method, kind, max(plan.draft_tokens for plan in plans))
 
 
-def _kind(session: Session) -> Kind:
+def _kind(session: FollowedSession) -> CalibrationClass:
     """Whom a session learns with."""
     sampling = session.sampling
     warmth = bisect_left(_TEMPERATURES, sampling.temperature)
-    return session.plan.method, sampling.effective_rule, warmth, session.constrained
+    return session.plan.method, sampling.effective_rule, warmth, session.has_constraint
 
 
-def _learn(predictor: Predictor, scored: ScoredLive, told: Sequence[int]) -> None:
-    what = seen(scored.layout, scored.proposal, told)
-    predictor.learn(scored.layout, scored.logprobs, what)
+def _learn(predictor: OutcomePredictor, scored: ScoredProposal, told: Sequence[int]) -> None:
+    what = follow_verdict(scored.layout, scored.proposal, told)
+    predictor.learn_from_verdict(scored.layout, scored.logprobs, what)
 
 
-def _trees(drafts: Trees) -> list[DraftTree]:
+def _trees(drafts: DraftTrees) -> list[DraftTree]:
     """Each draft's tree, in memory of its own."""
     tokens, parents = drafts.tokens.copy(), drafts.parents.copy()
     logprobs = drafts.logprobs.copy()

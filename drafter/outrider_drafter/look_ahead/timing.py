@@ -13,9 +13,9 @@ from statistics import median
 from typing import Final, Literal, NamedTuple
 
 from outrider.spec.plan import DraftMethod
-from outrider_drafter.state.outcomes import BRANCH_SIZES
+from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES
 
-SESSION_SIZES: Final = (1, 4, 8, 16, 32, 64)
+SESSION_BUCKETS: Final = (1, 4, 8, 16, 32, 64)
 """Sessions that one launch drafts for, or scores: a device fills up what is less."""
 _STEPS: Final = 9
 """Newest times of a step that count: the median of so few forgets a stall and follows a change."""
@@ -30,15 +30,15 @@ _SMALLER: Final = 0.8
 """Assumed cost of a launch over that of a larger one, until it was tried."""
 
 
-Kind = Literal["draft", "score", "branch"]
-_PASS: Final[tuple[Kind, ...]] = ("score", "branch")
+StepKind = Literal["draft", "score", "branch"]
+_PASS: Final[tuple[StepKind, ...]] = ("score", "branch")
 
 
-class Step(NamedTuple):
+class DraftStep(NamedTuple):
     """What is run; how many of it is told apart."""
 
     method: DraftMethod
-    kind: Kind
+    kind: StepKind
     nodes: int
     """Most nodes of one of these drafts."""
 
@@ -47,9 +47,9 @@ class StepTimes:
     """How long steps took of late, by step and size of the launch."""
 
     def __init__(self) -> None:
-        self._seen: dict[Step, dict[int, deque[float]]] = defaultdict(dict)
+        self._seen: dict[DraftStep, dict[int, deque[float]]] = defaultdict(dict)
 
-    def saw(self, step: Step, count: int, seconds: float) -> None:
+    def observe_step(self, step: DraftStep, count: int, seconds: float) -> None:
         """A step for `count` sessions or outcomes took so long."""
         sizes = self._seen[step]
         size = _size(step, count)
@@ -57,18 +57,18 @@ class StepTimes:
             sizes[size] = deque(maxlen=_STEPS)
         sizes[size].append(seconds)
 
-    def forget_pass(self, step: Step) -> None:
+    def reset_pass_times(self, step: DraftStep) -> None:
         """Scores and branches are tried anew; what they took was measured long ago."""
         for kind in _PASS:
             self._seen.pop(step._replace(kind=kind), None)
 
-    def expect(self, step: Step, count: int) -> float:
+    def expected_s(self, step: DraftStep, count: int) -> float:
         """How long it will take. A size that was never tried is hoped to be no dearer than the next
         smaller one, or somewhat cheaper than the next larger: then it is tried, and known. Of a
         pass nothing is known at first but what a draft takes; 0.0 where that is not known."""
         sizes = self._seen.get(step)
         if not sizes:
-            return 0.0 if step.kind == "draft" else self.expect(step._replace(kind="draft"), 1)
+            return 0.0 if step.kind == "draft" else self.expected_s(step._replace(kind="draft"), 1)
         size = _size(step, count)
         if size in sizes:
             return median(sizes[size])
@@ -78,16 +78,16 @@ class StepTimes:
         return _SMALLER * median(sizes[min(sizes)])
 
 
-def _size(step: Step, count: int) -> int:
-    sizes = BRANCH_SIZES if step.kind == "branch" else SESSION_SIZES
+def _size(step: DraftStep, count: int) -> int:
+    sizes = OUTCOME_BATCH_SIZES if step.kind == "branch" else SESSION_BUCKETS
     return sizes[min(bisect_left(sizes, count), len(sizes) - 1)]
 
 
-class Wait(NamedTuple):
+class VerdictWait(NamedTuple):
     """Whose verdict is waited for, and since when."""
 
     connection: int
-    after_hit: bool
+    follows_hit: bool
     """Whether since a verdict that was a hit, whose next round had begun; else since a draft
     left."""
 
@@ -101,7 +101,7 @@ class _Waits:
     """Verdicts in a row of whose times only bounds were known."""
 
 
-class Arrivals:
+class VerdictArrivals:
     """How long after a draft, or after a hit, the next verdict comes: early ones of late.
 
     A message that came while the thread worked was found afterwards, so that only bounds are known
@@ -112,9 +112,9 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._waits: dict[Wait, _Waits] = {}
+        self._waits: dict[VerdictWait, _Waits] = {}
 
-    def saw(self, wait: Wait, least: float, most: float) -> None:
+    def observe_arrival(self, wait: VerdictWait, least: float, most: float) -> None:
         """A verdict came so long after the wait began."""
         waits = self._waits.setdefault(wait, _Waits())
         if most - least > _SHARP * most:
@@ -126,26 +126,26 @@ class Arrivals:
         expected = _early(waits.seen) if waits.seen else least
         waits.seen.append(min(max(expected, least), most))
 
-    def expect(self, wait: Wait) -> float:
+    def expected_s(self, wait: VerdictWait) -> float:
         """How long it will be, rather too short; inf: nobody knows."""
-        waits = self._waits.get(wait) or self._waits.get(wait._replace(after_hit=False))
+        waits = self._waits.get(wait) or self._waits.get(wait._replace(follows_hit=False))
         return _early(waits.seen) if waits is not None else math.inf
 
-    def exchange(self, connection: int) -> float:
+    def exchange_latency_s(self, connection: int) -> float:
         """What a draft that is there before its verdict saves beside its making."""
-        sent = self._waits.get(Wait(connection, after_hit=False))
-        hit = self._waits.get(Wait(connection, after_hit=True))
+        sent = self._waits.get(VerdictWait(connection, follows_hit=False))
+        hit = self._waits.get(VerdictWait(connection, follows_hit=True))
         return max(_early(sent.seen) - _early(hit.seen), 0.0) if sent and hit else 0.0
 
-    def is_blind(self, wait: Wait, sessions: int) -> bool:
+    def is_blind(self, wait: VerdictWait, sessions: int) -> bool:
         """Whether a verdict of one of so many sessions should be waited for, to see its time."""
         waits = self._waits.get(wait)
         return waits is not None and waits.blind >= _BLIND * sessions
 
-    def forget(self, connection: int) -> None:
+    def forget_connection(self, connection: int) -> None:
         """A connection ended."""
         for after_hit in (False, True):
-            self._waits.pop(Wait(connection, after_hit), None)
+            self._waits.pop(VerdictWait(connection, after_hit), None)
 
 
 def _early(seen: deque[float]) -> float:

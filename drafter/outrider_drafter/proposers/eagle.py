@@ -12,17 +12,28 @@ from torch import Tensor
 from outrider.engine.heads import DraftHead
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import depths
-from outrider_drafter.proposers.eagle_batch import HeadBatch, RealRows, write_rows
-from outrider_drafter.proposers.eagle_forest import HeadForest
-from outrider_drafter.proposers.eagle_kv import HeadKV, HeadKVBudget
-from outrider_drafter.proposers.growth_driver import Job, grow, make_job
-from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored, no_scores
-from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, RowFeed, RowFollower
-from outrider_drafter.proposers.outcome_drafting import Ahead, branch, score
-from outrider_drafter.state.session import Session, SessionKey
+from outrider_drafter.proposers.eagle_batch import CatchUpRows, EagleBatch, write_catch_up_rows
+from outrider_drafter.proposers.eagle_forest import EagleForest
+from outrider_drafter.proposers.eagle_kv import EagleKV, EagleKVBudget
+from outrider_drafter.proposers.growth_driver import GrowthJob, grow_trees, make_growth_job
+from outrider_drafter.proposers.interface import (
+    Outcome,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    SessionDrafts,
+    empty_scores,
+)
+from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, KVProposer, RowSource
+from outrider_drafter.proposers.outcome_drafting import (
+    ScoredProposals,
+    draft_outcomes,
+    score_proposals,
+)
+from outrider_drafter.state.session import FollowedSession, SessionKey
 
 
-class HeadSource(RowFollower):
+class EagleProposer(KVProposer):
     """The EAGLE-3 (or EAGLE-1/2) head as a draft source; the host decides at every level."""
 
     def __init__(
@@ -37,7 +48,7 @@ class HeadSource(RowFollower):
         """`max_rows` bounds the K/V rows of all sessions; `max_context` (0: the head's own) the
         draft positions of one."""
         super().__init__(
-            RowFeed.of_head(head),
+            RowSource.of_head(head),
             max_context=max_context or head.config.max_position_embeddings,
             rows_with_draft=MAX_ROWS_PER_WRITE,
             dtype=dtype,
@@ -46,10 +57,10 @@ class HeadSource(RowFollower):
         self.head = head
         kind = head.config.kind
         self.method = DraftMethod.EAGLE3 if kind == "eagle3" else DraftMethod.EAGLE
-        self._budget = HeadKVBudget(max_rows)
-        self._kvs: dict[SessionKey, HeadKV | None] = {}
+        self._budget = EagleKVBudget(max_rows)
+        self._kvs: dict[SessionKey, EagleKV | None] = {}
         """None for a session that is not followed any more."""
-        self._ahead: Ahead | None = None
+        self._ahead: ScoredProposals | None = None
         """The proposals scored last."""
 
     @property
@@ -61,29 +72,29 @@ class HeadSource(RowFollower):
         """Keys and values [nkv, S, hd] of a session's stable rows, for inspection."""
         kv = self._kvs[SessionKey(connection, handle)]
         assert kv is not None
-        return kv.view()
+        return kv.as_views()
 
     @torch.inference_mode()
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         """Catch up, then grow the trees of all sessions in one batch."""
-        ready: list[Session] = []
-        jobs: list[Job] = []
+        ready: list[FollowedSession] = []
+        jobs: list[GrowthJob] = []
         self._ahead = None
         for session in sessions:
-            job = make_job(len(jobs), session)
+            job = make_growth_job(len(jobs), session)
             if job and self._ready(session, job.growth.depth, job.growth.max_rows):
                 ready.append(session)
                 jobs.append(job)
         if not jobs:
             return
         batch = self._batch(ready)
-        for slot, draft in grow(batch, jobs):
+        for slot, draft in grow_trees(batch, jobs):
             kv = self._kv_of(ready[slot])
             kv.truncate(kv.stable)
-            yield Drafted.of([(ready[slot], draft)])
+            yield SessionDrafts.of_drafts([(ready[slot], draft)])
 
     @torch.inference_mode()
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         """Catch up, then run all nodes of all proposals, level by level."""
         ready = [
             index
@@ -92,30 +103,30 @@ class HeadSource(RowFollower):
         ]
         self._ahead = None
         if not ready:
-            return no_scores(lives)
+            return empty_scores(lives)
         sessions = [lives[index].session for index in ready]
-        forest = HeadForest(
+        forest = EagleForest(
             self.head,
             self._batch(sessions),
             [self._kv_of(session) for session in sessions],
             max_context=self._max_context,
         )
-        self._ahead, scored = score(forest, lives, ready)
+        self._ahead, scored = score_proposals(forest, lives, ready)
         return scored
 
     @torch.inference_mode()
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
         """Grow all drafts together, below the rows of the proposals scored last."""
         if self._ahead is not None:
-            yield from branch(self._ahead, outcomes)
+            yield from draft_outcomes(self._ahead, outcomes)
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         """Free the session's K/V."""
         kv = self._kvs.pop(session.key, None)
         if kv is not None:
             kv.release()
 
-    def _ready(self, session: Session, depth: int, rows: int) -> bool:
+    def _ready(self, session: FollowedSession, depth: int, rows: int) -> bool:
         """Whether the session can be drafted, by up to so many levels and draft rows in its K/V;
         all but its live row and what the draft may run itself is written then."""
         live = self._live_row(session, depth)
@@ -127,29 +138,29 @@ class HeadSource(RowFollower):
         self._kv_of(session).truncate(live)
         return True
 
-    def _batch(self, sessions: Sequence[Session]) -> HeadBatch:
+    def _batch(self, sessions: Sequence[FollowedSession]) -> EagleBatch:
         """Run what is left of these sessions' real rows, the live ones last."""
-        rows: list[RealRows] = []
+        rows: list[CatchUpRows] = []
         newest: list[NDArray[np.generic]] = []
         for session in sessions:
             kv, stop = self._kv_of(session), len(session.tokens) - 1
-            held = session.table.features.read(session.slot, kv.stable, stop)
+            held = session.table.features.read_rows(session.slot, kv.stable, stop)
             newest.append(held[-1])
             tokens = self._tokens(session.tokens.view[kv.stable + 1 : stop + 1])
-            rows.append(RealRows(kv=kv, token_ids=tokens, features=self._tensor(held)))
-        batch = HeadBatch(self.head, rows)
+            rows.append(CatchUpRows(kv=kv, token_ids=tokens, features=self._tensor(held)))
+        batch = EagleBatch(self.head, rows)
         for session, last in zip(sessions, newest, strict=True):
-            session.table.features.use(session.slot, self._stable(session), last)
+            session.table.features.mark_used(session.slot, self._stable(session), last)
         return batch
 
-    def _kv_of(self, session: Session) -> HeadKV:
+    def _kv_of(self, session: FollowedSession) -> EagleKV:
         kv = self._kvs[session.key]
         assert kv is not None, session.session_id
         return kv
 
-    def _follows(self, session: Session) -> bool:
+    def _follows(self, session: FollowedSession) -> bool:
         if session.key not in self._kvs:
-            self._kvs[session.key] = HeadKV(
+            self._kvs[session.key] = EagleKV(
                 self._budget,
                 num_kv_heads=self.head.config.num_kv_heads,
                 head_dim=self.head.config.head_dim,
@@ -158,27 +169,27 @@ class HeadSource(RowFollower):
             )
         return self._kvs[session.key] is not None
 
-    def _stable(self, session: Session) -> int:
+    def _stable(self, session: FollowedSession) -> int:
         return self._kv_of(session).stable
 
-    def _make_room(self, session: Session, rows: int, ceiling: int) -> None:
+    def _reserve_blocks(self, session: FollowedSession, rows: int, ceiling: int) -> None:
         self._kv_of(session).reserve(rows, ceiling=ceiling)
 
     def _write(
         self,
-        session: Session,
+        session: FollowedSession,
         start: int,
         tokens: NDArray[np.int32],
         features: NDArray[np.generic],
     ) -> None:
-        rows = RealRows(
+        rows = CatchUpRows(
             kv=self._kv_of(session),
             token_ids=self._tokens(tokens),
             features=self._tensor(features),
         )
-        write_rows(self.head, [rows])
+        write_catch_up_rows(self.head, [rows])
 
-    def _give_up(self, session: Session) -> None:
+    def _give_up(self, session: FollowedSession) -> None:
         self._kv_of(session).release()
         self._kvs[session.key] = None
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from outrider.engine.heads import DraftHead
-from outrider_drafter.proposers.eagle_kv import HeadKV, attend
-from outrider_drafter.proposers.tree_growth import Frontier
-from outrider_drafter.proposers.tree_visibility import Ancestry
+from outrider_drafter.proposers.eagle_kv import EagleKV, attend_rows
+from outrider_drafter.proposers.tree_growth import StepFrontier
+from outrider_drafter.proposers.tree_visibility import TreeVisibility
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RealRows:
+class CatchUpRows:
     """New rows of one session, made from real features; they follow the stable ones."""
 
-    kv: HeadKV
+    kv: EagleKV
     token_ids: Tensor
     """[m] t_{i+1}, int64."""
     features: Tensor
@@ -31,7 +31,7 @@ class RealRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Written:
+class _WrittenRows:
     """Rows after their K/V write: what the rest of the block still needs."""
 
     inputs: Tensor
@@ -39,7 +39,7 @@ class _Written:
     positions: Tensor
 
 
-def write_rows(head: DraftHead, rows: Sequence[RealRows]) -> _Written:
+def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _WrittenRows:
     """Write the K/V of real rows and declare them stable. Nothing else is computed for them."""
     tokens = _joined([r.token_ids for r in rows])
     features = _joined([r.features for r in rows])
@@ -51,21 +51,21 @@ def write_rows(head: DraftHead, rows: Sequence[RealRows]) -> _Written:
     keys, values = head.kv(inputs, features, positions)
     offset = 0
     for row, size in zip(rows, sizes, strict=True):
-        row.kv.append(keys[offset : offset + size], values[offset : offset + size])
-        row.kv.settle()
+        row.kv.append_rows(keys[offset : offset + size], values[offset : offset + size])
+        row.kv.mark_stable()
         offset += size
-    return _Written(inputs=inputs, features=features, positions=positions)
+    return _WrittenRows(inputs=inputs, features=features, positions=positions)
 
 
-class HeadBatch:
-    """Sessions whose trees grow together; a `DraftModel`."""
+class EagleBatch:
+    """Sessions whose trees grow together; a `TreeDraftModel`."""
 
-    def __init__(self, head: DraftHead, rows: Sequence[RealRows]) -> None:
+    def __init__(self, head: DraftHead, rows: Sequence[CatchUpRows]) -> None:
         """Catch up on `rows`; the last row of each slot is its live one."""
         self.target_ids: Tensor | None = head.target_ids
         self._head = head
         self._kvs = [r.kv for r in rows]
-        written = write_rows(head, rows)
+        written = write_catch_up_rows(head, rows)
         ends = np.cumsum([r.token_ids.shape[0] for r in rows])
         live = None
         if len(ends) < written.positions.shape[0]:
@@ -73,7 +73,7 @@ class HeadBatch:
         self._x = self._finish(_pick(written, live), [(kv, 1, None) for kv in self._kvs])
         self._first_row = dict(enumerate(range(len(rows))))
         """First row of each slot in the previous step."""
-        self._ancestry = Ancestry()
+        self._ancestry = TreeVisibility()
         self._level = 0
 
     @property
@@ -85,7 +85,7 @@ class HeadBatch:
         """Logits [slots, Vd] of the live rows."""
         return self._head.logits(self._x)
 
-    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+    def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
         """Run the frontier rows of some slots; logits [R, Vd]."""
         tokens: list[int] = []
         parents: list[int] = []
@@ -105,28 +105,28 @@ class HeadBatch:
         spans = []
         for slot, frontier in frontiers:
             first, size = first_row[slot], len(frontier.tokens)
-            self._kvs[slot].append(keys[first : first + size], values[first : first + size])
+            self._kvs[slot].append_rows(keys[first : first + size], values[first : first + size])
             spans.append((self._kvs[slot], size, self._hidden(slot, frontier)))
-        written = _Written(inputs=inputs, features=features, positions=positions)
+        written = _WrittenRows(inputs=inputs, features=features, positions=positions)
         self._x = self._finish(written, spans)
         self._first_row = first_row
         self._level += 1
         return self._head.logits(self._x)
 
-    def _hidden(self, slot: int, frontier: Frontier) -> Tensor | None:
+    def _hidden(self, slot: int, frontier: StepFrontier) -> Tensor | None:
         """Which draft rows [rows, D] each new row must not see; None if it sees all."""
-        visible = self._ancestry.extend(slot, frontier)
+        visible = self._ancestry.add_rows(slot, frontier)
         return None if visible is None else torch.from_numpy(~visible).to(self._x.device)
 
     def _finish(
-        self, written: _Written, spans: Sequence[tuple[HeadKV, int, Tensor | None]]
+        self, written: _WrittenRows, spans: Sequence[tuple[EagleKV, int, Tensor | None]]
     ) -> Tensor:
         """The block after its K/V write: x [R, H]; `spans` say whose cache each row reads."""
         query = self._head.query(written.inputs, written.positions)
         outs, first = [], 0
         for kv, size, hidden in spans:
-            keys, values = kv.view()
-            outs.append(attend(query[first : first + size], keys, values, hidden))
+            keys, values = kv.as_views()
+            outs.append(attend_rows(query[first : first + size], keys, values, hidden))
             first += size
         residual = self._head.residual(written.inputs, written.features)
         return self._head.finish(residual, _joined(outs))
@@ -136,10 +136,10 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _pick(written: _Written, rows: Tensor | None) -> _Written:
+def _pick(written: _WrittenRows, rows: Tensor | None) -> _WrittenRows:
     if rows is None:
         return written
-    return _Written(
+    return _WrittenRows(
         inputs=written.inputs[rows],
         features=written.features[rows],
         positions=written.positions[rows],

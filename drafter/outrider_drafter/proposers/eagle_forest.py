@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from outrider.engine.heads import DraftHead
-from outrider_drafter.proposers.eagle_batch import HeadBatch
-from outrider_drafter.proposers.eagle_kv import HeadKV, HeadKVBudget, attend_parts
-from outrider_drafter.proposers.forest import Forest, Span
+from outrider_drafter.proposers.eagle_batch import EagleBatch
+from outrider_drafter.proposers.eagle_kv import EagleKV, EagleKVBudget, attend_parts
+from outrider_drafter.proposers.forest import DraftForest, StepRows
 
-_MOST_ROWS: Final = 8192
+_MAX_ROWS: Final = 8192
 """Draft rows of one session at a time."""
 
 
-class HeadForest(Forest):
+class EagleForest(DraftForest):
     """Draft rows in memory of their own, which goes with them: a session's rows stay as they are,
     and its share of the K/V budget too."""
 
     def __init__(
-        self, head: DraftHead, batch: HeadBatch, kvs: Sequence[HeadKV], *, max_context: int
+        self, head: DraftHead, batch: EagleBatch, kvs: Sequence[EagleKV], *, max_context: int
     ) -> None:
         """`batch` has just run the live rows of the sessions whose stable rows are `kvs`."""
         super().__init__([kv.stable for kv in kvs])
@@ -34,12 +34,12 @@ class HeadForest(Forest):
         """[rows, H]: what each row hands on to those below it."""
         self._logits = batch.root_logits()
         self._drafts = [
-            HeadKV(
-                HeadKVBudget(_MOST_ROWS),
+            EagleKV(
+                EagleKVBudget(_MAX_ROWS),
                 num_kv_heads=head.config.num_kv_heads,
                 head_dim=head.config.head_dim,
-                dtype=kv.view()[0].dtype,
-                device=kv.view()[0].device,
+                dtype=kv.as_views()[0].dtype,
+                device=kv.as_views()[0].device,
             )
             for kv in kvs
         ]
@@ -48,11 +48,11 @@ class HeadForest(Forest):
         """Logits [L, Vd] of the live rows."""
         return self._logits
 
-    def space(self, owner: int) -> int:
+    def rows_left(self, owner: int) -> int:
         """Far more than a launch has."""
-        return _MOST_ROWS - self._drafts[owner].rows
+        return _MAX_ROWS - self._drafts[owner].rows
 
-    def deepest(self, owner: int) -> int:
+    def levels_left(self, owner: int) -> int:
         """As positions allow."""
         return self._max_context - self._kvs[owner].stable + 1
 
@@ -61,7 +61,7 @@ class HeadForest(Forest):
         tokens: Sequence[int],
         parents: Sequence[int],
         positions: Sequence[int],
-        spans: Sequence[Span],
+        spans: Sequence[StepRows],
     ) -> Tensor:
         head, device = self._head, self._x.device
         features = self._x[torch.tensor(parents, device=device)]
@@ -72,11 +72,11 @@ class HeadForest(Forest):
         outs = []
         for owner, first, size, visible in spans:
             drafts, rows = self._drafts[owner], slice(first, first + size)
-            drafts.reserve(drafts.rows + size, ceiling=_MOST_ROWS)
-            drafts.append(keys[rows], values[rows])
+            drafts.reserve(drafts.rows + size, ceiling=_MAX_ROWS)
+            drafts.append_rows(keys[rows], values[rows])
             hidden = torch.from_numpy(~visible).to(device)
-            stable = self._kvs[owner].view()
-            outs.append(attend_parts(query[rows], [stable, drafts.view()], hidden))
+            stable = self._kvs[owner].as_views()
+            outs.append(attend_parts(query[rows], [stable, drafts.as_views()], hidden))
         x = head.finish(head.residual(inputs, features), torch.cat(outs))
         self._x = torch.cat((self._x, x))
         return head.logits(x)
@@ -84,5 +84,5 @@ class HeadForest(Forest):
     def _drop(self, kept: Sequence[int]) -> None:
         self._x = self._x[: len(self)]
         for drafts, rows in zip(self._drafts, kept, strict=True):
-            drafts.settle()
+            drafts.mark_stable()
             drafts.truncate(rows)

@@ -17,14 +17,14 @@ from outrider.errors import ResourceExhaustedError
 _FIRST_CAPACITY = 256
 
 
-class HeadKVBudget:
+class EagleKVBudget:
     """How many rows all sessions may hold together."""
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self.used_rows = 0
 
-    def take(self, rows: int) -> None:
+    def reserve_rows(self, rows: int) -> None:
         """Reserve rows; ResourceExhaustedError if they are not there."""
         if self.used_rows + rows > self.max_rows:
             raise ResourceExhaustedError(
@@ -32,17 +32,17 @@ class HeadKVBudget:
             )
         self.used_rows += rows
 
-    def give(self, rows: int) -> None:
+    def return_rows(self, rows: int) -> None:
         """Return reserved rows."""
         self.used_rows -= rows
 
 
-class HeadKV:
+class EagleKV:
     """One session's keys and values, [nkv, capacity, hd] each, growing by doubling."""
 
     def __init__(
         self,
-        budget: HeadKVBudget,
+        budget: EagleKVBudget,
         *,
         num_kv_heads: int,
         head_dim: int,
@@ -66,20 +66,20 @@ class HeadKV:
         if rows <= capacity:
             return
         grown = max(rows, min(max(2 * capacity, _FIRST_CAPACITY), ceiling))
-        self._budget.take(grown - capacity)
+        self._budget.reserve_rows(grown - capacity)
         planes, heads, head_dim = self._shape
         data = self._data.new_empty((planes, heads, grown, head_dim))
         data[:, :, : self.rows] = self._data[:, :, : self.rows]
         self._data = data
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
+    def append_rows(self, keys: Tensor, values: Tensor) -> None:
         """Write rows [N, nkv, hd] behind the present ones; room must have been reserved."""
         end = self.rows + keys.shape[0]
         self._data[0, :, self.rows : end] = keys.transpose(0, 1)
         self._data[1, :, self.rows : end] = values.transpose(0, 1)
         self.rows = end
 
-    def settle(self) -> None:
+    def mark_stable(self) -> None:
         """Declare all present rows stable."""
         self.stable = self.rows
 
@@ -88,18 +88,18 @@ class HeadKV:
         self.stable = min(self.stable, stable)
         self.rows = self.stable
 
-    def view(self) -> tuple[Tensor, Tensor]:
+    def as_views(self) -> tuple[Tensor, Tensor]:
         """Keys and values, [nkv, S, hd] each, without a copy."""
         return self._data[0, :, : self.rows], self._data[1, :, : self.rows]
 
     def release(self) -> None:
         """Return everything to the budget; idempotent."""
-        self._budget.give(self._data.shape[2])
+        self._budget.return_rows(self._data.shape[2])
         self._data = self._data[:, :, :0]
         self.stable = self.rows = 0
 
 
-def attend(
+def attend_rows(
     query_QNh: Tensor, keys_GSh: Tensor, values_GSh: Tensor, hidden_QD: Tensor | None = None
 ) -> Tensor:
     """Grouped-head attention of Q rows, [Q, nq, hd]; softmax in fp32 or better.

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider_drafter.proposers.tree_growth import Frontier
+from outrider_drafter.proposers.tree_growth import StepFrontier
 
 
-class Span(NamedTuple):
+class StepRows(NamedTuple):
     """The rows of one session in a step."""
 
-    owner: int
+    tree_index: int
     """Number of its root."""
     first: int
     """First row in the step."""
@@ -32,7 +32,7 @@ class Span(NamedTuple):
     """[size, D], these rows the last: which draft rows they see."""
 
 
-class Forest(ABC):
+class DraftForest(ABC):
     """The draft rows of some sessions."""
 
     target_ids: Tensor | None = None
@@ -57,11 +57,11 @@ class Forest(ABC):
         """Logits [L, Vd] below the roots."""
 
     @abstractmethod
-    def space(self, owner: int) -> int:
+    def rows_left(self, owner: int) -> int:
         """Draft rows that there is still room for below a root."""
 
     @abstractmethod
-    def deepest(self, owner: int) -> int:
+    def levels_left(self, owner: int) -> int:
         """Levels below a root that can be drafted."""
 
     def step(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
@@ -75,7 +75,7 @@ class Forest(ABC):
         for owner, group in groupby(range(len(tokens)), key=owners.__getitem__):
             rows = list(group)
             visible = self._extend(owner, [self._places[parents[row]] for row in rows])
-            spans.append(Span(owner, rows[0], len(rows), visible))
+            spans.append(StepRows(owner, rows[0], len(rows), visible))
         logits = self._run(tokens, parents, positions, spans)
         self._owners += owners
         self._depths += [depth + 1 for depth in depths]
@@ -95,11 +95,11 @@ class Forest(ABC):
         self._places += range(known, known + size)
         return grown[known:]
 
-    def mark(self) -> None:
+    def save_checkpoint(self) -> None:
         """The rows so far are what `rewind` goes back to."""
         self._marked = len(self)
 
-    def rewind(self) -> None:
+    def restore_checkpoint(self) -> None:
         """Drop all rows since the mark."""
         for rows in (self._owners, self._depths, self._places):
             del rows[self._marked :]
@@ -116,7 +116,7 @@ class Forest(ABC):
         tokens: Sequence[int],
         parents: Sequence[int],
         positions: Sequence[int],
-        spans: Sequence[Span],
+        spans: Sequence[StepRows],
     ) -> Tensor:
         """Run these rows and keep their K/V; logits [R, Vd]."""
 
@@ -125,10 +125,10 @@ class Forest(ABC):
         """Forget all but the first kept[i] draft rows of each session."""
 
 
-class Saplings:
-    """Drafts for outcomes, each below a row of its own in a forest; a `DraftModel`."""
+class OutcomeTrees:
+    """Drafts for outcomes, each below a row of its own in a forest; a `TreeDraftModel`."""
 
-    def __init__(self, forest: Forest, tokens: Sequence[int], parents: Sequence[int]) -> None:
+    def __init__(self, forest: DraftForest, tokens: Sequence[int], parents: Sequence[int]) -> None:
         """Outcome i is tokens[i] after the row parents[i]."""
         self.target_ids = forest.target_ids
         self._forest = forest
@@ -141,7 +141,7 @@ class Saplings:
         """Logits [slots, Vd] below the outcomes."""
         return self._logits
 
-    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+    def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
         """Run one level; logits [R, Vd]."""
         tokens: list[int] = []
         parents: list[int] = []

@@ -9,17 +9,27 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from outrider.engine.draft_sampling import LawLimits, law_limits_for, propose_children
+from outrider.engine.draft_sampling import (
+    DistributionLimits,
+    distribution_limits_for,
+    propose_children,
+)
 from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory, has_penalties
 from outrider.spec.digest import extend_digest
-from outrider.spec.noise import Stream, prefix_keys
+from outrider.spec.noise import NoiseStream, prefix_keys
 from outrider.spec.sampling import Rule, SamplingParams
-from outrider_drafter.proposers.tree_growth import Children, Draft, Frontier, Growth, make_growth
-from outrider_drafter.state.session import Session
+from outrider_drafter.proposers.tree_growth import (
+    CandidateRows,
+    ProposedDraft,
+    StepFrontier,
+    TreeGrowth,
+    make_growth,
+)
+from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_grammars import masks_of
 
 
-class DraftModel(Protocol):
+class TreeDraftModel(Protocol):
     """A draft model in mid-growth: it has seen the prefix of every slot of the batch.
 
     R rows, Vd draft vocabulary. Slots are numbered as the jobs of `grow`.
@@ -34,7 +44,7 @@ class DraftModel(Protocol):
         """Logits [slots, Vd] below each slot's root."""
         ...
 
-    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+    def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
         """Run one level: rows of (slot, frontier) in order; logits [R, Vd].
 
         A frontier's parents index the rows that its slot had in the step before.
@@ -43,41 +53,43 @@ class DraftModel(Protocol):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Job:
+class GrowthJob:
     """One session's tree in the making."""
 
     slot: int
-    growth: Growth
+    growth: TreeGrowth
     sampling: SamplingParams
     prefix_len: int
     history: TokenHistory | None
     """Prompt and output so far; None unless a penalty is set."""
-    session: Session | None = None
+    session: FollowedSession | None = None
     """Whose form masks the draft, if it has one."""
     suffix: tuple[int, ...] = ()
     """Tokens between the session's and the draft."""
 
 
-def make_job(slot: int, session: Session, suffix: Sequence[int] = ()) -> Job | None:
+def make_growth_job(
+    slot: int, session: FollowedSession, suffix: Sequence[int] = ()
+) -> GrowthJob | None:
     """The job of a session that wants a draft for its prefix with `suffix` appended; None if there
     is nothing to draft."""
-    with_law = session.sampling.effective_rule is Rule.REJECTION
-    room = session.room - len(suffix)
-    growth = make_growth(session.plan, room=room, with_law=with_law)
+    has_distribution = session.sampling.effective_rule is Rule.REJECTION
+    room = session.draft_levels_left - len(suffix)
+    growth = make_growth(session.plan, room=room, has_distribution=has_distribution)
     if growth is None:
         return None
-    return Job(
+    return GrowthJob(
         slot=slot,
         growth=growth,
         sampling=_draft_sampling(session, suffix),
         prefix_len=len(session.tokens) + len(suffix),
-        history=history_of(session, suffix),
+        history=penalty_history(session, suffix),
         session=session,
         suffix=tuple(suffix),
     )
 
 
-def history_of(session: Session, suffix: Sequence[int] = ()) -> TokenHistory | None:
+def penalty_history(session: FollowedSession, suffix: Sequence[int] = ()) -> TokenHistory | None:
     """What penalties look at, `suffix` counted as output; None if none is set."""
     if not has_penalties(session.sampling):
         return None
@@ -88,41 +100,46 @@ def history_of(session: Session, suffix: Sequence[int] = ()) -> TokenHistory | N
     )
 
 
-def _draft_sampling(session: Session, suffix: Sequence[int]) -> SamplingParams:
+def _draft_sampling(session: FollowedSession, suffix: Sequence[int]) -> SamplingParams:
     """What a draft is drawn with. Under the rejection rule drafts that are thrown away must not
     condition those that are used: where some are made ahead, each prefix has noise of its own."""
     sampling = session.sampling
     if not session.plan.look_ahead or sampling.effective_rule is not Rule.REJECTION:
         return sampling
     digest = extend_digest(session.digest, suffix)
-    key = int(prefix_keys(sampling.stream_key(Stream.DRAFT), digest))
+    key = int(prefix_keys(sampling.stream_key(NoiseStream.DRAFT), digest))
     return replace(sampling, seed=0, draft_key=key)
 
 
-def grow(model: DraftModel, jobs: Sequence[Job]) -> Iterator[tuple[int, Draft]]:
+def grow_trees(
+    model: TreeDraftModel, jobs: Sequence[GrowthJob]
+) -> Iterator[tuple[int, ProposedDraft]]:
     """Grow all trees; yields (slot, draft) as soon as each is complete."""
-    active = [(job, Frontier((0,), (0,))) for job in jobs]
+    active = [(job, StepFrontier((0,), (0,))) for job in jobs]
     logits = model.root_logits()
     level = 0
     while active:
-        following: list[tuple[Job, Frontier]] = []
+        following: list[tuple[GrowthJob, StepFrontier]] = []
         for (job, _), children in zip(active, _children(model, logits, active, level), strict=True):
-            frontier = job.growth.extend(children)
+            frontier = job.growth.add_level(children)
             if frontier.tokens:
                 following.append((job, frontier))
             else:
-                yield job.slot, job.growth.draft()
+                yield job.slot, job.growth.finish_draft()
         active, level = following, level + 1
         if active:
             logits = model.step([(job.slot, frontier) for job, frontier in active])
 
 
 def _children(
-    model: DraftModel, logits: Tensor, active: Sequence[tuple[Job, Frontier]], level: int
-) -> list[Children]:
+    model: TreeDraftModel,
+    logits: Tensor,
+    active: Sequence[tuple[GrowthJob, StepFrontier]],
+    level: int,
+) -> list[CandidateRows]:
     """Candidates of each active job's rows: one call per distinct top_k."""
     starts = np.cumsum([0] + [len(frontier.tokens) for _, frontier in active]).tolist()
-    found: dict[int, Children] = {}
+    found: dict[int, CandidateRows] = {}
     for top_k in {job.growth.top_k for job, _ in active}:
         members = [i for i, (job, _) in enumerate(active) if job.growth.top_k == top_k]
         rows = [row for i in members for row in range(starts[i], starts[i + 1])]
@@ -131,26 +148,26 @@ def _children(
         offset = 0
         for i in members:
             count = starts[i + 1] - starts[i]
-            found[i] = Children(
+            found[i] = CandidateRows(
                 tokens=candidates.tokens[offset : offset + count],
                 logprobs=candidates.logprobs[offset : offset + count],
-                laws=candidates.laws[offset : offset + count],
+                distributions=candidates.distributions[offset : offset + count],
             )
             offset += count
     return [found[i] for i in range(len(active))]
 
 
 def _propose(
-    model: DraftModel,
+    model: TreeDraftModel,
     logits: Tensor,
-    members: Sequence[tuple[Job, Frontier]],
+    members: Sequence[tuple[GrowthJob, StepFrontier]],
     level: int,
     top_k: int,
-) -> Children:
+) -> CandidateRows:
     sampling: list[SamplingParams] = []
     positions: list[int] = []
     histories: list[TokenHistory] = []
-    limits: list[LawLimits] = []
+    limits: list[DistributionLimits] = []
     for job, frontier in members:
         rows = len(frontier.tokens)
         sampling += [job.sampling] * rows
@@ -158,23 +175,23 @@ def _propose(
         positions += [job.prefix_len + level] * rows
         histories += _histories(job, rows, level)
         # The root and every row that runs ship a law; per row, so that no batch changes one.
-        limits += [law_limits_for(1 + job.growth.max_rows)] * rows
+        limits += [distribution_limits_for(1 + job.growth.max_rows)] * rows
     found = propose_children(
-        logits, model.target_ids, sampling, positions, top_k, histories, law_limits=limits
+        logits, model.target_ids, sampling, positions, top_k, histories, distribution_limits=limits
     )
-    return Children(
+    return CandidateRows(
         tokens=found.tokens.cpu().numpy(),
         logprobs=found.logprobs.cpu().numpy(),
-        laws=found.laws,
+        distributions=found.distributions,
     )
 
 
-def _histories(job: Job, rows: int, level: int) -> list[TokenHistory]:
+def _histories(job: GrowthJob, rows: int, level: int) -> list[TokenHistory]:
     session = job.session
     masked = session is not None and session.constraint is not None
     if job.history is None and not masked:
         return [EMPTY_HISTORY] * rows
-    paths = [job.growth.path(row) if level else () for row in range(rows)]
+    paths = [job.growth.path_to(row) if level else () for row in range(rows)]
     if job.history is None:
         histories = [EMPTY_HISTORY] * rows
     else:
@@ -184,4 +201,4 @@ def _histories(job: Job, rows: int, level: int) -> list[TokenHistory]:
         masks = masks_of(session, [(*job.suffix, *path) for path in paths])
     if masks is None:
         return histories
-    return [replace(each, legal=mask) for each, mask in zip(histories, masks, strict=True)]
+    return [replace(each, allowed_tokens=mask) for each, mask in zip(histories, masks, strict=True)]

@@ -11,21 +11,27 @@ from numpy.typing import NDArray
 
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree
-from outrider.wire.messages import FeatureLayout, Laws, Proposal, Proposals, WireTensor
-from outrider_drafter.proposers.tree_growth import Draft
-from outrider_drafter.state.outcomes import Layout, Places
-from outrider_drafter.state.session import Session
+from outrider.wire.messages import (
+    DraftDistributions,
+    FeatureLayout,
+    Proposal,
+    Proposals,
+    WireTensor,
+)
+from outrider_drafter.proposers.tree_growth import ProposedDraft
+from outrider_drafter.state.outcomes import CandidateLayout, NodeIndex
+from outrider_drafter.state.session import FollowedSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trees:
+class DraftTrees:
     """Drafts that are ready together; columns [B], nodes of all trees flat."""
 
     node_counts: NDArray[np.int64]
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    laws: Laws | None = None
+    distributions: DraftDistributions | None = None
 
     def proposals(
         self,
@@ -44,23 +50,29 @@ class Trees:
             tokens=self.tokens,
             parents=self.parents,
             logprobs=self.logprobs,
-            laws=self.laws,
+            distributions=self.distributions,
             draft_us=int(seconds * 1e6),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drafted(Trees):
+class SessionDrafts(DraftTrees):
     """Drafts for the present prefixes of sessions [B]."""
 
-    sessions: Sequence[Session]
+    sessions: Sequence[FollowedSession]
 
     @classmethod
-    def of(cls, drafts: Sequence[tuple[Session, Draft]]) -> Drafted:
+    def of_drafts(cls, drafts: Sequence[tuple[FollowedSession, ProposedDraft]]) -> SessionDrafts:
         """Drafts that were made one by one."""
-        flat = Proposals.of(
+        flat = Proposals.of_proposals(
             [
-                Proposal(handle=0, prefix_digest=0, prefix_len=1, tree=draft.tree, law=draft.law)
+                Proposal(
+                    handle=0,
+                    prefix_digest=0,
+                    prefix_len=1,
+                    tree=draft.tree,
+                    distribution=draft.distribution,
+                )
                 for _, draft in drafts
             ]
         )
@@ -70,19 +82,19 @@ class Drafted(Trees):
             tokens=flat.tokens,
             parents=flat.parents,
             logprobs=flat.logprobs,
-            laws=flat.laws,
+            distributions=flat.distributions,
         )
 
 
-class Live(NamedTuple):
+class PendingProposal(NamedTuple):
     """The proposal for a session's present prefix: sent, its verdict still to come."""
 
-    session: Session
+    session: FollowedSession
     tree: DraftTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Scored:
+class OutcomeScores:
     """What the target may emit at each place of some live proposals. Row 0 of a proposal is its
     root, row i + 1 its node i; c candidates a place, the same for all."""
 
@@ -92,43 +104,45 @@ class Scored:
     logprobs: Sequence[NDArray[np.float32]]
     """Of each proposal [1 + n, c]: log-prob of each candidate; -inf: there is none, as at places
     that were not looked at."""
-    places: Places
+    places: NodeIndex
     """Of all proposals, one after another,"""
     digests: NDArray[np.uint64]
     """[P]: and the prefix digest at each of these."""
 
     @classmethod
-    def of(
+    def of_candidates(
         cls,
-        lives: Sequence[Live],
+        lives: Sequence[PendingProposal],
         tokens: Sequence[NDArray[np.int32]],
         logprobs: Sequence[NDArray[np.float32]],
-    ) -> Scored:
+    ) -> OutcomeScores:
         """With these candidates of each proposal."""
-        places = Places.of([live.tree for live in lives])
-        return cls(tokens=tokens, logprobs=logprobs, places=places, digests=digests(places, lives))
+        places = NodeIndex.of_trees([live.tree for live in lives])
+        return cls(
+            tokens=tokens, logprobs=logprobs, places=places, digests=node_digests(places, lives)
+        )
 
-    def layout(self, lives: Sequence[int]) -> Layout:
+    def layout(self, lives: Sequence[int]) -> CandidateLayout:
         """Of some proposals, ascending."""
         tokens = np.concatenate([self.tokens[live] for live in lives])
-        return Layout.of(self.places.only(lives), tokens)
+        return CandidateLayout.of_candidates(self.places.select(lives), tokens)
 
 
-def digests(places: Places, lives: Sequence[Live]) -> NDArray[np.uint64]:
+def node_digests(places: NodeIndex, lives: Sequence[PendingProposal]) -> NDArray[np.uint64]:
     """[P]: the prefix digest at each of the proposals' places."""
     found = [live.session.digest for live in lives]
-    return places.digests(np.array(found, dtype=np.uint64))
+    return places.prefix_digests(np.array(found, dtype=np.uint64))
 
 
-def no_scores(lives: Sequence[Live], width: int = 1) -> Scored:
+def empty_scores(lives: Sequence[PendingProposal], width: int = 1) -> OutcomeScores:
     """Scores of proposals of which nothing is known; `width` columns."""
-    return Scored.of(lives, *no_candidates(lives, width))
+    return OutcomeScores.of_candidates(lives, *empty_candidates(lives, width))
 
 
-def no_candidates(
-    lives: Sequence[Live], width: int
+def empty_candidates(
+    lives: Sequence[PendingProposal], width: int
 ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-    """Tokens and log-probs as in `Scored` where nothing is known."""
+    """Tokens and log-probs as in `OutcomeScores` where nothing is known."""
     shapes = [(len(live.tree) + 1, width) for live in lives]
     tokens = [np.full(shape, -1, dtype=np.int32) for shape in shapes]
     return tokens, [np.full(shape, -np.inf, dtype=np.float32) for shape in shapes]
@@ -145,14 +159,14 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Branches(Trees):
+class OutcomeDrafts(DraftTrees):
     """Pre-drafts, one an outcome [B]."""
 
     outcomes: NDArray[np.int64]
     """Indices of the outcomes that were asked for; some may be left out."""
 
     @classmethod
-    def of(cls, outcomes: NDArray[np.int64], drafted: Drafted) -> Branches:
+    def of_drafts(cls, outcomes: NDArray[np.int64], drafted: SessionDrafts) -> OutcomeDrafts:
         """Drafts for these outcomes."""
         return cls(
             outcomes=outcomes,
@@ -160,11 +174,11 @@ class Branches(Trees):
             tokens=drafted.tokens,
             parents=drafted.parents,
             logprobs=drafted.logprobs,
-            laws=drafted.laws,
+            distributions=drafted.distributions,
         )
 
 
-class DraftSource(Protocol):
+class Proposer(Protocol):
     """One way of drafting. Keeps what it needs of each session; all calls come from one thread."""
 
     method: DraftMethod
@@ -175,22 +189,22 @@ class DraftSource(Protocol):
     feature_fingerprint: str
     """Identity of the projection that makes the features; "" without features."""
 
-    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+    def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
         """Feature rows [F, H] as the source wants to find them in `SessionTable.features`; a view
         where they are that already. Never asked of a source without features."""
         ...
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the device still works; asked after a failure only. False is final: nothing
         can be run in this process any more. Must not raise."""
         ...
 
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         """Take in what is new of these sessions; no draft is wanted."""
         ...
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         """Catch up and draft; yields what is ready as soon as it is: what one step of a device
         makes, together.
 
@@ -198,21 +212,21 @@ class DraftSource(Protocol):
         """
         ...
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         """Free what is kept of a session; idempotent."""
         ...
 
 
 @runtime_checkable
-class AheadSource(DraftSource, Protocol):
+class LookAheadProposer(Proposer, Protocol):
     """A source that can draft for outcomes before they happen."""
 
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         """Catch up, then say what the target may emit at each place of these proposals, from the
         freshest features; K/V of the draft rows stays until the next call but `branch`."""
         ...
 
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
         """Draft for outcomes of the proposals last scored, from the source's own features; yields
         what is ready as soon as it is. No session may have moved or ended since."""
         ...

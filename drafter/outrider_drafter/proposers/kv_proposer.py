@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.health import device_works
+from outrider.engine.device.health import is_device_usable
 from outrider.engine.heads import DraftHead
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import MAX_DRAFT_TOKENS
 from outrider.wire.messages import FeatureLayout, TensorDtype, WireTensor
-from outrider_drafter.state.session import Session
+from outrider_drafter.state.session import FollowedSession
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _WIRE_DTYPES: Final = {
 }
 
 
-class RowFeed(NamedTuple):
+class RowSource(NamedTuple):
     """What the rows of a source are made of."""
 
     feature_size: int = 0
@@ -44,7 +44,7 @@ class RowFeed(NamedTuple):
     """Identity of the projection that makes the features."""
 
     @classmethod
-    def of_head(cls, head: DraftHead) -> RowFeed:
+    def of_head(cls, head: DraftHead) -> RowSource:
         """Features of the target, projected for this head."""
         return cls(head.config.hidden_size, head.fingerprint)
 
@@ -54,12 +54,12 @@ class RowFeed(NamedTuple):
         return 1 if self.feature_size else 0
 
 
-class RowFollower(ABC):
+class KVProposer(ABC):
     """Takes in what is new of a session and stops following one that finds no room."""
 
     def __init__(
         self,
-        feed: RowFeed,
+        feed: RowSource,
         *,
         max_context: int,
         rows_with_draft: int,
@@ -76,12 +76,12 @@ class RowFollower(ABC):
         self._dtype, self._device = dtype, torch.device(device)
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the device still works; waits for all that was launched."""
-        return device_works(self._device)
+        return is_device_usable(self._device)
 
-    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
-        """Rows [F, H] as `raw_array` of this source's element type."""
+    def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
+        """Rows [F, H] as `to_raw_array` of this source's element type."""
         if wire.dtype is _WIRE_DTYPES.get(self._dtype):
             return wire.data.view(np.int16) if self._dtype is torch.bfloat16 else wire.data
         data = np.require(wire.data, requirements=("C", "W"))
@@ -89,20 +89,20 @@ class RowFollower(ABC):
             rows = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
         else:
             rows = torch.from_numpy(data)
-        return raw_array(rows.to(self._dtype))
+        return to_raw_array(rows.to(self._dtype))
 
     @torch.inference_mode()
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         """Write the K/V of all rows that the sessions' features allow."""
         for session in sessions:
             if self._follows(session):
                 self._write_ahead(session, keep=0)
 
-    def _write_ahead(self, session: Session, *, keep: int) -> None:
+    def _write_ahead(self, session: FollowedSession, *, keep: int) -> None:
         """Write rows whose prediction nobody wants, but for the newest `keep`."""
         while True:
             start = self._stable(session)
-            known = self._known_rows(session) - start
+            known = self._writable_rows(session) - start
             count = min(known - keep, MAX_ROWS_PER_WRITE)
             if count <= 0 or (keep and known <= self._rows_with_draft):
                 return
@@ -118,39 +118,39 @@ class RowFollower(ABC):
                 self._write(session, start, tokens, np.empty((count, 0), dtype=np.int16))
                 continue
             held = session.table.features
-            rows = held.read(session.slot, start, stop)
+            rows = held.read_rows(session.slot, start, stop)
             self._write(session, start, tokens, rows)
-            held.use(session.slot, stop, rows[-1])
+            held.mark_used(session.slot, stop, rows[-1])
 
-    def _known_rows(self, session: Session) -> int:
+    def _writable_rows(self, session: FollowedSession) -> int:
         """Rows that could be written by now."""
         known = len(session.tokens) - self._first_token
         return min(session.feature_end, known) if self.feature_size else known
 
-    def _live_row(self, session: Session, depth: int) -> int | None:
+    def _live_row(self, session: FollowedSession, depth: int) -> int | None:
         """The row that a draft of `depth` levels begins with; None if there can be none."""
         live = len(session.tokens) - 1 - self._first_token
-        if live < 0 or self._known_rows(session) != live + 1 or live + depth > self._max_context:
+        if live < 0 or self._writable_rows(session) != live + 1 or live + depth > self._max_context:
             return None
         return live
 
-    def _reserve(self, session: Session, rows: int) -> bool:
+    def _reserve(self, session: FollowedSession, rows: int) -> bool:
         """Make room for `rows` of a session in all; where there is none, it is shut."""
         try:
-            self._make_room(session, rows, session.max_len + MAX_DRAFT_TOKENS)
+            self._reserve_blocks(session, rows, session.max_len + MAX_DRAFT_TOKENS)
         except ResourceExhaustedError as error:
             self._shut(session, error.reason)
             return False
         return True
 
-    def _shut(self, session: Session, why: str) -> None:
+    def _shut(self, session: FollowedSession, why: str) -> None:
         """The session is not followed any more."""
         logger.info("session not drafted", extra={"session_id": session.session_id, "why": why})
-        session.table.features.drop(session.slot)
+        session.table.features.drop_slot(session.slot)
         self._give_up(session)
 
     def _tensor(self, rows: NDArray[np.generic]) -> Tensor:
-        """`raw_array` rows on the device."""
+        """`to_raw_array` rows on the device."""
         owned = rows if rows.flags.writeable else rows.copy()
         tensor = torch.from_numpy(owned)
         if self._dtype is torch.bfloat16:
@@ -158,21 +158,21 @@ class RowFollower(ABC):
         return tensor.to(self._device)
 
     @abstractmethod
-    def _follows(self, session: Session) -> bool:
+    def _follows(self, session: FollowedSession) -> bool:
         """Whether the session has K/V here; begins it if it is new."""
 
     @abstractmethod
-    def _stable(self, session: Session) -> int:
+    def _stable(self, session: FollowedSession) -> int:
         """Stable rows of a session."""
 
     @abstractmethod
-    def _make_room(self, session: Session, rows: int, ceiling: int) -> None:
+    def _reserve_blocks(self, session: FollowedSession, rows: int, ceiling: int) -> None:
         """Room for `rows`, of at most `ceiling` ever. Raises ResourceExhaustedError."""
 
     @abstractmethod
     def _write(
         self,
-        session: Session,
+        session: FollowedSession,
         start: int,
         tokens: NDArray[np.int32],
         features: NDArray[np.generic],
@@ -180,11 +180,11 @@ class RowFollower(ABC):
         """Write rows from `start` on and declare them stable; tokens [m], features [m, H]."""
 
     @abstractmethod
-    def _give_up(self, session: Session) -> None:
+    def _give_up(self, session: FollowedSession) -> None:
         """Free a session's K/V; it has none from here on."""
 
 
-def raw_array(tensor: Tensor) -> NDArray[np.generic]:
+def to_raw_array(tensor: Tensor) -> NDArray[np.generic]:
     """A view of a tensor on the host; numpy holds bfloat16 as its bits."""
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.int16)

@@ -9,20 +9,27 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import legal_prefix
+from outrider.grammar.constraint import allowed_prefix_len
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree, path
 from outrider.wire.messages import FeatureLayout, WireTensor
-from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored, no_scores
-from outrider_drafter.proposers.tree_growth import Draft
-from outrider_drafter.state.session import Session
+from outrider_drafter.proposers.interface import (
+    Outcome,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    SessionDrafts,
+    empty_scores,
+)
+from outrider_drafter.proposers.tree_growth import ProposedDraft
+from outrider_drafter.state.session import FollowedSession
 from outrider_drafter.state.session_grammars import constraint_of
 
 _LOGPROB: Final = math.log(0.5)
 """Of what a lookup says, until it is known how often that is so."""
 
 
-def lookup(
+def find_continuation(
     tokens: NDArray[np.int32], count: int, *, max_match: int, min_match: int
 ) -> NDArray[np.int32]:
     """Up to `count` tokens that continue `tokens` as an earlier occurrence of its end did.
@@ -49,78 +56,82 @@ def lookup(
     return tokens[end + 1 + np.arange(count) % period]
 
 
-class NgramSource:
+class NgramProposer:
     """Prompt lookup as a draft source; keeps nothing beside the session's own tokens."""
 
     method = DraftMethod.NGRAM
     feature_layout = FeatureLayout.NONE
     feature_size = 0
     feature_fingerprint = ""
-    usable = True
+    is_usable = True
 
     def __init__(self, *, max_match: int = 4, min_match: int = 2) -> None:
         if not 1 <= min_match <= max_match:
             raise ValueError(f"1 <= min_match <= max_match, not {min_match} and {max_match}")
         self._max_match = max_match
         self._min_match = min_match
-        self._lives: Sequence[Live] = ()
+        self._lives: Sequence[PendingProposal] = ()
         """The proposals scored last."""
 
-    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+    def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
         """Not asked for: the source takes no features."""
         return wire.data
 
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         """Nothing to do."""
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         """A chain for each session whose end occurred before."""
-        drafted: list[tuple[Session, Draft]] = []
+        drafted: list[tuple[FollowedSession, ProposedDraft]] = []
         for session in sessions:
-            count = min(session.plan.draft_tokens, session.room)
-            found = _legal(session, self._continued(session.tokens.view, count))
+            count = min(session.plan.draft_tokens, session.draft_levels_left)
+            found = _allowed(session, self._continued(session.tokens.view, count))
             if len(found):
-                drafted.append((session, Draft(tree=DraftTree.chain(found))))
-        yield Drafted.of(drafted)
+                drafted.append((session, ProposedDraft(tree=DraftTree.chain(found))))
+        yield SessionDrafts.of_drafts(drafted)
 
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         """One candidate a place: how the text went on then."""
-        self._lives, scored = lives, no_scores(lives)
+        self._lives, scored = lives, empty_scores(lives)
         for live, tokens, logprobs in zip(lives, scored.tokens, scored.logprobs, strict=True):
             found = self._continued(live.session.tokens.view, len(live.tree) + 1)
             if np.array_equal(found[:-1], live.tree.tokens):
                 tokens[:, 0], logprobs[:, 0] = found, _LOGPROB
         return scored
 
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
         """The chains that continue these outcomes."""
         made: list[int] = []
-        drafted: list[tuple[Session, Draft]] = []
+        drafted: list[tuple[FollowedSession, ProposedDraft]] = []
         for index, outcome in enumerate(outcomes):
             session, tree = self._lives[outcome.live]
             suffix = np.append(tree.tokens[list(path(tree.parents, outcome.node))], outcome.token)
-            count = min(session.plan.draft_tokens, session.room - len(suffix))
+            count = min(session.plan.draft_tokens, session.draft_levels_left - len(suffix))
             tokens = np.concatenate((session.tokens.view, suffix.astype(np.int32)))
-            found = _legal(session, self._continued(tokens, count), suffix.tolist())
+            found = _allowed(session, self._continued(tokens, count), suffix.tolist())
             if len(found):
                 made.append(index)
-                drafted.append((session, Draft(tree=DraftTree.chain(found))))
+                drafted.append((session, ProposedDraft(tree=DraftTree.chain(found))))
         if made:
-            yield Branches.of(np.array(made, dtype=np.int64), Drafted.of(drafted))
+            yield OutcomeDrafts.of_drafts(
+                np.array(made, dtype=np.int64), SessionDrafts.of_drafts(drafted)
+            )
 
     def _continued(self, tokens: NDArray[np.int32], count: int) -> NDArray[np.int32]:
-        return lookup(tokens, count, max_match=self._max_match, min_match=self._min_match)
+        return find_continuation(
+            tokens, count, max_match=self._max_match, min_match=self._min_match
+        )
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         """Nothing is held."""
 
 
-def _legal(
-    session: Session, found: NDArray[np.int32], suffix: Sequence[int] = ()
+def _allowed(
+    session: FollowedSession, found: NDArray[np.int32], suffix: Sequence[int] = ()
 ) -> NDArray[np.int32]:
     """The part of a continuation behind the session's tokens and `suffix` that its form allows."""
     constraint = constraint_of(session)
     if constraint is None or not len(found):
         return found
-    legal = legal_prefix(constraint, [*suffix, *found.tolist()])
-    return found[: max(0, legal - len(suffix))]
+    allowed_tokens = allowed_prefix_len(constraint, [*suffix, *found.tolist()])
+    return found[: max(0, allowed_tokens - len(suffix))]

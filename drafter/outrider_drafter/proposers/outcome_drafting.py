@@ -18,41 +18,48 @@ from outrider.engine.draft_sampling import propose_children
 from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import ROOT, DraftTree, depths, path
-from outrider_drafter.proposers.forest import Forest, Saplings
-from outrider_drafter.proposers.growth_driver import Job, grow, history_of, make_job
+from outrider_drafter.proposers.forest import DraftForest, OutcomeTrees
+from outrider_drafter.proposers.growth_driver import (
+    GrowthJob,
+    grow_trees,
+    make_growth_job,
+    penalty_history,
+)
 from outrider_drafter.proposers.interface import (
-    Branches,
-    Drafted,
-    Live,
     Outcome,
-    Scored,
-    no_candidates,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    SessionDrafts,
+    empty_candidates,
 )
 from outrider_drafter.state.session_grammars import masks_of
 
-MOST_CANDIDATES: Final = 32
+MAX_CANDIDATES: Final = 32
 """Candidates a place, if there are so many ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ahead:
+class ScoredProposals:
     """Live proposals whose nodes were run: what outcomes are drafted from."""
 
-    lives: Sequence[Live]
+    proposals: Sequence[PendingProposal]
     """All that were asked for."""
     owners: dict[int, int]
     """Number of the root of each live proposal that could be run."""
     rows: dict[int, NDArray[np.int64]]
     """Row of each place [1 + n] of these."""
-    forest: Forest
+    forest: DraftForest
 
 
-def score(forest: Forest, lives: Sequence[Live], ready: Sequence[int]) -> tuple[Ahead, Scored]:
+def score_proposals(
+    forest: DraftForest, lives: Sequence[PendingProposal], ready: Sequence[int]
+) -> tuple[ScoredProposals, OutcomeScores]:
     """Run all nodes of the live proposals `ready`, whose roots the forest has in this order."""
     owners = {live: owner for owner, live in enumerate(ready)}
     rows = {live: np.full(len(lives[live].tree) + 1, owners[live]) for live in ready}
     logits = forest.root_logits()
-    width = min(MOST_CANDIDATES, logits.shape[1])
+    width = min(MAX_CANDIDATES, logits.shape[1])
     at = [(live, ROOT) for live in ready]
     found = [_candidates(forest, logits, lives, at, width, level=0)]
     levels = {live: _levels(lives[live].tree) for live in ready}
@@ -65,23 +72,23 @@ def score(forest: Forest, lives: Sequence[Live], ready: Sequence[int]) -> tuple[
         parents = [int(rows[live][lives[live].tree.parents[node] + 1]) for live, node in at]
         logits = forest.step(tokens, parents)
         found.append(_candidates(forest, logits, lives, at, width, level=level))
-    forest.mark()
+    forest.save_checkpoint()
     ids = np.concatenate([part[0] for part in found])
     logprobs = np.concatenate([part[1] for part in found])
-    no_ids, no_logprobs = no_candidates(lives, width)
-    scored = Scored.of(
+    no_ids, no_logprobs = empty_candidates(lives, width)
+    scored = OutcomeScores.of_candidates(
         lives,
         [ids[rows[i]] if i in rows else none for i, none in enumerate(no_ids)],
         [logprobs[rows[i]] if i in rows else none for i, none in enumerate(no_logprobs)],
     )
-    return Ahead(lives=lives, owners=owners, rows=rows, forest=forest), scored
+    return ScoredProposals(proposals=lives, owners=owners, rows=rows, forest=forest), scored
 
 
-def branch(ahead: Ahead, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+def draft_outcomes(ahead: ScoredProposals, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
     """Draft for outcomes; all that there is room for together, then the rest, as often as it
     takes. What can never be drafted is left out."""
     forest = ahead.forest
-    waiting: list[tuple[int, Job]] = []
+    waiting: list[tuple[int, GrowthJob]] = []
     for index, outcome in enumerate(outcomes):
         job = _job(ahead, outcome) if outcome.live in ahead.owners else None
         if job is not None:
@@ -89,13 +96,13 @@ def branch(ahead: Ahead, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
     # Rows of one session lie together.
     waiting.sort(key=lambda entry: ahead.owners[outcomes[entry[0]].live])
     while waiting:
-        forest.rewind()
+        forest.restore_checkpoint()
         used: dict[int, int] = {}
-        wave: list[tuple[int, Job]] = []
-        rest: list[tuple[int, Job]] = []
+        wave: list[tuple[int, GrowthJob]] = []
+        rest: list[tuple[int, GrowthJob]] = []
         for index, job in waiting:
             owner, size = ahead.owners[outcomes[index].live], 1 + job.growth.max_rows
-            fits = used.get(owner, 0) + size <= forest.space(owner)
+            fits = used.get(owner, 0) + size <= forest.rows_left(owner)
             if fits:
                 used[owner] = used.get(owner, 0) + size
             (wave if fits else rest).append((index, job))
@@ -103,41 +110,43 @@ def branch(ahead: Ahead, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
             break
         yield _grown(ahead, outcomes, wave)
         waiting = rest
-    forest.rewind()
+    forest.restore_checkpoint()
 
 
-def _grown(ahead: Ahead, outcomes: Sequence[Outcome], wave: Sequence[tuple[int, Job]]) -> Branches:
+def _grown(
+    ahead: ScoredProposals, outcomes: Sequence[Outcome], wave: Sequence[tuple[int, GrowthJob]]
+) -> OutcomeDrafts:
     for slot, (_, job) in enumerate(wave):
         job.slot = slot
     chosen = [outcomes[index] for index, _ in wave]
-    model = Saplings(
+    model = OutcomeTrees(
         ahead.forest,
         [outcome.token for outcome in chosen],
         [int(ahead.rows[outcome.live][outcome.node + 1]) for outcome in chosen],
     )
-    grown = list(grow(model, [job for _, job in wave]))
-    sessions = [ahead.lives[chosen[slot].live].session for slot, _ in grown]
-    drafted = Drafted.of(
+    grown = list(grow_trees(model, [job for _, job in wave]))
+    sessions = [ahead.proposals[chosen[slot].live].session for slot, _ in grown]
+    drafted = SessionDrafts.of_drafts(
         [(session, draft) for session, (_, draft) in zip(sessions, grown, strict=True)]
     )
     made = np.array([wave[slot][0] for slot, _ in grown], dtype=np.int64)
-    return Branches.of(made, drafted)
+    return OutcomeDrafts.of_drafts(made, drafted)
 
 
-def _job(ahead: Ahead, outcome: Outcome) -> Job | None:
-    live = ahead.lives[outcome.live]
+def _job(ahead: ScoredProposals, outcome: Outcome) -> GrowthJob | None:
+    live = ahead.proposals[outcome.live]
     suffix = [*_tokens_to(live.tree, outcome.node), outcome.token]
-    job = make_job(0, live.session, suffix)
+    job = make_growth_job(0, live.session, suffix)
     if job is None:
         return None
-    fits = len(suffix) + job.growth.depth <= ahead.forest.deepest(ahead.owners[outcome.live])
+    fits = len(suffix) + job.growth.depth <= ahead.forest.levels_left(ahead.owners[outcome.live])
     return job if fits else None
 
 
 def _candidates(
-    forest: Forest,
+    forest: DraftForest,
     logits: Tensor,
-    lives: Sequence[Live],
+    lives: Sequence[PendingProposal],
     at: Sequence[tuple[int, int]],
     width: int,
     *,
@@ -152,14 +161,14 @@ def _candidates(
     for live, node in at:
         if live not in known:
             session = lives[live].session
-            history = history_of(session) or EMPTY_HISTORY
+            history = penalty_history(session) or EMPTY_HISTORY
             known[live] = _scored_with(session.sampling), len(session.tokens) + level, history
         params, position, history = known[live]
         if history is not EMPTY_HISTORY:
             history = replace(history, path_ids=_tokens_to(lives[live].tree, node))
         masks = masks_of(lives[live].session, [_tokens_to(lives[live].tree, node)])
         if masks is not None:
-            history = replace(history, legal=masks[0])
+            history = replace(history, allowed_tokens=masks[0])
         sampling.append(params)
         positions.append(position)
         histories.append(history)

@@ -10,24 +10,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.health import device_works
+from outrider.engine.device.health import is_device_usable
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import FeatureLayout, WireTensor
-from outrider_drafter.proposers.forest import Forest, Span
-from outrider_drafter.proposers.growth_driver import Job, grow, make_job
-from outrider_drafter.proposers.interface import Branches, Drafted, Live, Outcome, Scored, no_scores
-from outrider_drafter.proposers.outcome_drafting import Ahead, branch, score
-from outrider_drafter.proposers.tree_growth import Frontier
-from outrider_drafter.proposers.tree_visibility import Ancestry
-from outrider_drafter.state.session import Session, SessionKey
+from outrider_drafter.proposers.forest import DraftForest, StepRows
+from outrider_drafter.proposers.growth_driver import GrowthJob, grow_trees, make_growth_job
+from outrider_drafter.proposers.interface import (
+    Outcome,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    SessionDrafts,
+    empty_scores,
+)
+from outrider_drafter.proposers.outcome_drafting import (
+    ScoredProposals,
+    draft_outcomes,
+    score_proposals,
+)
+from outrider_drafter.proposers.tree_growth import StepFrontier
+from outrider_drafter.proposers.tree_visibility import TreeVisibility
+from outrider_drafter.state.session import FollowedSession, SessionKey
 
 _MAX_ROWS_PER_FORWARD = 512
 _MIN_ROWS_AHEAD = 32
 """Fewer rows are left to the next draft, whose batch runs them at hardly any extra cost."""
-DRAFT_SLOTS = 128
+DRAFT_KV_SLOTS = 128
 """K/V slots kept for draft rows beside a session's own tokens; larger trees are not drafted."""
 
 
@@ -40,7 +51,7 @@ class _Prefix:
 
 
 class SmallModelBatch:
-    """Sessions whose trees grow together; a `DraftModel`.
+    """Sessions whose trees grow together; a `TreeDraftModel`.
 
     Levels are committed one by one behind the real tokens; a mask over the draft rows keeps the
     branches apart, and `finish` forgets them.
@@ -52,7 +63,7 @@ class SmallModelBatch:
         self._vocab_size = vocab_size
         self._sequences = [p.sequence for p in prefixes]
         self._real = [p.sequence.len + p.token_ids.shape[0] for p in prefixes]
-        self._ancestry = Ancestry()
+        self._ancestry = TreeVisibility()
         self._level = 0
         ends = np.cumsum([p.token_ids.shape[0] for p in prefixes])
         self._root_logits = _run(
@@ -66,13 +77,13 @@ class SmallModelBatch:
         """Logits [slots, V] below the roots."""
         return self._root_logits[:, : self._vocab_size]
 
-    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+    def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
         """Run one level; logits [R, V]."""
         tokens: list[int] = []
         segments = []
         for slot, frontier in frontiers:
             tokens += frontier.tokens
-            visible = self._ancestry.extend(slot, frontier)
+            visible = self._ancestry.add_rows(slot, frontier)
             rows = len(frontier.tokens)
             segments.append(
                 Segment(
@@ -86,12 +97,12 @@ class SmallModelBatch:
         logits = _run(self._model, torch.tensor(tokens), segments, None)
         return logits[:, : self._vocab_size]
 
-    def finish(self, slot: int) -> None:
+    def forget_draft_rows(self, slot: int) -> None:
         """Forget the draft rows of a slot."""
         self._sequences[slot].truncate(self._real[slot])
 
 
-class _SmallForest(Forest):
+class _SmallForest(DraftForest):
     """Draft rows committed behind the real tokens of their sequences, until they are forgotten."""
 
     def __init__(self, model: TargetModel, vocab_size: int, prefixes: Sequence[_Prefix]) -> None:
@@ -105,11 +116,11 @@ class _SmallForest(Forest):
         """Logits [L, V] below the roots."""
         return self._roots
 
-    def space(self, owner: int) -> int:
+    def rows_left(self, owner: int) -> int:
         """Slots that the sequence has left."""
         return self._sequences[owner].capacity - self._sequences[owner].len
 
-    def deepest(self, owner: int) -> int:
+    def levels_left(self, owner: int) -> int:
         """No bound but those of slots and of the session's length."""
         return self._sequences[owner].capacity
 
@@ -118,7 +129,7 @@ class _SmallForest(Forest):
         tokens: Sequence[int],
         parents: Sequence[int],
         positions: Sequence[int],
-        spans: Sequence[Span],
+        spans: Sequence[StepRows],
     ) -> Tensor:
         where = torch.tensor(positions)
         segments = [
@@ -140,11 +151,11 @@ class _SmallForest(Forest):
     def forget(self) -> None:
         """Drop all draft rows; sessions may have ended."""
         for sequence, base in zip(self._sequences, self._bases, strict=True):
-            if not sequence.released:
+            if not sequence.is_released:
                 sequence.truncate(base)
 
 
-class SmallModelSource:
+class SmallModelProposer:
     """A small language model as a draft source; its K/V can be rebuilt from tokens at any time."""
 
     method = DraftMethod.MODEL
@@ -157,22 +168,22 @@ class SmallModelSource:
         self._model = model
         self._vocab_size = vocab_size
         self._sequences: dict[SessionKey, KVSequence] = {}
-        self._ahead: Ahead | None = None
+        self._ahead: ScoredProposals | None = None
         """The proposals scored last, if nothing was drafted since;"""
         self._forest: _SmallForest | None = None
         """their rows."""
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the device still works; waits for all that was launched."""
-        return device_works(self._model.device)
+        return is_device_usable(self._model.device)
 
-    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+    def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
         """Not asked for: the source takes no features."""
         return wire.data
 
     @torch.inference_mode()
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         """Run the tokens of sessions that draft by this model, but for the newest of each."""
         self._forget()
         for session in sessions:
@@ -180,14 +191,14 @@ class SmallModelSource:
                 self._run_ahead(session)
 
     @torch.inference_mode()
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         """Catch up, then grow the trees of all sessions in one batch."""
-        ready: list[Session] = []
-        jobs: list[Job] = []
+        ready: list[FollowedSession] = []
+        jobs: list[GrowthJob] = []
         prefixes: list[_Prefix] = []
         self._forget()
         for session in sessions:
-            job = make_job(len(jobs), session)
+            job = make_growth_job(len(jobs), session)
             prefix = self._prefix(session, slots=job.growth.max_rows) if job else None
             if job and prefix:
                 ready.append(session)
@@ -196,12 +207,12 @@ class SmallModelSource:
         if not jobs:
             return
         batch = SmallModelBatch(self._model, self._vocab_size, prefixes)
-        for slot, draft in grow(batch, jobs):
-            batch.finish(slot)
-            yield Drafted.of([(ready[slot], draft)])
+        for slot, draft in grow_trees(batch, jobs):
+            batch.forget_draft_rows(slot)
+            yield SessionDrafts.of_drafts([(ready[slot], draft)])
 
     @torch.inference_mode()
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         """Catch up, then run all nodes of all proposals, level by level."""
         self._forget()
         ready: list[int] = []
@@ -212,19 +223,19 @@ class SmallModelSource:
                 ready.append(index)
                 prefixes.append(prefix)
         if not ready:
-            return no_scores(lives)
+            return empty_scores(lives)
         self._forest = _SmallForest(self._model, self._vocab_size, prefixes)
-        self._ahead, scored = score(self._forest, lives, ready)
+        self._ahead, scored = score_proposals(self._forest, lives, ready)
         return scored
 
     @torch.inference_mode()
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
         """Grow drafts together, below the rows of the proposals scored last: as many at a time as
         the sessions have slots for."""
         if self._ahead is not None:
-            yield from branch(self._ahead, outcomes)
+            yield from draft_outcomes(self._ahead, outcomes)
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         """Free the session's K/V."""
         sequence = self._sequences.pop(session.key, None)
         if sequence is not None:
@@ -236,7 +247,7 @@ class SmallModelSource:
             self._forest.forget()
         self._forest = self._ahead = None
 
-    def _prefix(self, session: Session, *, slots: int) -> _Prefix | None:
+    def _prefix(self, session: FollowedSession, *, slots: int) -> _Prefix | None:
         """What is left to run, the root last, with room for `slots` draft rows; None if none."""
         sequence = self._run_ahead(session)
         if sequence is None or len(session.tokens) + slots > sequence.capacity:
@@ -244,7 +255,7 @@ class SmallModelSource:
         sequence.truncate(min(sequence.len, len(session.tokens) - 1))
         return _Prefix(sequence=sequence, token_ids=_ids(session.tokens.view[sequence.len :]))
 
-    def _run_ahead(self, session: Session) -> KVSequence | None:
+    def _run_ahead(self, session: FollowedSession) -> KVSequence | None:
         """Run whole passes of tokens short of the newest; None if the session does not fit."""
         ids = session.tokens.view
         sequence = self._sequences.get(session.key)
@@ -260,11 +271,11 @@ class SmallModelSource:
             _run(self._model, part.token_ids, [_causal(part)], torch.empty(0, dtype=torch.int64))
         return sequence
 
-    def _allocate(self, session: Session) -> KVSequence | None:
+    def _allocate(self, session: FollowedSession) -> KVSequence | None:
         if session.max_len > self._model.config.max_position_embeddings:
             return None
         try:
-            sequence = self._model.pool.allocate(session.max_len + DRAFT_SLOTS)
+            sequence = self._model.pool.allocate(session.max_len + DRAFT_KV_SLOTS)
         except ResourceExhaustedError:
             return None
         self._sequences[session.key] = sequence

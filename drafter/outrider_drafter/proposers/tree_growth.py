@@ -17,8 +17,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.draft_distribution import DraftLaw, LawEntries, make_law
-from outrider.spec.plan import Plan, default_depth
+from outrider.spec.draft_distribution import (
+    DistributionEntries,
+    DraftDistribution,
+    make_distribution,
+)
+from outrider.spec.plan import SpeculationPlan, default_depth
 from outrider.spec.tree import ROOT, DraftTree
 
 _RANK_PRIOR = 0.62
@@ -26,36 +30,36 @@ _RANK_PRIOR = 0.62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Children:
+class CandidateRows:
     """Candidates below R rows; those with log-prob -inf do not exist."""
 
     tokens: NDArray[np.int64]
     """[R, k] target ids, best first."""
     logprobs: NDArray[np.float32]
     """[R, k]"""
-    laws: Sequence[LawEntries | None] = ()
+    distributions: Sequence[DistributionEntries | None] = ()
     """The law each row's candidates were drawn from; empty unless the rule needs laws."""
 
 
-class Frontier(NamedTuple):
+class StepFrontier(NamedTuple):
     """The rows to run next: their tokens, and their parents as rows of the previous step."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
 
 
-DONE = Frontier((), ())
+NO_FRONTIER = StepFrontier((), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class ProposedDraft:
     """What a draft source made of a session."""
 
     tree: DraftTree
-    law: DraftLaw | None = None
+    distribution: DraftDistribution | None = None
 
 
-class Growth(Protocol):
+class TreeGrowth(Protocol):
     """One tree in the making."""
 
     top_k: int
@@ -65,29 +69,33 @@ class Growth(Protocol):
     depth: int
     """Most levels."""
 
-    def extend(self, children: Children) -> Frontier:
+    def add_level(self, children: CandidateRows) -> StepFrontier:
         """Take the candidates of the current frontier (first: of the root); name the next."""
         ...
 
-    def path(self, row: int) -> tuple[int, ...]:
+    def path_to(self, row: int) -> tuple[int, ...]:
         """Tokens from the first level to the given row of the current frontier."""
         ...
 
-    def draft(self) -> Draft:
+    def finish_draft(self) -> ProposedDraft:
         """The finished tree."""
         ...
 
 
-def make_growth(plan: Plan, *, room: int, with_law: bool) -> Growth | None:
+def make_growth(plan: SpeculationPlan, *, room: int, has_distribution: bool) -> TreeGrowth | None:
     """The growth of a session's next tree, within `room` levels; None if nothing can be drafted."""
     num_nodes = plan.draft_tokens
     if num_nodes <= 0 or room <= 0:
         return None
     if plan.top_k == 1:
         length = min(num_nodes, room)
-        return StaticGrowth(static_shape(length, 1, length)) if with_law else ChainGrowth(length)
+        return (
+            StaticGrowth(static_shape(length, 1, length))
+            if has_distribution
+            else ChainGrowth(length)
+        )
     depth = min(plan.depth or default_depth(num_nodes), num_nodes, room)
-    if with_law:
+    if has_distribution:
         return StaticGrowth(static_shape(num_nodes, plan.top_k, depth))
     return BeamGrowth(num_nodes=num_nodes, top_k=plan.top_k, depth=depth)
 
@@ -102,27 +110,31 @@ class ChainGrowth:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
 
-    def extend(self, children: Children) -> Frontier:
+    def add_level(self, children: CandidateRows) -> StepFrontier:
         """Append the only candidate; a candidate that does not exist ends the chain."""
         logprob = float(children.logprobs[0, 0])
         if logprob == -math.inf:
-            return DONE
+            return NO_FRONTIER
         self._tokens.append(int(children.tokens[0, 0]))
         self._logprobs.append(min(logprob, 0.0))
-        return DONE if len(self._tokens) == self.depth else Frontier((self._tokens[-1],), (0,))
+        return (
+            NO_FRONTIER
+            if len(self._tokens) == self.depth
+            else StepFrontier((self._tokens[-1],), (0,))
+        )
 
-    def path(self, row: int) -> tuple[int, ...]:
+    def path_to(self, row: int) -> tuple[int, ...]:
         """All tokens so far."""
         return tuple(self._tokens)
 
-    def draft(self) -> Draft:
+    def finish_draft(self) -> ProposedDraft:
         """The chain."""
         tree = DraftTree(
             tokens=np.asarray(self._tokens, dtype=np.int32),
             parents=np.arange(-1, len(self._tokens) - 1, dtype=np.int32),
             logprobs=np.cumsum(self._logprobs, dtype=np.float32),
         )
-        return Draft(tree=tree)
+        return ProposedDraft(tree=tree)
 
 
 class BeamGrowth:
@@ -144,7 +156,7 @@ class BeamGrowth:
         self._frontier = np.array([ROOT])
         """Candidate index of each row of the current step."""
 
-    def extend(self, children: Children) -> Frontier:
+    def add_level(self, children: CandidateRows) -> StepFrontier:
         """Join the candidates to the list and choose the next frontier."""
         k = children.tokens.shape[1]
         above = self._scores[self._frontier] if self._level else np.zeros(1, dtype=np.float32)
@@ -156,10 +168,10 @@ class BeamGrowth:
         self._scores = np.concatenate((self._scores, scores.ravel()))
         self._level += 1
         if self._level == self.depth:
-            return DONE
+            return NO_FRONTIER
         best = [i for i in self._best() if i >= first][: self.top_k]
         self._frontier = np.asarray(best, dtype=np.int64)
-        return Frontier(
+        return StepFrontier(
             tuple(int(self._tokens[i]) for i in best), tuple((i - first) // k for i in best)
         )
 
@@ -168,7 +180,7 @@ class BeamGrowth:
         order = np.argsort(-self._scores, kind="stable")[: self._num_nodes]
         return [int(i) for i in order if self._scores[i] > -np.inf]
 
-    def path(self, row: int) -> tuple[int, ...]:
+    def path_to(self, row: int) -> tuple[int, ...]:
         """Tokens down to a frontier row."""
         tokens: list[int] = []
         node = int(self._frontier[row])
@@ -177,7 +189,7 @@ class BeamGrowth:
             node = int(self._parents[node])
         return tuple(reversed(tokens))
 
-    def draft(self) -> Draft:
+    def finish_draft(self) -> ProposedDraft:
         """The chosen nodes in candidate order: parents first, siblings best first."""
         chosen = sorted(self._best())
         place = {candidate: i for i, candidate in enumerate(chosen)} | {ROOT: ROOT}
@@ -186,10 +198,10 @@ class BeamGrowth:
             parents=np.array([place[int(self._parents[c])] for c in chosen], dtype=np.int32),
             logprobs=self._scores[chosen],
         )
-        return Draft(tree=tree)
+        return ProposedDraft(tree=tree)
 
 
-class StaticShape(NamedTuple):
+class StaticTreeShape(NamedTuple):
     """A tree's shape, fixed before any token is drawn; nodes in level order."""
 
     parents: tuple[int, ...]
@@ -199,7 +211,7 @@ class StaticShape(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def static_shape(num_nodes: int, top_k: int, depth: int) -> StaticShape:
+def static_shape(num_nodes: int, top_k: int, depth: int) -> StaticTreeShape:
     """The `num_nodes` most promising places under a fixed prior of acceptance by rank."""
     weights = [math.log(_RANK_PRIOR) + r * math.log(1.0 - _RANK_PRIOR) for r in range(top_k)]
     heap: list[tuple[float, tuple[int, ...]]] = [(-weights[0], (0,))]
@@ -214,7 +226,7 @@ def static_shape(num_nodes: int, top_k: int, depth: int) -> StaticShape:
             heapq.heappush(heap, (cost - step, (*path[:-1], path[-1] + 1)))
     chosen.sort(key=lambda path: (len(path), path))
     place = {path: i for i, path in enumerate(chosen)} | {(): ROOT}
-    return StaticShape(
+    return StaticTreeShape(
         parents=tuple(place[path[:-1]] for path in chosen),
         ranks=tuple(path[-1] for path in chosen),
         depth=max(len(path) for path in chosen),
@@ -228,7 +240,7 @@ class StaticGrowth:
     Only a law with fewer ids than the shape has places leaves some of them empty.
     """
 
-    def __init__(self, shape: StaticShape) -> None:
+    def __init__(self, shape: StaticTreeShape) -> None:
         self._shape = shape
         self._below = _children_of(shape)
         self.top_k = max(len(places) for places in self._below.values())
@@ -236,15 +248,15 @@ class StaticGrowth:
         self.depth = shape.depth
         self._tokens: dict[int, int] = {}
         self._scores: dict[int, float] = {}
-        self._laws: dict[int, LawEntries] = {}
+        self._distributions: dict[int, DistributionEntries] = {}
         self._frontier: tuple[int, ...] = (ROOT,)
 
-    def extend(self, children: Children) -> Frontier:
+    def add_level(self, children: CandidateRows) -> StepFrontier:
         """Fill the places below the frontier; the next one holds the places with places below."""
         for row, parent in enumerate(self._frontier):
-            law = children.laws[row] if children.laws else None
-            if law is not None:
-                self._laws[parent] = law
+            distribution = children.distributions[row] if children.distributions else None
+            if distribution is not None:
+                self._distributions[parent] = distribution
             for place in self._below[parent]:
                 self._fill(place, parent, children, row)
         rows = {parent: row for row, parent in enumerate(self._frontier)}
@@ -255,19 +267,19 @@ class StaticGrowth:
             if place in self._tokens and place in self._below
         ]
         self._frontier = tuple(nodes)
-        return Frontier(
+        return StepFrontier(
             tokens=tuple(self._tokens[n] for n in nodes),
             parents=tuple(rows[self._shape.parents[n]] for n in nodes),
         )
 
-    def _fill(self, place: int, parent: int, children: Children, row: int) -> None:
+    def _fill(self, place: int, parent: int, children: CandidateRows, row: int) -> None:
         rank = self._shape.ranks[place]
         logprob = float(children.logprobs[row, rank])
         if logprob > -math.inf:
             self._tokens[place] = int(children.tokens[row, rank])
             self._scores[place] = self._scores.get(parent, 0.0) + min(logprob, 0.0)
 
-    def path(self, row: int) -> tuple[int, ...]:
+    def path_to(self, row: int) -> tuple[int, ...]:
         """Tokens down to a frontier row."""
         tokens: list[int] = []
         node = self._frontier[row]
@@ -276,7 +288,7 @@ class StaticGrowth:
             node = self._shape.parents[node]
         return tuple(reversed(tokens))
 
-    def draft(self) -> Draft:
+    def finish_draft(self) -> ProposedDraft:
         """The filled places in level order, with the law of every expanded node."""
         filled = sorted(self._tokens)
         place = {node: i for i, node in enumerate(filled)} | {ROOT: ROOT}
@@ -286,12 +298,18 @@ class StaticGrowth:
             parents=np.array(parents, dtype=np.int32),
             logprobs=np.array([self._scores[n] for n in filled], dtype=np.float32),
         )
-        slots = {p + 1: self._laws[node] for node, p in place.items() if node in self._laws}
+        slots = {
+            p + 1: self._distributions[node]
+            for node, p in place.items()
+            if node in self._distributions
+        }
         # An expanded node has children: its law holds at least one id, and rank 0 is a place.
-        return Draft(tree=tree, law=make_law(len(tree), slots) if slots else None)
+        return ProposedDraft(
+            tree=tree, distribution=make_distribution(len(tree), slots) if slots else None
+        )
 
 
-def _children_of(shape: StaticShape) -> dict[int, list[int]]:
+def _children_of(shape: StaticTreeShape) -> dict[int, list[int]]:
     below: dict[int, list[int]] = {}
     for place, parent in enumerate(shape.parents):
         below.setdefault(parent, []).append(place)

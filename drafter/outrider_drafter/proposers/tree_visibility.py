@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider_drafter.proposers.tree_growth import Frontier
+from outrider_drafter.proposers.tree_growth import StepFrontier
 
 
-class Ancestry:
+class TreeVisibility:
     """Visibility among the draft rows of each slot: a row sees its ancestors and itself."""
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Ancestry:
         """[rows of the slot's last step, all its draft rows]."""
         self._branched: set[int] = set()
 
-    def extend(self, slot: int, frontier: Frontier) -> NDArray[np.bool_] | None:
+    def add_rows(self, slot: int, frontier: StepFrontier) -> NDArray[np.bool_] | None:
         """What the new rows see of all draft rows, the new ones last: [rows, D], or None for all.
 
         None as long as every step had one row: a chain needs no mask.

@@ -9,15 +9,15 @@ from typing import Final
 
 import torch
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.checkpoints.head_tensors import read_head
 from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.checkpoint import load_model_config
-from outrider.engine.device.current_device import check_device, make_current
+from outrider.engine.device.current_device import check_device, set_current_device
 from outrider.engine.device.drafting.eagle_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config
 from outrider.engine.linear import make_linear
-from outrider.engine.matmul_tuning import set_threads
+from outrider.engine.matmul_tuning import set_compute_threads
 from outrider.engine.model_loader import (
     kv_bytes_per_token,
     load_embedding,
@@ -26,22 +26,22 @@ from outrider.engine.model_loader import (
 )
 from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, InvalidRequestError
-from outrider.grammar.grammar_cache import Grammars
-from outrider.models import resolve
+from outrider.grammar.grammar_cache import GrammarCache
+from outrider.models import resolve_model
 from outrider.spec.plan import DraftMethod
 from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider.transport.interface import Dialer
-from outrider.transport.shm import JoinLane, join_lane
+from outrider.transport.shm import ShmChannelJoiner, join_channel
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.proposers.eagle import HeadSource
-from outrider_drafter.proposers.interface import DraftSource
-from outrider_drafter.proposers.ngram import NgramSource
-from outrider_drafter.proposers.small_model import SmallModelSource
-from outrider_drafter.server.service import DrafterService, Identity
-from outrider_drafter.slow_source import slowed
+from outrider_drafter.proposers.eagle import EagleProposer
+from outrider_drafter.proposers.interface import Proposer
+from outrider_drafter.proposers.ngram import NgramProposer
+from outrider_drafter.proposers.small_model import SmallModelProposer
+from outrider_drafter.server.service import DrafterService, TargetIdentity
+from outrider_drafter.slow_source import slow_down
 
 _HOST_KV_TOKENS: Final = 16384
-_MOST_KV_TOKENS: Final = 131072
+_MAX_KV_TOKENS: Final = 131072
 """What `draft_model_kv_tokens` is where nobody says: from the host, and at most on a device,"""
 _KV_SHARE: Final = 0.5
 """which takes no more than this share of what is free."""
@@ -50,8 +50,8 @@ _KV_SHARE: Final = 0.5
 def build_service(
     config: DrafterConfig,
     dialer: Dialer,
-    awake: AwakeCores | None = None,
-    join: JoinLane = join_lane,
+    busy_cores: BusyCores | None = None,
+    join: ShmChannelJoiner = join_channel,
 ) -> DrafterService:
     """Load everything that `config` names; the service keeps `awake` while it serves, and comes to
     its lanes by `join`.
@@ -60,49 +60,55 @@ def build_service(
     together.
     """
     check_device(config.device)
-    set_threads(config.threads, config.device)
-    make_current(config.device)
-    config = with_paths(config)
+    set_compute_threads(config.threads, config.device)
+    set_current_device(config.device)
+    config = resolve_model_paths(config)
     identity = load_identity(config)
     loaded = (_load_source(method, config, identity) for method in config.methods)
-    sources = [slowed(source, config.bench_slowdown) for source in loaded]
-    grammars = Grammars.load(
+    sources = [slow_down(source, config.bench_slowdown) for source in loaded]
+    grammars = GrammarCache.from_tokenizer_file(
         tokenizer_file(config.model),
         vocab_size=identity.vocab_size,
         limits=config.grammar_compile,
         masks=config.grammar_masks,
     )
     return DrafterService(
-        config, sources, dialer, identity=identity, awake=awake, join=join, grammars=grammars
+        config,
+        sources,
+        dialer,
+        identity=identity,
+        busy_cores=busy_cores,
+        join=join,
+        grammars=grammars,
     )
 
 
-def with_paths(config: DrafterConfig) -> DrafterConfig:
+def resolve_model_paths(config: DrafterConfig) -> DrafterConfig:
     """The configuration with names of pulled models replaced by their directories."""
     if not config.model:
         raise InvalidRequestError("`model`, the target, must be given", reason="INVALID_CONFIG")
-    draft_model = str(resolve(config.draft_model)) if config.draft_model else ""
-    return replace(config, model=str(resolve(config.model)), draft_model=draft_model)
+    draft_model = str(resolve_model(config.draft_model)) if config.draft_model else ""
+    return replace(config, model=str(resolve_model(config.model)), draft_model=draft_model)
 
 
-def load_identity(config: DrafterConfig) -> Identity:
+def load_identity(config: DrafterConfig) -> TargetIdentity:
     """Vocabulary size and tokenizer hash of the target."""
-    return Identity(
+    return TargetIdentity(
         vocab_size=load_model_config(config.model).vocab_size,
         tokenizer_hash=tokenizer_hash(config.model),
     )
 
 
-def _load_source(method: DraftMethod, config: DrafterConfig, identity: Identity) -> DraftSource:
+def _load_source(method: DraftMethod, config: DrafterConfig, identity: TargetIdentity) -> Proposer:
     if method is DraftMethod.NGRAM:
         ngram = config.ngram
-        return NgramSource(max_match=ngram.max_match, min_match=ngram.min_match)
+        return NgramProposer(max_match=ngram.max_match, min_match=ngram.min_match)
     if method is DraftMethod.MODEL:
         return _load_small_model(config, identity)
     return _load_head(method, config)
 
 
-def _load_head(method: DraftMethod, config: DrafterConfig) -> DraftSource:
+def _load_head(method: DraftMethod, config: DrafterConfig) -> Proposer:
     dtype = getattr(torch, config.dtype)
     target = load_model_config(config.model)
     # Before anything is loaded: every mismatch that files can tell.
@@ -110,9 +116,9 @@ def _load_head(method: DraftMethod, config: DrafterConfig) -> DraftSource:
     return _head_source(_load_weights(config, target, dtype), config, dtype)
 
 
-def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> DraftSource:
+def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> Proposer:
     if torch.device(config.device).type != "cuda" or not can_extract(head):
-        return HeadSource(
+        return EagleProposer(
             head,
             max_rows=config.head_kv_rows,
             max_context=config.head_max_context,
@@ -120,9 +126,9 @@ def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> 
             device=config.device,
         )
     # Imported here: it needs Triton, which a drafter on a CPU can do without.
-    from outrider_drafter.gpu.eagle import DeviceHeadSource
+    from outrider_drafter.gpu.eagle import GpuEagleProposer
 
-    source = DeviceHeadSource(
+    source = GpuEagleProposer(
         head,
         max_rows=config.head_kv_rows,
         max_context=config.head_max_context,
@@ -152,7 +158,7 @@ def _load_weights(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype
     )
 
 
-def _load_small_model(config: DrafterConfig, identity: Identity) -> DraftSource:
+def _load_small_model(config: DrafterConfig, identity: TargetIdentity) -> Proposer:
     own = tokenizer_hash(Path(config.draft_model))
     if own and identity.tokenizer_hash and own != identity.tokenizer_hash:
         raise FailedPreconditionError(
@@ -177,7 +183,7 @@ def pool_tokens(config: DrafterConfig, vocab_size: int, model: ModelConfig) -> i
 
 def device_tokens(free_bytes: int, bytes_per_token: int) -> int:
     """The same for those that are drafted on the device, of which so much is free."""
-    return min(_MOST_KV_TOKENS, int(free_bytes * _KV_SHARE) // bytes_per_token)
+    return min(_MAX_KV_TOKENS, int(free_bytes * _KV_SHARE) // bytes_per_token)
 
 
 def _is_covered(model: ModelConfig, vocab_size: int) -> bool:
@@ -185,18 +191,18 @@ def _is_covered(model: ModelConfig, vocab_size: int) -> bool:
     return model.vocab_size >= vocab_size and model.sliding_window is None
 
 
-def _model_source(model: TargetModel, config: DrafterConfig, vocab_size: int) -> DraftSource:
+def _model_source(model: TargetModel, config: DrafterConfig, vocab_size: int) -> Proposer:
     covered = _is_covered(model.config, vocab_size) and model.has_plain_weights
     if model.device.type != "cuda" or not covered:
-        return SmallModelSource(model, vocab_size=vocab_size)
+        return SmallModelProposer(model, vocab_size=vocab_size)
     max_rows = config.draft_model_kv_tokens
     if not max_rows:
         free, _ = torch.cuda.mem_get_info(model.device)
         max_rows = device_tokens(free, kv_bytes_per_token(model.config, model.dtype))
     # Imported here: it needs Triton, which a drafter on a CPU can do without.
-    from outrider_drafter.gpu.small_model import DeviceModelSource
+    from outrider_drafter.gpu.small_model import GpuSmallModelProposer
 
-    source = DeviceModelSource(
+    source = GpuSmallModelProposer(
         model,
         vocab_size=vocab_size,
         max_rows=max_rows,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.grammar_cache import GrammarCache
 from outrider.spec.plan import DraftMethod
 from outrider.wire.messages import (
     PlanChange,
@@ -22,14 +22,19 @@ from outrider.wire.messages import (
     Verdicts,
     WireTensor,
 )
-from outrider_drafter.look_ahead.scheduler import Answers as Answers
-from outrider_drafter.look_ahead.scheduler import LookAhead
-from outrider_drafter.metrics import Metrics
-from outrider_drafter.proposers.interface import Drafted, DraftSource
-from outrider_drafter.server.session_spans import SessionSpans
-from outrider_drafter.state.fair_share import MOST_TOGETHER, first_served
-from outrider_drafter.state.session import Limits, Session, SessionKey, refusal
-from outrider_drafter.state.session_grammars import Forms
+from outrider_drafter.look_ahead.scheduler import LookAheadScheduler
+from outrider_drafter.look_ahead.scheduler import OutgoingProposals as OutgoingProposals
+from outrider_drafter.metrics import DrafterMetrics
+from outrider_drafter.proposers.interface import Proposer, SessionDrafts
+from outrider_drafter.server.session_spans import DrafterSpans
+from outrider_drafter.state.fair_share import MAX_BATCH_SESSIONS, choose_fairly
+from outrider_drafter.state.session import (
+    FollowedSession,
+    SessionKey,
+    VerdictLimits,
+    check_announcement,
+)
+from outrider_drafter.state.session_grammars import SessionConstraints
 from outrider_drafter.state.session_table import SessionTable
 
 logger = logging.getLogger(__name__)
@@ -43,10 +48,10 @@ class ConnectionClosed:
 
 
 SessionMessage = SessionStart | Verdicts | PlanChange | SessionEnd | ConnectionClosed
-Sessions = tuple[Session, ...]
+Sessions = tuple[FollowedSession, ...]
 
 
-class _Addresses(NamedTuple):
+class _ReplyAddresses(NamedTuple):
     """Where the answers for some sessions go."""
 
     slots: NDArray[np.int64]
@@ -57,7 +62,7 @@ class _Addresses(NamedTuple):
     """All of these."""
 
     @classmethod
-    def of(cls, sessions: Sequence[Session]) -> _Addresses:
+    def of_sessions(cls, sessions: Sequence[FollowedSession]) -> _ReplyAddresses:
         """The addresses of these sessions."""
         owners = [session.key.connection for session in sessions]
         return cls(
@@ -73,26 +78,26 @@ class DraftEngine:
 
     def __init__(
         self,
-        sources: Sequence[DraftSource],
+        sources: Sequence[Proposer],
         *,
-        limits: Limits,
+        limits: VerdictLimits,
         max_sessions: int,
-        metrics: Metrics,
+        metrics: DrafterMetrics,
         now: Callable[[], float] = time.perf_counter,
         on_sessions: Callable[[int], None] = lambda _: None,
-        grammars: Grammars | None = None,
+        grammars: GrammarCache | None = None,
         in_time: bool = True,
     ) -> None:
         """`on_sessions` is told how many sessions are followed whenever that may have changed;
         `grammars`: see `Forms`; in_time: see `Pace`."""
-        self._forms = Forms(grammars, limits)
-        self._sources: Mapping[DraftMethod, DraftSource] = {s.method: s for s in sources}
+        self._forms = SessionConstraints(grammars, limits)
+        self._sources: Mapping[DraftMethod, Proposer] = {s.method: s for s in sources}
         self._fed = [s for s in sources if s.feature_size]
         self._limits = limits
-        convert = self._fed[0].held_features if self._fed else _as_they_are
+        convert = self._fed[0].convert_features if self._fed else _as_they_are
         self._table = SessionTable(max_sessions, limits, convert)
         self.metrics = metrics
-        metrics.begin_at_zero(self._sources)
+        metrics.init_series(self._sources)
         self._now = now
         self._on_sessions = on_sessions
         self._lost: list[SessionKey] = []
@@ -103,9 +108,9 @@ class DraftEngine:
         self._batched: tuple[int, bytes] = (-1, b"")
         """Version of the table and slots of the sessions that `_batches` is about."""
         self._batches: list[tuple[DraftMethod, Sessions]] = []
-        self._addresses: dict[int, tuple[Sequence[Session], _Addresses]] = {}
+        self._addresses: dict[int, tuple[Sequence[FollowedSession], _ReplyAddresses]] = {}
         """Of those of `_batches` that were answered together, by identity."""
-        self._ahead = LookAhead(
+        self._ahead = LookAheadScheduler(
             sources,
             self._table,
             metrics,
@@ -114,7 +119,7 @@ class DraftEngine:
             failed=self.check_devices,
             in_time=in_time,
         )
-        self._spans = SessionSpans()
+        self._spans = DrafterSpans()
         self.device_lost = False
         """Whether a device was found not to work after a failure; no draft can follow."""
 
@@ -124,14 +129,14 @@ class DraftEngine:
         return len(self._table)
 
     @property
-    def wants_drafting(self) -> bool:
+    def has_wanted_drafts(self) -> bool:
         """Whether a draft is wanted, or a verifier is to hear of a lost session."""
         return bool(self._lost) or bool(self._table.wanting.any())
 
     @property
-    def wants_look_ahead(self) -> bool:
+    def has_look_ahead_work(self) -> bool:
         """Whether outcomes of live proposals may be drafted for."""
-        return self._ahead.is_wanted
+        return self._ahead.has_work
 
     @property
     def is_behind(self) -> bool:
@@ -139,15 +144,15 @@ class DraftEngine:
         return bool(self._table.behind.any())
 
     @property
-    def has_unbooked(self) -> bool:
+    def has_pending_metrics(self) -> bool:
         """Whether `book` has something to do."""
         return bool(self._unbooked or self._verdicts)
 
-    def listened(self, *, waited: bool) -> None:
+    def record_poll(self, *, waited: bool) -> None:
         """Messages were looked for just now, and are handled next; waited: see `Pace`."""
-        self._ahead.pace.listened(waited=waited)
+        self._ahead.pace.record_poll(waited=waited)
 
-    def handle(self, connection: int, message: SessionMessage) -> None:
+    def handle_message(self, connection: int, message: SessionMessage) -> None:
         """Take in one message. Never raises for anything that a peer may have sent."""
         match message:
             case Verdicts():
@@ -159,24 +164,24 @@ class DraftEngine:
                 if session is not None:
                     session.plan = message.plan
                     self._table.version += 1
-                    self._ahead.watch(session)
+                    self._ahead.watch_session(session)
             case SessionEnd():
                 self._remove(self._table.get(SessionKey(connection, message.handle)))
             case ConnectionClosed():
-                for session in self._table.of_connection(connection):
+                for session in self._table.sessions_of_connection(connection):
                     self._remove(session)
-                self._ahead.pace.forget(connection)
+                self._ahead.pace.forget_connection(connection)
         if not isinstance(message, Verdicts):
             self.metrics.sessions.set(len(self._table))
             self._on_sessions(len(self._table))
 
-    def draft(self) -> Iterator[Answers]:
+    def draft_wanted(self) -> Iterator[OutgoingProposals]:
         """Draft for every session that wants it; yields the proposals that are ready together.
 
         What the metrics are to know of it waits for `book`: each proposal leaves first.
         """
         if len(self._unbooked) >= _MAX_UNBOOKED:
-            self.book()
+            self.update_metrics()
         if self._lost:
             yield self._losses()
         for method, sessions in self._wanting():
@@ -187,38 +192,38 @@ class DraftEngine:
             yield from self._draft_batch(source, sessions)
             self._unbooked.append(partial(self.metrics.batch_sessions.observe, len(sessions)))
 
-    def look_ahead(self) -> Generator[Answers]:
+    def run_look_ahead(self) -> Generator[OutgoingProposals]:
         """Draft for outcomes that have not happened; to be called when no draft is wanted.
 
         Yields what is ready together, which may be nothing. When a message waits the iterator must
         be closed before it is taken in: sessions may move by it. The rest is for the next one.
         """
         if len(self._unbooked) >= _MAX_UNBOOKED:
-            self.book()
-        yield from self._ahead.work()
+            self.update_metrics()
+        yield from self._ahead.run_look_ahead_pass()
 
     def _wanting(self) -> Iterable[tuple[DraftMethod, Sessions]]:
         """The sessions that want a draft, by method; the same objects as long as they are the same
         sessions with the same plans, so that what follows from them need not be worked out anew."""
         table = self._table
         slots = np.flatnonzero(table.wanting)
-        if len(slots) > MOST_TOGETHER:
+        if len(slots) > MAX_BATCH_SESSIONS:
             # The rest goes on wanting, beside what is wished for meanwhile.
-            owners = [table.session(slot).key.connection for slot in slots.tolist()]
-            slots = slots[first_served(np.array(owners), table.used_at[slots], MOST_TOGETHER)]
+            owners = [table.session_in(slot).key.connection for slot in slots.tolist()]
+            slots = slots[choose_fairly(np.array(owners), table.used_at[slots], MAX_BATCH_SESSIONS)]
         table.wanting[slots] = False
         state = (table.version, slots.tobytes())
         if state != self._batched:
-            by_method: dict[DraftMethod, list[Session]] = {}
-            for session in map(table.session, slots.tolist()):
-                if session.plan.speculative:
+            by_method: dict[DraftMethod, list[FollowedSession]] = {}
+            for session in map(table.session_in, slots.tolist()):
+                if session.plan.is_speculative:
                     by_method.setdefault(session.plan.method, []).append(session)
             self._batched = state
             self._batches = [(method, tuple(them)) for method, them in by_method.items()]
             self._addresses.clear()
         return self._batches
 
-    def book(self) -> None:
+    def update_metrics(self) -> None:
         """Write into the metrics what was received and drafted since the last time."""
         self.metrics.verdicts.inc(self._verdicts)
         self._verdicts = 0
@@ -226,11 +231,11 @@ class DraftEngine:
         for write in unbooked:
             write()
 
-    def catch_up(self) -> None:
+    def catch_up_session(self) -> None:
         """Let the sources take in the news of one session."""
         slot = int(self._table.behind.argmax())
         self._table.behind[slot] = False
-        session = self._table.session(slot)
+        session = self._table.session_in(slot)
         own = self._sources.get(session.plan.method)
         for source in {*self._fed, *([own] if own else [])}:
             try:
@@ -243,19 +248,19 @@ class DraftEngine:
 
     def check_devices(self) -> None:
         """After a failure: note whether a device is the reason."""
-        if self.device_lost or all(source.usable for source in self._sources.values()):
+        if self.device_lost or all(source.is_usable for source in self._sources.values()):
             return
         self.device_lost = True
         self.metrics.device_losses.inc()
         logger.critical("the device is lost")
 
-    def _draft_batch(self, source: DraftSource, sessions: Sessions) -> Iterator[Answers]:
+    def _draft_batch(self, source: Proposer, sessions: Sessions) -> Iterator[OutgoingProposals]:
         started = self._now()
-        waiting: Sequence[Session] = sessions
+        waiting: Sequence[FollowedSession] = sessions
         only_fed = all(fed is source for fed in self._fed)
         try:
-            self._forms.give(sessions)
-            for drafted in source.drafts(sessions):
+            self._forms.assign_grammars(sessions)
+            for drafted in source.draft_sessions(sessions):
                 waiting = _without(waiting, drafted.sessions)
                 if not drafted.sessions:
                     continue
@@ -274,10 +279,10 @@ class DraftEngine:
         if waiting:
             yield self._none_of(waiting)
 
-    def _none_of(self, sessions: Sequence[Session]) -> Answers:
+    def _none_of(self, sessions: Sequence[FollowedSession]) -> OutgoingProposals:
         """Say at once that nothing comes, so that the rows decode plainly without any patience."""
         no_nodes = np.empty(0, dtype=np.int32)
-        nothing = Drafted(
+        nothing = SessionDrafts(
             sessions=sessions,
             node_counts=np.zeros(len(sessions), dtype=np.int64),
             tokens=no_nodes,
@@ -286,37 +291,41 @@ class DraftEngine:
         )
         return self._answers(nothing, self._now())
 
-    def _answers(self, drafted: Drafted, started: float) -> Answers:
+    def _answers(self, drafted: SessionDrafts, started: float) -> OutgoingProposals:
         seconds = self._now() - started
         sessions, table = drafted.sessions, self._table
         method = sessions[0].plan.method
-        self._unbooked.append(partial(self.metrics.drafted, method, drafted.node_counts, seconds))
+        self._unbooked.append(
+            partial(self.metrics.record_drafts, method, drafted.node_counts, seconds)
+        )
         if self._spans:
             counts, now = drafted.node_counts, time.time()
-            self._unbooked.append(partial(self._spans.drafted, sessions, counts, seconds, now))
+            self._unbooked.append(
+                partial(self._spans.record_drafts, sessions, counts, seconds, now)
+            )
         if self._ahead.watched:
-            self._ahead.take_up(drafted, seconds)
+            self._ahead.start_proposals(drafted, seconds)
         address = self._address(sessions)
         digests, lengths = table.digests[address.slots], table.lengths[address.slots]
         proposals = drafted.proposals(address.handles, digests, lengths, seconds)
         if len(address.connections) == 1:
             return [(address.connections[0], proposals)]
         return [
-            (number, proposals.only(np.flatnonzero(address.owners == number)))
+            (number, proposals.select(np.flatnonzero(address.owners == number)))
             for number in address.connections
         ]
 
-    def _address(self, sessions: Sequence[Session]) -> _Addresses:
+    def _address(self, sessions: Sequence[FollowedSession]) -> _ReplyAddresses:
         """Whose they are; found again for the same object."""
         known = self._addresses.get(id(sessions))
         if known is not None and known[0] is sessions:
             return known[1]
-        address = _Addresses.of(sessions)
+        address = _ReplyAddresses.of_sessions(sessions)
         if any(sessions is them for _, them in self._batches):
             self._addresses[id(sessions)] = (sessions, address)
         return address
 
-    def _losses(self) -> Answers:
+    def _losses(self) -> OutgoingProposals:
         lost, self._lost = self._lost, []
         by_connection: dict[int, list[int]] = {}
         for connection, handle in lost:
@@ -325,27 +334,27 @@ class DraftEngine:
 
     def _start(self, connection: int, message: SessionStart) -> None:
         key = SessionKey(connection, message.handle)
-        if reason := refusal(message, self._limits):
+        if reason := check_announcement(message, self._limits):
             self._ignore(reason, key)
             return
         self._remove(self._table.get(key))
-        self._remove(self._table.crowded_out(connection))
-        session = self._table.add(connection, message)
-        self._forms.begin(session)
-        self._ahead.watch(session)
-        self._spans.started(key, message)
+        self._remove(self._table.session_to_evict(connection))
+        session = self._table.add_session(connection, message)
+        self._forms.request_grammar(session)
+        self._ahead.watch_session(session)
+        self._spans.start_span(key, message)
 
     def _take_in(self, connection: int, verdicts: Verdicts) -> None:
         self._verdicts += len(verdicts)
-        taken = self._table.take_in(connection, verdicts)
+        taken = self._table.apply_verdicts(connection, verdicts)
         if taken.unknown:
             self._ignored("unknown_session", taken.unknown)
         for session, reason in taken.lost:
             self._lose(session, reason)
         if self._ahead.watched:
-            self._ahead.follow(taken.slots)
+            self._ahead.advance_sessions(taken.slots)
 
-    def _find(self, key: SessionKey) -> Session | None:
+    def _find(self, key: SessionKey) -> FollowedSession | None:
         session = self._table.get(key)
         if session is None:
             self._ignore("unknown_session", key)
@@ -358,28 +367,30 @@ class DraftEngine:
     def _ignored(self, reason: str, count: int = 1) -> None:
         self.metrics.ignored_messages.labels(reason).inc(count)
 
-    def _lose(self, session: Session, reason: str) -> None:
+    def _lose(self, session: FollowedSession, reason: str) -> None:
         """Stop drafting a session that cannot be followed; it decodes plainly from here on."""
         logger.warning("session lost", extra={"session_id": session.session_id, "reason": reason})
         self.metrics.lost_sessions.labels(reason).inc()
-        session.lost = reason
+        session.lost_reason = reason
         self._lost.append(session.key)
-        self._table.forget(session)
+        self._table.forget_session(session)
         self._release(session)
 
-    def _remove(self, session: Session | None) -> None:
+    def _remove(self, session: FollowedSession | None) -> None:
         if session is not None:
-            self._table.remove(session)
+            self._table.remove_session(session)
             self._release(session)
 
-    def _release(self, session: Session) -> None:
-        self._ahead.forget(session)
-        self._spans.ended(session.key, session.lost)
+    def _release(self, session: FollowedSession) -> None:
+        self._ahead.forget_session(session)
+        self._spans.end_span(session.key, session.lost_reason)
         for source in self._sources.values():
-            source.release(session)
+            source.release_session(session)
 
 
-def _without(waiting: Sequence[Session], drafted: Sequence[Session]) -> Sequence[Session]:
+def _without(
+    waiting: Sequence[FollowedSession], drafted: Sequence[FollowedSession]
+) -> Sequence[FollowedSession]:
     """Sessions that still wait for a draft."""
     if drafted is waiting:
         return ()

@@ -11,29 +11,29 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outrider import timeline
-from outrider.engine.device.current_device import enter_launching_thread
-from outrider.engine.device.transfer.pinned_memory import pin
-from outrider.transport.pollable_queue import Letterbox
-from outrider.transport.shm import Lane
+from outrider.engine.device.current_device import init_launching_thread
+from outrider.engine.device.transfer.pinned_memory import pin_memory
+from outrider.transport.pollable_queue import WakeupQueue
+from outrider.transport.shm import ShmChannel
 from outrider.watchdog import Progress
 from outrider_drafter.server.draft_engine import (
-    Answers,
     ConnectionClosed,
     DraftEngine,
+    OutgoingProposals,
     SessionMessage,
 )
-from outrider_drafter.server.shm_channels import Lanes
-from outrider_drafter.state.fair_share import MOST_LOOKS, Turns
+from outrider_drafter.server.shm_channels import VerifierShmChannels
+from outrider_drafter.state.fair_share import MAX_POLLS, FairQueue
 
 logger = logging.getLogger(__name__)
 
-Deliver = Callable[[Answers], None]
+Deliver = Callable[[OutgoingProposals], None]
 """Takes the proposals that are ready together and go by no lane, on the drafting thread; must not
 block."""
 
-THERE_S = 0.00003
+READY_WAIT_S = 0.00003
 """A wait that ends sooner has found what was there."""
-GIVE_WAY_S = 0.0001
+YIELD_INTERVAL_S = 0.0001
 """How long the thread stands back when proposals have left: the thread that sends them needs the
 interpreter lock. A message ends it."""
 
@@ -53,7 +53,7 @@ class DraftWorker:
         deliver: Deliver,
         *,
         on_lost: Callable[[], None],
-        on_lane_lost: Callable[[int], None] = lambda _: None,
+        on_shm_channel_lost: Callable[[int], None] = lambda _: None,
         max_unsent: int = 256,
         device: str = "cpu",
     ) -> None:
@@ -63,21 +63,23 @@ class DraftWorker:
         self._engine = engine
         self._deliver = deliver
         on_device = torch.device(device)
-        self._lanes = Lanes(
+        self._shm_channels = VerifierShmChannels(
             engine.metrics,
             max_unsent=max_unsent,
-            on_lost=on_lane_lost,
-            pin=lambda memory: pin(memory, on_device),
+            on_lost=on_shm_channel_lost,
+            pin=lambda memory: pin_memory(memory, on_device),
         )
         self._on_lost = on_lost
         self._device = device
-        self._inbox: Letterbox[tuple[int, Sequence[SessionMessage] | Lane] | None] = Letterbox()
+        self._inbox: WakeupQueue[tuple[int, Sequence[SessionMessage] | ShmChannel] | None] = (
+            WakeupQueue()
+        )
         """(connection, what came together, or its lane); None wakes the thread to end it."""
         self._submitted: Counter[int] = Counter()
         """Messages of each connection so far; written by the submitting thread alone."""
         self._taken: Counter[int] = Counter()
         """Of these, those that the drafting thread has taken in; written by it alone."""
-        self._untaken: Turns[SessionMessage] = Turns()
+        self._untaken: FairQueue[SessionMessage] = FairQueue()
         """Out of the inbox; an error leaves those behind it for later."""
         self._gives_way = False
         self.progress = Progress()
@@ -104,7 +106,7 @@ class DraftWorker:
         return not self._is_over and not (self._is_idle and len(self._inbox) == 0)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._worker.is_alive()
 
@@ -112,21 +114,21 @@ class DraftWorker:
         """Start the thread."""
         self._worker.start()
 
-    def submit(self, connection: int, *messages: SessionMessage) -> None:
+    def submit_messages(self, connection: int, *messages: SessionMessage) -> None:
         """Hand messages to the thread, which takes all of them in before it drafts. To be called
         from one thread."""
         self._submitted[connection] += len(messages)
-        self._inbox.put((connection, messages))
+        self._inbox.put_item((connection, messages))
 
-    def submit_lane(self, connection: int, lane: Lane) -> None:
+    def submit_shm_channel(self, connection: int, shm_channel: ShmChannel) -> None:
         """Hand the thread a lane: the connection's answers go by it, and its messages come by it.
         It is closed with the connection."""
-        self._inbox.put((connection, lane))
+        self._inbox.put_item((connection, shm_channel))
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread after its current batch; idempotent."""
         self._stopping = True
-        self._inbox.put(None)
+        self._inbox.put_item(None)
         if self._worker.is_alive():
             self._worker.join(timeout_s)
 
@@ -134,7 +136,7 @@ class DraftWorker:
         self.progress.bind()
         # OpenMP keeps the number of threads by thread; being asked, torch sets it for this one.
         torch.get_num_threads()
-        enter_launching_thread(self._device)
+        init_launching_thread(self._device)
         # Entered once for all: a decorator of a generator that is compiled would leave it as soon
         # as it was called (decision 48).
         with torch.inference_mode():
@@ -153,37 +155,37 @@ class DraftWorker:
                 self._on_lost()
                 break
         self._is_over = True
-        self._lanes.close()
+        self._shm_channels.close()
 
     def _work(self) -> None:
         """Take in all messages, waiting for one if there is nothing else to do, then do it."""
         engine = self._engine
         self._take_in()
-        for _ in range(MOST_LOOKS):
+        for _ in range(MAX_POLLS):
             if not self._receive(self._wait_s()):
                 break
             self._gives_way = False
             self._take_in()
         if self._stopping:
             return
-        if engine.wants_drafting:
+        if engine.has_wanted_drafts:
             began = timeline.now()
-            for answers in engine.draft():
-                timeline.span("draft", began, len(answers))
+            for answers in engine.draft_wanted():
+                timeline.mark_span("draft", began, len(answers))
                 self._send(answers)
                 began = timeline.now()
             return
         self._gives_way = False
-        if engine.wants_look_ahead:
+        if engine.has_look_ahead_work:
             self._look_ahead()
-        elif engine.has_unbooked:
-            engine.book()
+        elif engine.has_pending_metrics:
+            engine.update_metrics()
         elif engine.is_behind:
-            engine.catch_up()
+            engine.catch_up_session()
 
     def _look_ahead(self) -> None:
         """Until it is done, or a message waits: sessions may move by it."""
-        ahead = self._engine.look_ahead()
+        ahead = self._engine.run_look_ahead()
         with contextlib.closing(ahead):
             for answers in ahead:
                 self._send(answers)
@@ -193,59 +195,61 @@ class DraftWorker:
 
     def _receive(self, wait_s: float | None) -> bool:
         """Whether messages came within this time."""
-        lanes = self._lanes
+        shm_channels = self._shm_channels
         began = timeline.now()
         self._is_idle = wait_s is None
-        ready = self._inbox.wait(lanes.within(wait_s), lanes.readers, lanes.writers)
+        ready = self._inbox.wait_ready(
+            shm_channels.poll_timeout(wait_s), shm_channels.readers, shm_channels.writers
+        )
         self._is_idle = False
         # What was there already came while something else was done; a look that waits for nothing
         # may be kept long by the interpreter lock.
-        self._engine.listened(waited=wait_s != 0.0 and timeline.now() - began > THERE_S)
+        self._engine.record_poll(waited=wait_s != 0.0 and timeline.now() - began > READY_WAIT_S)
         if wait_s != 0.0:
-            timeline.span("wait", began)
-        lanes.flush()
+            timeline.mark_span("wait", began)
+        shm_channels.flush()
         came = bool(ready)
-        for entry in self._inbox.take():
+        for entry in self._inbox.take_all():
             if entry is None:
                 return False
             connection, content = entry
             came = True
-            if isinstance(content, Lane):
-                lanes.attach(connection, content)
+            if isinstance(content, ShmChannel):
+                shm_channels.attach_channel(connection, content)
                 continue
-            self._untaken.extend((connection, message) for message in content)
+            self._untaken.add_messages((connection, message) for message in content)
             if any(isinstance(message, ConnectionClosed) for message in content):
-                lanes.detach(connection)
-        self._untaken.extend(lanes.messages(ready))
+                shm_channels.detach_channel(connection)
+        self._untaken.add_messages(shm_channels.receive_messages(ready))
         return came
 
-    def _send(self, answers: Answers) -> None:
+    def _send(self, answers: OutgoingProposals) -> None:
         """By lanes; what goes by none is another thread's to send."""
         self.progress.record_step()
         began = timeline.now()
-        rest = self._lanes.answer(answers)
+        rest = self._shm_channels.send_answers(answers)
         if rest:
             self._deliver(rest)
             self._gives_way = True
         if answers:
-            timeline.span("send", began, len(answers))
+            timeline.mark_span("send", began, len(answers))
 
     def _take_in(self) -> None:
         began, count = timeline.now(), 0
-        for connection, message in self._untaken.take():
+        for connection, message in self._untaken.take_messages():
             count += 1
-            if not self._lanes.carries(connection):
+            if not self._shm_channels.has_channel(connection):
                 self._taken[connection] += 1
-            self._engine.handle(connection, message)
+            self._engine.handle_message(connection, message)
         if count:
-            timeline.span("take in", began, count)
+            timeline.mark_span("take in", began, count)
 
     def _wait_s(self) -> float | None:
         """How long to wait for a message; None if there is nothing else to do."""
         engine = self._engine
-        if engine.wants_drafting or self._untaken:
+        if engine.has_wanted_drafts or self._untaken:
             return 0.0
         if self._gives_way:
-            return GIVE_WAY_S
-        busy = engine.wants_look_ahead or engine.has_unbooked or engine.is_behind
+            return YIELD_INTERVAL_S
+        busy = engine.has_look_ahead_work or engine.has_pending_metrics or engine.is_behind
         return 0.0 if busy else None

@@ -7,15 +7,15 @@ import logging
 
 from outrider.errors import FailedPreconditionError, OutriderError, UnavailableError
 from outrider.transport.interface import DrafterConnection
-from outrider.transport.shm import JoinLane, Lane
-from outrider.wire.messages import PROTOCOL_VERSION, Hello, LaneAnswer, LaneOffer, Welcome
+from outrider.transport.shm import ShmChannel, ShmChannelJoiner
+from outrider.wire.messages import PROTOCOL_VERSION, Hello, ShmAnswer, ShmOffer, Welcome
 
 logger = logging.getLogger(__name__)
 
 
-async def shake_hands(
-    connection: DrafterConnection, hello: Hello, *, timeout_s: float, join: JoinLane
-) -> Lane | None:
+async def connect_to_verifier(
+    connection: DrafterConnection, hello: Hello, *, timeout_s: float, join: ShmChannelJoiner
+) -> ShmChannel | None:
     """Greet the verifier; the lane, if it is on this host and has one. `join` is called on a thread
     of its own.
 
@@ -35,19 +35,19 @@ async def shake_hands(
             f"the verifier speaks protocol {answer.protocol_version}, not {PROTOCOL_VERSION}",
             reason="PROTOCOL_MISMATCH",
         )
-    if answer.lane is None:
+    if answer.shm_offer is None:
         return None
-    lane = await _joined(answer.lane, join)
+    shm_channel = await _joined(answer.shm_offer, join)
     try:
-        await connection.send(LaneAnswer(joined=lane is not None))
+        await connection.send(ShmAnswer(is_joined=shm_channel is not None))
     except BaseException:
-        if lane is not None:
-            lane.close()
+        if shm_channel is not None:
+            shm_channel.close()
         raise
-    return lane
+    return shm_channel
 
 
-async def _joined(offer: LaneOffer, join: JoinLane) -> Lane | None:
+async def _joined(offer: ShmOffer, join: ShmChannelJoiner) -> ShmChannel | None:
     try:
         return await asyncio.to_thread(join, offer)
     except OutriderError as error:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.errors import (
     ConnectionLostError,
     FailedPreconditionError,
@@ -21,40 +21,40 @@ from outrider.errors import (
     OutriderError,
     UnavailableError,
 )
-from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.grammar_cache import GrammarCache
 from outrider.ids import DrafterId
 from outrider.transport.interface import Dialer, DrafterConnection
-from outrider.transport.send_queue import Outgoing
-from outrider.transport.shm import JoinLane, join_lane, lanes_exist
+from outrider.transport.send_queue import SendQueue
+from outrider.transport.shm import ShmChannelJoiner, is_shm_supported, join_channel
 from outrider.watchdog import Watchdog
 from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     DrafterInfo,
     DrafterMessage,
-    Encoded,
+    EncodedMessage,
     FeatureLayout,
     Heartbeat,
     Hello,
     Welcome,
 )
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.metrics import Metrics
-from outrider_drafter.proposers.interface import DraftSource
-from outrider_drafter.server.draft_engine import Answers, ConnectionClosed, DraftEngine
+from outrider_drafter.metrics import DrafterMetrics
+from outrider_drafter.proposers.interface import Proposer
+from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine, OutgoingProposals
 from outrider_drafter.server.draft_loop import DraftWorker
-from outrider_drafter.server.handshake import shake_hands
-from outrider_drafter.state.session import Limits
+from outrider_drafter.server.handshake import connect_to_verifier
+from outrider_drafter.state.session import VerdictLimits
 
 logger = logging.getLogger(__name__)
 
-HEARD_S = 1.5
+DRAIN_NOTICE_S = 1.5
 """How long a drafter that ends waits for a router to hear of it; they ask every half second."""
 _BACKLOG_POLL_S, _DRAIN_POLL_S = 0.002, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class TargetIdentity:
     """What must agree with a verifier."""
 
     vocab_size: int
@@ -62,7 +62,7 @@ class Identity:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Link:
+class _VerifierLink:
     """One attached verifier."""
 
     address: str
@@ -83,19 +83,19 @@ class DrafterService:
     def __init__(
         self,
         config: DrafterConfig,
-        sources: Sequence[DraftSource],
+        sources: Sequence[Proposer],
         dialer: Dialer,
         *,
-        identity: Identity,
-        metrics: Metrics | None = None,
-        awake: AwakeCores | None = None,
-        join: JoinLane = join_lane,
-        grammars: Grammars | None = None,
+        identity: TargetIdentity,
+        metrics: DrafterMetrics | None = None,
+        busy_cores: BusyCores | None = None,
+        join: ShmChannelJoiner = join_channel,
+        grammars: GrammarCache | None = None,
     ) -> None:
         """`awake` is kept while there are sessions; `join` is called on a thread of its own."""
-        kept = awake or AwakeCores.claim(0)
-        self.metrics = metrics or Metrics()
-        self._config, self._dialer, self._join_lane = config, dialer, join
+        kept = busy_cores or BusyCores.claim(0)
+        self.metrics = metrics or DrafterMetrics()
+        self._config, self._dialer, self._join_shm_channel = config, dialer, join
         self._grammars = grammars
         fed = [s for s in sources if s.feature_layout is not FeatureLayout.NONE]
         self._hello = Hello(
@@ -107,10 +107,10 @@ class DrafterService:
             methods=tuple(source.method for source in sources),
             feature_layout=fed[0].feature_layout if fed else FeatureLayout.NONE,
             feature_fingerprint=fed[0].feature_fingerprint if fed else "",
-            lanes=config.lanes and lanes_exist(),
+            supports_shm=config.shared_memory and is_shm_supported(),
             feature_offsets=True,
         )
-        limits = Limits(
+        limits = VerdictLimits(
             vocab_size=identity.vocab_size,
             feature_size=fed[0].feature_size if fed else 0,
             max_context=config.max_context,
@@ -120,16 +120,16 @@ class DrafterService:
             limits=limits,
             max_sessions=config.max_sessions,
             metrics=self.metrics,
-            on_sessions=lambda count: kept.keep(count > 0),
+            on_sessions=lambda count: kept.set_busy(count > 0),
             grammars=grammars,
-            in_time=config.look_ahead_in_time,
+            in_time=config.limit_look_ahead_time,
         )
         self._worker = DraftWorker(
             engine,
             self._deliver,
             on_lost=self._on_lost,
-            on_lane_lost=self._on_lane_lost,
-            max_unsent=config.max_outbox,
+            on_shm_channel_lost=self._on_shm_channel_lost,
+            max_unsent=config.max_unsent_batches,
             device=config.device,
         )
         self.lost = asyncio.Event()
@@ -149,11 +149,11 @@ class DrafterService:
         self._heard = False
         """Whether anybody asked since it is ending."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._links: dict[str, _Link] = {}
-        self._outboxes: dict[int, Outgoing[DrafterMessage]] = {}
+        self._links: dict[str, _VerifierLink] = {}
+        self._outboxes: dict[int, SendQueue[DrafterMessage]] = {}
         self._readers: dict[int, asyncio.Task[None]] = {}
         """By connection: what ends it when it ends."""
-        self._lost_lanes: set[int] = set()
+        self._lost_shm_channels: set[int] = set()
         """Connections that end because their lanes are lost."""
         self._numbers = itertools.count(1)
 
@@ -201,7 +201,7 @@ class DrafterService:
         if link is None:
             self._start_worker()
             outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            link = _Link(address=verifier_address, first_outcome=outcome)
+            link = _VerifierLink(address=verifier_address, first_outcome=outcome)
             self._links[verifier_address] = link
             link.task = asyncio.create_task(self._follow(link), name=f"verifier {verifier_address}")
         wait_s = self._config.reconnect.attach_wait_s
@@ -223,7 +223,7 @@ class DrafterService:
         """Whether its sessions are to be given to others."""
         return self._draining or self._ending
 
-    async def drain(self, draining: bool) -> None:
+    async def set_draining(self, draining: bool) -> None:
         """Say in `info` that it leaves, or that it stays after all; it drafts on in any case."""
         self._draining = draining
 
@@ -234,7 +234,7 @@ class DrafterService:
         self._ending = True
         began = time.monotonic()
         while (passed := time.monotonic() - began) < timeout_s:
-            unheard = self._links and not self._heard and passed < HEARD_S
+            unheard = self._links and not self._heard and passed < DRAIN_NOTICE_S
             if not (self.num_sessions or unheard):
                 break
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -256,10 +256,10 @@ class DrafterService:
             self._worker.start()
             self._watchdog.start()
 
-    async def _follow(self, link: _Link) -> None:
+    async def _follow(self, link: _VerifierLink) -> None:
         """Serve a verifier, connection after connection, until detached or refused at first."""
         reconnect = self._config.reconnect
-        pause = reconnect.first_s
+        pause = reconnect.min_backoff_s
         while True:
             try:
                 await self._serve(link)
@@ -277,47 +277,47 @@ class DrafterService:
                 logger.exception("connection failed", extra={"verifier": link.address})
                 self._attempt(link, "failed", error)
             if link.connected:
-                pause = reconnect.first_s
+                pause = reconnect.min_backoff_s
             link.connected = False
             if not link.first_outcome.done():
                 link.first_outcome.set_result(None)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2.0 * pause, reconnect.max_s)
+            pause = min(2.0 * pause, reconnect.max_backoff_s)
 
-    def _attempt(self, link: _Link, outcome: str, error: Exception) -> None:
+    def _attempt(self, link: _VerifierLink, outcome: str, error: Exception) -> None:
         self.metrics.connects.labels(outcome).inc()
         logger.warning(
             "verifier connection ended",
             extra={"verifier": link.address, "outcome": outcome, "reason": str(error)},
         )
 
-    async def _serve(self, link: _Link) -> None:
+    async def _serve(self, link: _VerifierLink) -> None:
         """One connection, from the handshake to its end (always by an exception)."""
         connection = await self._dialer.exchange(link.address)
         number = next(self._numbers)
         sender: asyncio.Task[None] | None = None
         try:
             timeout_s = self._config.reconnect.handshake_timeout_s
-            lane = await shake_hands(
-                connection, self._hello, timeout_s=timeout_s, join=self._join_lane
+            shm_channel = await connect_to_verifier(
+                connection, self._hello, timeout_s=timeout_s, join=self._join_shm_channel
             )
-            if lane is not None:
-                self._worker.submit_lane(number, lane)
+            if shm_channel is not None:
+                self._worker.submit_shm_channel(number, shm_channel)
             link.connected = True
             if not link.first_outcome.done():
                 link.first_outcome.set_result(None)
             self.metrics.connects.labels("connected").inc()
             self.metrics.connections.inc()
-            about = {"verifier": link.address, "lane": lane is not None}
+            about = {"verifier": link.address, "shared_memory": shm_channel is not None}
             logger.info("verifier connected", extra=about)
-            outbox = self._outboxes[number] = Outgoing(connection)
+            outbox = self._outboxes[number] = SendQueue(connection)
             sender = asyncio.create_task(_send_all(outbox), name="proposals")
             await self._read_until_lost(connection, number)
         finally:
             if sender is not None:
                 sender.cancel()
                 del self._outboxes[number]
-                self._worker.submit(number, ConnectionClosed())
+                self._worker.submit_messages(number, ConnectionClosed())
                 self.metrics.connections.dec()
             with contextlib.suppress(OutriderError):
                 await connection.close()
@@ -331,11 +331,11 @@ class DrafterService:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             detaching = task is not None and task.cancelling() > 0
-            if reader.cancelled() and number in self._lost_lanes and not detaching:
+            if reader.cancelled() and number in self._lost_shm_channels and not detaching:
                 raise ConnectionLostError("the lane is lost", reason="LANE_LOST") from None
             raise
         finally:
-            self._lost_lanes.discard(number)
+            self._lost_shm_channels.discard(number)
             del self._readers[number]
             reader.cancel()
 
@@ -347,19 +347,20 @@ class DrafterService:
                 self.metrics.ignored_messages.labels("malformed").inc()
                 logger.warning("malformed message", extra={"reason": error.message})
                 continue
-            together = (message, *connection.ready())
-            told = [m for m in together if not isinstance(m, Heartbeat | Welcome | Encoded)]
+            together = (message, *connection.receive_ready())
+            told = [m for m in together if not isinstance(m, Heartbeat | Welcome | EncodedMessage)]
             if told:
-                self._worker.submit(number, *told)
+                self._worker.submit_messages(number, *told)
             while self._worker.backlog(number) > self._config.max_backlog:
                 await asyncio.sleep(_BACKLOG_POLL_S)
 
-    def _deliver(self, answers: Answers) -> None:
+    def _deliver(self, answers: OutgoingProposals) -> None:
         """Called on the drafting thread, which also encodes: it has nothing else to do, and the
         event loop may be on its way to other messages."""
         assert self._loop is not None
         encoded = [
-            (number, Encoded((encode_drafter_message(message),))) for number, message in answers
+            (number, EncodedMessage((encode_drafter_message(message),)))
+            for number, message in answers
         ]
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._enqueue, encoded)
@@ -370,16 +371,16 @@ class DrafterService:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._leave)
 
-    def _on_lane_lost(self, connection: int) -> None:
+    def _on_shm_channel_lost(self, connection: int) -> None:
         """Called on the drafting thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
-            self._loop.call_soon_threadsafe(self._lose_lane, connection)
+            self._loop.call_soon_threadsafe(self._lose_shm, connection)
 
-    def _lose_lane(self, connection: int) -> None:
+    def _lose_shm(self, connection: int) -> None:
         reader = self._readers.get(connection)
         if reader is not None:
-            self._lost_lanes.add(connection)
+            self._lost_shm_channels.add(connection)
             reader.cancel()
 
     def _on_stall(self, _silent_s: float) -> None:
@@ -402,23 +403,23 @@ class DrafterService:
         if self.lost.is_set():
             raise UnavailableError("the drafter has lost its device", reason="DEVICE_LOST")
 
-    def _enqueue(self, answers: Sequence[tuple[int, Encoded]]) -> None:
+    def _enqueue(self, answers: Sequence[tuple[int, EncodedMessage]]) -> None:
         for number, proposals in answers:
             self._send(number, proposals)
 
-    def _send(self, number: int, proposals: Encoded) -> None:
+    def _send(self, number: int, proposals: EncodedMessage) -> None:
         outbox = self._outboxes.get(number)
         if outbox is None:
             self.metrics.dropped_proposals.inc()
             return
         with contextlib.suppress(OutriderError):  # the reader notices the loss, too
-            outbox.put(proposals)
-        while len(outbox) > self._config.max_outbox:
+            outbox.put_messages(proposals)
+        while len(outbox) > self._config.max_unsent_batches:
             outbox.drop_oldest()
             self.metrics.dropped_proposals.inc()
 
 
-async def _send_all(outbox: Outgoing[DrafterMessage]) -> None:
+async def _send_all(outbox: SendQueue[DrafterMessage]) -> None:
     """Send what finds no room at once; the reader notices when the connection is lost."""
     with contextlib.suppress(OutriderError):
-        await outbox.pump()
+        await outbox.run_sender()

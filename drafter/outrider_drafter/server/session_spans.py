@@ -13,31 +13,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider import spans
-from outrider.spans import Attributes, Sampling, Span
+from outrider.spans import Attributes, RequestSpan, RoundTraceSampler
 from outrider.wire.messages import SessionStart
-from outrider_drafter.state.session import Session, SessionKey
+from outrider_drafter.state.session import FollowedSession, SessionKey
 
 
 @dataclass(slots=True, eq=False)
-class _Traced:
+class _TracedDrafterSession:
     """A session that is traced."""
 
-    span: Span
-    sampling: Sampling = field(default_factory=spans.round_sampling)
+    span: RequestSpan
+    sampling: RoundTraceSampler = field(default_factory=spans.round_sampling)
     drafts: int = 0
     nodes: int = 0
 
 
-class SessionSpans:
+class DrafterSpans:
     """The traced sessions of a drafter; the drafting thread only."""
 
     def __init__(self) -> None:
-        self._traced: dict[SessionKey, _Traced] = {}
+        self._traced: dict[SessionKey, _TracedDrafterSession] = {}
 
     def __bool__(self) -> bool:
         return bool(self._traced)
 
-    def started(self, key: SessionKey, start: SessionStart) -> None:
+    def start_span(self, key: SessionKey, start: SessionStart) -> None:
         """A verifier announces a session."""
         if not start.traceparent:
             return
@@ -46,13 +46,13 @@ class SessionSpans:
             "outrider.epoch": start.epoch,
             "outrider.draft_method": start.plan.method.value,
         }
-        span = spans.start("outrider.drafter.session", start.traceparent, about)
-        if span.sampled:
-            self._traced[key] = _Traced(span)
+        span = spans.start_span("outrider.drafter.session", start.traceparent, about)
+        if span.is_sampled:
+            self._traced[key] = _TracedDrafterSession(span)
 
-    def drafted(
+    def record_drafts(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[FollowedSession],
         node_counts: NDArray[np.int64],
         seconds: float,
         now: float,
@@ -64,17 +64,19 @@ class SessionSpans:
                 continue
             traced.drafts += 1
             traced.nodes += nodes
-            if traced.sampling.take():
+            if traced.sampling.should_sample():
                 about = {"outrider.draft_tokens": nodes, "outrider.batch": len(sessions)}
                 draft = traced.span.child("outrider.draft", about, began=now - seconds)
                 draft.end(at=now)
 
-    def ended(self, key: SessionKey, lost: str = "") -> None:
+    def end_span(self, key: SessionKey, lost: str = "") -> None:
         """A session is over, or no longer drafted (then `lost` says why); idempotent."""
         traced = self._traced.pop(key, None)
         if traced is None:
             return
-        traced.span.set({"outrider.drafts": traced.drafts, "outrider.draft_tokens": traced.nodes})
+        traced.span.set_attributes(
+            {"outrider.drafts": traced.drafts, "outrider.draft_tokens": traced.nodes}
+        )
         if lost:
             traced.span.event("session_lost", {"outrider.reason": lost})
         traced.span.end()

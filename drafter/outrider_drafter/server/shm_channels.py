@@ -9,21 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
-from outrider.transport.shm import Lane, LaneSet
+from outrider.transport.shm import ShmChannel, ShmChannelSet
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
-from outrider.wire.messages import Encoded, Heartbeat, Welcome
-from outrider_drafter.metrics import Metrics
-from outrider_drafter.server.draft_engine import Answers, SessionMessage
+from outrider.wire.messages import EncodedMessage, Heartbeat, Welcome
+from outrider_drafter.metrics import DrafterMetrics
+from outrider_drafter.server.draft_engine import OutgoingProposals, SessionMessage
 
 logger = logging.getLogger(__name__)
 
 
-class Lanes(LaneSet):
+class VerifierShmChannels(ShmChannelSet):
     """By connection; drafting thread only."""
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: DrafterMetrics,
         *,
         max_unsent: int,
         on_lost: Callable[[int], None],
@@ -37,28 +37,28 @@ class Lanes(LaneSet):
         self._max_unsent = max_unsent
         self._pin = pin
 
-    def attach(self, number: int, lane: Lane) -> None:
-        """See `LaneSet`."""
-        lane.read_by(self._pin)
-        super().attach(number, lane)
+    def attach_channel(self, number: int, shm_channel: ShmChannel) -> None:
+        """See `ShmChannelSet`."""
+        shm_channel.pin_for_reader(self._pin)
+        super().attach_channel(number, shm_channel)
 
-    def answer(self, answers: Answers) -> Answers:
+    def send_answers(self, answers: OutgoingProposals) -> OutgoingProposals:
         """Send what goes by lanes; returns the rest."""
-        rest: Answers = []
+        rest: OutgoingProposals = []
         for connection, message in answers:
-            if not self.carries(connection):
+            if not self.has_channel(connection):
                 rest.append((connection, message))
                 continue
-            lane = self.send(connection, encode_drafter_message(message))
-            if lane is None:
+            shm_channel = self.send_frames(connection, encode_drafter_message(message))
+            if shm_channel is None:
                 self._metrics.dropped_proposals.inc()
                 continue
-            while lane.unsent > self._max_unsent:
-                lane.drop_oldest()
+            while shm_channel.num_unsent > self._max_unsent:
+                shm_channel.drop_oldest()
                 self._metrics.dropped_proposals.inc()
         return rest
 
-    def messages(self, ready: Iterable[int]) -> list[tuple[int, SessionMessage]]:
+    def receive_messages(self, ready: Iterable[int]) -> list[tuple[int, SessionMessage]]:
         """(connection, message) of what verifiers say, by the lanes with these descriptors."""
         found: list[tuple[int, SessionMessage]] = []
         for connection, frame in self.receive(ready):
@@ -66,6 +66,6 @@ class Lanes(LaneSet):
                 if isinstance(message, InvalidMessageError):
                     self._metrics.ignored_messages.labels("malformed").inc()
                     logger.warning("malformed message", extra={"reason": message.message})
-                elif not isinstance(message, Heartbeat | Welcome | Encoded):
+                elif not isinstance(message, Heartbeat | Welcome | EncodedMessage):
                     found.append((connection, message))
         return found

@@ -11,19 +11,19 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class ConnectionSessions:
     """The sessions that one connection announced."""
 
     slots: Indices = field(default_factory=lambda: np.full(64, -1, dtype=np.int64))
     """By handle; -1: none."""
     count: int = 0
 
-    def find(self, handles: Indices) -> Indices:
+    def find_slots(self, handles: Indices) -> Indices:
         """The slots of these handles, any numbers >= 0; -1 for those without."""
         known = handles < len(self.slots)
         return np.where(known, self.slots[np.where(known, handles, 0)], -1)
 
-    def put(self, handle: int, slot: int) -> None:
+    def set_slot(self, handle: int, slot: int) -> None:
         """Note the session of a handle."""
         if handle >= len(self.slots):
             grown = np.full(max(handle + 1, 2 * len(self.slots)), -1, dtype=np.int64)

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 MessageT = TypeVar("MessageT")
 Indices = NDArray[np.int64]
 
-MOST_TOGETHER: Final = 64
+MAX_BATCH_SESSIONS: Final = 64
 """Sessions that are drafted for before messages are looked at again: one launch on a device."""
-MOST_MESSAGES: Final = 64
+MAX_MESSAGES_PER_TURN: Final = 64
 """Messages of a connection that are taken in before those of the others are looked at again."""
-MOST_LOOKS: Final = 8
+MAX_POLLS: Final = 8
 """Looks for messages before drafts that are wanted are made, whoever has still more to say."""
 
 
-def first_served(connections: Indices, wished_at: Indices, at_most: int) -> Indices:
+def choose_fairly(connections: Indices, wished_at: Indices, at_most: int) -> Indices:
     """Which of n wishes for a draft are served now: of every connection in turn the oldest.
 
     `connections` [n] are those of the sessions, `wished_at` [n] grows with time. Returns at most
@@ -37,7 +37,7 @@ def first_served(connections: Indices, wished_at: Indices, at_most: int) -> Indi
     return found
 
 
-class Turns(Generic[MessageT]):
+class FairQueue(Generic[MessageT]):
     """Messages by connection, in order; connections take turns."""
 
     def __init__(self) -> None:
@@ -46,12 +46,14 @@ class Turns(Generic[MessageT]):
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    def extend(self, messages: Iterable[tuple[int, MessageT]]) -> None:
+    def add_messages(self, messages: Iterable[tuple[int, MessageT]]) -> None:
         """Add (connection, message) behind what waits of the connection."""
         for connection, message in messages:
             self._queues.setdefault(connection, deque()).append(message)
 
-    def take(self, at_most: int = MOST_MESSAGES) -> Generator[tuple[int, MessageT]]:
+    def take_messages(
+        self, at_most: int = MAX_MESSAGES_PER_TURN
+    ) -> Generator[tuple[int, MessageT]]:
         """Remove and return one (connection, message) of every connection in turn, at most so many
         of each. Those that are not asked for stay."""
         for _ in range(at_most):

@@ -14,18 +14,18 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.transport.shm import is_lent
+from outrider.transport.shm import is_ring_view
 from outrider.wire.messages import WireTensor
-from outrider.wire.rounds import parts
+from outrider.wire.rounds import owner_and_offset
 
 Indices = NDArray[np.int64]
-Convert = Callable[[WireTensor], NDArray[np.generic]]
+FeatureConverter = Callable[[WireTensor], NDArray[np.generic]]
 """Rows [F, H] as their reader holds them; a view where that is how they came."""
 _NOBODY: Final = 1 << 62
 """In the place of how far a session's features were used: it needs none any more."""
 
 
-class Lying(NamedTuple):
+class FeatureView(NamedTuple):
     """All that a batch needs of one message."""
 
     rows: NDArray[np.generic]
@@ -35,7 +35,7 @@ class Lying(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Message:
+class _FeatureMessage:
     """Rows of one message; entry e has counts[e] of them from offsets[e] on."""
 
     rows: NDArray[np.generic]
@@ -45,16 +45,16 @@ class _Message:
     counts: Indices
     offsets: Indices
 
-    def own(self) -> None:
+    def make_own_copy(self) -> None:
         """See to it that nobody waits for where the rows lie; between them others may."""
-        if is_lent(self.rows):
-            owners, places = parts(self.counts)
+        if is_ring_view(self.rows):
+            owners, places = owner_and_offset(self.counts)
             self.rows = self.rows[self.offsets[owners] + places]
             self.offsets = self.counts.cumsum() - self.counts
 
-    def entries(self, chosen: Indices) -> _Message:
+    def entries(self, chosen: Indices) -> _FeatureMessage:
         """Some entries, in this order."""
-        return _Message(
+        return _FeatureMessage(
             self.rows,
             self.slots[chosen],
             self.firsts[chosen],
@@ -62,7 +62,7 @@ class _Message:
             self.offsets[chosen],
         )
 
-    def places(self, slots: Indices, starts: Indices, counts: Indices) -> Indices | None:
+    def row_indices(self, slots: Indices, starts: Indices, counts: Indices) -> Indices | None:
         """[B]: from which row on counts[i] rows of the session in slots[i] lie, from position
         starts[i] on, if just these were brought for each of them, whatever for others; None: if
         not. Columns [B]."""
@@ -75,10 +75,10 @@ class _Message:
         return self.offsets[at] if bool(alike.all()) else None
 
 
-class HeldFeatures:
+class FeatureBuffer:
     """Features by session and position, each position once and in order."""
 
-    def __init__(self, *, max_sessions: int, width: int, convert: Convert) -> None:
+    def __init__(self, *, max_sessions: int, width: int, convert: FeatureConverter) -> None:
         self.width = width
         """H"""
         self._convert = convert
@@ -86,29 +86,29 @@ class HeldFeatures:
         """[X]: positions below were used."""
         self._last: NDArray[np.generic] | None = None
         """[X, H]: the newest used one of each session, for a draft that is made again."""
-        self._messages: list[_Message] = []
+        self._messages: list[_FeatureMessage] = []
 
     def __len__(self) -> int:
         return len(self._messages)
 
-    def open(self, slot: int) -> None:
+    def open_slot(self, slot: int) -> None:
         """A session begins."""
         self._used[slot] = 0
 
-    def drop(self, slot: int) -> None:
+    def drop_slot(self, slot: int) -> None:
         """A session needs no features any more."""
         self._used[slot] = _NOBODY
         for message in self._messages:
             message.counts[message.slots == slot] = 0
         self._tidy()
 
-    def add(
+    def add_rows(
         self, wire: WireTensor, slots: Indices, firsts: Indices, counts: Indices, offsets: Indices
     ) -> None:
         """Keep a message's rows: entry e brings counts[e] of them, from row offsets[e] on, for
         the positions from firsts[e] on of the session in slots[e]; all [E]."""
         for message in self._messages:
-            message.own()
+            message.make_own_copy()
         wanted = (self._used[slots] < _NOBODY) & (counts > 0)
         if not bool(wanted.any()):
             return
@@ -118,7 +118,7 @@ class HeldFeatures:
             # Address space only: the system backs what is written.
             self._last = np.empty(shape, dtype=rows.dtype)
         # Entries are struck out here when a session ends.
-        message = _Message(rows, slots, firsts, counts.copy(), offsets)
+        message = _FeatureMessage(rows, slots, firsts, counts.copy(), offsets)
         if not bool(wanted.all()):
             message = message.entries(np.flatnonzero(wanted))
         if not bool((slots[1:] > slots[:-1]).all()):
@@ -126,7 +126,7 @@ class HeldFeatures:
             message = message.entries(np.argsort(message.slots))
         self._messages.append(message)
 
-    def read(self, slot: int, start: int, stop: int) -> NDArray[np.generic]:
+    def read_rows(self, slot: int, start: int, stop: int) -> NDArray[np.generic]:
         """Rows [stop - start, H] of a session; they must be held, from the last used one on."""
         used = int(self._used[slot])
         assert used - 1 <= start <= stop, (used, start, stop)
@@ -145,25 +145,25 @@ class HeldFeatures:
         assert len(rows) == stop - start, (slot, start, stop)
         return rows
 
-    def use(self, slot: int, stop: int, last: NDArray[np.generic]) -> None:
+    def mark_used(self, slot: int, stop: int, last: NDArray[np.generic]) -> None:
         """Positions below `stop` of a session were used; `last` [H] is the newest of them."""
         assert self._last is not None
         self._last[slot] = last
         self._used[slot] = stop
         self._tidy()
 
-    def lying(self, slots: Indices, starts: Indices, counts: Indices) -> Lying | None:
+    def find_view(self, slots: Indices, starts: Indices, counts: Indices) -> FeatureView | None:
         """Where counts[i] rows of the session in slots[i] lie, from position starts[i] on, all [B],
         if one message in a lane's memory brought just these: a device can read them there. Who
         looks at them keeps their place from being written over."""
         for message in reversed(self._messages):
-            if is_lent(message.rows):
-                offsets = message.places(slots, starts, counts)
+            if is_ring_view(message.rows):
+                offsets = message.row_indices(slots, starts, counts)
                 if offsets is not None:
-                    return Lying(message.rows, offsets)
+                    return FeatureView(message.rows, offsets)
         return None
 
-    def gather(
+    def copy_rows(
         self, slots: Indices, starts: Indices, counts: Indices, out: NDArray[np.generic]
     ) -> None:
         """Write counts[i] rows of the session in slots[i], from position starts[i] on, into
@@ -172,7 +172,7 @@ class HeldFeatures:
         size, most, width = out.shape
         flat = out.reshape(size * most, width)
         for message in reversed(self._messages):
-            offsets = message.places(slots, starts, counts)
+            offsets = message.row_indices(slots, starts, counts)
             if offsets is not None:
                 # One pass over its memory; behind its rows a session's last one is repeated.
                 within = np.minimum(np.arange(most), counts[:, None] - 1)
@@ -183,7 +183,7 @@ class HeldFeatures:
         row_of[slots] = np.arange(size)
         for message in self._messages:
             rows = row_of[message.slots]
-            owners, places = parts(np.where(rows >= 0, message.counts, 0))
+            owners, places = owner_and_offset(np.where(rows >= 0, message.counts, 0))
             into = rows[owners]
             within = message.firsts[owners] + places - starts[into]
             fits = (within >= 0) & (within < counts[into])
@@ -195,7 +195,7 @@ class HeldFeatures:
             assert self._last is not None
             flat[again * most] = self._last[slots[again]]
 
-    def use_batch(self, slots: Indices, stops: Indices, last: NDArray[np.generic]) -> None:
+    def mark_batch_used(self, slots: Indices, stops: Indices, last: NDArray[np.generic]) -> None:
         """Positions below stops[i] of the session in slots[i] were used, for all [B]; `last` [B, H]
         are the newest of them."""
         assert self._last is not None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from outrider.spec.digest import extend_digests
 from outrider.spec.tree import DraftTree
 
-BRANCH_SIZES: Final = (4, 16, 32, 64)
+OUTCOME_BATCH_SIZES: Final = (4, 16, 32, 64)
 """Outcomes that one launch drafts for: a device fills up what is less."""
 _WORTH: Final = 0.004
 """Gain of an outcome that pays for its row of a launch: a hit saves some 2 ms of a GPU's time, a
@@ -26,20 +26,20 @@ Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Places(NamedTuple):
+class NodeIndex(NamedTuple):
     """How the nodes of some proposals lie, whatever may follow them."""
 
     roots: Indices
     """[L]: the first place of each proposal."""
-    above: Indices
+    parent_indices: Indices
     """[P]: the place above each; of a root, itself."""
-    drafted: NDArray[np.int32]
+    node_tokens: NDArray[np.int32]
     """[P]: the token of each node; of a root, -1."""
     depths: Indices
     """[P]: tokens between the root and each place."""
 
     @classmethod
-    def of(cls, trees: Sequence[DraftTree]) -> Places:
+    def of_trees(cls, trees: Sequence[DraftTree]) -> NodeIndex:
         """The places of proposals."""
         sizes = np.array([len(tree) + 1 for tree in trees], dtype=np.int64)
         roots = sizes.cumsum() - sizes
@@ -56,33 +56,34 @@ class Places(NamedTuple):
             depths, at = depths + depths[at], at[at]
         return cls(roots, above, drafted, depths)
 
-    def only(self, proposals: Sequence[int]) -> Places:
+    def select(self, proposals: Sequence[int]) -> NodeIndex:
         """Of some of the proposals, ascending."""
         if len(proposals) == len(self.roots):
             return self
-        ends = np.append(self.roots[1:], len(self.above))
+        ends = np.append(self.roots[1:], len(self.parent_indices))
         owned = [np.arange(self.roots[index], ends[index]) for index in proposals]
         sizes = np.array([len(mine) for mine in owned])
         kept, roots = np.concatenate(owned), sizes.cumsum() - sizes
-        above = self.above[kept] + (roots - self.roots[proposals]).repeat(sizes)
-        return Places(roots, above, self.drafted[kept], self.depths[kept])
+        above = self.parent_indices[kept] + (roots - self.roots[proposals]).repeat(sizes)
+        return NodeIndex(roots, above, self.node_tokens[kept], self.depths[kept])
 
-    def digests(self, prefixes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def prefix_digests(self, prefixes: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """[P]: the prefix digest at each place; `prefixes` [L]: at the roots."""
-        result = np.empty(len(self.above), dtype=np.uint64)
+        result = np.empty(len(self.parent_indices), dtype=np.uint64)
         result[self.roots] = prefixes
         for depth in range(1, int(self.depths.max(initial=0)) + 1):
             at = np.flatnonzero(self.depths == depth)
-            result[at] = extend_digests(result[self.above[at]], self.drafted[at])
+            result[at] = extend_digests(result[self.parent_indices[at]], self.node_tokens[at])
         return result
 
 
-class Layout(NamedTuple):
-    """How the nodes of some proposals lie among the candidates; for the first four see `Places`."""
+class CandidateLayout(NamedTuple):
+    """How the nodes of some proposals lie among the candidates; for the first four see
+    `ConnectionSlots`."""
 
     roots: Indices
-    above: Indices
-    drafted: NDArray[np.int32]
+    parent_indices: Indices
+    node_tokens: NDArray[np.int32]
     depths: Indices
     tokens: NDArray[np.int32]
     """[P, c]: candidates of each place, best first."""
@@ -92,20 +93,20 @@ class Layout(NamedTuple):
     """[P, c]: candidates that are nodes of the proposal."""
 
     @classmethod
-    def of(cls, places: Places, tokens: NDArray[np.int32]) -> Layout:
+    def of_candidates(cls, places: NodeIndex, tokens: NDArray[np.int32]) -> CandidateLayout:
         """The layout of proposals with these candidates [P, c]."""
-        same = tokens[places.above] == places.drafted[:, None]
+        same = tokens[places.parent_indices] == places.node_tokens[:, None]
         same[places.roots] = False
         found = same.any(axis=1)
         ranks = np.where(found, same.argmax(axis=1), tokens.shape[1])
         is_child = np.zeros(tokens.shape, dtype=np.bool_)
-        is_child[places.above[found], ranks[found]] = True
+        is_child[places.parent_indices[found], ranks[found]] = True
         return cls(*places, tokens, ranks, is_child)
 
-    def reach(self, stands: Floats) -> Floats:
+    def reach_probability(self, stands: Floats) -> Floats:
         """[P]: probability that a verdict's path comes to each place; `stands` [P]: that a node
         stands once its parent was reached; what it says of roots does not matter."""
-        result, at = stands.copy(), self.above
+        result, at = stands.copy(), self.parent_indices
         result[self.roots] = 1.0
         while bool(self.depths[at].any()):
             result, at = result * result[at], at[at]
@@ -113,7 +114,7 @@ class Layout(NamedTuple):
         return found
 
 
-class Chosen(NamedTuple):
+class ChosenOutcomes(NamedTuple):
     """Outcomes of one proposal, best first; [K] each."""
 
     places: Indices
@@ -122,7 +123,9 @@ class Chosen(NamedTuple):
     """Expected: the probability of each outcome, as far as it is known."""
 
 
-def best(layout: Layout, gains: Floats, proposal: int, *, room: int, count: int) -> Chosen:
+def best_outcomes(
+    layout: CandidateLayout, gains: Floats, proposal: int, *, room: int, count: int
+) -> ChosenOutcomes:
     """Up to `count` outcomes of a proposal by expected gain [P, c]; those that cannot be are left
     out: children of the place, and what leaves no `room` (levels that the proposal itself has room
     for) for a draft of one level. Ties go to the lower place, then to the lower candidate."""
@@ -141,14 +144,14 @@ def best(layout: Layout, gains: Floats, proposal: int, *, room: int, count: int)
     order = found[np.argsort(-flat[found], kind="stable")][: max(count, 0)]
     places, columns = np.divmod(order, gains.shape[1])
     places += first
-    return Chosen(places, layout.tokens[places, columns], flat[order])
+    return ChosenOutcomes(places, layout.tokens[places, columns], flat[order])
 
 
-def worth_drafting(gains: Floats) -> int:
+def num_worthwhile(gains: Floats) -> int:
     """How many of these outcomes [K], of all sessions, best first, are worth a draft: one launch of
     the largest size that pays for its rows."""
     count = 0
-    for size in BRANCH_SIZES:
+    for size in OUTCOME_BATCH_SIZES:
         added = gains[count:size]
         if float(added.sum()) < _WORTH * len(added):
             break
@@ -156,18 +159,18 @@ def worth_drafting(gains: Floats) -> int:
     return min(count, len(gains))
 
 
-class Seen(NamedTuple):
+class VerdictPath(NamedTuple):
     """What a verdict showed of a proposal: the places that its path reached, and what followed."""
 
     places: Indices
     """[m], the root first."""
     columns: Indices
     """[m]: which candidate of the place was emitted; -1: none of them."""
-    stood: NDArray[np.bool_]
+    accepted: NDArray[np.bool_]
     """[m]: whether that is a child, on whose side the path went on."""
 
 
-def seen(layout: Layout, proposal: int, emitted: Sequence[int]) -> Seen:
+def follow_verdict(layout: CandidateLayout, proposal: int, emitted: Sequence[int]) -> VerdictPath:
     """Follow the emitted tokens through a proposal, as far as they lead."""
     places: list[int] = []
     columns: list[int] = []
@@ -177,12 +180,12 @@ def seen(layout: Layout, proposal: int, emitted: Sequence[int]) -> Seen:
         candidates = layout.tokens[place].tolist()
         places.append(place)
         columns.append(candidates.index(token) if token in candidates else -1)
-        child = np.flatnonzero((layout.above == place) & (layout.drafted == token))
+        child = np.flatnonzero((layout.parent_indices == place) & (layout.node_tokens == token))
         stood.append(len(child) > 0)
         if not len(child):
             break
         place = int(child[0])
-    return Seen(
+    return VerdictPath(
         np.array(places, dtype=np.int64),
         np.array(columns, dtype=np.int64),
         np.array(stood, dtype=np.bool_),

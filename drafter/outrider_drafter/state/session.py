@@ -1,8 +1,9 @@
 """What a drafter knows of each session.
 
 Tokens t_0 .. t_n (t_n is the root) and features f_0 .. f_{n-1}. During a chunked prefill the
-features may cover every known token; once a draft is wanted they end one before the root.
-What changes with every round is in the columns of a `SessionTable`; a `Session` is one row of it.
+features may cover every known token; once a draft is wanted they end one before the root. What
+changes with every round is in the columns of a `SessionTable`; a `FollowedSession` is one row of
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from outrider.grammar.constraint import Constraint
 from outrider.ids import SessionId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured_output import StructuredOutput
 from outrider.spec.token_limits import TokenLimits
@@ -33,7 +34,7 @@ class SessionKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class VerdictLimits:
     """What a verdict may contain."""
 
     vocab_size: int
@@ -61,7 +62,7 @@ class TokenRow:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Session:
+class FollowedSession:
     """One followed session."""
 
     key: SessionKey
@@ -70,7 +71,7 @@ class Session:
     table: SessionTable
     slot: int
     """Its row of the table."""
-    plan: Plan
+    plan: SpeculationPlan
     sampling: SamplingParams
     max_len: int
     prompt_len: int
@@ -84,7 +85,7 @@ class Session:
     constraint: Constraint | None = None
     """What it may emit, by its form and the limits of its ids; None: anything, or its form is not
     known yet and drafts are not masked."""
-    lost: str = ""
+    lost_reason: str = ""
     """Why the session is no longer drafted; empty while it is."""
 
     @property
@@ -98,17 +99,17 @@ class Session:
         return int(self.table.feature_ends[self.slot])
 
     @property
-    def constrained(self) -> bool:
+    def has_constraint(self) -> bool:
         """Whether not all ids may follow everywhere."""
         return self.structured_output is not None or self.token_limits is not None
 
     @property
-    def room(self) -> int:
+    def draft_levels_left(self) -> int:
         """Draft levels that can still become tokens: each round also emits one of its own."""
         return self.max_len - len(self.tokens) - 1
 
 
-def refusal(start: SessionStart, limits: Limits) -> str:
+def check_announcement(start: SessionStart, limits: VerdictLimits) -> str:
     """Why an announcement makes no sense; empty if it does."""
     if not 0 < start.max_len <= limits.max_context:
         return "max_len"

@@ -16,73 +16,75 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError
-from outrider.grammar.constraint import Constraint, path_masks
-from outrider.grammar.grammar_cache import Grammar, Grammars
-from outrider.grammar.grammar_constraint import FormConstraint
-from outrider.grammar.token_constraint import within
+from outrider.grammar.constraint import Constraint, masks_of_paths
+from outrider.grammar.grammar_cache import CompiledGrammar, GrammarCache
+from outrider.grammar.grammar_constraint import GrammarConstraint
+from outrider.grammar.token_constraint import make_constraint
 from outrider.spec.structured_output import StructuredOutput
-from outrider_drafter.state.session import Limits, Session
+from outrider_drafter.state.session import FollowedSession, VerdictLimits
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING: Final = 64
+MAX_WAITING_GRAMMARS: Final = 64
 """Forms that may wait to be compiled; sessions beyond that are drafted for without masks."""
 
 
-class Forms:
+class SessionConstraints:
     """Gives sessions their constraints; of the drafting thread."""
 
-    def __init__(self, grammars: Grammars | None, limits: Limits) -> None:
+    def __init__(self, grammars: GrammarCache | None, limits: VerdictLimits) -> None:
         """`grammars`: None where there can be none."""
         self._grammars, self._limits = grammars, limits
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forms")
-        self._waiting: dict[StructuredOutput, Future[Grammar | None]] = {}
+        self._waiting: dict[StructuredOutput, Future[CompiledGrammar | None]] = {}
 
-    def begin(self, session: Session) -> None:
+    def request_grammar(self, session: FollowedSession) -> None:
         """A session was announced: have its form compiled, if it has one."""
         structured = session.structured_output
-        if structured is None or structured in self._waiting or self._known(structured):
+        if structured is None or structured in self._waiting or self._cached(structured):
             return
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING_GRAMMARS:
             # Those of sessions that have left meanwhile.
             self._waiting = {form: it for form, it in self._waiting.items() if not it.done()}
-        if len(self._waiting) < MOST_WAITING:
+        if len(self._waiting) < MAX_WAITING_GRAMMARS:
             self._waiting[structured] = self._threads.submit(self._compile, structured)
 
-    def give(self, sessions: Sequence[Session]) -> None:
+    def assign_grammars(self, sessions: Sequence[FollowedSession]) -> None:
         """Sessions are about to be drafted for: those without a form, and those whose forms have
         been compiled meanwhile, get their constraints."""
         for session in sessions:
-            if session.constrained and session.constraint is None:
+            if session.has_constraint and session.constraint is None:
                 session.constraint = self._constraint(session)
 
-    def _constraint(self, session: Session) -> Constraint | None:
+    def _constraint(self, session: FollowedSession) -> Constraint | None:
         form = None
         if session.structured_output is not None:
             form = self._begun(session, session.structured_output)
             if form is None:
                 return None
-        return within(session.token_limits, form, vocab_size=self._limits.vocab_size)
+        return make_constraint(session.token_limits, form, vocab_size=self._limits.vocab_size)
 
-    def _known(self, structured: StructuredOutput) -> Grammar | None:
-        return None if self._grammars is None else self._grammars.known(structured)
+    def _cached(self, structured: StructuredOutput) -> CompiledGrammar | None:
+        return None if self._grammars is None else self._grammars.get_cached(structured)
 
-    def _begun(self, session: Session, structured: StructuredOutput) -> FormConstraint | None:
+    def _begun(
+        self, session: FollowedSession, structured: StructuredOutput
+    ) -> GrammarConstraint | None:
         future = self._waiting.get(structured)
         if future is not None and not future.done():
             return None
         if future is not None:
             del self._waiting[structured]
-        grammar = self._known(structured) if future is None else future.result()
+        grammar = self._cached(structured) if future is None else future.result()
         if grammar is None:
             return None
         ids = [i for i in session.stop_token_ids if i < self._limits.vocab_size]
-        return grammar.begin(ids)
+        return grammar.start_constraint(ids)
 
-    def _compile(self, structured: StructuredOutput) -> Grammar | None:
+    def _compile(self, structured: StructuredOutput) -> CompiledGrammar | None:
         """On the thread."""
         try:
-            return None if self._grammars is None else self._grammars.compile(structured)
+            return None if self._grammars is None else self._grammars.compile_grammar(structured)
         except OutriderError as error:
             logger.warning("drafts of a form are not masked", extra={"reason": error.message})
         except Exception:
@@ -90,16 +92,16 @@ class Forms:
         return None
 
 
-def constraint_of(session: Session) -> Constraint | None:
+def constraint_of(session: FollowedSession) -> Constraint | None:
     """What may follow a session's tokens; None if anything may, as far as is known."""
     constraint = session.constraint
     if constraint is None:
         return None
-    constraint.follow(session.tokens.view[session.prompt_len :])
-    return None if constraint.failed else constraint
+    constraint.advance_to(session.tokens.view[session.prompt_len :])
+    return None if constraint.failure else constraint
 
 
-def masks_of(session: Session, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32] | None:
+def masks_of(session: FollowedSession, paths: Sequence[Sequence[int]]) -> NDArray[np.uint32] | None:
     """uint32 [P, W]: what may follow the tokens of a session and each path; None: anything."""
     constraint = constraint_of(session)
-    return None if constraint is None else path_masks(constraint, paths)
+    return None if constraint is None else masks_of_paths(constraint, paths)

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from outrider.spec.digest import EMPTY_DIGEST, extend_ragged
 from outrider.wire.messages import FeatureRows, SessionStart, Verdicts, WireTensor
-from outrider.wire.rounds import last_of_each, parts
-from outrider_drafter.state.connections import Connection
-from outrider_drafter.state.feature_buffer import Convert, HeldFeatures
-from outrider_drafter.state.session import Limits, Session, SessionKey, TokenRow
+from outrider.wire.rounds import is_last_occurrence, owner_and_offset
+from outrider_drafter.state.connections import ConnectionSessions
+from outrider_drafter.state.feature_buffer import FeatureBuffer, FeatureConverter
+from outrider_drafter.state.session import FollowedSession, SessionKey, TokenRow, VerdictLimits
 
 Indices = NDArray[np.int64]
 
-REASONS: Final = (
+LOSS_REASONS: Final = (
     "",
     "repeated",
     "token_gap",
@@ -35,12 +35,12 @@ REASONS: Final = (
 """Why a session cannot be followed any more, by number; the first one that holds is it."""
 
 
-class Taken(NamedTuple):
+class AppliedVerdicts(NamedTuple):
     """What became of a message."""
 
     slots: Indices
     """Sessions that were moved on."""
-    lost: list[tuple[Session, str]]
+    lost: list[tuple[FollowedSession, str]]
     """Sessions whose entry cannot be followed, and why."""
     unknown: int
     """Entries for nobody."""
@@ -50,16 +50,16 @@ class SessionTable:
     """At most `max_sessions` sessions. When all slots are taken, the connection that holds most of
     them gives up the one it has not used for longest: no verifier takes another's."""
 
-    def __init__(self, max_sessions: int, limits: Limits, convert: Convert) -> None:
+    def __init__(self, max_sessions: int, limits: VerdictLimits, convert: FeatureConverter) -> None:
         """`convert` is how the reader of features holds them."""
         self._limits = limits
-        self._sessions: list[Session | None] = [None] * max_sessions
+        self._sessions: list[FollowedSession | None] = [None] * max_sessions
         self._free = list(range(max_sessions - 1, -1, -1))
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, ConnectionSessions] = {}
         self._ticks = 0
         self.used_at = np.zeros(max_sessions, dtype=np.int64)
         """[X]: counts messages; when each session was heard of last."""
-        self.features = HeldFeatures(
+        self.features = FeatureBuffer(
             max_sessions=max_sessions, width=limits.feature_size, convert=convert
         )
         # Address space only: the system backs what is written.
@@ -83,18 +83,19 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions) - len(self._free)
 
-    def rooms(self, slots: Indices) -> Indices:
-        """Draft levels that these sessions have room for: see `Session.room`."""
+    def draft_levels_left(self, slots: Indices) -> Indices:
+        """Draft levels that these sessions have room for: see
+        `FollowedSession.draft_levels_left`."""
         found: Indices = self.max_lens[slots] - self.lengths[slots] - 1
         return found
 
-    def session(self, slot: int) -> Session:
+    def session_in(self, slot: int) -> FollowedSession:
         """The session in a taken slot."""
         session = self._sessions[slot]
         assert session is not None, slot
         return session
 
-    def get(self, key: SessionKey) -> Session | None:
+    def get(self, key: SessionKey) -> FollowedSession | None:
         """A session by its name."""
         connection = self._connections.get(key.connection)
         if connection is None or key.handle >= len(connection.slots):
@@ -102,7 +103,7 @@ class SessionTable:
         slot = int(connection.slots[key.handle])
         return None if slot < 0 else self._sessions[slot]
 
-    def crowded_out(self, connection: int) -> Session | None:
+    def session_to_evict(self, connection: int) -> FollowedSession | None:
         """Who must go before a connection can have another session; None if there is room."""
         if self._free:
             return None
@@ -113,13 +114,13 @@ class SessionTable:
                 most, at_most = number, other.count
         slots = self._connections[most].slots
         held = slots[slots >= 0]
-        return self.session(int(held[self.used_at[held].argmin()]))
+        return self.session_in(int(held[self.used_at[held].argmin()]))
 
-    def add(self, connection: int, start: SessionStart) -> Session:
+    def add_session(self, connection: int, start: SessionStart) -> FollowedSession:
         """Begin a session; there must be room, and none with its handle."""
         self.version += 1
         slot = self._free.pop()
-        session = Session(
+        session = FollowedSession(
             key=SessionKey(connection, start.handle),
             session_id=start.session_id,
             table=self,
@@ -134,27 +135,27 @@ class SessionTable:
             tokens=TokenRow(self, slot),
         )
         self._sessions[slot] = session
-        self._connections.setdefault(connection, Connection()).put(start.handle, slot)
+        self._connections.setdefault(connection, ConnectionSessions()).set_slot(start.handle, slot)
         self.lengths[slot] = self.feature_ends[slot] = 0
         self.digests[slot] = EMPTY_DIGEST
         self.max_lens[slot] = start.max_len
         self.followed[slot] = True
         self.wanting[slot] = self.behind[slot] = False
         self._touch(np.array([slot]))
-        self.features.open(slot)
+        self.features.open_slot(slot)
         return session
 
-    def forget(self, session: Session) -> None:
+    def forget_session(self, session: FollowedSession) -> None:
         """Stop following a session: its slot stays taken, and nothing is taken in any more."""
         self.version += 1
         slot = session.slot
         self.followed[slot] = self.wanting[slot] = self.behind[slot] = False
-        self.features.drop(slot)
+        self.features.drop_slot(slot)
 
-    def remove(self, session: Session) -> None:
+    def remove_session(self, session: FollowedSession) -> None:
         """Give a session's slot back; it must be the one that is there."""
         assert self._sessions[session.slot] is session
-        self.forget(session)
+        self.forget_session(session)
         connection = self._connections[session.key.connection]
         connection.slots[session.key.handle] = -1
         connection.count -= 1
@@ -163,38 +164,38 @@ class SessionTable:
         self._sessions[session.slot] = None
         self._free.append(session.slot)
 
-    def of_connection(self, connection: int) -> list[Session]:
+    def sessions_of_connection(self, connection: int) -> list[FollowedSession]:
         """The sessions that one connection announced."""
         found = self._connections.get(connection)
         if found is None:
             return []
-        return [self.session(slot) for slot in found.slots[found.slots >= 0].tolist()]
+        return [self.session_in(slot) for slot in found.slots[found.slots >= 0].tolist()]
 
-    def take_in(self, connection: int, verdicts: Verdicts) -> Taken:
+    def apply_verdicts(self, connection: int, verdicts: Verdicts) -> AppliedVerdicts:
         """Move sessions on by a message, as far as its entries make sense.
 
         A repeated verdict is no error as long as it says the same; a gap or a contradiction is.
         """
         found = self._connections.get(connection)
         if found is None:
-            return Taken(np.empty(0, dtype=np.int64), [], len(verdicts))
-        slots = found.find(verdicts.handles)
+            return AppliedVerdicts(np.empty(0, dtype=np.int64), [], len(verdicts))
+        slots = found.find_slots(verdicts.handles)
         if self._take_in_whole(verdicts, slots):
-            return Taken(slots, [], 0)
+            return AppliedVerdicts(slots, [], 0)
         self._touch(slots[slots >= 0])
         entries = np.flatnonzero(self.followed[slots] & (slots >= 0))
-        step = _Step.of(self, verdicts, slots, entries, self._limits)
+        step = _CheckedVerdicts.check_message(self, verdicts, slots, entries, self._limits)
         good = step.reasons == 0
         self._apply(verdicts, step, good)
         lost = {
-            int(slot): REASONS[reason]
+            int(slot): LOSS_REASONS[reason]
             for slot, reason in zip(
                 step.slots[~good].tolist(), step.reasons[~good].tolist(), strict=True
             )
         }
-        return Taken(
+        return AppliedVerdicts(
             slots=step.slots[good],
-            lost=[(self.session(slot), reason) for slot, reason in lost.items()],
+            lost=[(self.session_in(slot), reason) for slot, reason in lost.items()],
             unknown=int(np.count_nonzero(slots < 0)),
         )
 
@@ -211,7 +212,9 @@ class SessionTable:
         # One comparison for both bounds.
         if bool((tokens.astype(np.uint32) >= self._limits.vocab_size).any()):
             return False
-        if not bool(last_of_each(slots).all()) or not self._features_follow(verdicts, slots, ends):
+        if not bool(is_last_occurrence(slots).all()) or not self._features_follow(
+            verdicts, slots, ends
+        ):
             return False
         digests = extend_ragged(self.digests[slots], counts, tokens)
         if not bool((digests == verdicts.digests).all()):
@@ -222,7 +225,7 @@ class SessionTable:
         if verdicts.features is not None and self._limits.feature_size:
             rows, firsts = verdicts.feature_counts, verdicts.feature_starts
             wire = WireTensor(dtype=verdicts.features.dtype, data=verdicts.features.joined())
-            self.features.add(wire, slots, firsts, rows, verdicts.first_rows())
+            self.features.add_rows(wire, slots, firsts, rows, verdicts.first_rows())
             self.feature_ends[slots] = firsts + rows
         told = verdicts.draft_wanted | (counts > 0)
         self.wanting[slots[told]] = verdicts.draft_wanted[told]
@@ -250,7 +253,7 @@ class SessionTable:
         self._ticks += 1
         self.used_at[slots] = self._ticks
 
-    def _apply(self, verdicts: Verdicts, step: _Step, good: NDArray[np.bool_]) -> None:
+    def _apply(self, verdicts: Verdicts, step: _CheckedVerdicts, good: NDArray[np.bool_]) -> None:
         slots, fresh = step.slots[good], step.fresh[good]
         chosen = good[step.token_owners] & step.token_fresh
         owners = step.token_owners[chosen]
@@ -261,16 +264,16 @@ class SessionTable:
             rows = step.feature_rows[good]
             wire = WireTensor(dtype=verdicts.features.dtype, data=verdicts.features.joined())
             firsts = self.feature_ends[slots]
-            self.features.add(wire, slots, firsts, rows, step.feature_offsets[good])
+            self.features.add_rows(wire, slots, firsts, rows, step.feature_offsets[good])
             self.feature_ends[slots] = firsts + rows
-        wanted = step.wanted[good]
+        wanted = step.draft_wanted[good]
         told = wanted | (fresh > 0)
         self.wanting[slots[told]] = wanted[told]
         self.behind[slots] = True
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class _CheckedVerdicts:
     """The news in a message, checked; columns over the entries that are for followed sessions."""
 
     slots: Indices
@@ -279,7 +282,7 @@ class _Step:
     """Tokens that are new."""
     digests: NDArray[np.uint64]
     """After them."""
-    wanted: NDArray[np.bool_]
+    draft_wanted: NDArray[np.bool_]
     tokens: NDArray[np.int32]
     """[T] of these entries."""
     token_owners: Indices
@@ -294,25 +297,25 @@ class _Step:
     """Where they begin in the message."""
 
     @classmethod
-    def of(
+    def check_message(
         cls,
         table: SessionTable,
         verdicts: Verdicts,
         all_slots: Indices,
         entries: Indices,
-        limits: Limits,
-    ) -> _Step:
-        """Check a message against what is known; see `REASONS`."""
+        limits: VerdictLimits,
+    ) -> _CheckedVerdicts:
+        """Check a message against what is known; see `LOSS_REASONS`."""
         slots = all_slots[entries]
         starts, counts = verdicts.starts[entries], verdicts.token_counts[entries]
-        owners, within = parts(counts)
+        owners, within = owner_and_offset(counts)
         begins = (np.cumsum(verdicts.token_counts) - verdicts.token_counts)[entries]
         step = cls(
             slots=slots,
             reasons=np.zeros(len(entries), dtype=np.int64),
             fresh=np.zeros(len(entries), dtype=np.int64),
             digests=table.digests[slots],
-            wanted=verdicts.draft_wanted[entries],
+            draft_wanted=verdicts.draft_wanted[entries],
             tokens=verdicts.tokens[begins[owners] + within],
             token_owners=owners,
             token_places=starts[owners] + within,
@@ -329,7 +332,7 @@ class _Step:
         return step
 
     def _refuse(self, bad: NDArray[np.bool_], reason: str) -> None:
-        self.reasons[bad & (self.reasons == 0)] = REASONS.index(reason)
+        self.reasons[bad & (self.reasons == 0)] = LOSS_REASONS.index(reason)
 
     def _owned_by(self, tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Entries that own one of these tokens at least."""
@@ -337,10 +340,12 @@ class _Step:
         found[self.token_owners[tokens]] = True
         return found
 
-    def _bound(self, table: SessionTable, starts: Indices, counts: Indices, limits: Limits) -> None:
+    def _bound(
+        self, table: SessionTable, starts: Indices, counts: Indices, limits: VerdictLimits
+    ) -> None:
         """What needs no token of before."""
-        if not bool(last_of_each(self.slots).all()):
-            again = self.slots[~last_of_each(self.slots)]
+        if not bool(is_last_occurrence(self.slots).all()):
+            again = self.slots[~is_last_occurrence(self.slots)]
             self._refuse(np.isin(self.slots, again), "repeated")
         self._refuse(starts > table.lengths[self.slots], "token_gap")
         self._refuse(starts + counts > table.max_lens[self.slots], "too_long")
@@ -370,7 +375,7 @@ class _Step:
         self.digests = extend_ragged(self.digests, self.fresh, self.tokens[self.token_fresh])
         whole = counts >= overlap
         self._refuse(whole & (self.digests != digests), "digest")
-        self.wanted = self.wanted & whole
+        self.draft_wanted = self.draft_wanted & whole
 
     def _take_features(
         self,

@@ -7,12 +7,12 @@ import sys
 
 import grpc
 
-from outrider.client.connection import Door, call_metadata
+from outrider.client.connection import RouterConnector, call_metadata
 from outrider.client.flags import add_connecting_arguments, tls_of
-from outrider.client.rpcs import INFO_TIMEOUT_S, typed
+from outrider.client.rpcs import INFO_TIMEOUT_S, to_typed_error
 from outrider.transport.tls import TlsConfig
 from outrider.wire.pool_codec import (
-    Removed,
+    RemovedDrafter,
     add_drafter_to_pb,
     remove_drafter_to_pb,
     removed_from_pb,
@@ -42,8 +42,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     removed = remove_drafter(args.pool, args.address, tls_of(args))
     sys.stdout.write(
-        f"{args.address} is removed and may end: {removed.moved} sessions went to other drafters, "
-        f"{removed.left} decode plainly\n"
+        f"{args.address} is removed and may end: {removed.num_moved} sessions went to other "
+        "drafters, "
+        f"{removed.num_remaining} decode plainly\n"
     )
     return 0
 
@@ -54,7 +55,7 @@ def add_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> None:
     _call(pool, "AddDrafter", request, INFO_TIMEOUT_S, tls)
 
 
-def remove_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> Removed:
+def remove_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> RemovedDrafter:
     """Have the router give a drafter's sessions to others and forget it. Raises OutriderError."""
     request = remove_drafter_to_pb(address).SerializeToString()
     answer = _call(pool, "RemoveDrafter", request, REMOVE_TIMEOUT_S, tls)
@@ -63,9 +64,9 @@ def remove_drafter(pool: str, address: str, tls: TlsConfig | None = None) -> Rem
 
 def _call(pool: str, method: str, request: bytes, timeout_s: float, tls: TlsConfig | None) -> bytes:
     metadata = call_metadata(())
-    with Door(pool, tls).channel() as channel:
+    with RouterConnector(pool, tls).channel() as channel:
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_SERVICE + method)
         try:
             return call(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            raise typed(error, pool) from error
+            raise to_typed_error(error, pool) from error

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from outrider.client.async_client import AsyncClient
-from outrider.client.commands.placement_flags import add_placing_arguments, placing_of
+from outrider.client.commands.placement_flags import add_placement_arguments, placement_of
 from outrider.client.commands.prompt_files import Turns, read_prompts
 from outrider.client.commands.request_flags import add_request_arguments, request_options
 from outrider.client.commands.status import simulation_note
-from outrider.client.flags import add_connecting_arguments, at_least, tls_of
-from outrider.client.local.cluster import LocalCluster, say
-from outrider.client.local.config import CPU, LocalConfig
+from outrider.client.flags import add_connecting_arguments, integer_at_least, tls_of
+from outrider.client.local.cluster import LocalCluster, print_progress
+from outrider.client.local.config import CPU, LocalFleetConfig
 from outrider.client.local.model_files import DEFAULT_MODEL, ModelFiles, find_model
 from outrider.client.options import GenerateOptions, assistant, user
 from outrider.errors import InvalidRequestError
@@ -38,7 +38,7 @@ LOCAL_ONLY = (
     "placement",
     "draft_length",
     "no_cuda_graphs",
-    "awake_cores",
+    "busy_polling_cores",
     "simulated_acceptance",
 )
 
@@ -60,11 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_request_arguments(parser)
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
-    add_placing_arguments(parser)
+    add_placement_arguments(parser)
     add("--router", metavar="HOST:PORT", help="use this router instead of starting processes")
     add_connecting_arguments(parser)
     add("--json", action="store_true", help="one JSON object a prompt, in input order")
-    add("--concurrency", metavar="N", type=at_least(1), default=1, help="prompts at a time")
+    add("--concurrency", metavar="N", type=integer_at_least(1), default=1, help="prompts at a time")
     add("--model", metavar="NAME|DIR|HUB-ID", help=f"default: {DEFAULT_MODEL}")
     add("--head", metavar="DIR|HUB-ID", help="default: the one that ships for the model")
     add(
@@ -83,19 +83,19 @@ def run(args: argparse.Namespace) -> int:
     if args.router is not None:
         ignored = [name for name in LOCAL_ONLY if getattr(args, name) not in (None, False)]
         for name in ignored:
-            say(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
+            print_progress(f"--{name.replace('_', '-')} is ignored: it is the router's own choice")
         return asyncio.run(_answer_all(args, prompts, options, args.router, tls_of(args)))
     concurrency = min(args.concurrency, len(prompts))
     files = find_model(args.model or DEFAULT_MODEL, head=args.head)
     if args.drafter is None and files.head is None:
-        say(f"no draft head ships for {files.name}; drafting by n-gram")
+        print_progress(f"no draft head ships for {files.name}; drafting by n-gram")
         args.drafter = DraftMethod.NGRAM.value
         options["drafter"] = args.drafter
     with LocalCluster(local_config(args, files, concurrency)) as cluster:
         return asyncio.run(_answer_all(args, prompts, options, cluster.address))
 
 
-def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) -> LocalConfig:
+def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) -> LocalFleetConfig:
     """The processes that these flags ask for."""
     method = DraftMethod(args.drafter or DraftMethod.EAGLE3)
     draft_model = None
@@ -103,9 +103,9 @@ def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) 
         draft_model = files.path
         if args.draft_model is not None:
             draft_model = find_model(args.draft_model).path
-    placing = placing_of(args)
+    placing = placement_of(args)
     kv_tokens = max(MIN_KV_TOKENS, concurrency * KV_TOKENS_PER_PROMPT)
-    return LocalConfig(
+    return LocalFleetConfig(
         model=files.path,
         model_name=files.name,
         methods=() if method is DraftMethod.NONE else (method,),
@@ -119,7 +119,7 @@ def local_config(args: argparse.Namespace, files: ModelFiles, concurrency: int) 
     )
 
 
-async def ask(
+async def ask_turn(
     client: AsyncClient,
     history: list[ChatMessage],
     turn: str,
@@ -136,13 +136,13 @@ async def ask(
     return answer
 
 
-async def converse(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
+async def ask_conversation(client: AsyncClient, turns: Turns, options: GenerateOptions) -> Answers:
     """Ask the turns one after the other in one conversation; the answer to each."""
     history: list[ChatMessage] = []
-    return [await ask(client, history, turn, options) for turn in turns]
+    return [await ask_turn(client, history, turn, options) for turn in turns]
 
 
-def describe(answers: Answers) -> dict[str, object]:
+def describe_answers(answers: Answers) -> dict[str, object]:
     """The JSON object of a prompt: its last answer, and all of them if there were several."""
     described = [_describe_one(answer) for answer in answers]
     if len(described) == 1:
@@ -161,7 +161,7 @@ def _describe_one(answer: GenerateResult) -> dict[str, object]:
             "emitted": stats.emitted,
             "proposed": stats.proposed,
             "accepted": stats.accepted,
-            "mean_emitted_per_round": mean_emitted(stats.emitted, stats.rounds),
+            "mean_emitted_per_round": mean_emitted_tokens(stats.emitted, stats.rounds),
             "fallback_rounds": stats.fallback_rounds,
             "look_ahead_rounds": stats.look_ahead_rounds,
             "hit_rounds": stats.hit_rounds,
@@ -175,7 +175,7 @@ def _describe_one(answer: GenerateResult) -> dict[str, object]:
     return described
 
 
-def mean_emitted(emitted: int, rounds: int) -> float:
+def mean_emitted_tokens(emitted: int, rounds: int) -> float:
     """Tokens a round; 0 without rounds (a single token comes from prefill)."""
     return round(emitted / rounds, 4) if rounds else 0.0
 
@@ -191,7 +191,7 @@ async def _answer_all(
     async with AsyncClient(address, tls=tls) as client:
         note = simulation_note(await client.server_info())
         if note:
-            say(f"{note}: the answers are not the model's")
+            print_progress(f"{note}: the answers are not the model's")
         if args.concurrency == 1 and not args.json:
             done = [await _show_live(client, turns, options) for turns in prompts]
         else:
@@ -206,7 +206,7 @@ async def _show_live(client: AsyncClient, turns: Turns, options: GenerateOptions
     history: list[ChatMessage] = []
     for turn in turns:
         _write(f"> {turn}\n")
-        answer = await ask(client, history, turn, options, _write)
+        answer = await ask_turn(client, history, turn, options, _write)
         answers.append(answer)
         _write("\n\n")
     return answers
@@ -223,7 +223,7 @@ async def _answer_concurrently(
 
     async def one(turns: Turns) -> Answers:
         async with bound:
-            return await converse(client, turns, options)
+            return await ask_conversation(client, turns, options)
 
     done: list[Answers] = []
     tasks = [asyncio.create_task(one(turns)) for turns in prompts]
@@ -232,7 +232,7 @@ async def _answer_concurrently(
             answers = await task
             done.append(answers)
             if args.json:
-                _write(json.dumps(describe(answers)) + "\n")
+                _write(json.dumps(describe_answers(answers)) + "\n")
             else:
                 pairs = zip(turns, answers, strict=True)
                 _write("".join(f"> {turn}\n{answer.text}\n\n" for turn, answer in pairs))
@@ -248,10 +248,10 @@ def _summarize(done: Sequence[Answers], seconds: float) -> None:
     tokens = sum(len(answer.token_ids) for answer in answers)
     emitted = sum(answer.finish.stats.emitted for answer in answers)
     rounds = sum(answer.finish.stats.rounds for answer in answers)
-    say(
+    print_progress(
         f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s "
         f"({tokens / max(seconds, 1e-9):.1f} tokens/s), "
-        f"{mean_emitted(emitted, rounds):.2f} tokens a round{_hits(answers)}"
+        f"{mean_emitted_tokens(emitted, rounds):.2f} tokens a round{_hits(answers)}"
     )
 
 

@@ -12,11 +12,11 @@ import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
-from outrider.client.flags import at_least, number_from
+from outrider.client.flags import integer_at_least, number_at_least
 from outrider.config.toml import toml_key, toml_value
 from outrider.errors import AlreadyExistsError, FailedPreconditionError, InvalidRequestError
 
-PREFIX = "sk-outrider-"
+KEY_PREFIX = "sk-outrider-"
 """By which keys are found where they should not be."""
 KEY_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("name", metavar="NAME", help="by which logs and metrics call it")
     add("--file", metavar="FILE.toml", type=Path, help="add its hash here; default: print that too")
     add("--tenant", metavar="NAME", help="whose requests these are; default: the key's name")
-    add("--requests-per-s", metavar="N", type=number_from(0.0), help="in the long run")
-    add("--max-concurrent", metavar="N", type=at_least(1), help="requests at once")
-    add("--max-tokens", metavar="N", type=at_least(1), help="that a request may ask for")
+    add("--requests-per-s", metavar="N", type=number_at_least(0.0), help="in the long run")
+    add("--max-concurrent", metavar="N", type=integer_at_least(1), help="requests at once")
+    add("--max-tokens", metavar="N", type=integer_at_least(1), help="that a request may ask for")
     add("--operator", action="store_true", default=None, help="adds drafters, reads metrics")
 
 
@@ -43,21 +43,21 @@ def run(args: argparse.Namespace) -> int:
             f"a key's name has 1 to 64 letters, digits, - and _, got {args.name!r}",
             reason="INVALID_FLAG",
         )
-    key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
     limits = {
         name: getattr(args, name)
         for name in ("tenant", "requests_per_s", "max_concurrent", "max_tokens", "operator")
     }
-    table = table_of(args.name, key, limits)
+    table = format_key_table(args.name, key, limits)
     if args.file is None:
         sys.stdout.write(f"{key}\n\n{table}")
         return 0
-    append(args.file, args.name, table)
+    append_table(args.file, args.name, table)
     sys.stdout.write(f"{key}\n")
     return 0
 
 
-def table_of(name: str, key: str, limits: dict[str, object]) -> str:
+def format_key_table(name: str, key: str, limits: dict[str, object]) -> str:
     """A key's part of the file. Limits of None are left out.
 
     Raises InvalidRequestError for a text that no file of TOML can hold.
@@ -75,7 +75,7 @@ def table_of(name: str, key: str, limits: dict[str, object]) -> str:
     return "".join(lines)
 
 
-def append(path: Path, name: str, table: str) -> None:
+def append_table(path: Path, name: str, table: str) -> None:
     """Add a table to a file of keys.
 
     Raises AlreadyExistsError if it has a key of this name, FailedPreconditionError (BAD_FILE) for

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from outrider.models import builtin_head, is_pulled, list_models, resolve
+from outrider.models import builtin_head, is_pulled, list_models, resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The exit status. Raises OutriderError."""
     if args.models_command == "pull":
-        sys.stdout.write(f"{resolve(args.model)}\n")
+        sys.stdout.write(f"{resolve_model(args.model)}\n")
         return 0
     for entry in list_models():
         facts = {

@@ -5,24 +5,24 @@ from __future__ import annotations
 import argparse
 from typing import TypedDict
 
-from outrider.client.flags import at_least
+from outrider.client.flags import integer_at_least
 from outrider.client.local.config import CPU, DEVICES, PLACEMENTS, SEPARATE
 
 
-class Placing(TypedDict):
-    """The fields of `LocalConfig` that these flags set."""
+class PlacementOptions(TypedDict):
+    """The fields of `LocalFleetConfig` that these flags set."""
 
     device: str
     drafter_device: str
     placement: str
     draft_length: int | None
-    draft_topk: int | None
+    draft_top_k: int | None
     cuda_graphs: bool
-    awake_cores: int | None
+    busy_polling_cores: int | None
     simulated_acceptance: str
 
 
-def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
+def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     add("--device", choices=DEVICES, help="of target and draft models; default: cpu")
@@ -36,9 +36,14 @@ def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PLACEMENTS,
         help="where the head drafts: a drafter (default), or the verifier",
     )
-    add("--draft-length", type=at_least(1), metavar="K", help="of a head in the verifier")
+    add("--draft-length", type=integer_at_least(1), metavar="K", help="of a head in the verifier")
     add("--no-cuda-graphs", action="store_true", help="launch kernels one by one (debugging)")
-    add("--awake-cores", type=at_least(0), metavar="N", help="that each model process keeps awake")
+    add(
+        "--busy-polling-cores",
+        type=integer_at_least(0),
+        metavar="N",
+        help="that each model process keeps awake",
+    )
     add(
         "--simulated-acceptance",
         metavar="MEAN|R1,R2,...",
@@ -46,7 +51,7 @@ def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def placing_of(args: argparse.Namespace) -> Placing:
+def placement_of(args: argparse.Namespace) -> PlacementOptions:
     """What the flags say."""
     return {
         "device": args.device or CPU,
@@ -54,8 +59,8 @@ def placing_of(args: argparse.Namespace) -> Placing:
         "placement": args.placement or SEPARATE,
         "draft_length": args.draft_length,
         # What else it means is for each command to say, so not all have the flag.
-        "draft_topk": getattr(args, "draft_topk", None),
+        "draft_top_k": getattr(args, "draft_top_k", None),
         "cuda_graphs": not args.no_cuda_graphs,
-        "awake_cores": args.awake_cores,
+        "busy_polling_cores": args.busy_polling_cores,
         "simulated_acceptance": args.simulated_acceptance or "",
     }

@@ -8,11 +8,11 @@ from typing import Any, Final, NamedTuple, cast
 
 from outrider.client.flags import (
     add_look_ahead_arguments,
-    at_least,
-    bias,
-    priority,
-    seed,
-    top_logprobs,
+    integer_at_least,
+    parse_bias,
+    parse_priority,
+    parse_seed,
+    parse_top_logprobs,
 )
 from outrider.client.options import GenerateOptions
 from outrider.errors import InvalidRequestError
@@ -40,19 +40,19 @@ def _said(value: bool, help_text: str) -> dict[str, Any]:
 
 
 _NUMBER: Final[dict[str, Any]] = {"type": float}
-_ID: Final[dict[str, Any]] = {"type": at_least(0), "action": "append", "metavar": "ID"}
+_ID: Final[dict[str, Any]] = {"type": integer_at_least(0), "action": "append", "metavar": "ID"}
 _TEXT: Final[dict[str, Any]] = {"action": "append", "metavar": "TEXT"}
 
 FLAGS: Final = (
     _Flag(
         "--max-tokens",
         "max_tokens",
-        {"type": at_least(1), "metavar": "N", "default": DEFAULT_MAX_TOKENS},
+        {"type": integer_at_least(1), "metavar": "N", "default": DEFAULT_MAX_TOKENS},
     ),
     _Flag(
         "--min-tokens",
         "min_tokens",
-        {"type": at_least(0), "metavar": "N", "help": "no end of text before so many"},
+        {"type": integer_at_least(0), "metavar": "N", "help": "no end of text before so many"},
     ),
     _Flag("--stop", "stop", {**_TEXT, "help": "the text ends before it; may be given again"}),
     _Flag("--stop-token", "stop_token_ids", {**_ID, "help": "ends the text, too"}),
@@ -73,18 +73,18 @@ FLAGS: Final = (
         {**_NUMBER, "metavar": "T", "default": 0.0, "help": "0 (default) is greedy"},
     ),
     _Flag("--top-p", "top_p", {**_NUMBER, "metavar": "P"}),
-    _Flag("--top-k", "top_k", {"type": at_least(0), "metavar": "K"}),
+    _Flag("--top-k", "top_k", {"type": integer_at_least(0), "metavar": "K"}),
     _Flag("--min-p", "min_p", {**_NUMBER, "metavar": "P"}),
     _Flag("--repetition-penalty", "repetition_penalty", {**_NUMBER, "metavar": "X"}),
     _Flag("--presence-penalty", "presence_penalty", {**_NUMBER, "metavar": "X"}),
     _Flag("--frequency-penalty", "frequency_penalty", {**_NUMBER, "metavar": "X"}),
-    _Flag("--seed", "seed", {"type": seed, "metavar": "N"}),
+    _Flag("--seed", "seed", {"type": parse_seed, "metavar": "N"}),
     _Flag("--rule", "rule", {"choices": [rule.value for rule in Rule], "help": "default: coupled"}),
     _Flag(
         "--logit-bias",
         "logit_bias",
         {
-            "type": bias,
+            "type": parse_bias,
             "action": "append",
             "metavar": "ID=AMOUNT",
             "help": "added to the logit of a token id; may be given more than once",
@@ -96,12 +96,12 @@ FLAGS: Final = (
     _Flag(
         "--logprobs",
         "top_logprobs",
-        {"type": top_logprobs, "metavar": "N", "help": "with --json: and the N best ids'"},
+        {"type": parse_top_logprobs, "metavar": "N", "help": "with --json: and the N best ids'"},
     ),
     _Flag(
         "--priority",
         "priority",
-        {"type": priority, "metavar": "N", "help": "greater goes first; default: 0"},
+        {"type": parse_priority, "metavar": "N", "help": "greater goes first; default: 0"},
     ),
     _Flag(
         "--drafter",
@@ -111,15 +111,20 @@ FLAGS: Final = (
     _Flag(
         "--draft-tokens",
         "draft_tokens",
-        {"type": at_least(0), "metavar": "N", "default": 4, "help": "a round; default: 4"},
+        {"type": integer_at_least(0), "metavar": "N", "default": 4, "help": "a round; default: 4"},
     ),
     _Flag(
-        "--draft-topk",
+        "--draft-top-k",
         "draft_top_k",
-        {"type": at_least(1), "metavar": "K", "default": 1, "help": "1 (default) is a chain"},
+        {
+            "type": integer_at_least(1),
+            "metavar": "K",
+            "default": 1,
+            "help": "1 (default) is a chain",
+        },
     ),
 )
-FORMS: Final = (
+STRUCTURED_FLAGS: Final = (
     _Flag(
         "--json-schema",
         "json_schema",
@@ -142,13 +147,13 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     add_look_ahead_arguments(parser.add_argument)
     group = parser.add_argument_group("form of the answer, one of")
     forms = group.add_mutually_exclusive_group()
-    for flag in FORMS:
+    for flag in STRUCTURED_FLAGS:
         forms.add_argument(flag.flag, **flag.facts)
 
 
 def request_options(args: argparse.Namespace) -> GenerateOptions:
     """What every request asks for. Raises InvalidRequestError where a file cannot be read."""
-    options = {flag.option: getattr(args, flag.name) for flag in (*FLAGS, *FORMS)}
+    options = {flag.option: getattr(args, flag.name) for flag in (*FLAGS, *STRUCTURED_FLAGS)}
     options |= {"look_ahead": args.look_ahead, "fan_out": args.fan_out}
     said: dict[str, Any] = {
         option: _text_of(value) if isinstance(value, Path) else value

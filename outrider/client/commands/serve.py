@@ -11,15 +11,20 @@ from types import FrameType
 from typing import NoReturn
 
 from outrider.client.commands.module_runner import run_module
-from outrider.client.commands.placement_flags import add_placing_arguments, placing_of
+from outrider.client.commands.placement_flags import add_placement_arguments, placement_of
 from outrider.client.commands.ray_flags import add_ray_arguments, ray_flags
-from outrider.client.flags import add_look_ahead_arguments, at_least, fraction, number_from
-from outrider.client.local.cluster import LocalCluster, say
+from outrider.client.flags import (
+    add_look_ahead_arguments,
+    fraction,
+    integer_at_least,
+    number_at_least,
+)
+from outrider.client.local.cluster import LocalCluster, print_progress
 from outrider.client.local.config import (
     DRAIN_S,
     HEALTH_TIMEOUT_S,
     SHARED_MEMORY_FRACTION,
-    LocalConfig,
+    LocalFleetConfig,
 )
 from outrider.client.local.model_files import DEFAULT_MODEL, find_model
 from outrider.client.local.preflight import check_files
@@ -28,11 +33,11 @@ from outrider.client.local.supervisor import Supervisor
 from outrider.errors import InvalidRequestError
 from outrider.signals import stop_signals
 from outrider.spec.plan import DraftMethod
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 
-LOOK_S = 0.2
+POLL_INTERVAL_S = 0.2
 """Time between two looks at the processes."""
-SIGNALLED = 128
+SIGNAL_EXIT_BASE = 128
 """What shells add to the number of the signal that ended a process."""
 RAY_MODULE = "outrider_ray"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -65,54 +70,81 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME|DIR|HUB-ID", default=DEFAULT_MODEL, help=MODEL_HELP)
     add("--revision", metavar="REV", help="branch, tag or commit of a --model from the hub")
     add("--served-model-name", metavar="NAME", help=SERVED_NAME_HELP)
-    add("--max-model-len", type=at_least(1), metavar="TOKENS", help=MAX_LEN_HELP)
+    add("--max-model-len", type=integer_at_least(1), metavar="TOKENS", help=MAX_LEN_HELP)
     add("--head", metavar="DIR|HUB-ID", help="draft head; default: the one that ships for --model")
     add("--head-revision", metavar="REV", help="branch, tag or commit of a --head from the hub")
     add("--draft-model", metavar="NAME|DIR|HUB-ID", help="for the draft method `model`")
     add("--draft-model-revision", metavar="REV", help="likewise, of a --draft-model from the hub")
     add("--drafter-methods", metavar="A,B", help="eagle3, eagle, ngram, model; or none")
-    add("--verifiers", type=at_least(1), metavar="N", default=1, help="default: 1")
-    add("--drafters", type=at_least(1), metavar="N", default=1, help="default: 1")
-    add("--routers", type=at_least(1), metavar="N", default=1, help="at one address; default: 1")
+    add("--verifiers", type=integer_at_least(1), metavar="N", default=1, help="default: 1")
+    add("--drafters", type=integer_at_least(1), metavar="N", default=1, help="default: 1")
+    add(
+        "--routers",
+        type=integer_at_least(1),
+        metavar="N",
+        default=1,
+        help="at one address; default: 1",
+    )
     add("--host", default="127.0.0.1", help="default: 127.0.0.1")
-    add("--port", type=at_least(0), default=50050, help="of the router; default: 50050")
+    add("--port", type=integer_at_least(0), default=50050, help="of the router; default: 50050")
     add("--http", metavar="HOST:PORT", help="OpenAI's API over HTTP; default: none")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
-    add_placing_arguments(parser)
+    add_placement_arguments(parser)
     add("--planner", choices=("automatic", "fixed"), help="whether plans follow measurements")
-    add("--draft-topk", type=at_least(1), metavar="K", help="children that head tries of a node")
+    add(
+        "--draft-top-k",
+        type=integer_at_least(1),
+        metavar="K",
+        help="children that head tries of a node",
+    )
     add_look_ahead_arguments(add)
     add("--gpu-memory-utilization", type=fraction, metavar="F", help=UTILIZATION_HELP)
-    add("--kv-tokens", type=at_least(1), metavar="N", help="KV budget of each verifier")
+    add("--kv-tokens", type=integer_at_least(1), metavar="N", help="KV budget of each verifier")
     add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
-    add("--max-sessions", type=at_least(1), metavar="N", help="that each verifier serves at once")
-    add("--queue-limit", type=at_least(0), metavar="N", help="requests that may wait")
-    add("--drain-s", type=number_from(0.0), metavar="S", default=DRAIN_S, help=DRAIN_HELP)
+    add(
+        "--max-sessions",
+        type=integer_at_least(1),
+        metavar="N",
+        help="that each verifier serves at once",
+    )
+    add("--queue-limit", type=integer_at_least(0), metavar="N", help="requests that may wait")
+    add(
+        "--drain-timeout-s",
+        type=number_at_least(0.0),
+        metavar="S",
+        default=DRAIN_S,
+        help=DRAIN_HELP,
+    )
     add(
         "--health-timeout-s",
-        type=number_from(0.0),
+        type=number_at_least(0.0),
         metavar="S",
         default=HEALTH_TIMEOUT_S,
         help=HEALTH_TIMEOUT_HELP,
     )
     add("--journal", type=Path, metavar="FILE", help="log by which requests survive the router")
-    add("--threads", type=at_least(1), metavar="N", help="of each verifier and drafter")
+    add("--threads", type=integer_at_least(1), metavar="N", help="of each verifier and drafter")
     add("--tls-dir", type=Path, metavar="DIR", help="certificates, from `outrider certs DIR`")
     add("--api-keys", type=Path, metavar="FILE", help="keys that clients must have")
-    add("--metrics-port", type=at_least(0), metavar="P", help="of the router, of others P + 1 ...")
+    add(
+        "--metrics-port",
+        type=integer_at_least(0),
+        metavar="P",
+        help="of the router, of others P + 1 ...",
+    )
     add("--metrics-compat", choices=("vllm",), help="export its metrics under these names, too")
     add("--log-level", type=str.upper, choices=LOG_LEVELS, help="of all processes; default: INFO")
     add("--trace-dir", type=Path, help="verifiers and drafters leave their timelines there")
     bench = parser.add_argument_group("benchmarks only").add_argument
     bench(
         "--exchange-delay-ms",
-        type=number_from(0.0),
+        type=number_at_least(0.0),
         default=0.0,
         help="of all between verifier and drafter, each way",
     )
     bench(
         "--drafter-slowdown",
-        type=number_from(1.0),
+        type=number_at_least(1.0),
         default=1.0,
         help="how many times as long drafts take",
     )
@@ -126,10 +158,10 @@ def run(args: argparse.Namespace) -> int:
     config = make_config(args)
     if args.runtime == "ray":
         for line in check_files(config):
-            say(line)
+            print_progress(line)
         flags = [*ray_args(config), *own]
         for line in ray_warnings(flags):
-            say(line)
+            print_progress(line)
         # Ray's launcher is a process of its own: this one imports no Ray.
         return run_module(RAY_MODULE, flags)
     stop, enough = threading.Event(), threading.Event()
@@ -137,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         # A router serves before all others are known to be healthy: its requests are drained.
-        if Role.ROUTER in cluster.members:
+        if CertificateRole.ROUTER in cluster.members:
             (enough if stop.is_set() else stop).set()
         else:
             _give_up(number)
@@ -145,12 +177,16 @@ def run(args: argparse.Namespace) -> int:
     _on_stop(on_signal)
     with (
         cluster,
-        Supervisor(cluster.members, say, health_timeout_s=config.health_timeout_s) as supervisor,
+        Supervisor(
+            cluster.members, print_progress, health_timeout_s=config.health_timeout_s
+        ) as supervisor,
     ):
-        while not stop.wait(LOOK_S):
+        while not stop.wait(POLL_INTERVAL_S):
             supervisor.look()
-        say(f"stopping: what runs gets {config.drain_s:g} s, or until a second signal")
-        supervisor.release(cluster.members[Role.ROUTER])
+        print_progress(
+            f"stopping: what runs gets {config.drain_timeout_s:g} s, or until a second signal"
+        )
+        supervisor.release(cluster.members[CertificateRole.ROUTER])
         cluster.drain(enough, supervisor.look)
     return 0
 
@@ -163,11 +199,11 @@ def _on_stop(handler: Callable[[int, FrameType | None], None]) -> None:
 def _give_up(number: int) -> NoReturn:
     # Another one must not disturb what stops the processes on the way out.
     _on_stop(lambda *_: None)
-    say("stopping before all was up")
-    raise SystemExit(SIGNALLED + number)
+    print_progress("stopping before all was up")
+    raise SystemExit(SIGNAL_EXIT_BASE + number)
 
 
-def make_config(args: argparse.Namespace) -> LocalConfig:
+def make_config(args: argparse.Namespace) -> LocalFleetConfig:
     """The processes that these flags ask for; pulls the model if it is missing. Raises
     InvalidRequestError (INVALID_FLAG) for flags that would do nothing."""
     _check_names(args)
@@ -178,7 +214,7 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
     draft_model = None
     if args.draft_model is not None:
         draft_model = find_model(args.draft_model, revision=args.draft_model_revision).path
-    return LocalConfig(
+    return LocalFleetConfig(
         model=files.path,
         model_name=args.served_model_name or files.name,
         max_model_len=args.max_model_len,
@@ -191,14 +227,14 @@ def make_config(args: argparse.Namespace) -> LocalConfig:
         drafters=args.drafters,
         routers=args.routers,
         dtype=args.dtype or "",
-        **placing_of(args),
+        **placement_of(args),
         listen=f"{args.host}:{args.port}",
         http=args.http,
         kv_tokens=args.kv_tokens,
         prefix_cache=not args.no_prefix_cache,
         max_sessions=args.max_sessions,
         queue_limit=args.queue_limit,
-        drain_s=args.drain_s,
+        drain_timeout_s=args.drain_timeout_s,
         health_timeout_s=args.health_timeout_s,
         journal=args.journal,
         planner=args.planner,
@@ -251,7 +287,7 @@ def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...
     return tuple(method for method in methods if method is not DraftMethod.NONE)
 
 
-def ray_args(config: LocalConfig) -> list[str]:
+def ray_args(config: LocalFleetConfig) -> list[str]:
     """Flags of the Ray launcher. Raises InvalidRequestError for what it has not."""
     if config.exchange_delay_ms or config.drafter_slowdown != 1.0 or config.trace_dir is not None:
         raise InvalidRequestError(
@@ -291,7 +327,7 @@ def ray_args(config: LocalConfig) -> list[str]:
         "dtype": config.element_type,
         "placement": config.placement,
         "draft-length": config.draft_length,
-        "draft-topk": config.draft_topk,
+        "draft-top-k": config.draft_top_k,
         "planner": config.planner,
         "look-ahead": config.look_ahead,
         "fan-out": config.fan_out,
@@ -303,10 +339,10 @@ def ray_args(config: LocalConfig) -> list[str]:
         "kv-tokens": config.kv_tokens,
         "max-sessions": config.max_sessions,
         "queue-limit": config.queue_limit,
-        "drain-s": config.drain_s,
+        "drain-timeout-s": config.drain_timeout_s,
         "journal": config.journal,
         "threads": config.threads,
-        "awake-cores": config.awake_cores,
+        "awake-cores": config.busy_polling_cores,
         "metrics-port": config.metrics_port,
     }
     flags = ((f"--{name}", str(value)) for name, value in values.items() if value is not None)

@@ -32,11 +32,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(dataclasses.asdict(info)) + "\n")
     else:
-        sys.stdout.write("".join(f"{line}\n" for line in describe(info)))
+        sys.stdout.write("".join(f"{line}\n" for line in describe_server(info)))
     return 0
 
 
-def describe(info: ServerInfo) -> Iterator[str]:
+def describe_server(info: ServerInfo) -> Iterator[str]:
     """A line for the router and one for each peer."""
     yield (
         f"router {info.version}: {info.running} running, "
@@ -68,11 +68,11 @@ def _verifier(verifier: VerifierSummary) -> str:
             f"preempted {verifier.preemptions_swap} times by swap, "
             f"{verifier.preemptions_recompute} by recompute"
         )
-    if verifier.prefix_tokens_found:
-        share = verifier.prefix_tokens_found / verifier.prefix_tokens_asked
+    if verifier.prefix_cache_hit_tokens:
+        share = verifier.prefix_cache_hit_tokens / verifier.prefix_cache_query_tokens
         parts.append(f"{share:.0%} of prompt tokens were there")
-    if verifier.own_methods:
-        parts.append(f"drafts itself ({', '.join(verifier.own_methods)})")
+    if verifier.in_process_methods:
+        parts.append(f"drafts itself ({', '.join(verifier.in_process_methods)})")
     if verifier.simulated_acceptance:
         parts.append(f"SIMULATED ACCEPTANCE {verifier.simulated_acceptance}")
     if verifier.planner:
@@ -85,8 +85,9 @@ def _verifier(verifier: VerifierSummary) -> str:
 def _look_ahead(verifier: VerifierSummary) -> str:
     stats = verifier.stats
     return (
-        f"look-ahead: {stats.hit_rate:.0%} hits, of whose drafts {stats.stood_in_hits:.2f} tokens "
-        f"a round stand ({stats.stood_fresh:.2f} of fresh ones), "
+        f"look-ahead: {stats.hit_rate:.0%} hits, of whose drafts {stats.accepted_per_hit:.2f} "
+        "tokens "
+        f"a round stand ({stats.accepted_per_fresh_round:.2f} of fresh ones), "
         f"{verifier.hit_idle_us_p50:.0f} us between rounds of hits"
     )
 

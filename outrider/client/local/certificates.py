@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.client.flags import at_least
+from outrider.client.flags import integer_at_least
 from outrider.errors import AlreadyExistsError
-from outrider.extras import needs_packages
-from outrider.transport.tls import NAME_SUFFIX, Role, TlsConfig
+from outrider.extras import explain_missing_packages
+from outrider.transport.tls import NAME_SUFFIX, CertificateRole, TlsConfig
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -41,17 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="where clients reach the router, beside localhost; repeatable",
     )
-    add("--days", type=at_least(1), default=DEFAULT_DAYS, help=f"default: {DEFAULT_DAYS}")
+    add("--days", type=integer_at_least(1), default=DEFAULT_DAYS, help=f"default: {DEFAULT_DAYS}")
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status. Raises OutriderError."""
     make_certificates(args.directory, hosts=args.host, days=args.days)
-    sys.stdout.write(f"{args.directory}: {', '.join((CA, *Role))}\n")
+    sys.stdout.write(f"{args.directory}: {', '.join((CA, *CertificateRole))}\n")
     return 0
 
 
-def tls_from(directory: Path, role: Role) -> TlsConfig:
+def tls_from(directory: Path, role: CertificateRole) -> TlsConfig:
     """The files of a role in a folder that `outrider certs` made."""
     return TlsConfig(
         cert=directory / f"{role}.pem",
@@ -68,16 +68,16 @@ def make_certificates(
     Raises NotFoundError without the package `cryptography`, AlreadyExistsError where there is an
     authority already: others may trust it.
     """
-    with needs_packages("outrider certs"):
+    with explain_missing_packages("outrider certs"):
         import cryptography  # noqa: F401
     if (directory / f"{CA}.pem").exists():
         raise AlreadyExistsError(f"there is an authority in {directory}", reason="CERTS_EXIST")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority = _Authority(days)
     _write(directory, CA, authority.certificate, authority.key)
-    for role in Role:
+    for role in CertificateRole:
         names = [f"{role}{NAME_SUFFIX}"]
-        if role is Role.ROUTER:
+        if role is CertificateRole.ROUTER:
             names += [*LOCAL_NAMES, *(hosts or [])]
         _write(directory, role, *authority.issue(names))
 

@@ -16,7 +16,7 @@ from typing import IO
 
 from outrider.errors import UnavailableError
 
-STOP_S = 5.0
+STOP_TIMEOUT_S = 5.0
 """Time that a process with nothing left to do gets to stop before it is killed."""
 NOT_READY = "CHILD_NOT_READY"
 """Reason of the error of a process that takes longer than was waited."""
@@ -111,28 +111,28 @@ class ChildProcess:
         """Wait until it serves; its address. UnavailableError, with its last words, if not."""
         if not self._said.wait(timeout_s):
             raise UnavailableError(
-                f"{self.name} was not ready after {timeout_s:g} s{self.last_words()}",
+                f"{self.name} was not ready after {timeout_s:g} s{self.log_tail()}",
                 reason=NOT_READY,
             )
         if "address" not in self.ready:
-            raise self.died()
+            raise self.exit_error()
         return self.address
 
-    def died(self) -> UnavailableError:
+    def exit_error(self) -> UnavailableError:
         """The error of a process that ended by itself, with the reason that it gave."""
         status = None if self._process is None else self._process.wait()
         self._said.wait(_LAST_WORDS_S)
-        why = f": {self.failure}" if self.failure else self.last_words()
+        why = f": {self.failure}" if self.failure else self.log_tail()
         return UnavailableError(f"{self.name} ended {_describe(status)}{why}", reason="CHILD_DIED")
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log, for error messages."""
         if self._log_file is None or not self._log_file.is_file():
             return ""
         lines = self._log_file.read_text(encoding="utf-8", errors="replace").splitlines()
         return "; its log ends with:\n  " + "\n  ".join(lines[-_TAIL_LINES:]) if lines else ""
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGTERM, if it runs, and do not wait."""
         if self._process is not None:
             self._process.terminate()
@@ -151,12 +151,12 @@ class ChildProcess:
             return
         process.terminate()
         try:
-            process.wait(STOP_S)
+            process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
             # One that hangs in the kernel ends when that lets it: nobody else waits for it.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
+                process.wait(STOP_TIMEOUT_S)
         self._process = None
         if process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -181,7 +181,7 @@ def check_running(processes: Iterable[ChildProcess]) -> None:
     """UnavailableError, with its last words, where one of these has ended by itself."""
     for process in processes:
         if process.exit_status is not None:
-            raise process.died()
+            raise process.exit_error()
 
 
 def _describe(status: int | None) -> str:

@@ -13,29 +13,34 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from outrider.client.local.child_process import NOT_READY, STOP_S, ChildProcess, check_running
-from outrider.client.local.config import SEPARATE, LocalConfig
+from outrider.client.local.child_process import (
+    NOT_READY,
+    STOP_TIMEOUT_S,
+    ChildProcess,
+    check_running,
+)
+from outrider.client.local.config import SEPARATE, LocalFleetConfig
 from outrider.client.local.preflight import check_files
 from outrider.client.local.process_flags import (
-    Place,
+    ProcessPlacement,
     count_gpus,
     drafter_args,
-    places,
+    plan_placement,
     router_args,
     verifier_args,
 )
-from outrider.client.local.readiness import check_free, check_hosts, wait_healthy
+from outrider.client.local.readiness import check_hosts, check_ports_free, wait_healthy
 from outrider.client.local.settings_check import check_settings
 from outrider.errors import UnavailableError
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 
-LOOK_S = 1.0
-DRAIN_LOOK_S = 0.05
-START_S = 600.0
+POLL_INTERVAL_S = 1.0
+DRAIN_POLL_INTERVAL_S = 0.05
+START_TIMEOUT_S = 600.0
 """Longest wait for a process to load its model and serve."""
 
 
-def say(line: str) -> None:
+def print_progress(line: str) -> None:
     """Write a progress line to stderr; one that nobody can read any more is dropped."""
     try:
         sys.stderr.write(f"[outrider] {line}\n")
@@ -54,9 +59,9 @@ class LocalCluster:
 
     def __init__(
         self,
-        config: LocalConfig,
+        config: LocalFleetConfig,
         *,
-        progress: Callable[[str], None] = say,
+        progress: Callable[[str], None] = print_progress,
         stop: threading.Event | None = None,
     ) -> None:
         """`stop`: once it is set, a start that has launched a router waits for nothing more."""
@@ -65,14 +70,14 @@ class LocalCluster:
         self._stop = stop or threading.Event()
         self._logs: Path | None = None
         self._own_logs: Path | None = None
-        self.members: dict[Role, list[ChildProcess]] = {}
+        self.members: dict[CertificateRole, list[ChildProcess]] = {}
         """What was started: verifiers, drafters (none without drafts), the router."""
 
     @property
     def address(self) -> str:
         """Address of the router's API."""
-        assert Role.ROUTER in self.members, "the cluster is not started"
-        return self.members[Role.ROUTER][0].address
+        assert CertificateRole.ROUTER in self.members, "the cluster is not started"
+        return self.members[CertificateRole.ROUTER][0].address
 
     @property
     def processes(self) -> tuple[ChildProcess, ...]:
@@ -109,22 +114,24 @@ class LocalCluster:
 
     def drain(self, enough: threading.Event, look: Callable[[], None]) -> None:
         """Have the routers refuse what is new and wait until they have ended, which they do once
-        running requests have, and after `drain_s` at the latest; when it is `enough` they are told
-        to end those at once.
+        running requests have, and after `drain_timeout_s` at the latest; when it is `enough` they
+        are told to end those at once.
 
         All others go on meanwhile, for the requests need them; `look` looks after these.
         """
-        routers = self.members[Role.ROUTER]
+        routers = self.members[CertificateRole.ROUTER]
         for router in routers:
-            router.ask_to_stop()
-        end = time.monotonic() + self._config.drain_s + STOP_S
-        while _running(routers) and time.monotonic() < end and not enough.wait(DRAIN_LOOK_S):
+            router.request_stop()
+        end = time.monotonic() + self._config.drain_timeout_s + STOP_TIMEOUT_S
+        while (
+            _running(routers) and time.monotonic() < end and not enough.wait(DRAIN_POLL_INTERVAL_S)
+        ):
             look()
         for router in routers:
-            router.ask_to_stop()
-        end = time.monotonic() + STOP_S
+            router.request_stop()
+        end = time.monotonic() + STOP_TIMEOUT_S
         while _running(routers) and time.monotonic() < end:
-            time.sleep(DRAIN_LOOK_S)
+            time.sleep(DRAIN_POLL_INTERVAL_S)
 
     def close(self) -> None:
         """Stop everything, whatever runs; idempotent."""
@@ -139,11 +146,11 @@ class LocalCluster:
         # The processes would find these out one after another while they load.
         if config.tls_dir is not None:
             check_hosts(config.tls_dir, filter(None, (config.listen, config.http)))
-        verifying, drafting = places(config, count_gpus() if config.uses_gpus else 0)
+        verifying, drafting = plan_placement(config, count_gpus() if config.uses_gpus else 0)
         settings = check_settings(config, verifying, drafting)
         for line in settings.warnings:
             self._progress(line)
-        check_free(*settings.addresses)
+        check_ports_free(*settings.addresses)
         for line in check_files(config):
             self._progress(line)
         self._logs = self._log_dir()
@@ -155,20 +162,20 @@ class LocalCluster:
             name = f"router-{index}" if several else "router"
             args = router_args(config, verifiers, drafters, index)
             # The first one may have taken a free port, which the others are to have, too.
-            (router,) = self._launch(Role.ROUTER, {name: args}, address)
+            (router,) = self._launch(CertificateRole.ROUTER, {name: args}, address)
             address = self._ready(router)
             self._check_stop()
         wait_healthy(
             address,
             self.processes,
             tls_dir=config.tls_dir,
-            timeout_s=START_S,
+            timeout_s=START_TIMEOUT_S,
             progress=self._progress,
             stop=self._stop,
         )
         self._check_stop()
         self._progress(f"ready on {address}")
-        told = self.members[Role.ROUTER][0].ready
+        told = self.members[CertificateRole.ROUTER][0].ready
         if "http" in told:
             self._progress(f"OpenAI's API on http://{told['http']}/v1")
         return address
@@ -176,10 +183,10 @@ class LocalCluster:
     def _ready(self, process: ChildProcess) -> str:
         """Wait until a process serves; its address. One of several routers serves once it has found
         a verifier. Raises UnavailableError, also where another process ends meanwhile."""
-        end = time.monotonic() + START_S
+        end = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
-                return process.wait_ready(LOOK_S)
+                return process.wait_ready(POLL_INTERVAL_S)
             except UnavailableError as error:
                 if error.reason != NOT_READY:
                     raise
@@ -187,16 +194,16 @@ class LocalCluster:
             check_running(self.processes)
             if time.monotonic() > end:
                 raise UnavailableError(
-                    f"{process.name} was not ready after {START_S:g} s{process.last_words()}",
+                    f"{process.name} was not ready after {START_TIMEOUT_S:g} s{process.log_tail()}",
                     reason=NOT_READY,
                 )
 
     def _check_stop(self) -> None:
-        if self._stop.is_set() and Role.ROUTER in self.members:
+        if self._stop.is_set() and CertificateRole.ROUTER in self.members:
             raise _StoppedError
 
     def _start_peers(
-        self, verifying: Sequence[Place], drafting: Sequence[Place]
+        self, verifying: Sequence[ProcessPlacement], drafting: Sequence[ProcessPlacement]
     ) -> tuple[list[str], list[str]]:
         """Start verifiers and drafters together; their addresses."""
         config = self._config
@@ -209,13 +216,14 @@ class LocalCluster:
         if config.simulated_acceptance:
             self._progress(f"SIMULATED ACCEPTANCE {config.simulated_acceptance}: no real text")
         verifiers = self._launch(
-            Role.VERIFIER, {place.name: verifier_args(config, place) for place in verifying}
+            CertificateRole.VERIFIER,
+            {place.name: verifier_args(config, place) for place in verifying},
         )
         if drafting:
             methods = ", ".join(config.drafter_methods)
             self._progress(f"starting {_counted(drafting, 'drafter')}: {methods}")
         drafters = self._launch(
-            Role.DRAFTER, {place.name: drafter_args(config, place) for place in drafting}
+            CertificateRole.DRAFTER, {place.name: drafter_args(config, place) for place in drafting}
         )
         return (
             [self._ready(process) for process in verifiers],
@@ -223,7 +231,7 @@ class LocalCluster:
         )
 
     def _launch(
-        self, role: Role, args: Mapping[str, Sequence[str]], listen: str = "127.0.0.1:0"
+        self, role: CertificateRole, args: Mapping[str, Sequence[str]], listen: str = "127.0.0.1:0"
     ) -> list[ChildProcess]:
         """Start a process for each name and its arguments."""
         processes = [
@@ -249,5 +257,5 @@ def _running(processes: Sequence[ChildProcess]) -> bool:
     return any(process.exit_status is None for process in processes)
 
 
-def _counted(places: Sequence[Place], kind: str) -> str:
+def _counted(places: Sequence[ProcessPlacement], kind: str) -> str:
     return f"the {kind}" if len(places) == 1 else f"{len(places)} {kind}s"

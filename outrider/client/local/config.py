@@ -12,7 +12,7 @@ CPU, CUDA = DEVICES = ("cpu", "cuda")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 SHARED_MEMORY_FRACTION = 0.7
 """Share of a GPU's memory for a verifier that a drafter computes beside."""
-MOST_ROUTERS = 8
+MAX_ROUTERS = 8
 """At one address: a client whose connection broke finds its router again by trying."""
 DRAIN_S = 30.0
 HEALTH_TIMEOUT_S = 10.0
@@ -25,14 +25,14 @@ def default_dtype(device: str) -> str:
     return "float32" if device == CPU else "bfloat16"
 
 
-def host_and_port(address: str) -> tuple[str, str]:
+def split_address(address: str) -> tuple[str, str]:
     """Host, without the brackets of an IPv6 address, and port."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalConfig:
+class LocalFleetConfig:
     """What to run."""
 
     model: Path
@@ -68,7 +68,7 @@ class LocalConfig:
     """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
     draft_length: int | None = None
     """Draft tokens a round of a head in the verifier; None takes its default."""
-    draft_topk: int | None = None
+    draft_top_k: int | None = None
     """Children that a head in the verifier tries of a node; None takes its default."""
     planner: str | None = None
     """automatic, where the verifier decides whether and how far sessions speculate, or fixed, where
@@ -91,18 +91,18 @@ class LocalConfig:
     """KV budget of each verifier; None takes its default, which on a GPU is what there is."""
     max_sessions: int | None = None
     queue_limit: int | None = None
-    drain_s: float = DRAIN_S
+    drain_timeout_s: float = DRAIN_S
     """Time that running requests get to end when all is to stop."""
     health_timeout_s: float = HEALTH_TIMEOUT_S
     """Time without an answer to its health checks after which a supervised process is killed and
     restarted, in seconds; 0 never does."""
     journal: Path | None = None
     """Log by which resumable requests survive a restart of the router; None keeps none."""
-    slow_reader_s: float | None = None
+    slow_reader_timeout_s: float | None = None
     """Time after which the router gives up a client that does not read; None takes its default."""
     threads: int | None = None
     """Threads of verifier and drafter each; None takes torch's choice."""
-    awake_cores: int | None = None
+    busy_polling_cores: int | None = None
     """Cores that verifier and drafter each keep from going idle while they serve; GPUs only."""
     exchange_delay_ms: float = 0.0
     """Benchmarks only: see the drafter's option bench_exchange_delay_ms."""
@@ -165,13 +165,13 @@ class LocalConfig:
 
     def _check_front(self) -> None:
         for name, address in (("listen", self.listen), ("http", self.http)):
-            host, port = host_and_port(address or "localhost:0")
+            host, port = split_address(address or "localhost:0")
             if not (host and port.isdecimal() and int(port) < 1 << 16):
                 raise InvalidRequestError(
                     f"{name} must be HOST:PORT, got {address!r}", reason="INVALID_ADDRESS"
                 )
-        host, port = host_and_port(self.listen)
-        if self.http is not None and port != "0" and host_and_port(self.http) == (host, port):
+        host, port = split_address(self.listen)
+        if self.http is not None and port != "0" and split_address(self.http) == (host, port):
             raise InvalidRequestError(
                 f"http and listen must differ, both are {self.listen}", reason="INVALID_ADDRESS"
             )
@@ -181,9 +181,9 @@ class LocalConfig:
             )
 
     def _check_routers(self) -> None:
-        if not 1 <= self.routers <= MOST_ROUTERS:
+        if not 1 <= self.routers <= MAX_ROUTERS:
             raise InvalidRequestError(
-                f"routers must be at least 1 and at most {MOST_ROUTERS}, got {self.routers}",
+                f"routers must be at least 1 and at most {MAX_ROUTERS}, got {self.routers}",
                 reason="INVALID_COUNT",
             )
         if self.routers == 1:

@@ -22,7 +22,7 @@ _NO_ANSWER: Final = frozenset(
 )
 
 
-class Health(Enum):
+class ProbeResult(Enum):
     """What one probe found."""
 
     SERVING = "serving"
@@ -39,19 +39,19 @@ class HealthRecord:
         self._health_timeout_s = health_timeout_s
         self._answered = self._served = self._looked = now
 
-    def record(self, health: Health | None, now: float) -> None:
+    def record_probe(self, health: ProbeResult | None, now: float) -> None:
         """Take the newest answer, None if there is no new one. A gap between two calls is time in
         which the supervisor was held up itself: it counts against nobody."""
         gap, self._looked = now - self._looked, now
         if gap > MAX_LOOK_GAP_S:
             self._answered += gap
             self._served += gap
-        if health in (Health.SERVING, Health.NOT_SERVING):
+        if health in (ProbeResult.SERVING, ProbeResult.NOT_SERVING):
             self._answered = now
-        if health is Health.SERVING:
+        if health is ProbeResult.SERVING:
             self._served = now
 
-    def complaint(self, now: float) -> str:
+    def restart_reason(self, now: float) -> str:
         """Why the process has to be restarted; "" while it does not."""
         if now - self._answered > self._health_timeout_s:
             return f"has not answered for {self._health_timeout_s:g} s"
@@ -75,7 +75,7 @@ class HealthProbe:
         self._next = 0.0
         """When the next probe is due, by the monotonic clock."""
 
-    def poll(self, now: float) -> Health | None:
+    def poll(self, now: float) -> ProbeResult | None:
         """Send a probe if one is due; the answer to the last one if it has come since."""
         if self._call is None:
             if now >= self._next:
@@ -86,12 +86,12 @@ class HealthProbe:
         call, self._call = self._call, None
         self._next = now + PROBE_INTERVAL_S
         if call.code() in _NO_ANSWER:
-            return Health.SILENT
+            return ProbeResult.SILENT
         if call.code() is not grpc.StatusCode.OK:
             # Whoever can refuse a probe is alive.
-            return Health.SERVING
+            return ProbeResult.SERVING
         serves = call.result().status == self._serving
-        return Health.SERVING if serves else Health.NOT_SERVING
+        return ProbeResult.SERVING if serves else ProbeResult.NOT_SERVING
 
     def close(self) -> None:
         """Give up a probe that is under way, and the connection."""

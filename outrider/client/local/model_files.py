@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.models import builtin_head, is_from_hub, model_dir, resolve
+from outrider.models import builtin_head, is_from_hub, model_dir, resolve_model
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -37,7 +37,7 @@ def find_model(
     InvalidRequestError for a revision of what is no hub id.
     """
     head = None if head is None else find_head(head, head_revision)
-    path = resolve(name_or_path, revision=revision)
+    path = resolve_model(name_or_path, revision=revision)
     given = Path(name_or_path).expanduser()
     name = given.resolve().name if given.exists() else name_or_path
     known = not given.exists() or path.resolve() == model_dir(name).resolve()
@@ -47,7 +47,7 @@ def find_model(
 def find_head(name_or_path: str | Path, revision: str | None = None) -> Path:
     """Directory of a draft head given as a directory or a hub id. Raises like `find_model`."""
     if is_from_hub(str(name_or_path)):
-        return resolve(name_or_path, revision=revision)
+        return resolve_model(name_or_path, revision=revision)
     path = Path(name_or_path).expanduser()
     if not (path / "config.json").is_file():
         raise NotFoundError(f"no draft head at {path}: there is no config.json", reason="NO_HEAD")

@@ -11,13 +11,13 @@ from pathlib import Path
 from outrider.checkpoints.directory import read_model_directory
 from outrider.checkpoints.head_tensors import read_head
 from outrider.checkpoints.model_config import ModelConfig
-from outrider.client.local.config import HEAD_METHODS, LocalConfig
+from outrider.client.local.config import HEAD_METHODS, LocalFleetConfig
 from outrider.errors import FailedPreconditionError, InvalidRequestError
-from outrider.extras import needs_packages
+from outrider.extras import explain_missing_packages
 from outrider.spec.plan import DraftMethod
 
 
-def check_files(config: LocalConfig) -> tuple[str, ...]:
+def check_files(config: LocalFleetConfig) -> tuple[str, ...]:
     """Check target, its context length, draft head, small draft model, tokenizer and chat template.
 
     Returns warnings, a line each, of what can be served only in part.
@@ -52,7 +52,7 @@ def _check_tokenizer(model: Path, target: ModelConfig) -> tuple[str, ...]:
     # Imported here: only who starts a router has the packages that tokenizers need.
     from outrider.text.tokenizer import Tokenizer
 
-    with needs_packages("outrider-router"):
+    with explain_missing_packages("outrider-router"):
         tokenizer = Tokenizer.load(model)
     if tokenizer.num_ids > target.vocab_size:
         raise FailedPreconditionError(

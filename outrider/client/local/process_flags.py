@@ -19,11 +19,11 @@ from outrider.client.local.config import (
     HEAD_METHODS,
     SEPARATE,
     SHARED_MEMORY_FRACTION,
-    LocalConfig,
+    LocalFleetConfig,
 )
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 
 DRIVER_FILES = tuple(map(Path, ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/dxg")))
 """What there is where CUDA has a driver: of servers, of Tegra and of WSL."""
@@ -32,7 +32,7 @@ HEALTH_LISTEN = "127.0.0.1:0"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessPlacement:
     """One verifier or drafter, and where it computes."""
 
     name: str
@@ -69,7 +69,9 @@ def _count_present() -> int:
     return count or int(any(path.exists() for path in DRIVER_FILES))
 
 
-def places(config: LocalConfig, gpus: int) -> tuple[list[Place], list[Place]]:
+def plan_placement(
+    config: LocalFleetConfig, gpus: int
+) -> tuple[list[ProcessPlacement], list[ProcessPlacement]]:
     """The verifiers and the drafters of a machine with so many GPUs.
 
     GPUs are given out in turn, to the verifiers first; one leaves memory to a drafter that is on
@@ -104,22 +106,25 @@ def places(config: LocalConfig, gpus: int) -> tuple[list[Place], list[Place]]:
         return SHARED_MEMORY_FRACTION if device != CPU and device in drafting else None
 
     return (
-        [Place(f"verifier-{i}", device, share(device)) for i, device in enumerate(verifying)],
-        [Place(f"drafter-{i}", device) for i, device in enumerate(drafting)],
+        [
+            ProcessPlacement(f"verifier-{i}", device, share(device))
+            for i, device in enumerate(verifying)
+        ],
+        [ProcessPlacement(f"drafter-{i}", device) for i, device in enumerate(drafting)],
     )
 
 
-def verifier_args(config: LocalConfig, place: Place) -> list[str]:
+def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
     """Flags of a verifier."""
     uses_head = bool(HEAD_METHODS & set(config.methods))
     flags = _flags(
         model=config.model,
-        features_from=config.head if uses_head else None,
+        feature_head=config.head if uses_head else None,
         dtype=config.element_type,
         device=place.device,
         placement=config.placement,
         draft_length=config.draft_length,
-        draft_topk=config.draft_topk if config.placement != SEPARATE else None,
+        draft_top_k=config.draft_top_k if config.placement != SEPARATE else None,
         planner=config.planner,
         simulated_acceptance=config.simulated_acceptance or None,
         kv_tokens=config.kv_tokens,
@@ -129,13 +134,13 @@ def verifier_args(config: LocalConfig, place: Place) -> list[str]:
         bench_round_ms=config.round_ms or None,
         bench_row_us=config.row_us or None,
         verifier_id=place.name,
-        **_common_flags(config, place, Role.VERIFIER),
+        **_common_flags(config, place, CertificateRole.VERIFIER),
     )
     flags += [] if config.prefix_cache else ["--no-prefix-cache"]
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 
-def drafter_args(config: LocalConfig, place: Place) -> list[str]:
+def drafter_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
     """Flags of a drafter."""
     methods = config.drafter_methods
     flags = _flags(
@@ -148,20 +153,20 @@ def drafter_args(config: LocalConfig, place: Place) -> list[str]:
         bench_exchange_delay_ms=config.exchange_delay_ms or None,
         bench_slowdown=config.drafter_slowdown if config.drafter_slowdown != 1.0 else None,
         drafter_id=place.name,
-        **_common_flags(config, place, Role.DRAFTER),
+        **_common_flags(config, place, CertificateRole.DRAFTER),
     )
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 
 def router_args(
-    config: LocalConfig, verifiers: Sequence[str], drafters: Sequence[str], index: int = 0
+    config: LocalFleetConfig, verifiers: Sequence[str], drafters: Sequence[str], index: int = 0
 ) -> list[str]:
     """Flags of the router of peers at these addresses; `index`: of several."""
     port = config.metrics_port
     peers = [flag for address in verifiers for flag in ("--verifier", address)]
     peers += [flag for address in drafters for flag in ("--drafter", address)]
     if config.routers > 1:
-        peers.append("--share-ports")
+        peers.append("--reuse-ports")
     return peers + _flags(
         model=config.model,
         model_name=config.model_name or None,
@@ -169,24 +174,26 @@ def router_args(
         look_ahead=config.look_ahead,
         fan_out=config.fan_out,
         queue_limit=config.queue_limit,
-        drain_s=config.drain_s,
+        drain_timeout_s=config.drain_timeout_s,
         journal=config.journal,
-        slow_reader_s=config.slow_reader_s,
+        slow_reader_timeout_s=config.slow_reader_timeout_s,
         log_level=config.log_level,
         health_listen=HEALTH_LISTEN,
         metrics_port=port + index if port else port,
         metrics_compat=config.metrics_compat,
         api_keys=config.api_keys,
-        **_tls_flags(config, Role.ROUTER),
+        **_tls_flags(config, CertificateRole.ROUTER),
     )
 
 
-def _common_flags(config: LocalConfig, place: Place, role: Role) -> dict[str, object]:
+def _common_flags(
+    config: LocalFleetConfig, place: ProcessPlacement, role: CertificateRole
+) -> dict[str, object]:
     """What verifiers and drafters have alike."""
     trace = None if config.trace_dir is None else config.trace_dir / f"{place.name}.json"
     return {
         "threads": config.threads,
-        "awake_cores": config.awake_cores,
+        "busy_polling_cores": config.busy_polling_cores,
         "trace_file": trace,
         "log_level": config.log_level,
         "health_listen": HEALTH_LISTEN,
@@ -194,7 +201,7 @@ def _common_flags(config: LocalConfig, place: Place, role: Role) -> dict[str, ob
     }
 
 
-def _tls_flags(config: LocalConfig, role: Role) -> dict[str, object]:
+def _tls_flags(config: LocalFleetConfig, role: CertificateRole) -> dict[str, object]:
     if config.tls_dir is None:
         return {}
     tls = tls_from(config.tls_dir, role)

@@ -13,7 +13,7 @@ from typing import Final
 from outrider.client.connection import is_serving
 from outrider.client.local.certificates import tls_from
 from outrider.client.local.child_process import ChildProcess, check_running
-from outrider.client.local.config import host_and_port
+from outrider.client.local.config import split_address
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync_client import Client
 from outrider.errors import (
@@ -22,12 +22,12 @@ from outrider.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from outrider.transport.tls import Role, RoleNames, TlsConfig, check_host
+from outrider.transport.tls import CertificateRole, RoleNames, TlsConfig, check_host
 from outrider.wire.inference import ServerInfo
 
-EVERYWHERE: Final = frozenset({"", "0.0.0.0", "::"})
+WILDCARD_HOSTS: Final = frozenset({"", "0.0.0.0", "::"})
 """Hosts to listen on that are no host to dial."""
-SAY_AFTER_S: Final = 5.0
+PROGRESS_INTERVAL_S: Final = 5.0
 """Silence of a fleet before it is said what it waits for."""
 _LOOK_S: Final = 0.05
 
@@ -35,14 +35,14 @@ _LOOK_S: Final = 0.05
 def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
     """FailedPreconditionError unless the router's certificate in this folder is for all HOST:PORT,
     or no good at all: WRONG_HOST, BAD_TLS."""
-    tls = tls_from(directory, Role.ROUTER)
+    tls = tls_from(directory, CertificateRole.ROUTER)
     for address in addresses:
-        host, _ = host_and_port(address)
-        if host not in EVERYWHERE:
+        host, _ = split_address(address)
+        if host not in WILDCARD_HOSTS:
             check_host(tls, host, "`outrider certs DIR --host` puts names into certificates")
 
 
-def check_free(*addresses: str | None) -> None:
+def check_ports_free(*addresses: str | None) -> None:
     """FailedPreconditionError (ADDRESS_IN_USE) where nobody can listen at all of these HOST:PORT
     at once; None is left out.
 
@@ -52,7 +52,7 @@ def check_free(*addresses: str | None) -> None:
     taken: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         for address in filter(None, addresses):
-            host, port = host_and_port(address)
+            host, port = split_address(address)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
                 stack.enter_context(socket.create_server((host, int(port)), family=family))
@@ -85,12 +85,12 @@ def wait_healthy(
             check_running(processes)
             waited_s = time.monotonic() - begin
             if waited_s > timeout_s:
-                words = "".join(process.last_words() for process in processes)
+                words = "".join(process.log_tail() for process in processes)
                 raise UnavailableError(
                     f"the processes did not find each other in {timeout_s:g} s: {trouble}{words}",
                     reason="NOT_HEALTHY",
                 )
-            if waited_s > SAY_AFTER_S and trouble != said:
+            if waited_s > PROGRESS_INTERVAL_S and trouble != said:
                 progress(f"waiting: {trouble}")
                 said = trouble
             stop.wait(_LOOK_S)
@@ -98,8 +98,8 @@ def wait_healthy(
 
 def _by_role(directory: Path) -> TlsConfig:
     # Its role is in every router's certificate; 0.0.0.0 is in none.
-    config = TlsConfig(ca=tls_from(directory, Role.ROUTER).ca)
-    return TlsConfig(ca=config.ca, names=RoleNames(router=config.names_of(Role.ROUTER)))
+    config = TlsConfig(ca=tls_from(directory, CertificateRole.ROUTER).ca)
+    return TlsConfig(ca=config.ca, names=RoleNames(router=config.names_of(CertificateRole.ROUTER)))
 
 
 def _trouble(client: Client, address: str, tls: TlsConfig | None) -> str:

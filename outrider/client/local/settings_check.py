@@ -10,18 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider.client.local.config import LocalConfig
-from outrider.client.local.process_flags import Place, drafter_args, router_args, verifier_args
-from outrider.config.loader import Loaded
+from outrider.client.local.config import LocalFleetConfig
+from outrider.client.local.process_flags import (
+    ProcessPlacement,
+    drafter_args,
+    router_args,
+    verifier_args,
+)
+from outrider.config.loader import LoadedConfig
 from outrider.config.process_registry import PROCESSES
 from outrider.errors import NotFoundError
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 
 _SOMEWHERE: Final = "127.0.0.1:1"
 """In place of an address that is not known yet."""
 _RAY: Final = "ray"
 _FLAGS: Final[Mapping[str, str]] = {
-    "features_from": "--head",
+    "feature_head": "--head",
     "listen": "--host and --port",
     "max_context_len": "--max-model-len",
     "memory_fraction": "--gpu-memory-utilization",
@@ -36,7 +41,7 @@ _FLAGS: Final[Mapping[str, str]] = {
 """Flags of `outrider serve` for keys of the processes that are named otherwise."""
 _DECIDED: Final = frozenset(
     {
-        *("drafter_id", "drafters", "health_listen", "share_ports", "trace_file"),
+        *("drafter_id", "drafters", "health_listen", "reuse_ports", "trace_file"),
         *("verifier_id", "verifiers"),
     }
 )
@@ -44,7 +49,7 @@ _DECIDED: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ProcessSettings:
     """What the processes of a machine will run with."""
 
     warnings: tuple[str, ...]
@@ -54,8 +59,10 @@ class Settings:
 
 
 def check_settings(
-    config: LocalConfig, verifiers: Sequence[Place], drafters: Sequence[Place]
-) -> Settings:
+    config: LocalFleetConfig,
+    verifiers: Sequence[ProcessPlacement],
+    drafters: Sequence[ProcessPlacement],
+) -> ProcessSettings:
     """Load the settings of each kind of process as it will do itself.
 
     Raises InvalidRequestError for settings that a process refuses, of its environment and the files
@@ -63,24 +70,32 @@ def check_settings(
     """
     warnings: list[str] = []
     addresses = [config.listen, config.http]
-    commands: dict[Role, list[str]] = {Role.VERIFIER: verifier_args(config, verifiers[0])}
+    commands: dict[CertificateRole, list[str]] = {
+        CertificateRole.VERIFIER: verifier_args(config, verifiers[0])
+    }
     if drafters:
-        commands[Role.DRAFTER] = drafter_args(config, drafters[0])
+        commands[CertificateRole.DRAFTER] = drafter_args(config, drafters[0])
     peers = [_SOMEWHERE for _ in drafters]
-    commands[Role.ROUTER] = router_args(config, [_SOMEWHERE], peers)
-    counts = {Role.VERIFIER: len(verifiers), Role.DRAFTER: len(drafters), Role.ROUTER: 1}
+    commands[CertificateRole.ROUTER] = router_args(config, [_SOMEWHERE], peers)
+    counts = {
+        CertificateRole.VERIFIER: len(verifiers),
+        CertificateRole.DRAFTER: len(drafters),
+        CertificateRole.ROUTER: 1,
+    }
     for role, args in commands.items():
-        listen = config.listen if role is Role.ROUTER else "127.0.0.1:0"
+        listen = config.listen if role is CertificateRole.ROUTER else "127.0.0.1:0"
         loaded = PROCESSES[role].load([*args, "--listen", listen])
         warnings += _warnings(role, loaded)
         host, port = loaded.config.metrics_host, loaded.config.metrics_port
         if port > 0:
-            several = range(config.routers) if role is Role.ROUTER else [0] * counts[role]
+            several = (
+                range(config.routers) if role is CertificateRole.ROUTER else [0] * counts[role]
+            )
             addresses += [f"{host}:{port + index}" for index in several]
-        if role is Role.ROUTER and loaded.config.pool_listen:
+        if role is CertificateRole.ROUTER and loaded.config.pool_listen:
             addresses.append(loaded.config.pool_listen)
     fixed = [address for address in addresses if address and not address.endswith(":0")]
-    return Settings(tuple(warnings), tuple(fixed))
+    return ProcessSettings(tuple(warnings), tuple(fixed))
 
 
 def ray_warnings(args: Sequence[str]) -> list[str]:
@@ -93,12 +108,12 @@ def ray_warnings(args: Sequence[str]) -> list[str]:
         return []
 
 
-def _warnings(role: str, loaded: Loaded[Any]) -> list[str]:
+def _warnings(role: str, loaded: LoadedConfig[Any]) -> list[str]:
     lines: list[str] = []
     for key, source in loaded.overridden.items():
         where = source if source.isupper() else f"{key} in {source}"
         flag = "" if key in _DECIDED else _FLAGS.get(key, f"--{key.replace('_', '-')}")
-        if key == "listen" and role != Role.ROUTER:
+        if key == "listen" and role != CertificateRole.ROUTER:
             flag = ""
         hint = f"; use {flag}" if flag else ""
         lines.append(f"warning: {where} is ignored: outrider serve sets {key} of the {role}{hint}")

@@ -10,11 +10,11 @@ from typing import Self
 from outrider.client.local.child_process import ChildProcess
 from outrider.client.local.config import HEALTH_TIMEOUT_S
 from outrider.client.local.health_probe import HealthProbe, HealthRecord
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 
-FIRST_PAUSE_S = 0.5
+MIN_BACKOFF_S = 0.5
 MAX_PAUSE_S = 30.0
-STEADY_S = 60.0
+MIN_STABLE_S = 60.0
 """A process that ran for this long is restarted after the first pause again."""
 MAX_START_S = 600.0
 """Longest time that a restarted process may take to load its model and serve."""
@@ -24,7 +24,7 @@ _ALIVE = "grpc.health.v1.Health"
 Progress = Callable[[str], None]
 
 
-class Keeper:
+class ChildSupervisor:
     """Restarts one process when it has ended, after a pause that grows while it keeps ending, and
     kills it when it does not answer its health probes any more."""
 
@@ -42,13 +42,13 @@ class Keeper:
         self._progress = progress
         self._health_timeout_s = health_timeout_s
         self._service = service
-        self._pause_s = FIRST_PAUSE_S
+        self._pause_s = MIN_BACKOFF_S
         self._started = time.monotonic()
         self._restart_at: float | None = None
         self._probe: HealthProbe | None = None
         self._record = HealthRecord(health_timeout_s, self._started)
 
-    def look(self, now: float) -> None:
+    def check_child(self, now: float) -> None:
         """Notice an end or silence; restart when the pause is over. `now`: monotonic, seconds."""
         if self._restart_at is not None:
             if now >= self._restart_at:
@@ -69,8 +69,8 @@ class Keeper:
 
     def _plan_restart(self, why: str, now: float) -> None:
         self.close()
-        if now - self._started > STEADY_S:
-            self._pause_s = FIRST_PAUSE_S
+        if now - self._started > MIN_STABLE_S:
+            self._pause_s = MIN_BACKOFF_S
         self._progress(f"{self._process.name} {why}; starting it again")
         self._restart_at = now + self._pause_s
         self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
@@ -98,8 +98,8 @@ class Keeper:
                 return ""
             self._probe = HealthProbe(ready["health"], self._service)
             self._record = HealthRecord(self._health_timeout_s, now)
-        self._record.record(self._probe.poll(now), now)
-        return self._record.complaint(now)
+        self._record.record_probe(self._probe.poll(now), now)
+        return self._record.restart_reason(now)
 
 
 class Supervisor:
@@ -107,18 +107,18 @@ class Supervisor:
 
     def __init__(
         self,
-        members: Mapping[Role, Sequence[ChildProcess]],
+        members: Mapping[CertificateRole, Sequence[ChildProcess]],
         progress: Progress,
         *,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
     ) -> None:
         """`health_timeout_s`: see `Keeper`."""
         self._keepers = {
-            process: Keeper(
+            process: ChildSupervisor(
                 process,
                 progress,
                 health_timeout_s=health_timeout_s,
-                service=_ALIVE if role is Role.ROUTER else "",
+                service=_ALIVE if role is CertificateRole.ROUTER else "",
             )
             for role, processes in members.items()
             for process in processes
@@ -138,7 +138,7 @@ class Supervisor:
     def look(self) -> None:
         """Look after every process once; never waits for one that is not healthy."""
         for keeper in self._keepers.values():
-            keeper.look(time.monotonic())
+            keeper.check_child(time.monotonic())
 
     def release(self, processes: Iterable[ChildProcess]) -> None:
         """Leave these processes to themselves."""

@@ -19,7 +19,7 @@ _TRIAL_CYCLES: Final = 20_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LargerModel:
+class TargetDuration:
     """What a round of it takes, by the rows of its forward."""
 
     round_s: float
@@ -28,7 +28,7 @@ class LargerModel:
     """Of each further row."""
 
     @classmethod
-    def asked(cls, *, round_ms: float, row_us: float) -> LargerModel | None:
+    def from_settings(cls, *, round_ms: float, row_us: float) -> TargetDuration | None:
         """None where no duration is asked for."""
         return cls(round_s=round_ms / 1e3, row_s=row_us / 1e6) if round_ms else None
 
@@ -37,10 +37,10 @@ class LargerModel:
         return self.round_s + self.row_s * (rows - 1)
 
 
-class Brake:
+class RoundDelay:
     """Waits on the device behind rounds of known duration."""
 
-    def __init__(self, model: LargerModel, times: Mapping[RoundShape, float]) -> None:
+    def __init__(self, model: TargetDuration, times: Mapping[RoundShape, float]) -> None:
         """`times`: seconds of each shape as it is; others are not held back."""
         self.times = {
             shape: max(took, model.seconds(shape.token_rows)) for shape, took in times.items()
@@ -51,7 +51,7 @@ class Brake:
             shape: int(rate * (self.times[shape] - took)) for shape, took in times.items()
         }
 
-    def hold(self, shape: RoundShape) -> None:
+    def delay_round(self, shape: RoundShape) -> None:
         """Wait for what a round of this shape, just launched, is to take longer."""
         cycles = self._cycles.get(shape, 0)
         if cycles > 0:

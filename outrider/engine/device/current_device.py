@@ -38,7 +38,7 @@ def check_kernels() -> None:
         )
 
 
-def make_current(device: torch.device | str) -> None:
+def set_current_device(device: torch.device | str) -> None:
     """Let this thread launch kernels on `device`: CUDA keeps a current device for every thread,
     and a Triton kernel can only be launched on that one. Nothing to do for a CPU."""
     device = torch.device(device)
@@ -46,13 +46,13 @@ def make_current(device: torch.device | str) -> None:
         torch.cuda.set_device(device)
 
 
-def enter_launching_thread(device: torch.device | str) -> None:
+def init_launching_thread(device: torch.device | str) -> None:
     """To be called once by a thread that launches rounds or drafts on `device`.
 
     Where that is an accelerator, torch copies host memory on this thread alone: its pool is woken
     for more than 32,768 elements, and on a virtual machine that took up to 5 ms.
     """
-    make_current(device)
+    set_current_device(device)
     device = torch.device(device)
     if device.type == "cuda":
         # Binds the device's context to the thread, which the driver asks for (`driver`).

@@ -13,7 +13,7 @@ _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class DeviceSpan:
     """One piece of device work, in milliseconds since the recorder's origin."""
 
     name: str
@@ -21,7 +21,7 @@ class Span:
     end_ms: float
 
 
-class Recorder:
+class DeviceRecorder:
     """Marks the start and the end of device work with events; off, it costs nothing."""
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
@@ -29,7 +29,7 @@ class Recorder:
         self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._origin: torch.cuda.Event | None = None
 
-    def span(self, name: str) -> AbstractContextManager[None]:
+    def record_span(self, name: str) -> AbstractContextManager[None]:
         """Record what is launched inside, on the current stream."""
         return self._span(name) if self.enabled else _NOTHING
 
@@ -45,13 +45,13 @@ class Recorder:
         end.record()
         self._marks.append((name, start, end))
 
-    def take(self) -> list[Span]:
+    def take_spans(self) -> list[DeviceSpan]:
         """Everything recorded so far, oldest first; waits for the device."""
         if self._origin is None:
             return []
         torch.cuda.synchronize()
         marks, self._marks = self._marks, []
         return [
-            Span(name, self._origin.elapsed_time(start), self._origin.elapsed_time(end))
+            DeviceSpan(name, self._origin.elapsed_time(start), self._origin.elapsed_time(end))
             for name, start, end in marks
         ]

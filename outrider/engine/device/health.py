@@ -9,7 +9,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-def device_works(device: torch.device) -> bool:
+def is_device_usable(device: torch.device) -> bool:
     """False if nothing can be run on the device any more in this process.
 
     A CUDA error such as an illegal access is sticky: every later call fails with it, until the

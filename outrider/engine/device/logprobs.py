@@ -17,51 +17,51 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.device.graphs.shapes import PIECE_BUCKETS, RoundShape, bucket
-from outrider.engine.device.inputs.prefill_chunks import PieceInputs
-from outrider.engine.device.inputs.round_inputs import zeros
-from outrider.engine.device.round_program import RoundProgram, Verified
-from outrider.engine.device.transfer.buffers import Downloader, Readback, Uploader
+from outrider.engine.device.graphs.shapes import CHUNK_BUCKETS, RoundShape, bucket_for
+from outrider.engine.device.inputs.prefill_chunks import PrefillChunkInputs
+from outrider.engine.device.inputs.round_inputs import int32_zeros
+from outrider.engine.device.round_program import RoundProgram, VerifyOutput
+from outrider.engine.device.transfer.buffers import Downloader, PendingDownload, Uploader
 from outrider.engine.kernels.runtime import next_power_of_2
-from outrider.engine.logprobs import MOST_ROWS, PathLogprobs, cut_paths, token_logprobs
+from outrider.engine.logprobs import MAX_ROWS, PathLogprobs, split_paths, token_logprobs
 
 TOP_BUCKETS: Final = (0, 5, 20)
 """K of a launch: few, as its lengths are, for what it brings back has buffers of its own."""
 
 
-class Asked(NamedTuple):
+class LogprobRequest(NamedTuple):
     """Which tokens of a launch are asked for."""
 
     rows: list[int]
     """Rows that decode, by their place."""
     depth: int
     """Most tokens that any of these rows may emit."""
-    pieces: list[int]
+    chunks: list[int]
     """Pieces behind whose ends a token is sampled."""
-    tops: list[int]
+    top_counts: list[int]
     """How many of the most probable ids: of each of the rows, then of each of the pieces."""
 
 
-class AskedLogprobs(NamedTuple):
+class PendingLogprobs(NamedTuple):
     """The answer on its way."""
 
-    asked: Asked
-    words: Readback
+    asked: LogprobRequest
+    words: PendingDownload
     """int32 [more than all tokens, 1 + 2K]: bits of the values, then ids."""
     depth: int
     """Tokens of each row that decodes, those that were not emitted included."""
 
-    def read(self, counts: list[int]) -> list[PathLogprobs]:
+    def read_logprobs(self, counts: list[int]) -> list[PathLogprobs]:
         """Waits. Of each of the rows, of which row i has emitted `counts[i]` tokens, then of each
         of the pieces."""
         words: NDArray[np.int32] = self.words.wait_array()  # type: ignore[assignment]
         ids = words.shape[1] // 2
         values, top_ids = words[:, : 1 + ids].copy().view(np.float32), words[:, 1 + ids :].copy()
         asked = self.asked
-        whole = [self.depth] * len(asked.rows) + [1] * len(asked.pieces)
-        paths = cut_paths(values, top_ids, list(zip(whole, asked.tops, strict=True)))
+        whole = [self.depth] * len(asked.rows) + [1] * len(asked.chunks)
+        paths = split_paths(values, top_ids, list(zip(whole, asked.top_counts, strict=True)))
         paths[: len(counts)] = [
-            path.first(count) for path, count in zip(paths, counts, strict=False)
+            path.first_tokens(count) for path, count in zip(paths, counts, strict=False)
         ]
         return paths
 
@@ -72,52 +72,52 @@ class RoundLogprobs:
     def __init__(self, program: RoundProgram, *, max_rows: int, device: torch.device) -> None:
         """`max_rows`: most rows of a launch that decode."""
         self._program = program
-        size = max_rows + PIECE_BUCKETS[-1]
-        self._places = zeros(size, device)
+        size = max_rows + CHUNK_BUCKETS[-1]
+        self._places = int32_zeros(size, device)
         self._uploader = Uploader(size, device)
         self._downloads = Downloader(device)
 
     @torch.inference_mode()
-    def start(
+    def start_logprobs(
         self,
-        asked: Asked,
+        asked: LogprobRequest,
         shape: RoundShape,
-        verified: Verified,
-        pieces: PieceInputs | None,
+        verified: VerifyOutput,
+        chunks: PrefillChunkInputs | None,
         part: int = 0,
-    ) -> AskedLogprobs:
+    ) -> PendingLogprobs:
         """To be called when a round's launch `part` is made and before the next one is."""
         depth = min(asked.depth, shape.nodes)
         rows = self._upload(asked, part)
-        places, tokens = self._tokens(asked, rows, depth, shape, verified, pieces)
-        count, top = len(places), bucket(max(asked.tops), TOP_BUCKETS)
-        more = max(MOST_ROWS, next_power_of_2(count)) - count
+        places, tokens = self._tokens(asked, rows, depth, shape, verified, chunks)
+        count, top = len(places), bucket_for(max(asked.top_counts), TOP_BUCKETS)
+        more = max(MAX_ROWS, next_power_of_2(count)) - count
         places, tokens = F.pad(places, (0, more)), F.pad(tokens, (0, more))
         parts = []
-        for first in range(0, count, MOST_ROWS):
-            some = slice(first, first + MOST_ROWS)
-            logits = self._program.logits(places[some])
+        for first in range(0, count, MAX_ROWS):
+            some = slice(first, first + MAX_ROWS)
+            logits = self._program.target_logits(places[some])
             values, top_ids = token_logprobs(logits, tokens[some], top)
             parts.append(torch.cat((values.view(torch.int32), top_ids), dim=1))
-        return AskedLogprobs(asked, self._downloads.start(torch.cat(parts), part), depth)
+        return PendingLogprobs(asked, self._downloads.start_download(torch.cat(parts), part), depth)
 
-    def _upload(self, asked: Asked, part: int) -> Tensor:
+    def _upload(self, asked: LogprobRequest, part: int) -> Tensor:
         """int64: the rows that are asked about, then the pieces."""
-        words = self._uploader.stage(part)
-        rows_end, end = len(asked.rows), len(asked.rows) + len(asked.pieces)
+        words = self._uploader.stage_int32s(part)
+        rows_end, end = len(asked.rows), len(asked.rows) + len(asked.chunks)
         words[:rows_end] = asked.rows
-        words[rows_end:end] = asked.pieces
-        self._uploader.send(self._places[:end])
+        words[rows_end:end] = asked.chunks
+        self._uploader.start_upload(self._places[:end])
         return self._places[:end].long()
 
     def _tokens(
         self,
-        asked: Asked,
+        asked: LogprobRequest,
         named: Tensor,
         depth: int,
         shape: RoundShape,
-        verified: Verified,
-        pieces: PieceInputs | None,
+        verified: VerifyOutput,
+        chunks: PrefillChunkInputs | None,
     ) -> tuple[Tensor, Tensor]:
         """Token rows int64 of the forward, and the token int64 that was chosen at each."""
         rows, ends = named[: len(asked.rows)], named[len(asked.rows) :]
@@ -130,8 +130,8 @@ class RoundLogprobs:
             found.append((rows[:, None] * shape.nodes + path).flatten())
             # Behind what was emitted there is no token; nobody looks at what stands there.
             chosen.append(acceptance.tokens.index_select(0, rows)[:, :depth].flatten())
-        if asked.pieces:
-            assert pieces is not None and verified.first is not None
-            found.append(shape.rows * shape.nodes + pieces.live_rows().index_select(0, ends))
+        if asked.chunks:
+            assert chunks is not None and verified.first is not None
+            found.append(shape.rows * shape.nodes + chunks.live_rows().index_select(0, ends))
             chosen.append(verified.first.index_select(0, ends))
         return torch.cat(found), torch.cat(chosen).long().clamp(min=0)

@@ -16,52 +16,52 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.device.brake import Brake
-from outrider.engine.device.device_timeline import Recorder
-from outrider.engine.device.drafting.grammar_drafts import FormDrafts
-from outrider.engine.device.drafting.in_process_drafter import OwnHead
+from outrider.engine.device.brake import RoundDelay
+from outrider.engine.device.device_timeline import DeviceRecorder
+from outrider.engine.device.drafting.grammar_drafts import GrammarDraftBuffer
+from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter
 from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.device.graphs.shape_family import ShapeFamily
-from outrider.engine.device.graphs.shapes import Drafts, Judge, RoundShape
-from outrider.engine.device.inputs.distribution_inputs import LawInputs
-from outrider.engine.device.inputs.prefill_chunks import Piece, PieceInputs
+from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind, RoundShape
+from outrider.engine.device.inputs.distribution_inputs import DistributionInputs
+from outrider.engine.device.inputs.prefill_chunks import PrefillChunkInput, PrefillChunkInputs
 from outrider.engine.device.inputs.round_inputs import RoundInputs
 from outrider.engine.device.inputs.round_rows import RoundRows
-from outrider.engine.device.logprobs import Asked, AskedLogprobs, RoundLogprobs
-from outrider.engine.device.round_program import RoundProgram, Verified
-from outrider.engine.device.slots.session_slots import SessionSlots
-from outrider.engine.device.transfer.buffers import Downloader, Readback
+from outrider.engine.device.logprobs import LogprobRequest, PendingLogprobs, RoundLogprobs
+from outrider.engine.device.round_program import RoundProgram, VerifyOutput
+from outrider.engine.device.slots.session_slots import DeviceSessionSlots
+from outrider.engine.device.transfer.buffers import Downloader, PendingDownload
 from outrider.engine.heads import FeatureProjection
 from outrider.engine.kernels.acceptance.matching import INVALID_OUTPUT
 from outrider.engine.target import TargetModel
 
 
-class Launched(NamedTuple):
+class LaunchedRound(NamedTuple):
     """A round on its way."""
 
     shape: RoundShape
-    result: Readback
-    features: Readback | None
+    result: PendingDownload
+    features: PendingDownload | None
     """None where none were asked for."""
-    logprobs: AskedLogprobs | None = None
+    logprobs: PendingLogprobs | None = None
     """The same."""
-    at: float = 0.0
+    launched_at: float = 0.0
     """When the device had all that it computes, on the clock of `time.perf_counter`."""
-    in_place: bool = False
+    is_in_place: bool = False
     """Whether the features come down where `place` said."""
-    undrafted: bool = False
-    """Whether own drafts that are due were left to `FormDrafts.begin`."""
+    is_undrafted: bool = False
+    """Whether own drafts that are due were left to `GrammarDraftBuffer.start_drafts`."""
 
-    def outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def read_outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Waits: words [B, 2 + 2N] of the rows that decode, first tokens [Q] of the pieces."""
         words: NDArray[np.int32] = self.result.wait_array()  # type: ignore[assignment]
         decoding = self.shape.rows * self.shape.result_words
         return words[:decoding].reshape(-1, self.shape.result_words), words[decoding:]
 
-    def emitted(self, row: int) -> list[int]:
+    def read_tokens(self, row: int) -> list[int]:
         """Waits: the tokens of a row that decodes, without the placeholder of a row that has no
         finite logit."""
-        words = self.outcome()[0][row]
+        words = self.read_outcome()[0][row]
         start, count = 2 + self.shape.nodes, int(words[0])
         if words[1] & INVALID_OUTPUT:
             count -= 1
@@ -72,10 +72,10 @@ class Launched(NamedTuple):
         """Waits: the features of all rows, those of the bucket, then those of the pieces."""
         return None if self.features is None else self.features.wait_array()
 
-    def first(self, piece: int) -> int:
+    def read_first_token(self, chunk: int) -> int:
         """Waits: the token behind a piece with which a prompt ends; -1 if its row has no finite
         logit."""
-        return int(self.outcome()[1][piece])
+        return int(self.read_outcome()[1][chunk])
 
 
 class DeviceRounds:
@@ -84,15 +84,15 @@ class DeviceRounds:
     def __init__(
         self,
         target: TargetModel,
-        slots: SessionSlots,
+        slots: DeviceSessionSlots,
         family: ShapeFamily,
         *,
         projection: FeatureProjection | None = None,
-        own_head: OwnHead | None = None,
+        in_process_drafter: InProcessDrafter | None = None,
         fused: bool = False,
         graphs: bool = True,
         simulated_rates: Sequence[float] | None = None,
-        recorder: Recorder | None = None,
+        recorder: DeviceRecorder | None = None,
     ) -> None:
         """`simulated_rates`: SIMULATED acceptance, the chance of each draft position."""
         self._device = target.device
@@ -100,166 +100,179 @@ class DeviceRounds:
         self.family = family
         self._fused = fused
         self.graphs = GraphCache(target.device, enabled=graphs)
-        self.recorder = recorder or Recorder(target.device, enabled=False)
+        self.recorder = recorder or DeviceRecorder(target.device, enabled=False)
         self._program = RoundProgram(
             target,
             slots,
             projection=projection,
-            own_head=own_head,
+            in_process_drafter=in_process_drafter,
             simulated_rates=simulated_rates,
-            max_token_rows=max(shape.token_rows for shape in family.shapes()),
+            max_token_rows=max(shape.token_rows for shape in family.all_shapes()),
         )
         self._logprobs = RoundLogprobs(self._program, max_rows=slots.padding, device=target.device)
         self._inputs: dict[tuple[int, int], RoundInputs] = {}
-        self._laws = LawInputs(max_rows=slots.padding, device=target.device)
-        self._pieces: dict[int, PieceInputs] = {}
+        self._distributions = DistributionInputs(max_rows=slots.padding, device=target.device)
+        self._chunks: dict[int, PrefillChunkInputs] = {}
         self._downloads = Downloader(target.device)
-        self.form_drafts: FormDrafts | None = None
+        self.form_drafts: GrammarDraftBuffer | None = None
         """Of the own head; None without one."""
-        if own_head is not None:
-            self.form_drafts = FormDrafts(
-                own_head, self.graphs, max_sessions=slots.padding, vocab_size=target.vocab_size
+        if in_process_drafter is not None:
+            self.form_drafts = GrammarDraftBuffer(
+                in_process_drafter,
+                self.graphs,
+                max_sessions=slots.padding,
+                vocab_size=target.vocab_size,
             )
-        self.brake: Brake | None = None
+        self.brake: RoundDelay | None = None
         """Benchmarks only: what makes rounds last longer."""
 
     @property
-    def makes_features(self) -> bool:
+    def computes_features(self) -> bool:
         """Whether any round does."""
         return self._program.projects
 
-    def launch(
+    def launch_round(
         self,
         rows: RoundRows,
         *,
-        drafts: Drafts,
-        judge: Judge,
+        drafts: DraftKind,
+        judge: AcceptanceMode,
         features: bool,
-        pieces: Sequence[Piece] = (),
-        asked: Asked | None = None,
+        chunks: Sequence[PrefillChunkInput] = (),
+        asked: LogprobRequest | None = None,
         undrafted: bool = False,
         part: int = 0,
         place: Callable[[int], NDArray[np.uint8] | None] | None = None,
-    ) -> Launched:
+    ) -> LaunchedRound:
         """Start a round of rows of one kind, and of pieces; nothing waits for the device. `asked`:
         whose log-probabilities are wanted, if anybody's. `undrafted`: where own drafts are due and
-        the shape allows it, leave them to `FormDrafts.begin`, which must follow for every row.
-        `part`: which launch of its round it is. `place`: memory of so many bytes for features to
-        come down to, pinned, that stays as long as anybody looks at it; or None."""
-        shape = self.family.fit(
+        the shape allows it, leave them to `GrammarDraftBuffer.start_drafts`, which must follow for
+        every row. `part`: which launch of its round it is. `place`: memory of so many bytes for
+        features to come down to, pinned, that stays as long as anybody looks at it; or None."""
+        shape = self.family.fit_shape(
             rows=len(rows.slots),
-            nodes=1 + rows.most_nodes,
+            nodes=1 + rows.max_nodes,
             drafts=drafts,
             judge=judge,
             features=features,
-            pieces=len(pieces),
+            chunks=len(chunks),
         )
         inputs, added = self._inputs_of(shape)
         if inputs is not None:
-            inputs.fill(rows, shape.drafts, part)
-            if shape.brings_laws:
-                inputs.laws.fill(rows.laws or (), shape.rows, shape.nodes, part)
+            inputs.fill_rows(rows, shape.draft_kind, part)
+            if shape.has_distributions:
+                inputs.distributions.fill_distributions(
+                    rows.distributions or (), shape.rows, shape.nodes, part
+                )
         if added is not None:
-            added.fill(pieces)
-        endings = [piece.legal for piece in pieces]
-        if rows.legal is not None or any(masks is not None for masks in endings):
-            self._slots.legal.fill(rows.legal or (), shape.nodes, endings)
+            added.fill_chunks(chunks)
+        endings = [piece.allowed for piece in chunks]
+        if rows.allowed_tokens is not None or any(masks is not None for masks in endings):
+            self._slots.allowed.fill_masks(rows.allowed_tokens or (), shape.nodes, endings)
         undrafted = undrafted and shape.can_be_undrafted
         alone = undrafted or self._drafts_behind(shape)
         verified = self._verify(shape, inputs, added, alone=alone)
         at = time.perf_counter()
         if self.brake is not None:
-            self.brake.hold(shape)
+            self.brake.delay_round(shape)
         if not features or verified.features is None:
-            launched = Launched(shape, self._downloads.start(verified.result, part), None, at=at)
+            launched = LaunchedRound(
+                shape, self._downloads.start_download(verified.result, part), None, launched_at=at
+            )
         else:
             memory = None if place is None else place(verified.features.nbytes)
-            result, sent = self._downloads.start_all(
+            result, sent = self._downloads.start_downloads(
                 (verified.result, verified.features), part, last_into=memory
             )
-            launched = Launched(shape, result, sent, at=at, in_place=memory is not None)
+            launched = LaunchedRound(
+                shape, result, sent, launched_at=at, is_in_place=memory is not None
+            )
         if alone:
             self._draft(shape, inputs, added, verified, undrafted=undrafted)
         if undrafted:
-            launched = launched._replace(undrafted=True)
+            launched = launched._replace(is_undrafted=True)
         if asked is None:
             return launched
-        logprobs = self._logprobs.start(asked, shape, verified, added, part)
+        logprobs = self._logprobs.start_logprobs(asked, shape, verified, added, part)
         return launched._replace(logprobs=logprobs)
 
     def warm_up(self, shape: RoundShape) -> None:
         """Compile and capture a shape of the family: a round of nothing but padding."""
-        inputs, pieces = self._inputs_of(shape)
+        inputs, chunks = self._inputs_of(shape)
         if inputs is not None:
-            inputs.fill(RoundRows.of([]), shape.drafts)
-        if pieces is not None:
-            pieces.fill([])
+            inputs.fill_rows(RoundRows.of_rows([]), shape.draft_kind)
+        if chunks is not None:
+            chunks.fill_chunks([])
         alone = self._drafts_behind(shape)
-        verified = self._verify(shape, inputs, pieces, alone=alone)
+        verified = self._verify(shape, inputs, chunks, alone=alone)
         if alone:
-            self._draft(shape, inputs, pieces, verified)
+            self._draft(shape, inputs, chunks, verified)
         if shape.can_be_undrafted:
-            verified = self._verify(shape, inputs, pieces, alone=True)
-            self._draft(shape, inputs, pieces, verified, undrafted=True)
+            verified = self._verify(shape, inputs, chunks, alone=True)
+            self._draft(shape, inputs, chunks, verified, undrafted=True)
 
-    def _inputs_of(self, shape: RoundShape) -> tuple[RoundInputs | None, PieceInputs | None]:
+    def _inputs_of(self, shape: RoundShape) -> tuple[RoundInputs | None, PrefillChunkInputs | None]:
         """The static inputs of a shape; None for the part that it does not have."""
-        inputs, pieces = None, None
+        inputs, chunks = None, None
         if shape.rows:
             key = (shape.rows, shape.nodes)
             inputs = self._inputs.get(key)
             if inputs is None:
                 inputs = self._inputs[key] = RoundInputs(
-                    *key, self._laws, padding=self._slots.padding, device=self._device
+                    *key, self._distributions, padding=self._slots.padding, device=self._device
                 )
-        if shape.pieces:
-            pieces = self._pieces.get(shape.pieces)
-            if pieces is None:
-                pieces = self._pieces[shape.pieces] = PieceInputs(
-                    shape.pieces, padding=self._slots.padding, device=self._device
+        if shape.chunks:
+            chunks = self._chunks.get(shape.chunks)
+            if chunks is None:
+                chunks = self._chunks[shape.chunks] = PrefillChunkInputs(
+                    shape.chunks, padding=self._slots.padding, device=self._device
                 )
-        return inputs, pieces
+        return inputs, chunks
 
     def _drafts_behind(self, shape: RoundShape) -> bool:
         """Whether own drafts are a graph of their own."""
-        return shape.drafts is Drafts.OWN and not (self._fused and shape.rows)
+        return shape.draft_kind is DraftKind.IN_PROCESS and not (self._fused and shape.rows)
 
     def _verify(
         self,
         shape: RoundShape,
         inputs: RoundInputs | None,
-        pieces: PieceInputs | None,
+        chunks: PrefillChunkInputs | None,
         *,
         alone: bool,
-    ) -> Verified:
+    ) -> VerifyOutput:
         """The graph of a round; alone: own drafts, if there are any, are none of its business."""
         record, program = self.recorder, self._program
-        if alone or shape.drafts is not Drafts.OWN:
-            whole = shape.drafts is not Drafts.OWN or self._drafts_behind(shape)
+        if alone or shape.draft_kind is not DraftKind.IN_PROCESS:
+            whole = shape.draft_kind is not DraftKind.IN_PROCESS or self._drafts_behind(shape)
             key = shape if whole else ("verify", shape)
-            with record.span("verify"):
-                return self.graphs.run(key, lambda: program.verify(shape, inputs, pieces))
-        with record.span("round"):
-            return self.graphs.run(shape, lambda: self._verify_and_draft(shape, inputs, pieces))
+            with record.record_span("verify"):
+                return self.graphs.run_graph(key, lambda: program.run_verify(shape, inputs, chunks))
+        with record.record_span("round"):
+            return self.graphs.run_graph(
+                shape, lambda: self._verify_and_draft(shape, inputs, chunks)
+            )
 
     def _draft(
         self,
         shape: RoundShape,
         inputs: RoundInputs | None,
-        pieces: PieceInputs | None,
-        verified: Verified,
+        chunks: PrefillChunkInputs | None,
+        verified: VerifyOutput,
         *,
         undrafted: bool = False,
     ) -> None:
         """The graph of own drafts behind a round; undrafted: of what they begin from."""
         program = self._program
-        name, part = ("catch up", program.catch_up) if undrafted else ("draft", program.draft)
-        with self.recorder.span("draft"):
-            self.graphs.run((name, shape), lambda: part(shape, inputs, pieces, verified))
+        name, part = (
+            ("catch up", program.store_catch_up) if undrafted else ("draft", program.run_drafts)
+        )
+        with self.recorder.record_span("draft"):
+            self.graphs.run_graph((name, shape), lambda: part(shape, inputs, chunks, verified))
 
     def _verify_and_draft(
-        self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None
-    ) -> Verified:
-        verified = self._program.verify(shape, inputs, pieces)
-        self._program.draft(shape, inputs, pieces, verified)
+        self, shape: RoundShape, inputs: RoundInputs | None, chunks: PrefillChunkInputs | None
+    ) -> VerifyOutput:
+        verified = self._program.run_verify(shape, inputs, chunks)
+        self._program.run_drafts(shape, inputs, chunks, verified)
         return verified

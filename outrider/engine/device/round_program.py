@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows
-from outrider.engine.device.drafting.in_process_drafter import OwnHead
-from outrider.engine.device.graphs.shapes import PIECE_TOKENS, Drafts, Judge, RoundShape
-from outrider.engine.device.inputs.prefill_chunks import PieceInputs
+from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter
+from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, AcceptanceMode, DraftKind, RoundShape
+from outrider.engine.device.inputs.prefill_chunks import PrefillChunkInputs
 from outrider.engine.device.inputs.round_inputs import RoundInputs
-from outrider.engine.device.slots.session_slots import SessionSlots
+from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 from outrider.engine.device.target_program import RowGroup, TargetOutput, TargetProgram
 from outrider.engine.heads import FeatureProjection
 from outrider.engine.kernels.acceptance.matching import (
@@ -25,18 +25,22 @@ from outrider.engine.kernels.acceptance.matching import (
     accept_matching,
     advance_state,
 )
-from outrider.engine.kernels.acceptance.randomized import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.kernels.acceptance.randomized import (
+    DenseChainDistribution,
+    SparseDistribution,
+    accept_sampled,
+)
 from outrider.engine.kernels.attention.compaction import compact_kv, gather_rows
 from outrider.engine.kernels.attention.layout import tree_layout
 from outrider.engine.kernels.finite import find_finite_rows
-from outrider.engine.kernels.logits_processor.draft_path import TokenPath
-from outrider.engine.kernels.logits_processor.process import count_tokens, warp_logits
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
+from outrider.engine.kernels.logits_processor.process import count_tokens, process_logits
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.token_rows import assemble
+from outrider.engine.kernels.token_rows import assemble_rows
 from outrider.engine.target import TargetModel
 
 
-class Verified(NamedTuple):
+class VerifyOutput(NamedTuple):
     """Static results of a verify graph."""
 
     result: Tensor
@@ -53,13 +57,13 @@ class Verified(NamedTuple):
     """[M, H]: of the accepted rows first, in every row of the bucket; then of the pieces."""
 
 
-class _Placed(NamedTuple):
+class _VerifyRows(NamedTuple):
     """The rows that decode, before the forward."""
 
     tokens: Tensor
     """int32 [B * N]."""
     parents: Tensor | None
-    law: DeviceLaw | ChainLaw | None
+    distribution: SparseDistribution | DenseChainDistribution | None
     """What the drafts were drawn from, where a rule asks for that."""
     group: RowGroup
 
@@ -70,10 +74,10 @@ class RoundProgram:
     def __init__(
         self,
         target: TargetModel,
-        slots: SessionSlots,
+        slots: DeviceSessionSlots,
         *,
         projection: FeatureProjection | None,
-        own_head: OwnHead | None,
+        in_process_drafter: InProcessDrafter | None,
         simulated_rates: Sequence[float] | None,
         max_token_rows: int,
     ) -> None:
@@ -81,7 +85,7 @@ class RoundProgram:
         self._slots = slots
         self._pool = target.pool
         self._projection = projection
-        self._own_head = own_head
+        self._in_process_drafter = in_process_drafter
         self.projects = projection is not None
         """Whether rounds can make features."""
         taps = projection.tap_layers if projection is not None else ()
@@ -95,29 +99,29 @@ class RoundProgram:
             self._rates = torch.tensor(simulated_rates, dtype=torch.float32, device=target.device)
 
     @torch.inference_mode()
-    def verify(
-        self, shape: RoundShape, inputs: RoundInputs | None, pieces: PieceInputs | None
-    ) -> Verified:
+    def run_verify(
+        self, shape: RoundShape, inputs: RoundInputs | None, chunks: PrefillChunkInputs | None
+    ) -> VerifyOutput:
         """A round up to what its sessions' next one needs, own drafts left out."""
-        placed = None if inputs is None else self._placed(shape, inputs)
-        output = self._forward(shape, placed, pieces)
+        placed = None if inputs is None else self._assigned_rows(shape, inputs)
+        output = self._forward(shape, placed, chunks)
         features = None
-        if shape.features and self._projection is not None and output.taps is not None:
+        if shape.has_features and self._projection is not None and output.taps is not None:
             features = self._projection(output.taps)
         decoding = shape.rows * shape.nodes
         # Before logits are warped in place: a grammar or a ban would hide it.
         finite = find_finite_rows(output.logits)
         found = first = None
-        if pieces is not None:
-            found = self._choose_first(shape, pieces, output.logits[decoding:], finite[decoding:])
+        if chunks is not None:
+            found = self._choose_first(shape, chunks, output.logits[decoding:], finite[decoding:])
             first = found.clamp(min=0)
-            self._begin(shape, pieces, first)
+            self._begin(shape, chunks, first)
         if placed is None:
             assert found is not None
-            return Verified(found, None, None, first, features)
+            return VerifyOutput(found, None, None, first, features)
         logits = output.logits[:decoding]
-        if shape.judge is Judge.SAMPLED:
-            self._warp(shape, placed, logits)
+        if shape.acceptance_mode is AcceptanceMode.SAMPLED:
+            self._process_logits(shape, placed, logits)
         acceptance = self._accept(shape, placed, logits, finite[:decoding])
         features = self._commit(shape, placed, acceptance, features)
         words = [
@@ -129,22 +133,22 @@ class RoundProgram:
         result = torch.cat(words, dim=1).flatten()
         if found is not None:
             result = torch.cat((result, found))
-        return Verified(result, acceptance, placed.group.context, first, features)
+        return VerifyOutput(result, acceptance, placed.group.context, first, features)
 
-    def logits(self, rows: Tensor) -> Tensor:
+    def target_logits(self, rows: Tensor) -> Tensor:
         """The target's logits float32 [L, V], as they are, of token rows int64 [L] of the last
         round."""
         return self._plain.logits(rows)
 
-    def _placed(self, shape: RoundShape, inputs: RoundInputs) -> _Placed:
+    def _assigned_rows(self, shape: RoundShape, inputs: RoundInputs) -> _VerifyRows:
         """The token rows of the sessions that decode."""
         sequence, slots, nodes = self._slots.sequence, inputs.slots, shape.nodes
-        head = self._own_head if shape.drafts is Drafts.OWN else None
-        parents = inputs.parents if shape.drafts is Drafts.TREE else None
+        head = self._in_process_drafter if shape.draft_kind is DraftKind.IN_PROCESS else None
+        parents = inputs.parents if shape.draft_kind is DraftKind.TREE else None
         if head is not None and head.parents is not None:
             parents = head.parents.index_select(0, slots)
         drafts, own = (inputs.drafts, False) if head is None else (head.tokens, True)
-        tokens, context = assemble(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
+        tokens, context = assemble_rows(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
         layout = tree_layout(
             parents,
             context,
@@ -153,15 +157,15 @@ class RoundProgram:
             num_nodes=nodes,
             block_tokens=self._pool.block_tokens,
         )
-        law: DeviceLaw | ChainLaw | None = None
-        if own and self._own_head is not None:
-            law = self._own_head.law
-        elif shape.brings_laws:
-            law = inputs.laws.law(shape.rows, nodes)
-        return _Placed(tokens, parents, law, RowGroup(slots, context, layout, nodes))
+        distribution: SparseDistribution | DenseChainDistribution | None = None
+        if own and self._in_process_drafter is not None:
+            distribution = self._in_process_drafter.distribution
+        elif shape.has_distributions:
+            distribution = inputs.distributions.distribution_of(shape.rows, nodes)
+        return _VerifyRows(tokens, parents, distribution, RowGroup(slots, context, layout, nodes))
 
     def _forward(
-        self, shape: RoundShape, placed: _Placed | None, pieces: PieceInputs | None
+        self, shape: RoundShape, placed: _VerifyRows | None, chunks: PrefillChunkInputs | None
     ) -> TargetOutput:
         tables = self._slots.sequence.tables
         groups, tokens = [], []
@@ -169,14 +173,14 @@ class RoundProgram:
             groups.append(placed.group)
             tokens.append(placed.tokens)
         logit_rows = None
-        if pieces is not None:
-            groups.append(pieces.group(tables, block_tokens=self._pool.block_tokens))
-            tokens.append(pieces.tokens.flatten())
+        if chunks is not None:
+            groups.append(chunks.row_group(tables, block_tokens=self._pool.block_tokens))
+            tokens.append(chunks.tokens.flatten())
             decoding = shape.rows * shape.nodes
             rows = torch.arange(decoding, dtype=torch.int64, device=tables.device)
-            logit_rows = torch.cat((rows, decoding + pieces.live_rows()))
-        program = self._tapped if shape.features else self._plain
-        return program.forward(
+            logit_rows = torch.cat((rows, decoding + chunks.live_rows()))
+        program = self._tapped if shape.has_features else self._plain
+        return program.run_forward(
             tokens[0] if len(tokens) == 1 else torch.cat(tokens),
             groups,
             tables,
@@ -185,38 +189,38 @@ class RoundProgram:
         )
 
     def _choose_first(
-        self, shape: RoundShape, pieces: PieceInputs, logits: Tensor, finite: Tensor
+        self, shape: RoundShape, chunks: PrefillChunkInputs, logits: Tensor, finite: Tensor
     ) -> Tensor:
         """The tokens int32 [Q] behind the pieces, by logits [Q, V]; -1 where `finite` int32 [Q] is
         0."""
-        state, positions = self._slots.sampling, pieces.next_positions()
-        if shape.judge is Judge.SAMPLED:
-            warp_logits(
+        state, positions = self._slots.sampling, chunks.next_positions()
+        if shape.acceptance_mode is AcceptanceMode.SAMPLED:
+            process_logits(
                 logits,
                 self._slots.warp.state,
                 state,
-                pieces.slots,
+                chunks.slots,
                 positions,
                 rows_per_slot=1,
-                legal=self._slots.legal.pieces,
+                allowed_tokens=self._slots.allowed.chunks,
             )
         return choose_tokens(
-            logits, state, pieces.slots, positions, rows_per_slot=1, side="target", finite=finite
+            logits, state, chunks.slots, positions, rows_per_slot=1, side="target", finite=finite
         )
 
-    def _begin(self, shape: RoundShape, pieces: PieceInputs, first: Tensor) -> None:
+    def _begin(self, shape: RoundShape, chunks: PrefillChunkInputs, first: Tensor) -> None:
         """Let prompts that end go on from their first tokens, int32 [Q]."""
-        pieces.advance(self._slots.sequence, first)
-        if shape.judge is Judge.SAMPLED:
-            self._count(first[:, None], pieces.ends, pieces.slots)
+        chunks.set_first_tokens(self._slots.sequence, first)
+        if shape.acceptance_mode is AcceptanceMode.SAMPLED:
+            self._count(first[:, None], chunks.ends, chunks.slots)
 
-    def _warp(self, shape: RoundShape, placed: _Placed, logits: Tensor) -> None:
+    def _process_logits(self, shape: RoundShape, placed: _VerifyRows, logits: Tensor) -> None:
         """What the sessions do to their logits [B * N, V], in place."""
-        path, layout, nodes = None, placed.group.layout, shape.nodes
+        path, layout, nodes = None, placed.group.round_layout, shape.nodes
         if nodes > 1:
             mask = None if layout.mask is None else layout.mask[:, :, 1:]
-            path = TokenPath(placed.tokens.view(-1, nodes)[:, 1:], mask)
-        warp_logits(
+            path = OutputPath(placed.tokens.view(-1, nodes)[:, 1:], mask)
+        process_logits(
             logits,
             self._slots.warp.state,
             self._slots.sampling,
@@ -224,27 +228,27 @@ class RoundProgram:
             layout.positions + 1,
             rows_per_slot=nodes,
             path=path,
-            legal=self._slots.legal.decoding,
+            allowed_tokens=self._slots.allowed.decoding,
         )
 
     def _count(self, tokens: Tensor, counts: Tensor, slots: Tensor) -> None:
         """The first `counts` int32 [B] of tokens int32 [B, n] are history from now on, for the
         head's warper too."""
         count_tokens(tokens, counts, self._slots.warp.state, slots)
-        if self._own_head is not None:
-            warp = self._own_head.warp
+        if self._in_process_drafter is not None:
+            warp = self._in_process_drafter.warp
             count_tokens(tokens, counts, warp.state, slots, columns=warp.draft_columns)
 
     def _accept(
-        self, shape: RoundShape, placed: _Placed, logits: Tensor, finite: Tensor
+        self, shape: RoundShape, placed: _VerifyRows, logits: Tensor, finite: Tensor
     ) -> DeviceAcceptance:
         state, slots, nodes = self._slots.sampling, placed.group.slots, shape.nodes
         # The token chosen at a row takes the position after it.
-        following = placed.group.layout.positions + 1
+        following = placed.group.round_layout.positions + 1
         chosen = choose_tokens(
             logits, state, slots, following, rows_per_slot=nodes, side="target", finite=finite
         )
-        if shape.judge is Judge.MATCH or self._rates is not None:
+        if shape.acceptance_mode is AcceptanceMode.MATCH or self._rates is not None:
             return accept_matching(
                 chosen,
                 placed.tokens,
@@ -264,13 +268,13 @@ class RoundProgram:
             state=state,
             slots=slots,
             positions=following,
-            law=placed.law,
+            distribution=placed.distribution,
         )
 
     def _commit(
         self,
         shape: RoundShape,
-        placed: _Placed,
+        placed: _VerifyRows,
         acceptance: DeviceAcceptance,
         features: Tensor | None,
     ) -> Tensor | None:
@@ -290,61 +294,65 @@ class RoundProgram:
                 decoding = shape.rows * shape.nodes
                 gathered = gather_rows(features[:decoding], acceptance.rows, num_nodes=shape.nodes)
                 rest = features[decoding:]
-                features = torch.cat((gathered, rest)) if shape.pieces else gathered
+                features = torch.cat((gathered, rest)) if shape.chunks else gathered
         advance_state(acceptance, sequence, group.slots)
-        if shape.judge is Judge.SAMPLED:
+        if shape.acceptance_mode is AcceptanceMode.SAMPLED:
             self._count(acceptance.tokens, acceptance.counts, group.slots)
         return features
 
     # ---- own drafts ----------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def draft(
+    def run_drafts(
         self,
         shape: RoundShape,
         inputs: RoundInputs | None,
-        pieces: PieceInputs | None,
-        verified: Verified,
+        chunks: PrefillChunkInputs | None,
+        verified: VerifyOutput,
     ) -> None:
         """Own drafts for the next round of every session that decodes then."""
-        assert self._own_head is not None
-        rows = self._rows_to_draft(shape, inputs, pieces, verified)
-        self._own_head.draft(rows, sampled=shape.judge is Judge.SAMPLED)
+        assert self._in_process_drafter is not None
+        rows = self._rows_to_draft(shape, inputs, chunks, verified)
+        self._in_process_drafter.draft_round(
+            rows, sampled=shape.acceptance_mode is AcceptanceMode.SAMPLED
+        )
 
     @torch.inference_mode()
-    def catch_up(
+    def store_catch_up(
         self,
         shape: RoundShape,
         inputs: RoundInputs | None,
-        pieces: PieceInputs | None,
-        verified: Verified,
+        chunks: PrefillChunkInputs | None,
+        verified: VerifyOutput,
     ) -> None:
         """What own drafts of these sessions begin from, which are made later."""
-        assert self._own_head is not None
-        self._own_head.catch_up(self._rows_to_draft(shape, inputs, pieces, verified))
+        assert self._in_process_drafter is not None
+        self._in_process_drafter.store_catch_up(
+            self._rows_to_draft(shape, inputs, chunks, verified)
+        )
 
     def _rows_to_draft(
         self,
         shape: RoundShape,
         inputs: RoundInputs | None,
-        pieces: PieceInputs | None,
-        verified: Verified,
+        chunks: PrefillChunkInputs | None,
+        verified: VerifyOutput,
     ) -> NewRows:
         """The draft rows of what a round committed, and of the last rows of prompts that end; the
         head has written those before them."""
-        head = self._own_head
+        head = self._in_process_drafter
         assert head is not None and verified.features is not None
         rows = None if inputs is None else self._new_rows(shape, inputs, verified)
-        if pieces is not None:
+        if chunks is not None:
             assert verified.first is not None
             features = verified.features[shape.rows * shape.nodes :]
-            features = features.view(shape.pieces, PIECE_TOKENS, -1)
-            head.program.forward.write(self._dead_rows(pieces, features))
-            rows = self._with_live_rows(rows, pieces, features, verified.first)
+            features = features.view(shape.chunks, CHUNK_TOKENS, -1)
+            head.program.forward.write_rows(self._dead_rows(chunks, features))
+            rows = self._with_live_rows(rows, chunks, features, verified.first)
         assert rows is not None
         return rows
 
-    def _new_rows(self, shape: RoundShape, inputs: RoundInputs, verified: Verified) -> NewRows:
+    def _new_rows(self, shape: RoundShape, inputs: RoundInputs, verified: VerifyOutput) -> NewRows:
         """The draft rows of what a round committed."""
         acceptance, context = verified.acceptance, verified.context
         assert verified.features is not None and acceptance is not None and context is not None
@@ -358,35 +366,35 @@ class RoundProgram:
             starts=context,
         )
 
-    def _dead_rows(self, pieces: PieceInputs, features: Tensor) -> NewRows:
+    def _dead_rows(self, chunks: PrefillChunkInputs, features: Tensor) -> NewRows:
         """Rows of prompts whose prediction nobody wants: all but the last of each prompt."""
         return NewRows(
-            slots=pieces.slots,
+            slots=chunks.slots,
             tables=self._slots.sequence.tables,
-            tokens=pieces.following,
+            tokens=chunks.following,
             features=features,
-            counts=pieces.counts - pieces.ends,
-            starts=pieces.starts,
+            counts=chunks.counts - chunks.ends,
+            starts=chunks.starts,
         )
 
     def _with_live_rows(
-        self, rows: NewRows | None, pieces: PieceInputs, features: Tensor, first: Tensor
+        self, rows: NewRows | None, chunks: PrefillChunkInputs, features: Tensor, first: Tensor
     ) -> NewRows:
         """`rows` and, behind them, the last row of every prompt that ends."""
         width = 1 if rows is None else rows.tokens.shape[1]
-        live = features.flatten(0, 1)[pieces.live_rows()]
-        tokens = first.new_full((pieces.num_pieces, width), -1)
+        live = features.flatten(0, 1)[chunks.live_rows()]
+        tokens = first.new_full((chunks.num_chunks, width), -1)
         tokens[:, 0] = first
-        own = live.new_zeros((pieces.num_pieces, width, live.shape[1]))
+        own = live.new_zeros((chunks.num_chunks, width, live.shape[1]))
         own[:, 0] = live
         added = NewRows(
-            slots=pieces.ended().int(),
+            slots=chunks.ended_slots().int(),
             tables=self._slots.sequence.tables,
             tokens=tokens,
             features=own,
-            counts=pieces.ends,
+            counts=chunks.ends,
             # An absent piece has no token at all.
-            starts=(pieces.next_positions() - 1).clamp(min=0),
+            starts=(chunks.next_positions() - 1).clamp(min=0),
         )
         if rows is None:
             return added

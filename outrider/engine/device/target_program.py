@@ -35,7 +35,7 @@ class RowGroup(NamedTuple):
     the keys and values of all rows of a layer are written before any of them attends."""
     context: Tensor
     """int32 [B]: K/V slots before the first of the N rows."""
-    layout: RoundLayout
+    round_layout: RoundLayout
     num_nodes: int
     """N."""
 
@@ -73,7 +73,7 @@ class TargetProgram:
         keys, values = model.pool.storage if storage is None else storage
         self._keys, self._values = keys.unbind(0), values.unbind(0)
 
-    def forward(
+    def run_forward(
         self,
         tokens: Tensor,
         groups: Sequence[RowGroup],
@@ -124,7 +124,7 @@ class TargetProgram:
         # With many rows the layers work in place, and so the last one where it is wanted.
         last = None if self._hidden is None else self._hidden[: tokens.shape[0]]
         x, normed = embed(tokens, weights.embedding, norms[0], eps, out=last)
-        place = self._place(groups, tables, max_len)
+        place = self._write_kv(groups, tables, max_len)
         outputs: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             out = last if index == len(self._layers) - 1 else None
@@ -138,11 +138,11 @@ class TargetProgram:
         head = self._lm_head
         return fused_linear(normed, head.weight, bias=head.bias, out_dtype=torch.float32)
 
-    def _place(self, groups: Sequence[RowGroup], tables: Tensor, max_len: int) -> _Place:
-        positions = [group.layout.positions for group in groups]
-        write_slots = [group.layout.write_slots for group in groups]
+    def _write_kv(self, groups: Sequence[RowGroup], tables: Tensor, max_len: int) -> _LayerContext:
+        positions = [group.round_layout.positions for group in groups]
+        write_slots = [group.round_layout.write_slots for group in groups]
         alone = len(groups) == 1
-        return _Place(
+        return _LayerContext(
             table=rotary_table(
                 positions[0] if alone else torch.cat(positions), self._model.inverse_frequencies
             ),
@@ -152,7 +152,7 @@ class TargetProgram:
             max_len=max_len,
         )
 
-    def _attend(self, query: Tensor, index: int, place: _Place) -> Tensor:
+    def _attend(self, query: Tensor, index: int, place: _LayerContext) -> Tensor:
         """[M, Q * d] of queries [M, Q, d]: group by group."""
         alone = len(place.groups) == 1
         joined = None if alone else torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -167,9 +167,9 @@ class TargetProgram:
                 slots=group.slots,
                 context=group.context,
                 num_nodes=group.num_nodes,
-                mask=group.layout.mask,
+                mask=group.round_layout.mask,
                 block_tokens=self._model.pool.block_tokens,
-                positions=group.layout.positions,
+                positions=group.round_layout.positions,
                 max_len=place.max_len,
                 window=self._config.sliding_window,
                 out=None if joined is None else joined[first:end].flatten(1),
@@ -184,7 +184,7 @@ class TargetProgram:
         x: Tensor,
         normed: Normed,
         next_norm: Tensor,
-        place: _Place,
+        place: _LayerContext,
         out: Tensor | None,
     ) -> tuple[Tensor, Normed]:
         """The residual stream after a layer, and its norm by `next_norm`; `out`: its memory."""
@@ -227,7 +227,7 @@ class TargetProgram:
         )
 
 
-class _Place(NamedTuple):
+class _LayerContext(NamedTuple):
     """What every layer must know beside its input."""
 
     table: Tensor

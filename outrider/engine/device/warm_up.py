@@ -21,11 +21,11 @@ _REPEATS = 2
 _PROGRESS_S = 5.0
 
 
-def warm_up(rounds: DeviceRounds, device: torch.device) -> dict[RoundShape, float]:
+def warm_up_shapes(rounds: DeviceRounds, device: torch.device) -> dict[RoundShape, float]:
     """Seconds of every shape; says how far it is, and what it took in time and memory."""
     began = said = time.monotonic()
     free, _ = torch.cuda.mem_get_info(device)
-    shapes = list(rounds.family.shapes())
+    shapes = list(rounds.family.all_shapes())
     times: dict[RoundShape, float] = {}
     # The largest first: what a graph needs for a while is then there for all that follow.
     for done, shape in enumerate(sorted(shapes, key=lambda s: s.token_rows, reverse=True)):
@@ -49,7 +49,7 @@ def warm_up(rounds: DeviceRounds, device: torch.device) -> dict[RoundShape, floa
             "mebibytes": (free - left) >> 20,
         },
     )
-    return without_delays(times)
+    return smooth_times(times)
 
 
 def _time(rounds: DeviceRounds, shape: RoundShape) -> float:
@@ -64,7 +64,7 @@ def _time(rounds: DeviceRounds, shape: RoundShape) -> float:
     return milliseconds / 1000.0
 
 
-def without_delays(times: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
+def smooth_times(times: Mapping[RoundShape, float]) -> dict[RoundShape, float]:
     """Seconds of every shape, none longer than those of a shape that has the same and more in it.
 
     Whoever else used the device while a shape was timed, a drafter that captured its own graphs for
@@ -72,7 +72,7 @@ def without_delays(times: Mapping[RoundShape, float]) -> dict[RoundShape, float]
     cleared: dict[RoundShape, float] = {}
     for _, alike in groupby(sorted(times, key=_kind), key=_kind):
         shapes = list(alike)
-        sizes = np.array([(shape.rows, shape.nodes, shape.pieces) for shape in shapes])
+        sizes = np.array([(shape.rows, shape.nodes, shape.chunks) for shape in shapes])
         seconds = np.array([times[shape] for shape in shapes])
         contained = (sizes[:, None] <= sizes[None]).all(axis=-1)
         least = np.where(contained, seconds, np.inf).min(axis=1)
@@ -81,4 +81,4 @@ def without_delays(times: Mapping[RoundShape, float]) -> dict[RoundShape, float]
 
 
 def _kind(shape: RoundShape) -> tuple[str, str, bool]:
-    return shape.drafts, shape.judge, shape.features
+    return shape.draft_kind, shape.acceptance_mode, shape.has_features

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.kernels.linear.fused import HalfNormed, Normed, halves_norms
+from outrider.engine.kernels.linear.fused import HalfNormed, Normed, splits_norms
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.runtime import cdiv
 
@@ -33,7 +33,7 @@ def embed(
 
     Ids below 0 (no node) read row 0. norm_weight [H]. `out`: memory that the rows may take.
     """
-    if halves_norms(tokens.shape[0], embedding):
+    if splits_norms(tokens.shape[0], embedding):
         return embed_triton(tokens, embedding, norm_weight, eps)
     x = embed_torch(tokens, embedding, out=out)
     return x, rms_norm(x, norm_weight, eps)

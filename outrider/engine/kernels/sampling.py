@@ -32,22 +32,22 @@ from outrider.engine.kernels.session_tensors import (
 from outrider.engine.logits_processor import MAX_LOGIT, MIN_TEMPERATURE
 from outrider.engine.noise import perturbed_argmax
 from outrider.errors import InvalidRequestError
-from outrider.spec.noise import Stream
+from outrider.spec.noise import NoiseStream
 
 Side = Literal["target", "draft"]
 
 _STREAMS: Final[dict[str, dict[int, int]]] = {
     "target": {
         RULE_GREEDY: 0,
-        RULE_COUPLED: Stream.TARGET,
-        RULE_TARGET_ONLY: Stream.RECOVER,
-        RULE_REJECTION: Stream.RECOVER,
+        RULE_COUPLED: NoiseStream.TARGET,
+        RULE_TARGET_ONLY: NoiseStream.RECOVER,
+        RULE_REJECTION: NoiseStream.RECOVER,
     },
     "draft": {
         RULE_GREEDY: 0,
-        RULE_COUPLED: Stream.TARGET,
+        RULE_COUPLED: NoiseStream.TARGET,
         RULE_TARGET_ONLY: 0,
-        RULE_REJECTION: Stream.DRAFT,
+        RULE_REJECTION: NoiseStream.DRAFT,
     },
 }
 """Noise stream by side and rule; 0 is none, a plain argmax."""
@@ -189,7 +189,7 @@ def choose_tokens_triton(
         REJECTION_STREAM=int(streams[RULE_REJECTION]),
         HAS_IDS=ids is not None,
         TILE=tile,
-        num_warps=warps_of(tile),
+        num_warps=num_warps_for(tile),
     )
     block = next_power_of_2(tiles)
     _choose_among_tiles[(rows,)](
@@ -213,7 +213,7 @@ def tile_columns(rows: int, columns: int) -> int:
     return tile
 
 
-def warps_of(tile: int) -> int:
+def num_warps_for(tile: int) -> int:
     """Warps of a program over so many columns: eight columns a thread, two to eight warps."""
     return min(max(tile // 256, 2), 8)
 

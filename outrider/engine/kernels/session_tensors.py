@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.spec.noise import Stream
+from outrider.spec.noise import NoiseStream
 from outrider.spec.sampling import Rule, SamplingParams
 
-NUM_STREAMS = len(Stream)
+NUM_STREAMS = len(NoiseStream)
 
 
 class SamplingState(NamedTuple):
@@ -43,7 +43,7 @@ class SequenceState(NamedTuple):
     """int32 [X]: the newest committed token, not yet run."""
 
 
-class WarpState(NamedTuple):
+class LogitsProcessorState(NamedTuple):
     """What the warper does to each session's logits, in terms of their columns."""
 
     flags: Tensor
@@ -69,19 +69,19 @@ class WarpState(NamedTuple):
     """float32 [X]: log(min_p); -inf: off."""
 
 
-class LegalBits(NamedTuple):
+class AllowedTokenBits(NamedTuple):
     """What grammars allow, for the rows of sessions that have WARP_LEGAL; W words of 32 ids."""
 
     bits: Tensor
     """int32 [C, W]: id i is bit i % 32 of word i // 32; ids beyond the words are not allowed."""
-    places: Tensor
+    row_indices: Tensor
     """int32 [R]: the row of bits of a row of logits."""
 
 
-WARP_PENALTIES = 1
-WARP_ENTRIES = 2
-WARP_CUTS = 4
-WARP_LEGAL = 8
+PROCESS_PENALTIES = 1
+PROCESS_BIAS = 2
+PROCESS_TRUNCATION = 4
+PROCESS_GRAMMAR = 8
 
 RULE_GREEDY = 0
 RULE_COUPLED = 1
@@ -97,13 +97,16 @@ RULE_NUMBERS = {
 }
 
 
-_STREAMS = tuple(Stream)
+_STREAMS = tuple(NoiseStream)
 """Going through an enumeration takes longer than what is asked of it here."""
 
 
 def stream_keys(sampling: SamplingParams) -> list[int]:
     """A slot's row of `SamplingState.stream_keys`: NUM_STREAMS words of 64 bits."""
-    return [sampling.stream_key(stream) if sampling.knows(stream) else 0 for stream in _STREAMS]
+    return [
+        sampling.stream_key(stream) if sampling.has_noise_stream(stream) else 0
+        for stream in _STREAMS
+    ]
 
 
 def stream_key_row(sampling: SamplingParams) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.engine.kernels.session_tensors import SequenceState
 
 
-def assemble(
+def assemble_rows(
     sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
     """Tokens int32 [B * N] and the context int32 [B] (K/V slots written) of every row.

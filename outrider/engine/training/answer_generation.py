@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.training.data import Ids
-from outrider.engine.training.target import Target, masked_attention
+from outrider.engine.training.data import TokenIdArray
+from outrider.engine.training.target import TrainingTarget, masked_attention
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,10 @@ _LENGTH_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class AnswerRequest:
     """A prompt to be answered at one temperature (0: greedy)."""
 
-    prompt: Ids
+    prompt: TokenIdArray
     temperature: float
 
 
@@ -64,7 +64,7 @@ class BatchDecoder:
     """Decodes a stream of requests over a fixed number of slots."""
 
     def __init__(
-        self, target: Target, stop_ids: Sequence[int], max_len: int, config: GenerateConfig
+        self, target: TrainingTarget, stop_ids: Sequence[int], max_len: int, config: GenerateConfig
     ) -> None:
         self._target = target
         self._graphed = config.use_graphs and target.device.type == "cuda"
@@ -77,9 +77,9 @@ class BatchDecoder:
         self._slots = self._allocate()
         self._rows = torch.arange(config.slots, device=target.device)
 
-    def run(self, requests: Sequence[Request]) -> list[Ids | None]:
+    def run(self, requests: Sequence[AnswerRequest]) -> list[TokenIdArray | None]:
         """Answers by request, the stop token included; None where the deadline came first."""
-        answers: list[Ids | None] = [None] * len(requests)
+        answers: list[TokenIdArray | None] = [None] * len(requests)
         queue = _order(requests, self._config.slots, self._config.seed)[::-1]
         owner = np.full(self._config.slots, -1, dtype=np.int64)
         lengths = np.zeros(self._config.slots, dtype=np.int64)
@@ -122,7 +122,7 @@ class BatchDecoder:
             slots.values.append(torch.zeros(shape, dtype=dtype, device=device))
         return slots
 
-    def _harvest(self, owner: np.ndarray, answers: list[Ids | None]) -> int:
+    def _harvest(self, owner: np.ndarray, answers: list[TokenIdArray | None]) -> int:
         """Take the answers of finished slots; returns the number of tokens taken."""
         finished = np.flatnonzero(self._slots.done.cpu().numpy() & (owner >= 0))
         if not len(finished):
@@ -137,7 +137,7 @@ class BatchDecoder:
 
     def _refill(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[AnswerRequest],
         queue: list[int],
         owner: np.ndarray,
         lengths: np.ndarray,
@@ -233,7 +233,7 @@ class BatchDecoder:
         s.done |= stopped | (s.count >= limit)
 
 
-def _order(requests: Sequence[Request], slots: int, seed: int) -> list[int]:
+def _order(requests: Sequence[AnswerRequest], slots: int, seed: int) -> list[int]:
     """Shuffled, then sorted by length within large blocks: neighbours need like cache lengths,
     and whatever a deadline leaves out is a random part.
     """
@@ -247,9 +247,12 @@ def _order(requests: Sequence[Request], slots: int, seed: int) -> list[int]:
 
 
 @torch.inference_mode()
-def generate(
-    target: Target, requests: Sequence[Request], stop_ids: Sequence[int], config: GenerateConfig
-) -> list[Ids | None]:
+def generate_answers(
+    target: TrainingTarget,
+    requests: Sequence[AnswerRequest],
+    stop_ids: Sequence[int],
+    config: GenerateConfig,
+) -> list[TokenIdArray | None]:
     """Answer every request; see `BatchDecoder.run`."""
     if not requests:
         return []

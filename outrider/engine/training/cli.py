@@ -20,12 +20,16 @@ from outrider.engine.heads import (
     load_feature_projection,
     load_head,
 )
-from outrider.engine.training.answer_generation import GenerateConfig, Request, generate
+from outrider.engine.training.answer_generation import (
+    AnswerRequest,
+    GenerateConfig,
+    generate_answers,
+)
 from outrider.engine.training.data import (
     ChatTokenizer,
-    Sample,
+    TrainingSample,
     choose_shape,
-    drop_loops,
+    drop_looping_samples,
     load_samples,
     read_prompts,
     save_samples,
@@ -34,18 +38,18 @@ from outrider.engine.training.drafting import CHAIN, TREE
 from outrider.engine.training.export import head_config_for, save_head
 from outrider.engine.training.head import TrainableHead
 from outrider.engine.training.held_out_report import held_out_report
-from outrider.engine.training.parity_check import check_head, load_trainable
+from outrider.engine.training.parity_check import check_parity, load_trainable
 from outrider.engine.training.serving_report import serving_report
-from outrider.engine.training.target import Target, load_target
+from outrider.engine.training.target import TrainingTarget, load_target
 from outrider.engine.training.trainer import (
     DEEP_SHARE,
     STEP_DECAY,
-    UNROLL,
+    UNROLL_STEPS,
     WHOLE_STEPS,
     TrainConfig,
     Trainer,
 )
-from outrider.engine.training.vocab import DraftVocabulary, build_vocabulary, given_vocabulary
+from outrider.engine.training.vocab import TrainingVocabulary, build_vocabulary, given_vocabulary
 from outrider.errors import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unroll",
         type=int,
         nargs=2,
-        default=UNROLL,
+        default=UNROLL_STEPS,
         metavar=("EARLY", "LATE"),
         help="draft steps in the first and the second half (default: %(default)s); look-ahead "
         "needs twice the depth of a draft plus one",
@@ -150,7 +154,7 @@ def _dispatch(args: argparse.Namespace) -> int:
     if args.check:
         if args.head is None or not args.prompt:
             raise ValueError("--check needs --head and --prompt")
-        return check_head(args.target, args.head, args.prompt, dtype=dtype, device=device)
+        return check_parity(args.target, args.head, args.prompt, dtype=dtype, device=device)
     if args.evaluate:
         if args.head is None or args.out is None or not args.eval_prompts:
             raise ValueError("--evaluate needs --head, --eval-prompts and --out")
@@ -169,7 +173,9 @@ def _dispatch(args: argparse.Namespace) -> int:
 class _Run:
     """One invocation of the training command; `report` grows as it goes."""
 
-    def __init__(self, args: argparse.Namespace, target: Target, tokenizer: ChatTokenizer) -> None:
+    def __init__(
+        self, args: argparse.Namespace, target: TrainingTarget, tokenizer: ChatTokenizer
+    ) -> None:
         self._args = args
         self._target = target
         self._tokenizer = tokenizer
@@ -181,7 +187,7 @@ class _Run:
         """Figures of a finished head: teacher-forced ones, and drafts by the serving pieces."""
         target = self._target
         head = self._load_head()
-        projection = load_feature_projection(self._args.head, **self._places())
+        projection = load_feature_projection(self._args.head, **self._positions())
         tasks = self._evaluation_answers()
         shapes = {"chain_5": CHAIN, "tree_32": TREE}
         trainable = load_trainable(self._args.head, head)
@@ -240,7 +246,7 @@ class _Run:
         given: list[float] | None = self._args.learning_rates
         return given or [_RATE if self._args.head is None else _RATE_OF_A_HEAD]
 
-    def _training_samples(self) -> list[Sample]:
+    def _training_samples(self) -> list[TrainingSample]:
         args = self._args
         started = time.monotonic()
         if args.answers is not None:
@@ -248,7 +254,7 @@ class _Run:
         else:
             samples = self._answer(self._requests())
             save_samples(args.out / "answers.npz", samples)
-        kept = [s for s in drop_loops(samples) if len(s) <= args.row_len]
+        kept = [s for s in drop_looping_samples(samples) if len(s) <= args.row_len]
         if not kept:
             raise ValueError("no usable answers: give more prompts or allow more tokens")
         self._report["samples"] = {
@@ -261,7 +267,7 @@ class _Run:
         logger.info("samples: %s", self._report["samples"])
         return kept
 
-    def _requests(self) -> list[Request]:
+    def _requests(self) -> list[AnswerRequest]:
         """Each prompt once greedy, and its other samples at the temperature."""
         args = self._args
         prompts = read_prompts(args.prompts, args.samples_per_prompt)
@@ -273,8 +279,8 @@ class _Run:
         requests = []
         for ids, count in zip(self._tokenizer.encode_turns(texts), counts, strict=True):
             if len(ids) <= args.max_prompt_tokens:
-                requests.append(Request(ids, 0.0))
-                requests += [Request(ids, args.temperature)] * (count - 1)
+                requests.append(AnswerRequest(ids, 0.0))
+                requests += [AnswerRequest(ids, args.temperature)] * (count - 1)
         self._report["prompts"] = {"given": len(prompts), "self_made": len(own)}
         return requests
 
@@ -285,7 +291,7 @@ class _Run:
             return []
         prefix = self._tokenizer.user_prefix()
         limit = None if args.generate_seconds is None else args.generate_seconds / 4
-        written = self._generate([Request(prefix, 1.0)] * args.self_prompts, limit)
+        written = self._generate([AnswerRequest(prefix, 1.0)] * args.self_prompts, limit)
         stops = set(self._target.config.eos_token_ids)
         texts = set()
         for ids in written:
@@ -294,26 +300,30 @@ class _Run:
         blocked = {p.text for p in read_prompts(args.eval_prompts)}
         return sorted(t for t in texts if len(t) > 10 and t not in known and t not in blocked)
 
-    def _evaluation_answers(self) -> dict[str, list[Sample]]:
+    def _evaluation_answers(self) -> dict[str, list[TrainingSample]]:
         """Greedy answers to the held-out prompts, by file."""
         tasks = {}
         for file in self._args.eval_prompts:
             texts = [p.text for p in read_prompts([file])][: self._args.eval_limit]
             limit = self._args.row_len - self._args.max_new_tokens
             prompts = [ids for ids in self._tokenizer.encode_turns(texts) if len(ids) <= limit]
-            tasks[file.stem] = self._answer([Request(ids, 0.0) for ids in prompts], timed=False)
+            tasks[file.stem] = self._answer(
+                [AnswerRequest(ids, 0.0) for ids in prompts], timed=False
+            )
         return tasks
 
-    def _answer(self, requests: Sequence[Request], timed: bool = True) -> list[Sample]:
+    def _answer(
+        self, requests: Sequence[AnswerRequest], timed: bool = True
+    ) -> list[TrainingSample]:
         answers = self._generate(requests, self._args.generate_seconds if timed else None)
         return [
-            Sample(request.prompt, answer)
+            TrainingSample(request.prompt, answer)
             for request, answer in zip(requests, answers, strict=True)
             if answer is not None and len(answer)
         ]
 
     def _generate(
-        self, requests: Sequence[Request], deadline_s: float | None
+        self, requests: Sequence[AnswerRequest], deadline_s: float | None
     ) -> list[np.ndarray | None]:
         config = GenerateConfig(
             max_new_tokens=self._args.max_new_tokens,
@@ -322,9 +332,11 @@ class _Run:
             deadline_s=deadline_s,
             use_graphs=self._fast,
         )
-        return list(generate(self._target, requests, self._target.config.eos_token_ids, config))
+        return list(
+            generate_answers(self._target, requests, self._target.config.eos_token_ids, config)
+        )
 
-    def _new_head(self, samples: Sequence[Sample]) -> TrainableHead:
+    def _new_head(self, samples: Sequence[TrainingSample]) -> TrainableHead:
         args, shape = self._args, self._target.config
         size = min(args.draft_vocab_size or _DRAFT_VOCABULARY, shape.vocab_size)
         vocabulary = build_vocabulary(
@@ -339,7 +351,7 @@ class _Run:
         head.initialise_from(self._target)
         return head.to(self._target.device)
 
-    def _given_head(self, samples: Sequence[Sample]) -> TrainableHead:
+    def _given_head(self, samples: Sequence[TrainingSample]) -> TrainableHead:
         """The head to start from, with its own taps and draft vocabulary."""
         head = load_trainable(self._args.head, self._load_head())
         ids = head.target_ids.cpu().numpy()
@@ -349,9 +361,9 @@ class _Run:
 
     def _load_head(self) -> DraftHead:
         embedding, lm_head = self._target.embedding, self._target.lm_head
-        return load_head(self._args.head, embedding=embedding, lm_head=lm_head, **self._places())
+        return load_head(self._args.head, embedding=embedding, lm_head=lm_head, **self._positions())
 
-    def _places(self) -> dict[str, Any]:
+    def _positions(self) -> dict[str, Any]:
         target = self._target
         return {
             "num_target_layers": target.config.num_layers,
@@ -359,7 +371,7 @@ class _Run:
             "device": target.device,
         }
 
-    def _report_vocabulary(self, vocabulary: DraftVocabulary) -> None:
+    def _report_vocabulary(self, vocabulary: TrainingVocabulary) -> None:
         size, coverage = len(vocabulary.target_ids), vocabulary.coverage
         self._report["vocabulary"] = {"size": size, "coverage": coverage}
         logger.info("draft vocabulary of %d covers %.4f", size, coverage)

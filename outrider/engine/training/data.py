@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Ids = NDArray[np.int32]
+TokenIdArray = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TrainingPrompt:
     """One user turn. `samples` answers are drawn: the first greedy, the others at temperature."""
 
     text: str
@@ -29,26 +29,28 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrainingSample:
     """A tokenized prompt with one answer of the target."""
 
-    prompt: Ids
-    answer: Ids
+    prompt: TokenIdArray
+    answer: TokenIdArray
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.answer)
 
 
-def read_prompts(files: Sequence[Path], default_samples: int = 1) -> list[Prompt]:
+def read_prompts(files: Sequence[Path], default_samples: int = 1) -> list[TrainingPrompt]:
     """Read JSONL rows with `prompt` (and optionally `samples`) or `turns`; duplicates dropped."""
-    seen: dict[str, Prompt] = {}
+    seen: dict[str, TrainingPrompt] = {}
     for file in files:
         # Not splitlines(): JSON strings may hold the other characters that it splits at.
         for line in file.read_text(encoding="utf-8").strip("\n").split("\n"):
             row = json.loads(line)
             texts = [row["prompt"]] if "turns" not in row else row["turns"][:1]
             for text in texts:
-                seen.setdefault(text, Prompt(text, int(row.get("samples", default_samples))))
+                seen.setdefault(
+                    text, TrainingPrompt(text, int(row.get("samples", default_samples)))
+                )
     return list(seen.values())
 
 
@@ -73,17 +75,17 @@ class ChatTokenizer:
             k: _token_text(config.get(k)) for k in ("bos_token", "eos_token", "pad_token")
         }
 
-    def encode_text(self, text: str) -> Ids:
+    def encode_text(self, text: str) -> TokenIdArray:
         """Token ids of a text as it stands; special tokens in it are recognised."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
-    def encode_turns(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_turns(self, texts: Sequence[str]) -> list[TokenIdArray]:
         """Prompts of one user turn each, the answer's header appended."""
         rendered = [self._render(text, True) for text in texts]
         encoded = self.tokenizer.encode_batch(rendered, add_special_tokens=False)
         return [np.asarray(e.ids, dtype=np.int32) for e in encoded]
 
-    def user_prefix(self) -> Ids:
+    def user_prefix(self) -> TokenIdArray:
         """Everything up to where the user's first word stands: the start of a self-made prompt."""
         marker = "OUTRIDER-MARKER"
         return self.encode_text(self._render(marker, False).split(marker)[0])
@@ -103,7 +105,7 @@ def _token_text(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token or "")
 
 
-def repeated_share(answer: Ids, width: int = 8) -> float:
+def repeated_share(answer: TokenIdArray, width: int = 8) -> float:
     """Share of the answer's n-grams that occurred before in it: near 1 for a loop."""
     if len(answer) < 2 * width:
         return 0.0
@@ -111,12 +113,14 @@ def repeated_share(answer: Ids, width: int = 8) -> float:
     return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
 
 
-def drop_loops(samples: Sequence[Sample], limit: float = 0.5) -> list[Sample]:
+def drop_looping_samples(
+    samples: Sequence[TrainingSample], limit: float = 0.5
+) -> list[TrainingSample]:
     """Samples whose answer has at least two tokens and does not repeat itself."""
     return [s for s in samples if len(s.answer) >= 2 and repeated_share(s.answer) <= limit]
 
 
-def save_samples(path: Path, samples: Sequence[Sample]) -> None:
+def save_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
     """Store samples as one compressed file of flat arrays."""
     flat = [np.concatenate((s.prompt, s.answer)) for s in samples]
     small = all(int(f.max(initial=0)) < 1 << 16 for f in flat)
@@ -128,20 +132,20 @@ def save_samples(path: Path, samples: Sequence[Sample]) -> None:
     )
 
 
-def load_samples(path: Path) -> list[Sample]:
+def load_samples(path: Path) -> list[TrainingSample]:
     """Read what `save_samples` wrote."""
     with np.load(path) as stored:
         ids = stored["ids"].astype(np.int32)
         prompt_lens, answer_lens = stored["prompt_lens"], stored["answer_lens"]
     ends = np.cumsum(prompt_lens + answer_lens)
     return [
-        Sample(ids[e - a - p : e - a], ids[e - a : e])
+        TrainingSample(ids[e - a - p : e - a], ids[e - a : e])
         for p, a, e in zip(prompt_lens.tolist(), answer_lens.tolist(), ends.tolist(), strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class TrainingBatch:
     """Packed samples, all int64 tensors.
 
     `documents` is -1 on padding. `selected` indexes the positions whose NEXT token belongs to the
@@ -155,13 +159,13 @@ class Batch:
     selected_BQ: Tensor
     selected_documents_BQ: Tensor
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TrainingBatch:
         """The same batch on a device."""
         pin = device.type == "cuda"
-        return Batch(
+        return TrainingBatch(
             **{
                 name: (t.pin_memory() if pin else t).to(device, non_blocking=pin)
-                for name in Batch.__dataclass_fields__
+                for name in TrainingBatch.__dataclass_fields__
                 if (t := getattr(self, name)) is not None
             }
         )
@@ -182,7 +186,9 @@ class PackShape:
     selected_len: int
 
 
-def choose_shape(samples: Sequence[Sample], row_len: int, tokens_per_batch: int) -> PackShape:
+def choose_shape(
+    samples: Sequence[TrainingSample], row_len: int, tokens_per_batch: int
+) -> PackShape:
     """Fit `selected_len` to the share of answer tokens, with a tenth to spare."""
     share = sum(len(s.answer) for s in samples) / max(1, sum(len(s) for s in samples))
     selected = min(row_len, -(-int(row_len * share * 1.1 + 1) // 64) * 64)
@@ -195,7 +201,7 @@ def choose_shape(samples: Sequence[Sample], row_len: int, tokens_per_batch: int)
 
 
 def pack_rows(
-    samples: Sequence[Sample], shape: PackShape, rng: np.random.Generator
+    samples: Sequence[TrainingSample], shape: PackShape, rng: np.random.Generator
 ) -> list[list[int]]:
     """Assign shuffled samples to rows, first fit among the most recently opened rows."""
     order = rng.permutation(len(samples))
@@ -218,7 +224,9 @@ def pack_rows(
     return [rows[i] for i in rng.permutation(len(rows)).tolist()]
 
 
-def make_batch(samples: Sequence[Sample], rows: Sequence[Sequence[int]], shape: PackShape) -> Batch:
+def make_batch(
+    samples: Sequence[TrainingSample], rows: Sequence[Sequence[int]], shape: PackShape
+) -> TrainingBatch:
     """Lay out rows of samples as arrays; missing rows are padding."""
     full, part = (shape.rows, shape.row_len), (shape.rows, shape.selected_len)
     ids, next_ids, positions = (np.zeros(full, dtype=np.int64) for _ in range(3))
@@ -240,11 +248,13 @@ def make_batch(samples: Sequence[Sample], rows: Sequence[Sequence[int]], shape: 
             selected_documents[row, chosen : chosen + answer] = index
             at, chosen = at + size, chosen + answer
     arrays = (ids, next_ids, positions, documents, selected, selected_documents)
-    names = Batch.__dataclass_fields__
-    return Batch(**{n: torch.from_numpy(a) for n, a in zip(names, arrays, strict=True)})
+    names = TrainingBatch.__dataclass_fields__
+    return TrainingBatch(**{n: torch.from_numpy(a) for n, a in zip(names, arrays, strict=True)})
 
 
-def epoch_batches(samples: Sequence[Sample], shape: PackShape, seed: int) -> Iterator[Batch]:
+def epoch_batches(
+    samples: Sequence[TrainingSample], shape: PackShape, seed: int
+) -> Iterator[TrainingBatch]:
     """Batches of one pass over the samples in a seeded order; the ragged last one is dropped
     unless it is the only one.
     """

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outrider.engine.heads import DraftHead, FeatureProjection
-from outrider.engine.training.data import Sample
-from outrider.engine.training.target import Target
+from outrider.engine.training.data import TrainingSample
+from outrider.engine.training.target import TrainingTarget
 from outrider.spec.tree import DraftTree, depths
 
 
@@ -45,7 +45,7 @@ class StableRows(NamedTuple):
     inputs: Tensor
     residual: Tensor
 
-    def take(self, answers: Sequence[int]) -> StableRows:
+    def select_answers(self, answers: Sequence[int]) -> StableRows:
         """The rows of some of the answers."""
         index = torch.tensor(answers, device=self.keys.device)
         return StableRows(*(part[index] for part in self))
@@ -53,7 +53,10 @@ class StableRows(NamedTuple):
 
 @torch.no_grad()
 def stable_rows(
-    target: Target, head: DraftHead, projection: FeatureProjection, samples: Sequence[Sample]
+    target: TrainingTarget,
+    head: DraftHead,
+    projection: FeatureProjection,
+    samples: Sequence[TrainingSample],
 ) -> StableRows:
     """Run the target over whole samples and write all the head's rows."""
     each = [_rows_of(target, head, projection, sample) for sample in samples]
@@ -67,7 +70,7 @@ def _padded(part: Tensor, size: int) -> Tensor:
 
 
 def _rows_of(
-    target: Target, head: DraftHead, projection: FeatureProjection, sample: Sample
+    target: TrainingTarget, head: DraftHead, projection: FeatureProjection, sample: TrainingSample
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens = torch.tensor([*sample.prompt.tolist(), *sample.answer.tolist()], device=target.device)
     size = len(tokens) - 1
@@ -80,7 +83,7 @@ def _rows_of(
     return keys, values, inputs, head.residual(inputs, features)
 
 
-class OwnRows:
+class DraftedRows:
     """The root's row and what is drafted below it, of B answers; column 0 is the root's."""
 
     @torch.no_grad()
@@ -162,7 +165,7 @@ def _take(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def follow(rows: OwnRows, paths: Sequence[Sequence[int]]) -> Tensor:
+def run_paths(rows: DraftedRows, paths: Sequence[Sequence[int]]) -> Tensor:
     """Run tokens that came after the roots, one path an answer; the last column [B, 1] of each."""
     device = rows.x.device
     lens = torch.tensor([len(path) for path in paths], device=device)[:, None]
@@ -175,7 +178,7 @@ def follow(rows: OwnRows, paths: Sequence[Sequence[int]]) -> Tensor:
 
 
 @torch.no_grad()
-def grow(rows: OwnRows, tips: Tensor, shape: DraftShape) -> list[DraftTree]:
+def grow_drafts(rows: DraftedRows, tips: Tensor, shape: DraftShape) -> list[DraftTree]:
     """A draft below each column [B, 1]."""
     columns, frontier = tips, torch.full_like(tips, -1)  # candidate ids; the root's is -1
     scores = torch.zeros(tips.shape, device=tips.device)
@@ -209,7 +212,7 @@ def _select(scores: Tensor, tokens: Tensor, parents: Tensor, size: int) -> list[
     return [DraftTree(*tree) for tree in each]
 
 
-class Candidates(NamedTuple):
+class NodeCandidates(NamedTuple):
     """What the head expects at each place of a tree: row 0 its root, row i + 1 its node i."""
 
     tokens: NDArray[np.int32]
@@ -219,7 +222,7 @@ class Candidates(NamedTuple):
 
 
 @torch.no_grad()
-def score(rows: OwnRows, trees: Sequence[DraftTree], count: int) -> list[Candidates]:
+def score_trees(rows: DraftedRows, trees: Sequence[DraftTree], count: int) -> list[NodeCandidates]:
     """Run trees [B] below their roots, level by level, and take the best `count` tokens after the
     root and every node."""
     device = rows.x.device
@@ -239,6 +242,6 @@ def score(rows: OwnRows, trees: Sequence[DraftTree], count: int) -> list[Candida
     ids = rows.to_target_ids(best.indices).int().cpu().numpy()
     values = best.values.float().cpu().numpy()
     return [
-        Candidates(ids[row, : 1 + len(tree)], values[row, : 1 + len(tree)])
+        NodeCandidates(ids[row, : 1 + len(tree)], values[row, : 1 + len(tree)])
         for row, tree in enumerate(trees)
     ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.checkpoints.head_config import HeadConfig
-from outrider.engine.training.target import Target
+from outrider.engine.training.target import TrainingTarget
 
 
 class TrainableHead(nn.Module):
@@ -46,7 +46,7 @@ class TrainableHead(nn.Module):
         return {n.replace("__", "."): p.to(dtype) for n, p in self.named_parameters()}
 
     @torch.no_grad()
-    def initialise_from(self, target: Target) -> None:
+    def initialise_from(self, target: TrainingTarget) -> None:
         """lm_head rows and final norm from the target's; fc passes the highest tap through."""
         named = {n.replace("__", "."): p for n, p in self.named_parameters()}
         named["lm_head.weight"].copy_(target.lm_head[self.target_ids.to(target.device)].float())

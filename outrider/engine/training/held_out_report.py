@@ -16,31 +16,31 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.engine.training.data import (
-    Batch,
     PackShape,
-    Sample,
+    TrainingBatch,
+    TrainingSample,
     make_batch,
     pack_rows,
     repeated_share,
 )
 from outrider.engine.training.head import TrainableHead
-from outrider.engine.training.target import Target
+from outrider.engine.training.target import TrainingTarget
 from outrider.engine.training.unrolled_forward import MAX_STEPS, UnrolledForward, labels_from_ids
 
-Hits = NDArray[np.bool_]
+DraftHits = NDArray[np.bool_]
 
 
 @torch.no_grad()
 def hits_by_sample(
-    target: Target, head: TrainableHead, samples: Sequence[Sample], steps: int
-) -> dict[int, Hits]:
+    target: TrainingTarget, head: TrainableHead, samples: Sequence[TrainingSample], steps: int
+) -> dict[int, DraftHits]:
     """For each sample, bool [steps, len(answer)]: is the draft of step j from that root right?"""
     tokens = 16384 if target.device.type == "cuda" else 2048
     forward = UnrolledForward(head, target.embedding, dtype=target.embedding.dtype)
     row_len = max(len(s) for s in samples)
     longest = max(len(s.answer) for s in samples)
     shape = PackShape(rows=max(1, tokens // row_len), row_len=row_len, selected_len=longest)
-    hits: dict[int, Hits] = {}
+    hits: dict[int, DraftHits] = {}
     for batch in _all_batches(samples, shape):
         batch = batch.to(target.device)
         final, taps = target.forward(
@@ -61,14 +61,14 @@ def hits_by_sample(
     return hits
 
 
-def _all_batches(samples: Sequence[Sample], shape: PackShape) -> Iterator[Batch]:
+def _all_batches(samples: Sequence[TrainingSample], shape: PackShape) -> Iterator[TrainingBatch]:
     """Every sample once, also those of a ragged last batch."""
     rows = pack_rows(samples, shape, np.random.default_rng(0))
     for start in range(0, len(rows), shape.rows):
         yield make_batch(samples, rows[start : start + shape.rows], shape)
 
 
-def tokens_per_round(hits: Sequence[Hits], chain: int, *, look_ahead: bool = False) -> float:
+def tokens_per_round(hits: Sequence[DraftHits], chain: int, *, look_ahead: bool = False) -> float:
     """Mean tokens emitted a round by a greedy chain of `chain` drafts over whole answers.
 
     With look-ahead every chain but the first goes on from the own features of the round before:
@@ -86,7 +86,7 @@ def tokens_per_round(hits: Sequence[Hits], chain: int, *, look_ahead: bool = Fal
     return emitted / max(1, rounds)
 
 
-def step_accuracies(hits: Sequence[Hits]) -> dict[str, list[float]]:
+def step_accuracies(hits: Sequence[DraftHits]) -> dict[str, list[float]]:
     """Teacher-forced accuracy by step, and the same given that all earlier steps were right."""
     steps = len(hits[0])
     plain, given = [], []
@@ -101,9 +101,9 @@ def step_accuracies(hits: Sequence[Hits]) -> dict[str, list[float]]:
 
 
 def held_out_report(
-    target: Target,
+    target: TrainingTarget,
     head: TrainableHead,
-    tasks: Mapping[str, Sequence[Sample]],
+    tasks: Mapping[str, Sequence[TrainingSample]],
     *,
     steps: int = MAX_STEPS,
     chains: Sequence[int] = (2, 3, 4, 5, 6),
@@ -111,7 +111,7 @@ def held_out_report(
     """Figures by task and over all tasks, looping answers counted apart; those of look-ahead for
     the chains that `steps` cover.
     """
-    per_task: dict[str, list[tuple[Hits, bool]]] = {}
+    per_task: dict[str, list[tuple[DraftHits, bool]]] = {}
     for task, samples in tasks.items():
         usable = [s for s in samples if len(s.answer) >= 2]
         if usable:
@@ -124,7 +124,7 @@ def held_out_report(
     return {name: _figures(entries, chains) for name, entries in named.items() if entries}
 
 
-def _figures(entries: Sequence[tuple[Hits, bool]], chains: Sequence[int]) -> dict[str, Any]:
+def _figures(entries: Sequence[tuple[DraftHits, bool]], chains: Sequence[int]) -> dict[str, Any]:
     clean = [hits for hits, loops in entries if not loops]
     everything = [hits for hits, _ in entries]
     result: dict[str, Any] = {"answers": len(everything), "loops": len(everything) - len(clean)}

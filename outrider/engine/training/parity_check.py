@@ -16,15 +16,15 @@ from torch import Tensor
 
 from outrider.engine.heads import DraftHead, FeatureProjection, load_feature_projection, load_head
 from outrider.engine.training.data import (
-    Batch,
     ChatTokenizer,
-    Ids,
     PackShape,
-    Sample,
+    TokenIdArray,
+    TrainingBatch,
+    TrainingSample,
     make_batch,
 )
 from outrider.engine.training.head import TrainableHead
-from outrider.engine.training.target import Target, load_target
+from outrider.engine.training.target import TrainingTarget, load_target
 from outrider.engine.training.unrolled_forward import Trace, UnrolledForward, make_labels
 
 logger = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 _STEPS = 5
 
 
-Pair = tuple[DraftHead, FeatureProjection]
+HeadPair = tuple[DraftHead, FeatureProjection]
 """The two serving sides of one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ParityDifference:
     """The first tensor in which the two forwards disagree."""
 
     step: int
@@ -48,7 +48,7 @@ class Difference:
 class _Recorder(Trace):
     """Keeps the traced tensors of the one sample, batch dim dropped."""
 
-    wanted = True
+    is_enabled = True
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[int, str], Tensor] = {}
@@ -57,7 +57,7 @@ class _Recorder(Trace):
         self.tensors[step, name] = value[0].detach()
 
 
-def check_head(
+def check_parity(
     target_dir: Path, head_dir: Path, prompt: str, *, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Compare and log the outcome: 0 when all tensors agree, 1 otherwise."""
@@ -74,7 +74,7 @@ def check_head(
     projection = load_feature_projection(
         head_dir, num_target_layers=target.config.num_layers, dtype=dtype, device=device
     )
-    found = compare(target, load_trainable(head_dir, head), head, projection, ids)
+    found = compare_forwards(target, load_trainable(head_dir, head), head, projection, ids)
     if found is None:
         logger.info("all tensors are equal over %d draft steps", _STEPS)
         return 0
@@ -105,15 +105,15 @@ def load_trainable(head_dir: Path, head: DraftHead) -> TrainableHead:
 
 
 @torch.no_grad()
-def compare(
-    target: Target,
+def compare_forwards(
+    target: TrainingTarget,
     trainable: TrainableHead,
     head: DraftHead,
     projection: FeatureProjection,
-    ids: Ids,
-) -> Difference | None:
+    ids: TokenIdArray,
+) -> ParityDifference | None:
     """Run both forwards over `ids`, every position drafted from, and compare what they trace."""
-    sample = Sample(ids[:1], ids[1:])
+    sample = TrainingSample(ids[:1], ids[1:])
     shape = PackShape(rows=1, row_len=len(ids), selected_len=len(ids) - 1)
     batch = make_batch([sample], [[0]], shape).to(target.device)
     final, taps = target.forward(
@@ -123,7 +123,7 @@ def compare(
     forward = UnrolledForward(trainable, target.embedding, dtype=target.embedding.dtype)
     steps = min(_STEPS, len(ids) - 2)
     forward(batch, taps, make_labels(trainable, target, final, batch), steps, recorder)
-    served = serve(head, projection, batch, taps, steps)
+    served = run_serving_head(head, projection, batch, taps, steps)
     tolerance = 1e-4 if taps.dtype in (torch.float32, torch.float64) else 5e-2
     for (step, name), value in recorder.tensors.items():
         other = served[step, name]
@@ -131,12 +131,12 @@ def compare(
         value, other = value[:rows].double(), other[:rows].double()
         worst = float((value - other).abs().max()) if rows else 0.0
         if not worst <= tolerance * max(1.0, float(value.abs().max())):
-            return Difference(step, name, worst)
+            return ParityDifference(step, name, worst)
     return None
 
 
-def serve(
-    head: DraftHead, projection: FeatureProjection, batch: Batch, taps: Tensor, steps: int
+def run_serving_head(
+    head: DraftHead, projection: FeatureProjection, batch: TrainingBatch, taps: Tensor, steps: int
 ) -> dict[tuple[int, str], Tensor]:
     """The serving pieces with a naive attention: step j drafts from the roots that still have a
     true token to read, so it holds j rows fewer than step 0.

@@ -14,23 +14,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from outrider.engine.heads import DraftHead, FeatureProjection
-from outrider.engine.training.data import Sample, repeated_share
+from outrider.engine.training.data import TrainingSample, repeated_share
 from outrider.engine.training.drafting import (
+    DraftedRows,
     DraftShape,
-    OwnRows,
     StableRows,
-    follow,
-    grow,
+    grow_drafts,
+    run_paths,
     stable_rows,
 )
-from outrider.engine.training.target import Target
+from outrider.engine.training.target import TrainingTarget
 from outrider.spec.tree import ROOT, DraftTree
 
 _TOGETHER = 64
 """Answers drafted for at a time."""
 
 
-class Verdict(NamedTuple):
+class SimulatedVerdict(NamedTuple):
     """What came of one round: the path to `node` stood and `token` followed."""
 
     tree: DraftTree
@@ -40,37 +40,37 @@ class Verdict(NamedTuple):
     token: int
 
 
-class Round(NamedTuple):
+class SimulatedRound(NamedTuple):
     """One round of several answers, with what it takes to look at its drafts once more."""
 
     rows: StableRows
     """Real rows of these answers."""
     roots: Sequence[int]
     """The stable row that reads each answer's root."""
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[SimulatedVerdict]
     ended: Sequence[bool]
     """Whether the answer ended with this verdict: its token may then be a node that stood."""
 
 
-Watch = Callable[[Round], None]
+RoundCallback = Callable[[SimulatedRound], None]
 
 
-class Counted(NamedTuple):
+class RoundCount(NamedTuple):
     """Rounds of an answer and the tokens that they emitted."""
 
     rounds: int
     tokens: int
 
 
-def walk(
+def simulate_rounds(
     head: DraftHead,
     rows: StableRows,
-    samples: Sequence[Sample],
+    samples: Sequence[TrainingSample],
     shape: DraftShape,
     *,
     look_ahead: bool = False,
-    watch: Watch | None = None,
-) -> list[Counted]:
+    watch: RoundCallback | None = None,
+) -> list[RoundCount]:
     """Rounds and emitted tokens over each answer, whose first token the prefill emits."""
     answers = [sample.answer.tolist() for sample in samples]
     starts = [len(sample.prompt) - 1 for sample in samples]
@@ -78,14 +78,16 @@ def walk(
     roots, known = [0] * len(samples), [0] * len(samples)
     rounds = [0] * len(samples)
     live = [i for i, answer in enumerate(answers) if len(answer) > 1]
-    kept, held = rows.take(live), list(live)
+    kept, held = rows.select_answers(live), list(live)
     while live:
         if live != held:
-            kept, held = kept.take([held.index(i) for i in live]), list(live)
-        own = OwnRows(head, kept, [starts[i] + known[i] for i in live])
+            kept, held = kept.select_answers([held.index(i) for i in live]), list(live)
+        own = DraftedRows(head, kept, [starts[i] + known[i] for i in live])
         paths = [answers[i][known[i] + 1 : roots[i] + 1] for i in live]
-        trees = grow(own, follow(own, paths), shape)
-        verdicts = [judge(tree, answers[i], roots[i]) for i, tree in zip(live, trees, strict=True)]
+        trees = grow_drafts(own, run_paths(own, paths), shape)
+        verdicts = [
+            accept_draft(tree, answers[i], roots[i]) for i, tree in zip(live, trees, strict=True)
+        ]
         at = [starts[i] + roots[i] for i in live]
         for i, verdict in zip(live, verdicts, strict=True):
             known[i] = roots[i] if look_ahead else roots[i] + verdict.accepted_len + 1
@@ -93,12 +95,14 @@ def walk(
             rounds[i] += 1
         ended = [roots[i] == len(answers[i]) - 1 for i in live]
         if watch is not None:
-            watch(Round(kept, at, verdicts, ended))
+            watch(SimulatedRound(kept, at, verdicts, ended))
         live = [i for i, over in zip(live, ended, strict=True) if not over]
-    return [Counted(count, len(answer) - 1) for count, answer in zip(rounds, answers, strict=True)]
+    return [
+        RoundCount(count, len(answer) - 1) for count, answer in zip(rounds, answers, strict=True)
+    ]
 
 
-def judge(tree: DraftTree, answer: Sequence[int], root: int) -> Verdict:
+def accept_draft(tree: DraftTree, answer: Sequence[int], root: int) -> SimulatedVerdict:
     """The verdict on a draft below index `root` of an answer, whose last token is never drafted."""
     children = {
         (parent, token): node
@@ -112,27 +116,29 @@ def judge(tree: DraftTree, answer: Sequence[int], root: int) -> Verdict:
         if child is None:
             break
         node, accepted = child, accepted + 1
-    return Verdict(tree, node, accepted, answer[root + accepted + 1])
+    return SimulatedVerdict(tree, node, accepted, answer[root + accepted + 1])
 
 
 def serving_report(
-    target: Target,
+    target: TrainingTarget,
     head: DraftHead,
     projection: FeatureProjection,
-    tasks: Mapping[str, Sequence[Sample]],
+    tasks: Mapping[str, Sequence[TrainingSample]],
     shapes: Mapping[str, DraftShape],
-    watch: Callable[[str, bool], Watch] | None = None,
+    watch: Callable[[str, bool], RoundCallback] | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Mean tokens a round in lock-step and with look-ahead, and their ratio, by task (and over
     all) and shape; looping answers are left out. `watch` says who looks at the rounds of a shape
     in lock-step (False) or with look-ahead (True).
     """
-    counts: dict[tuple[str, str, bool], list[Counted]] = defaultdict(list)
+    counts: dict[tuple[str, str, bool], list[RoundCount]] = defaultdict(list)
     for names, samples in _parts(tasks):
         rows = stable_rows(target, head, projection, samples)
         for name, ahead in itertools.product(shapes, (False, True)):
             watching = watch(name, ahead) if watch else None
-            found = walk(head, rows, samples, shapes[name], look_ahead=ahead, watch=watching)
+            found = simulate_rounds(
+                head, rows, samples, shapes[name], look_ahead=ahead, watch=watching
+            )
             for task, counted in zip(names, found, strict=True):
                 counts[task, name, ahead].append(counted)
                 counts["all", name, ahead].append(counted)
@@ -148,8 +154,8 @@ def serving_report(
 
 
 def _parts(
-    tasks: Mapping[str, Sequence[Sample]],
-) -> Iterator[tuple[Sequence[str], Sequence[Sample]]]:
+    tasks: Mapping[str, Sequence[TrainingSample]],
+) -> Iterator[tuple[Sequence[str], Sequence[TrainingSample]]]:
     """Answers that do not loop and their tasks, those of like length together."""
     clean = [
         (task, sample)
@@ -163,5 +169,5 @@ def _parts(
         yield names, samples
 
 
-def _mean(counts: Sequence[Counted]) -> float:
+def _mean(counts: Sequence[RoundCount]) -> float:
     return sum(c.tokens for c in counts) / sum(c.rounds for c in counts)

@@ -56,7 +56,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [B,S,nq,hd], k [B,S,nkv,hd], v) -> attention output [B,S,nq,hd]."""
 
 
-class Target:
+class TrainingTarget:
     """Weights and forward of the target."""
 
     def __init__(
@@ -83,9 +83,9 @@ class Target:
         """Where the weights are."""
         return self.embedding.device
 
-    def compiled(self) -> Target:
+    def compiled(self) -> TrainingTarget:
         """The same weights with a layer's pointwise work fused, for callers of few shapes."""
-        other = Target(self.config, self.embedding, self.layers, self.norm, self.lm_head)
+        other = TrainingTarget(self.config, self.embedding, self.layers, self.norm, self.lm_head)
         other._before = torch.compile(_before_attention, dynamic=False)
         other._after = torch.compile(_after_attention, dynamic=False)
         return other
@@ -171,7 +171,7 @@ def _after_attention(x: Tensor, attn: Tensor, layer: TargetLayer, eps: float) ->
 
 def load_target(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Target:
+) -> TrainingTarget:
     """Load a Llama-skeleton model from a directory with config.json and safetensors files.
 
     Raises ValueError for skeletons that cannot be trained for, and InvalidRequestError and
@@ -188,7 +188,7 @@ def load_target(
         return source.get(name).to(device=device, dtype=dtype)
 
     embedding = get(EMBEDDING)
-    return Target(
+    return TrainingTarget(
         config,
         embedding,
         [_load_layer(get, served.qkv_bias, f"model.layers.{i}.") for i in range(config.num_layers)],

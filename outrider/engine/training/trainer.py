@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.engine.training.data import Batch, PackShape, Sample, epoch_batches
+from outrider.engine.training.data import PackShape, TrainingBatch, TrainingSample, epoch_batches
 from outrider.engine.training.head import TrainableHead
-from outrider.engine.training.target import Target
+from outrider.engine.training.target import TrainingTarget
 from outrider.engine.training.unrolled_forward import (
     MAX_STEPS,
     DeepSteps,
@@ -26,7 +26,7 @@ from outrider.engine.training.unrolled_forward import (
 logger = logging.getLogger(__name__)
 
 
-UNROLL = (7, 13)
+UNROLL_STEPS = (7, 13)
 """Draft steps in the first and in the second half of a run: look-ahead grows a draft below an
 unverified one, which is twice its depth plus one."""
 WHOLE_STEPS = 5
@@ -46,8 +46,8 @@ class TrainConfig:
     clip_norm: float = 0.5
     step_decay: float = STEP_DECAY
     """Weight of draft step j is step_decay ** j."""
-    unroll_early: int = UNROLL[0]
-    unroll_late: int = UNROLL[1]
+    unroll_early: int = UNROLL_STEPS[0]
+    unroll_late: int = UNROLL_STEPS[1]
     unroll_switch: float = 0.5
     """Share of the run after which `unroll_late` steps are unrolled."""
     whole_steps: int = WHOLE_STEPS
@@ -105,8 +105,8 @@ class Trainer:
 
     def __init__(
         self,
-        target: Target,
-        samples: Sequence[Sample],
+        target: TrainingTarget,
+        samples: Sequence[TrainingSample],
         shape: PackShape,
         *,
         compile: bool = False,
@@ -189,7 +189,7 @@ class Trainer:
         self,
         forward: UnrolledForward,
         optimiser: torch.optim.Optimizer,
-        batch: Batch,
+        batch: TrainingBatch,
         unroll: int,
         config: TrainConfig,
         step: int,
@@ -224,9 +224,9 @@ class Trainer:
             accuracy=accuracy,
         )
 
-    def _stream(self, seed: int) -> Iterator[Batch]:
+    def _stream(self, seed: int) -> Iterator[TrainingBatch]:
         """Endless batches, laid out ahead of use by a background thread."""
-        ready: queue.Queue[Batch] = queue.Queue(maxsize=8)
+        ready: queue.Queue[TrainingBatch] = queue.Queue(maxsize=8)
         stop = threading.Event()
 
         def produce() -> None:

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outrider.engine.heads.layers import rms_norm, rope_inverse_frequencies
-from outrider.engine.training.data import Batch
+from outrider.engine.training.data import TrainingBatch
 from outrider.engine.training.head import TrainableHead
-from outrider.engine.training.target import Target, rotary, rotate
+from outrider.engine.training.target import TrainingTarget, rotary, rotate
 
 MAX_STEPS = 16
 """Draft steps that can be unrolled; labels are padded by as many slots."""
@@ -130,7 +130,12 @@ class UnrolledForward:
         self._score = wrap(_score)
 
     def __call__(
-        self, batch: Batch, taps_BSF: Tensor, labels: Labels, steps: int, trace: Trace | None = None
+        self,
+        batch: TrainingBatch,
+        taps_BSF: Tensor,
+        labels: Labels,
+        steps: int,
+        trace: Trace | None = None,
     ) -> Unrolled:
         """Losses and hits of `steps` draft steps, the first on real features."""
         if not 1 <= steps <= self._max_steps:
@@ -151,7 +156,7 @@ class UnrolledForward:
             q, k, v = self._projected(w, inputs, rows.positions + step)
             if step:
                 own.append((k, v))
-            seen = _own_rows(own, k, v, self._own_size(step))
+            seen = _in_process_rows(own, k, v, self._num_own_rows(step))
             attended = self._attend(q, rows.keys, rows.values, rows.mask, *seen)
             features = self._finish(features, attended, _block(w), config.rms_norm_eps)
             loss, hits, valid = self._scored(w, features, rows, step)
@@ -159,7 +164,7 @@ class UnrolledForward:
                 ("inputs", "query", "attention", "x"), (inputs, q, attended, features), strict=True
             ):
                 trace.add(step, name, value)
-            if trace.wanted:
+            if trace.is_enabled:
                 normed = rms_norm(features, w["norm.weight"], config.rms_norm_eps)
                 trace.add(step, "logits", F.linear(normed, w["lm_head.weight"]).float())
             losses.append(loss)
@@ -167,7 +172,7 @@ class UnrolledForward:
             valid_steps.append(valid)
         return Unrolled(losses=losses, correct=correct, valid=valid_steps)
 
-    def _own_size(self, step: int) -> int:
+    def _num_own_rows(self, step: int) -> int:
         """Own rows that a step is laid out for: compiled, one shape before and one after the
         batch is cut; else what there is."""
         if not self._compiled:
@@ -194,7 +199,7 @@ class UnrolledForward:
         return loss, best == ids, valid
 
     def _stable_rows(
-        self, w: dict[str, Tensor], batch: Batch, taps: Tensor, labels: Labels, trace: Trace
+        self, w: dict[str, Tensor], batch: TrainingBatch, taps: Tensor, labels: Labels, trace: Trace
     ) -> tuple[_Rows, Tensor, Tensor]:
         """What all steps read; features and inputs of the selected positions."""
         features = F.linear(taps.to(self._dtype), w["fc.weight"])
@@ -243,7 +248,7 @@ class UnrolledForward:
 class Trace:
     """Collects named tensors by step; the base class drops them."""
 
-    wanted = False
+    is_enabled = False
     """Whether tensors that cost extra work are to be computed."""
 
     def add(self, step: int, name: str, value: Tensor) -> None:
@@ -254,7 +259,7 @@ def _take(rows: Tensor, index_BQ: Tensor) -> Tensor:
     return rows.gather(1, index_BQ[:, :, None].expand(-1, -1, rows.shape[-1]))
 
 
-def _own_rows(
+def _in_process_rows(
     own: list[tuple[Tensor, Tensor]], like_k: Tensor, like_v: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Own draft rows so far, padded to `size`.
@@ -336,7 +341,9 @@ def _score(
 
 
 @torch.no_grad()
-def make_labels(head: TrainableHead, target: Target, final_BSH: Tensor, batch: Batch) -> Labels:
+def make_labels(
+    head: TrainableHead, target: TrainingTarget, final_BSH: Tensor, batch: TrainingBatch
+) -> Labels:
     """Soft labels and the target's own argmax along the selected slots."""
     logits = target.logits(_take(final_BSH, batch.selected_BQ))
     return labels_from_ids(head, logits, logits.argmax(-1))

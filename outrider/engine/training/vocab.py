@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.training.data import Ids
+from outrider.engine.training.data import TokenIdArray
 
 
 @dataclass(frozen=True, slots=True)
-class DraftVocabulary:
+class TrainingVocabulary:
     """Sorted target ids of the draft vocabulary, and the share of answer tokens they cover."""
 
     target_ids: NDArray[np.int64]
@@ -20,8 +20,8 @@ class DraftVocabulary:
 
 
 def build_vocabulary(
-    answers: Iterable[Ids], vocab_size: int, draft_size: int, always: Sequence[int] = ()
-) -> DraftVocabulary:
+    answers: Iterable[TokenIdArray], vocab_size: int, draft_size: int, always: Sequence[int] = ()
+) -> TrainingVocabulary:
     """The `draft_size` ids counted most often; `always` come first, low ids fill up."""
     counts = _count(answers, vocab_size)
     rank = counts.astype(np.float64)
@@ -31,18 +31,18 @@ def build_vocabulary(
 
 
 def given_vocabulary(
-    answers: Iterable[Ids], vocab_size: int, target_ids: NDArray[np.int64]
-) -> DraftVocabulary:
+    answers: Iterable[TokenIdArray], vocab_size: int, target_ids: NDArray[np.int64]
+) -> TrainingVocabulary:
     """The vocabulary of a head that exists."""
     return _vocabulary(target_ids, _count(answers, vocab_size))
 
 
-def _count(answers: Iterable[Ids], vocab_size: int) -> NDArray[np.int64]:
+def _count(answers: Iterable[TokenIdArray], vocab_size: int) -> NDArray[np.int64]:
     counts = np.zeros(vocab_size, dtype=np.int64)
     for answer in answers:
         counts += np.bincount(answer, minlength=vocab_size)
     return counts
 
 
-def _vocabulary(chosen: NDArray[np.int64], counts: NDArray[np.int64]) -> DraftVocabulary:
-    return DraftVocabulary(chosen, float(counts[chosen].sum()) / max(1, int(counts.sum())))
+def _vocabulary(chosen: NDArray[np.int64], counts: NDArray[np.int64]) -> TrainingVocabulary:
+    return TrainingVocabulary(chosen, float(counts[chosen].sum()) / max(1, int(counts.sum())))

@@ -13,18 +13,18 @@ dialer.py       GrpcDialer: control clients and exchange connections by address
 
 from __future__ import annotations
 
-from outrider.transport.grpc.access import Access
+from outrider.transport.grpc.access import AccessRules
 from outrider.transport.grpc.dialer import GrpcDialer
 from outrider.transport.grpc.options import GrpcConfig
-from outrider.transport.grpc.server import GrpcServer, Service
+from outrider.transport.grpc.server import GrpcServer, GrpcService
 from outrider.transport.grpc.servicers import drafter_services, verifier_services
 
 __all__ = [
-    "Access",
+    "AccessRules",
     "GrpcConfig",
     "GrpcDialer",
     "GrpcServer",
-    "Service",
+    "GrpcService",
     "drafter_services",
     "verifier_services",
 ]

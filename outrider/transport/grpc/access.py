@@ -12,7 +12,7 @@ from outrider.errors import OutriderError
 from outrider.transport.grpc.credentials import names_of
 from outrider.transport.grpc.error_status import Context
 from outrider.transport.grpc.health import SERVICE_NAME as HEALTH_SERVICE
-from outrider.transport.tls import Role, TlsConfig
+from outrider.transport.tls import CertificateRole, TlsConfig
 
 Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"
 
@@ -30,7 +30,7 @@ def _nobody_listens() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class AccessRules:
     """What a server asks of its callers."""
 
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -45,16 +45,18 @@ class Access:
     """Hears of each TLS handshake that begins, on another thread."""
 
 
-class Guard:
-    """Applies an `Access` to the calls of a server."""
+class AccessGuard:
+    """Applies an `AccessRules` to the calls of a server."""
 
-    def __init__(self, access: Access, roles: Mapping[str, tuple[Role, ...]]) -> None:
+    def __init__(
+        self, access: AccessRules, roles: Mapping[str, tuple[CertificateRole, ...]]
+    ) -> None:
         """`roles`: who a service is for, by its full name; services without an entry are for
         whoever has a certificate."""
         self._access = access
         self._roles = roles
 
-    def before(self, details: grpc.HandlerCallDetails) -> None:
+    def check_call(self, details: grpc.HandlerCallDetails) -> None:
         """Judge a call by its metadata; its message has not been read. Raises OutriderError."""
         if _service_of(details.method) == HEALTH_SERVICE:
             return

@@ -10,7 +10,7 @@ import grpc
 
 from outrider.errors import FailedPreconditionError
 from outrider.transport.grpc.error_status import Context
-from outrider.transport.tls import Material, TlsConfig, TlsFiles
+from outrider.transport.tls import TlsConfig, TlsFiles, TlsMaterial
 
 _NAMES = "x509_subject_alternative_name"
 
@@ -32,14 +32,14 @@ def server_credentials(
             reason="BAD_TLS",
         )
     files = TlsFiles(config)
-    told = files.current()
+    told = files.current_material()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:  # None: as before
         nonlocal told
         # What is raised here would end the connection for a reason that nobody hears of.
         with contextlib.suppress(Exception):
             on_handshake()
-            found = files.current()
+            found = files.current_material()
             if found is not told:
                 told = found
                 return _configuration(found, require_client=require_client)
@@ -53,7 +53,7 @@ def server_credentials(
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     """Credentials of a client's channel, as the files are now."""
-    found = files.current()
+    found = files.current_material()
     return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
 
 
@@ -64,7 +64,7 @@ def names_of(context: Context) -> tuple[str, ...]:
 
 
 def _configuration(
-    material: Material, *, require_client: bool
+    material: TlsMaterial, *, require_client: bool
 ) -> grpc.ServerCertificateConfiguration:
     assert material.key is not None and material.cert is not None, "checked by the caller"
     return grpc.ssl_server_certificate_configuration(

@@ -10,11 +10,11 @@ import grpc
 
 from outrider.errors import ConnectionLostError, UnavailableError
 from outrider.ids import SessionId
-from outrider.spec.plan import Plan
-from outrider.transport.framed_connection import Frames, drafter_end, router_end
+from outrider.spec.plan import SpeculationPlan
+from outrider.transport.framed_connection import FrameStream, drafter_end, router_end
 from outrider.transport.grpc.credentials import channel_credentials
-from outrider.transport.grpc.draining_channel import Line, Metadata
-from outrider.transport.grpc.error_status import lost_call_error
+from outrider.transport.grpc.draining_channel import DrainingChannel, Metadata
+from outrider.transport.grpc.error_status import to_lost_error
 from outrider.transport.grpc.options import GrpcConfig, channel_options
 from outrider.transport.grpc.servicers import (
     DRAFTER_SERVICE,
@@ -22,13 +22,13 @@ from outrider.transport.grpc.servicers import (
     EXCHANGE_SERVICE,
     VERIFIER_SERVICE,
 )
-from outrider.transport.grpc.shm_frames import LanedFrames
-from outrider.transport.grpc.shm_negotiation import offering, was_joined
+from outrider.transport.grpc.shm_frames import ShmFrames
+from outrider.transport.grpc.shm_negotiation import is_joined, offer_metadata
 from outrider.transport.grpc.streams import StreamFrames
 from outrider.transport.interface import DrafterConnection, RouterConnection
 from outrider.transport.session_stream import SessionIterators
-from outrider.transport.shm import LaneListener
-from outrider.transport.tls import Material, Role, TlsConfig, TlsFiles
+from outrider.transport.shm import ShmListener
+from outrider.transport.tls import CertificateRole, TlsConfig, TlsFiles, TlsMaterial
 from outrider.wire.codec import (
     decode_drafter_info,
     decode_verifier_info,
@@ -40,10 +40,12 @@ from outrider.wire.codec import (
 from outrider.wire.messages import DrafterInfo, VerifierInfo
 
 
-class _Client:
+class _GrpcClient:
     """Unary calls with a deadline and typed errors."""
 
-    def __init__(self, line: Callable[[], Line], address: str, config: GrpcConfig) -> None:
+    def __init__(
+        self, line: Callable[[], DrainingChannel], address: str, config: GrpcConfig
+    ) -> None:
         """`line` is asked at each call: certificates may have been replaced since the last."""
         self._line = line
         self._address = address
@@ -54,22 +56,22 @@ class _Client:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise lost_call_error(error, peer=self._address) from None
+            raise to_lost_error(error, peer=self._address) from None
 
 
-class GrpcVerifier(_Client, SessionIterators):
+class GrpcVerifier(_GrpcClient, SessionIterators):
     """Control client of a verifier."""
 
     def __init__(
         self,
-        line: Callable[[], Line],
+        line: Callable[[], DrainingChannel],
         address: str,
         config: GrpcConfig,
-        lanes: Callable[[], LaneListener | None],
+        shm_channels: Callable[[], ShmListener | None],
     ) -> None:
         """`lanes`: where verifiers of this host join; None: they do not."""
         super().__init__(line, address, config)
-        self._lanes = lanes
+        self._shm_channels = shm_channels
 
     async def info(self) -> VerifierInfo:
         """Identity, capacity and load."""
@@ -77,34 +79,34 @@ class GrpcVerifier(_Client, SessionIterators):
 
     async def sessions(self) -> RouterConnection:
         """Open a stream of sessions. Raises UnavailableError."""
-        listener = self._lanes()
+        listener = self._shm_channels()
         if listener is None:
-            frames: Frames = _client_frames(await self._begun(()), self._address)
+            frames: FrameStream = _client_frames(await self._begun(()), self._address)
         else:
-            frames = await self._by_lane(listener)
+            frames = await self._by_shm_channel(listener)
         return router_end(frames, self._config.heartbeat)
 
     async def _begun(self, metadata: Metadata) -> grpc.aio.StreamStreamCall[bytes, bytes]:
         call = self._line().stream(f"/{VERIFIER_SERVICE}/Sessions", metadata)
         return await _answered(call, self._address, self._config)
 
-    async def _by_lane(self, listener: LaneListener) -> Frames:
+    async def _by_shm_channel(self, listener: ShmListener) -> FrameStream:
         """Frames of a stream that goes by a lane if the verifier joins it."""
-        offer = listener.offer()
+        offer = listener.make_offer()
         try:
-            call = await self._begun(offering(offer))
+            call = await self._begun(offer_metadata(offer))
             try:
-                joined = was_joined(await call.initial_metadata())
-                lane = await listener.joined(offer) if joined else None
+                joined = is_joined(await call.initial_metadata())
+                shm_channel = await listener.wait_joined(offer) if joined else None
             except BaseException:
                 call.cancel()
                 raise
         finally:
-            listener.withdraw(offer)
+            listener.withdraw_offer(offer)
         frames = _client_frames(call, self._address)
-        return frames if lane is None else LanedFrames(frames, lane)
+        return frames if shm_channel is None else ShmFrames(frames, shm_channel)
 
-    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         """Change a session's plan."""
         await self._call(VERIFIER_SERVICE, "SetPlan", encode_set_plan(session_id, plan))
 
@@ -113,7 +115,7 @@ class GrpcVerifier(_Client, SessionIterators):
         await self._call(VERIFIER_SERVICE, "CloseSession", encode_close_session(session_id))
 
 
-class GrpcDrafter(_Client):
+class GrpcDrafter(_GrpcClient):
     """Control client of a drafter."""
 
     async def info(self) -> DrafterInfo:
@@ -130,7 +132,7 @@ class GrpcDrafter(_Client):
         request = encode_verifier_address(verifier_address)
         await self._call(DRAFTER_SERVICE, "Detach", request)
 
-    async def drain(self, draining: bool) -> None:
+    async def set_draining(self, draining: bool) -> None:
         """Have it say that it leaves, or stays."""
         await self._call(DRAFTER_SERVICE, "Drain", encode_drain(draining))
 
@@ -146,30 +148,37 @@ class GrpcDialer:
         self._config = config or GrpcConfig()
         self._tls = tls if tls is not None and tls.enabled else None
         self._files = None if self._tls is None else TlsFiles(self._tls)
-        self._lines: dict[str, Line] = {}
-        self._shown: dict[str, Material] = {}
+        self._lines: dict[str, DrainingChannel] = {}
+        self._shown: dict[str, TlsMaterial] = {}
         """What the channels were opened with, by address."""
-        self._listener: LaneListener | None = None
-        self._retired: set[Line] = set()
+        self._listener: ShmListener | None = None
+        self._retired: set[DrainingChannel] = set()
         """Those with certificates that were replaced, for the calls that still run on them."""
 
-    def channel(self, address: str, role: Role = Role.VERIFIER) -> grpc.aio.Channel:
+    def channel(
+        self, address: str, role: CertificateRole = CertificateRole.VERIFIER
+    ) -> grpc.aio.Channel:
         """The channel to an address, where a process of this role is to be."""
         return self._line(address, role).channel
 
-    def _line(self, address: str, role: Role = Role.VERIFIER) -> Line:
+    def _line(
+        self, address: str, role: CertificateRole = CertificateRole.VERIFIER
+    ) -> DrainingChannel:
         line = self._lines.get(address)
-        if self._files is not None and self._shown.get(address) is not self._files.current():
-            self._shown[address] = self._files.current()
+        if (
+            self._files is not None
+            and self._shown.get(address) is not self._files.current_material()
+        ):
+            self._shown[address] = self._files.current_material()
             if line is not None:
                 self._retired.add(line)
-                line.retire(self._retired.discard)
+                line.close_after_calls(self._retired.discard)
             line = None
         if line is None:
-            line = self._lines[address] = Line(self._dial(address, role))
+            line = self._lines[address] = DrainingChannel(self._dial(address, role))
         return line
 
-    def _dial(self, address: str, role: Role) -> grpc.aio.Channel:
+    def _dial(self, address: str, role: CertificateRole) -> grpc.aio.Channel:
         options: list[tuple[str, int | str]] = [*channel_options(self._config)]
         if self._tls is None or self._files is None:
             return grpc.aio.insecure_channel(address, options=options)
@@ -189,18 +198,20 @@ class GrpcDialer:
 
     async def verifier(self, address: str) -> GrpcVerifier:
         """A control client of the verifier at `address`."""
-        return GrpcVerifier(lambda: self._line(address), address, self._config, self._lanes)
+        return GrpcVerifier(lambda: self._line(address), address, self._config, self._shm_channels)
 
     async def drafter(self, address: str) -> GrpcDrafter:
         """A control client of the drafter at `address`."""
-        return GrpcDrafter(lambda: self._line(address, Role.DRAFTER), address, self._config)
+        return GrpcDrafter(
+            lambda: self._line(address, CertificateRole.DRAFTER), address, self._config
+        )
 
-    def _lanes(self) -> LaneListener | None:
-        if self._listener is None and self._config.lanes:
-            self._listener = LaneListener.open()
+    def _shm_channels(self) -> ShmListener | None:
+        if self._listener is None and self._config.shm_channels:
+            self._listener = ShmListener.open()
         return self._listener
 
-    async def hang_up(self, address: str) -> None:
+    async def close_channel(self, address: str) -> None:
         """Close the channel to an address, if there is one."""
         line = self._lines.pop(address, None)
         if line is not None:
@@ -233,7 +244,7 @@ async def _answered(
             reason="CONNECT_TIMEOUT",
         ) from None
     except grpc.aio.AioRpcError as error:
-        raise lost_call_error(error, peer=address) from None
+        raise to_lost_error(error, peer=address) from None
     except asyncio.CancelledError:
         call.cancel()
         raise
@@ -248,7 +259,7 @@ async def _read(
     try:
         frame = await call.read()
     except grpc.aio.AioRpcError as error:
-        raise lost_call_error(error, peer=peer) from None
+        raise to_lost_error(error, peer=peer) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

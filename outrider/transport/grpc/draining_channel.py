@@ -12,13 +12,13 @@ Metadata = tuple[tuple[str, str], ...]
 Call = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, bytes]
 
 
-class Line:
+class DrainingChannel:
     """One channel. Of one event loop."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self._calls = 0
-        self._on_closed: Callable[[Line], object] | None = None
+        self._on_closed: Callable[[DrainingChannel], object] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     def unary(
@@ -37,7 +37,7 @@ class Line:
         self._begun(call)
         return call
 
-    def retire(self, on_closed: Callable[[Line], object]) -> None:
+    def close_after_calls(self, on_closed: Callable[[DrainingChannel], object]) -> None:
         """No call begins any more: close the channel when the last one has ended, or now."""
         self._on_closed = on_closed
         self._close_if_idle()
@@ -61,6 +61,6 @@ class Line:
         if self._on_closed is not None and not self._calls and self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close(self._on_closed))
 
-    async def _close(self, on_closed: Callable[[Line], object]) -> None:
+    async def _close(self, on_closed: Callable[[DrainingChannel], object]) -> None:
         await self.channel.close()
         on_closed(self)

@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Generator
 from typing import Any
 
 
-class Begun:
+class EagerCoroutine:
     """A coroutine that has taken its first step; awaiting it, once and in a task, does the rest.
 
     What the coroutine raises is raised by the await, also where the first step raised it. One

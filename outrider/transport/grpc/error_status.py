@@ -38,7 +38,7 @@ def _packed(message: ErrorInfo | RetryInfo) -> any_pb2.Any:
     return packed
 
 
-async def abort(context: Context, error: BaseException) -> NoReturn:
+async def abort_call(context: Context, error: BaseException) -> NoReturn:
     """End the RPC with the status that describes the error."""
     status = to_status(error)
     details = [
@@ -70,7 +70,7 @@ def _details(error: grpc.aio.AioRpcError) -> tuple[ErrorInfo, float | None]:
     return found, retry_after_s
 
 
-def typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderError:
+def to_typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderError:
     """The typed error behind a failed RPC; `peer` names it in errors that gRPC itself made."""
     info, retry_after_s = _details(error)
     kind, reason = info.metadata.get(_KIND_KEY, ""), info.reason
@@ -86,12 +86,12 @@ def typed_error(error: grpc.aio.AioRpcError, *, peer: str = "") -> OutriderError
     )
 
 
-def lost_call_error(error: grpc.aio.AioRpcError, *, peer: str) -> OutriderError:
-    """Like `typed_error`, for a call that its caller has not cancelled: unavailability is a lost
+def to_lost_error(error: grpc.aio.AioRpcError, *, peer: str) -> OutriderError:
+    """Like `to_typed_error`, for a call that its caller has not cancelled: unavailability is a lost
     connection, and so is a cancellation that is nobody's: a server that ends cancels the calls that
     it has left, those included that it has not begun to answer. So is an internal error of gRPC
     itself ("Internal error from Core"): a write that met a dead peer."""
-    typed = typed_error(error, peer=peer)
+    typed = to_typed_error(error, peer=peer)
     lost = isinstance(typed, CancelledRequestError | InternalError)
     lost = lost or type(typed) is UnavailableError
     if lost and typed.reason == "TRANSPORT":

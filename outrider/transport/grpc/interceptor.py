@@ -12,8 +12,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from outrider.errors import InvalidMessageError, OutriderError
-from outrider.transport.grpc.access import Guard
-from outrider.transport.grpc.error_status import Context, abort
+from outrider.transport.grpc.access import AccessGuard
+from outrider.transport.grpc.error_status import Context, abort_call
 
 Handler = Callable[..., Any]
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -58,7 +58,7 @@ def _guard(handler: Handler, check: Check | None) -> Handler:
             except (asyncio.CancelledError, grpc.aio.AbortError, GeneratorExit):
                 raise
             except Exception as error:
-                await abort(context, error)
+                await abort_call(context, error)
 
         return stream
 
@@ -70,7 +70,7 @@ def _guard(handler: Handler, check: Check | None) -> Handler:
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
         except Exception as error:
-            await abort(context, error)
+            await abort_call(context, error)
 
     return call
 
@@ -79,7 +79,7 @@ def _refusal(error: OutriderError) -> MethodHandler:
     """Answers a call of any kind with an error, and reads nothing of what it sends."""
 
     async def refuse(_requests: object, context: Context) -> None:
-        await abort(context, error)
+        await abort_call(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -88,7 +88,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns away who may not call. Maps `outrider.errors` to statuses with details; anything else
     to INTERNAL, logged."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: AccessGuard) -> None:
         self._guard = guard
 
     async def intercept_service(
@@ -98,7 +98,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> MethodHandler | None:
         """Wrap the handler that was found, if any."""
         try:
-            self._guard.before(handler_call_details)
+            self._guard.check_call(handler_call_details)
         except OutriderError as error:
             return _refusal(error)
         handler: Any = await continuation(handler_call_details)

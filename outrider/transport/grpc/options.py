@@ -43,7 +43,7 @@ class GrpcConfig:
     share_port: bool = False
     """Whether servers of other processes may have the same port; the system gives each connection
     to one of them."""
-    lanes: bool = False
+    shm_channels: bool = False
     """Whether streams of sessions go by lanes where both ends are on one host and wish so."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     """Application heartbeats of exchanges, and of a router's end of a stream of sessions."""

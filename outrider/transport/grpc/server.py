@@ -11,25 +11,25 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import FailedPreconditionError
 from outrider.transport.grpc import health
-from outrider.transport.grpc.access import Access, Guard
+from outrider.transport.grpc.access import AccessGuard, AccessRules
 from outrider.transport.grpc.credentials import server_credentials
 from outrider.transport.grpc.interceptor import ErrorInterceptor
 from outrider.transport.grpc.options import GrpcConfig, server_options
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 
 _HEALTH_PORT = GrpcConfig(max_connections=16, max_calls=64, max_receive_bytes=4096)
 """Settings of a port that serves health alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class GrpcService:
     """A service to be served."""
 
     name: str
     """Full name, package included; also its health service."""
     register: Callable[[grpc.aio.Server], None]
     """Adds the handlers, e.g. a generated `add_XServicer_to_server` bound to a servicer."""
-    roles: tuple[Role, ...] = ()
+    roles: tuple[CertificateRole, ...] = ()
     """Whose certificates it is for, where they are asked for; empty: anybody's."""
 
 
@@ -39,10 +39,10 @@ class GrpcServer:
     def __init__(
         self,
         address: str,
-        services: Sequence[Service],
+        services: Sequence[GrpcService],
         *,
         config: GrpcConfig | None = None,
-        access: Access | None = None,
+        access: AccessRules | None = None,
         health_address: str = "",
     ) -> None:
         """address: host:port; port 0 takes a free one. Without `access` anybody may call, in plain
@@ -53,7 +53,7 @@ class GrpcServer:
         self._health_address = health_address
         self._services = tuple(services)
         self._config = config or GrpcConfig()
-        self._access = access or Access()
+        self._access = access or AccessRules()
         self._server: grpc.aio.Server | None = None
         self._health_server: grpc.aio.Server | None = None
         self._health: health.HealthService | None = None
@@ -71,7 +71,7 @@ class GrpcServer:
     async def start(self, *, serving: bool = True) -> str:
         """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
         certificate is no good."""
-        guard = Guard(self._access, {each.name: each.roles for each in self._services})
+        guard = AccessGuard(self._access, {each.name: each.roles for each in self._services})
         server = grpc.aio.server(
             interceptors=(ErrorInterceptor(guard),),
             options=server_options(self._config),
@@ -102,7 +102,7 @@ class GrpcServer:
     async def _start_health(self) -> None:
         """Serve health on its own port. Raises FailedPreconditionError if it cannot be bound."""
         server = grpc.aio.server(
-            interceptors=(ErrorInterceptor(Guard(Access(), {})),),
+            interceptors=(ErrorInterceptor(AccessGuard(AccessRules(), {})),),
             options=server_options(_HEALTH_PORT),
             maximum_concurrent_rpcs=_HEALTH_PORT.max_calls,
         )

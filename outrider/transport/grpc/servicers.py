@@ -17,12 +17,12 @@ from outrider.errors import ConnectionLostError
 from outrider.transport.framed_connection import serving_end, verifier_end
 from outrider.transport.grpc.error_status import Context
 from outrider.transport.grpc.options import GrpcConfig
-from outrider.transport.grpc.server import Service
-from outrider.transport.grpc.shm_frames import LanedFrames
-from outrider.transport.grpc.shm_negotiation import answering, join_offered
+from outrider.transport.grpc.server import GrpcService
+from outrider.transport.grpc.shm_frames import ShmFrames
+from outrider.transport.grpc.shm_negotiation import answer_metadata, join_offered_channel
 from outrider.transport.grpc.streams import StreamFrames
-from outrider.transport.interface import Connection, DrafterEndpoint, VerifierEndpoint
-from outrider.transport.tls import Role
+from outrider.transport.interface import DrafterEndpoint, ExchangeConnection, VerifierEndpoint
+from outrider.transport.tls import CertificateRole
 from outrider.wire.codec import (
     decode_attach,
     decode_close_session,
@@ -47,10 +47,10 @@ UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
 
 
 def _service(
-    name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]], role: Role
-) -> Service:
+    name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]], role: CertificateRole
+) -> GrpcService:
     handler = grpc.method_handlers_generic_handler(name, dict(methods))
-    return Service(
+    return GrpcService(
         name=name,
         register=lambda server: server.add_generic_rpc_handlers((handler,)),
         roles=(role,),
@@ -63,7 +63,7 @@ def _unary(handler: UnaryHandler) -> grpc.RpcMethodHandler[bytes, bytes]:
 
 def verifier_services(
     endpoint: VerifierEndpoint, config: GrpcConfig | None = None
-) -> tuple[Service, Service]:
+) -> tuple[GrpcService, GrpcService]:
     """VerifierService and ExchangeService of an endpoint."""
     servicer = _VerifierServicer(endpoint, config or GrpcConfig())
     return (
@@ -75,17 +75,17 @@ def verifier_services(
                 "SetPlan": _unary(servicer.set_plan),
                 "CloseSession": _unary(servicer.close_session),
             },
-            Role.ROUTER,
+            CertificateRole.ROUTER,
         ),
         _service(
             EXCHANGE_SERVICE,
             {"Exchange": grpc.stream_stream_rpc_method_handler(servicer.exchange)},
-            Role.DRAFTER,
+            CertificateRole.DRAFTER,
         ),
     )
 
 
-def drafter_services(endpoint: DrafterEndpoint) -> tuple[Service]:
+def drafter_services(endpoint: DrafterEndpoint) -> tuple[GrpcService]:
     """DrafterService of an endpoint."""
     servicer = _DrafterServicer(endpoint)
     return (
@@ -97,7 +97,7 @@ def drafter_services(endpoint: DrafterEndpoint) -> tuple[Service]:
                 "Detach": _unary(servicer.detach),
                 "Drain": _unary(servicer.drain),
             },
-            Role.ROUTER,
+            CertificateRole.ROUTER,
         ),
     )
 
@@ -119,16 +119,16 @@ class _VerifierServicer:
         return EMPTY
 
     async def sessions(self, _requests: object, context: Context) -> None:
-        lane = None
-        if self._config.lanes:
-            lane = await join_offered(context.invocation_metadata() or ())
-        await context.send_initial_metadata(answering(lane))
+        shm_channel = None
+        if self._config.shm_channels:
+            shm_channel = await join_offered_channel(context.invocation_metadata() or ())
+        await context.send_initial_metadata(answer_metadata(shm_channel))
         logger.info(
             "a router's stream begins",
-            extra={"peer": context.peer(), "by_lane": lane is not None},
+            extra={"peer": context.peer(), "by_lane": shm_channel is not None},
         )
         call = _server_frames(context)
-        frames = call if lane is None else LanedFrames(call, lane)
+        frames = call if shm_channel is None else ShmFrames(call, shm_channel)
         connection = serving_end(frames, self._config.sessions_heartbeat)
         await _serve(self._endpoint.serve_sessions, connection, frames)
 
@@ -143,8 +143,8 @@ class _VerifierServicer:
 
 async def _serve(
     serve: Callable[[Any], Coroutine[Any, Any, None]],
-    connection: Connection[Any, Any],
-    frames: StreamFrames | LanedFrames,
+    connection: ExchangeConnection[Any, Any],
+    frames: StreamFrames | ShmFrames,
 ) -> None:
     serving = asyncio.create_task(serve(connection))
     try:
@@ -194,5 +194,5 @@ class _DrafterServicer:
         return EMPTY
 
     async def drain(self, request: bytes, _context: Context) -> bytes:
-        await self._endpoint.drain(decode_drain(request))
+        await self._endpoint.set_draining(decode_drain(request))
         return EMPTY

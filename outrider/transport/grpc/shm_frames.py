@@ -11,23 +11,28 @@ import asyncio
 import contextlib
 
 from outrider.errors import ConnectionLostError, OutriderError
-from outrider.transport.bounded_queue import Mailbox
-from outrider.transport.grpc.streams import FLUSH_TIMEOUT_S, INBOX_FRAMES, StreamFrames, as_lost
-from outrider.transport.shm import RING_LOOK_S, Lane
+from outrider.transport.bounded_queue import BoundedQueue
+from outrider.transport.grpc.streams import (
+    FLUSH_TIMEOUT_S,
+    INBOX_FRAMES,
+    StreamFrames,
+    to_lost_error,
+)
+from outrider.transport.shm import RING_POLL_S, ShmChannel
 from outrider.wire.limits import MAX_BUNDLE_BYTES
 
 _LAST_LOOKS = 128
 """At the end of a stream: a peer that is there still may send for ever."""
 
 
-class LanedFrames:
+class ShmFrames:
     """Frames over a lane, for one event loop, until the lane or its call ends."""
 
-    def __init__(self, call: StreamFrames, lane: Lane) -> None:
+    def __init__(self, call: StreamFrames, shm_channel: ShmChannel) -> None:
         """`call`: the stream that the lane belongs to; either takes the other one along."""
-        self._call, self._lane = call, lane
+        self._call, self._shm_channel = call, shm_channel
         self._loop = asyncio.get_running_loop()
-        self._inbox: Mailbox[bytes] = Mailbox(max_items=INBOX_FRAMES, size_of=len)
+        self._inbox: BoundedQueue[bytes] = BoundedQueue(max_items=INBOX_FRAMES, size_of=len)
         self._error: OutriderError | None = None
         """Why nothing is sent, or received from the lane, any more."""
         self._room = asyncio.Event()
@@ -44,21 +49,21 @@ class LanedFrames:
 
     async def send(self, frame: bytes) -> None:
         """Queue a frame; waits while the peer is not reading."""
-        while not self.offer(frame):
+        while not self.try_send(frame):
             await self._room.wait()
 
-    def offer(self, *frames: bytes) -> bool:
+    def try_send(self, *frames: bytes) -> bool:
         """Queue frames if there is room now."""
         if self._error is not None:
-            raise as_lost(self._error)
-        if self._lane.unsent_bytes > MAX_BUNDLE_BYTES:
+            raise to_lost_error(self._error)
+        if self._shm_channel.unsent_bytes > MAX_BUNDLE_BYTES:
             return False
         try:
-            self._lane.send(*frames)
+            self._shm_channel.send(*frames)
         except OutriderError as error:
-            self._lose(lost := as_lost(error))
+            self._lose(lost := to_lost_error(error))
             raise lost from None
-        if self._lane.unsent and self._room.is_set():
+        if self._shm_channel.num_unsent and self._room.is_set():
             self._room.clear()
             self._send_on_later()
         return True
@@ -69,7 +74,7 @@ class LanedFrames:
         self._read_on()
         return frame
 
-    def ready(self) -> list[bytes]:
+    def receive_ready(self) -> list[bytes]:
         """The frames that have arrived."""
         frames = self._inbox.take_all()
         self._read_on()
@@ -95,40 +100,40 @@ class LanedFrames:
 
     def _read_on(self) -> None:
         """Take what arrives, unless much of it waits to be taken already."""
-        reads = self._error is None and not self._inbox.full
+        reads = self._error is None and not self._inbox.is_full
         if reads == self._reads:
             return
         self._reads = reads
         if reads:
-            self._loop.add_reader(self._lane.fileno(), self._take_in)
+            self._loop.add_reader(self._shm_channel.fileno(), self._take_in)
         else:
-            self._loop.remove_reader(self._lane.fileno())
+            self._loop.remove_reader(self._shm_channel.fileno())
 
     def _take_in(self) -> None:
         try:
-            self._inbox.add(*self._lane.receive())
+            self._inbox.put_unbounded(*self._shm_channel.receive())
         except ConnectionLostError as error:
             self._lose(error)
         self._read_on()
 
     def _send_on_later(self) -> None:
         """Once there may be room: nobody says so of a ring."""
-        if self._lane.ring_full:
-            self._loop.call_later(RING_LOOK_S, self._send_on)
+        if self._shm_channel.ring_full:
+            self._loop.call_later(RING_POLL_S, self._send_on)
         else:
-            self._loop.add_writer(self._lane.fileno(), self._send_on)
+            self._loop.add_writer(self._shm_channel.fileno(), self._send_on)
 
     def _send_on(self) -> None:
         """There may be room again."""
         if self._error is not None:
             return
-        self._loop.remove_writer(self._lane.fileno())
+        self._loop.remove_writer(self._shm_channel.fileno())
         try:
-            self._lane.flush()
+            self._shm_channel.flush()
         except ConnectionLostError as error:
             self._lose(error)
             return
-        if self._lane.unsent:
+        if self._shm_channel.num_unsent:
             self._send_on_later()
         else:
             self._room.set()
@@ -138,17 +143,17 @@ class LanedFrames:
         if self._error is not None:
             return
         self._take_the_last()
-        self._let_go(error)
+        self._release_frames(error)
         self._loop.call_later(FLUSH_TIMEOUT_S, self.abort, error)
 
     def _take_the_last(self) -> None:
         """What the peer had said before its end counts."""
         with contextlib.suppress(ConnectionLostError):
             for _ in range(_LAST_LOOKS):
-                frames = self._lane.receive()
+                frames = self._shm_channel.receive()
                 if not frames:
                     return
-                self._inbox.add(*frames)
+                self._inbox.put_unbounded(*frames)
 
     async def _until_the_call_ends(self) -> None:
         try:
@@ -161,14 +166,14 @@ class LanedFrames:
 
     def _end(self, error: OutriderError) -> None:
         """Let go of the lane, if it is held yet, and tell whoever reads why."""
-        self._let_go(error)
+        self._release_frames(error)
         self._inbox.close(error)
 
-    def _let_go(self, error: OutriderError) -> None:
+    def _release_frames(self, error: OutriderError) -> None:
         if self._error is not None:
             return
         self._error, self._reads = error, False
-        self._loop.remove_reader(self._lane.fileno())
-        self._loop.remove_writer(self._lane.fileno())
-        self._lane.close()
+        self._loop.remove_reader(self._shm_channel.fileno())
+        self._loop.remove_writer(self._shm_channel.fileno())
+        self._shm_channel.close()
         self._room.set()

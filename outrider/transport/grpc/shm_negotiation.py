@@ -14,8 +14,8 @@ from typing import Final
 
 from outrider.errors import OutriderError
 from outrider.transport.grpc.draining_channel import Metadata
-from outrider.transport.shm import Lane, join_lane_soon
-from outrider.wire.messages import LaneOffer
+from outrider.transport.shm import ShmChannel, join_channel_async
+from outrider.wire.messages import ShmOffer
 
 logger = logging.getLogger(__name__)
 
@@ -24,31 +24,31 @@ _OFFER: Final = re.compile(r"([0-9a-f]{32}):([0-9a-f]{32})")
 _JOINED: Final = "joined"
 
 
-def offering(offer: LaneOffer) -> Metadata:
+def offer_metadata(offer: ShmOffer) -> Metadata:
     """The metadata of a call whose frames may go by a lane."""
     return ((_KEY, f"{offer.name}:{offer.token.hex()}"),)
 
 
-def answering(lane: Lane | None) -> Metadata:
+def answer_metadata(shm_channel: ShmChannel | None) -> Metadata:
     """The initial metadata that a server answers with."""
-    return () if lane is None else ((_KEY, _JOINED),)
+    return () if shm_channel is None else ((_KEY, _JOINED),)
 
 
-def was_joined(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+def is_joined(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
     """Whether a server's initial metadata say that it has joined the lane."""
     return any([(key, value) == (_KEY, _JOINED) for key, value in metadata])
 
 
-async def join_offered(metadata: Iterable[tuple[str, str | bytes]]) -> Lane | None:
+async def join_offered_channel(metadata: Iterable[tuple[str, str | bytes]]) -> ShmChannel | None:
     """The lane that a call offers, joined; None without an offer, or where there is no way to it:
     then the call carries everything."""
     offered = next((value for key, value in metadata if key == _KEY), None)
     found = _OFFER.fullmatch(offered) if isinstance(offered, str) else None
     if found is None:
         return None
-    offer = LaneOffer(name=found[1], token=bytes.fromhex(found[2]))
+    offer = ShmOffer(name=found[1], token=bytes.fromhex(found[2]))
     try:
-        return await join_lane_soon(offer)
+        return await join_channel_async(offer)
     except OutriderError as error:
         logger.debug("no lane: %s", error.message)
         return None

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from outrider.errors import ConnectionLostError, OutriderError
-from outrider.transport.bounded_queue import Mailbox
-from outrider.transport.grpc.eager_coroutine import Begun
+from outrider.transport.bounded_queue import BoundedQueue
+from outrider.transport.grpc.eager_coroutine import EagerCoroutine
 
 FLUSH_TIMEOUT_S = 0.5
 """How long `close` waits for queued frames to be taken by the peer."""
@@ -42,8 +42,8 @@ class StreamFrames:
         self._peer = peer
         self._read, self._write = read, write
         self._half_close, self._cancel = half_close, cancel
-        self._inbox: Mailbox[bytes] = Mailbox(max_items=INBOX_FRAMES, size_of=len)
-        self._outbox: Mailbox[bytes | Begun] = Mailbox(size_of=_size)
+        self._inbox: BoundedQueue[bytes] = BoundedQueue(max_items=INBOX_FRAMES, size_of=len)
+        self._outbox: BoundedQueue[bytes | EagerCoroutine] = BoundedQueue(size_of=_size)
         self._resting = False
         """Whether no write is in progress and no frame is queued."""
         self._closing = False
@@ -57,22 +57,22 @@ class StreamFrames:
 
     async def send(self, frame: bytes) -> None:
         """Queue a frame; waits while the peer is not reading."""
-        if not self.offer(frame):
+        if not self.try_send(frame):
             await self._outbox.put(frame)
 
-    def offer(self, *frames: bytes) -> bool:
+    def try_send(self, *frames: bytes) -> bool:
         """Queue frames if there is room now."""
-        if not frames or not self._resting or self._outbox.closed:
-            return self._outbox.offer(*frames)
+        if not frames or not self._resting or self._outbox.is_closed:
+            return self._outbox.try_put(*frames)
         # The call has the frame before any other task or thread runs; the writer awaits the end.
         self._resting = False
-        return self._outbox.offer(Begun(self._write(frames[0])), *frames[1:])
+        return self._outbox.try_put(EagerCoroutine(self._write(frames[0])), *frames[1:])
 
     async def receive(self) -> bytes:
         """The next frame; raises the error that ended the stream."""
         return await self._inbox.get()
 
-    def ready(self) -> list[bytes]:
+    def receive_ready(self) -> list[bytes]:
         """The frames that have arrived."""
         return self._inbox.take_all()
 
@@ -99,13 +99,13 @@ class StreamFrames:
     def abort(self, error: OutriderError) -> None:
         """End both directions at once, e.g. because the RPC was cancelled."""
         self._inbox.close(error)
-        self._outbox.close(as_lost(error), discard=True)
+        self._outbox.close(to_lost_error(error), discard=True)
 
     async def _pump_in(self) -> None:
         try:
             while (frame := await self._read()) is not None:
                 # After a local close, frames are read and dropped until the peer ends too.
-                if not self._inbox.closed:
+                if not self._inbox.is_closed:
                     with contextlib.suppress(OutriderError):
                         await self._inbox.put(frame)
             error: OutriderError = ConnectionLostError(
@@ -121,18 +121,18 @@ class StreamFrames:
                 self._resting = not len(self._outbox)
                 frame = await self._outbox.get()
                 self._resting = False
-                await (frame if isinstance(frame, Begun) else self._write(frame))
+                await (frame if isinstance(frame, EagerCoroutine) else self._write(frame))
         # The reader learns why the stream broke; this bound is for a peer that says nothing.
         if not self._closing:
             await asyncio.wait((self._reader,), timeout=FLUSH_TIMEOUT_S)
             self.abort(ConnectionLostError(f"lost {self.peer}", reason="PEER_LOST"))
 
 
-def _size(frame: bytes | Begun) -> int:
-    return 0 if isinstance(frame, Begun) else len(frame)
+def _size(frame: bytes | EagerCoroutine) -> int:
+    return 0 if isinstance(frame, EagerCoroutine) else len(frame)
 
 
-def as_lost(error: OutriderError) -> ConnectionLostError:
+def to_lost_error(error: OutriderError) -> ConnectionLostError:
     """The error as whoever sends is told of it."""
     if isinstance(error, ConnectionLostError):
         return error

@@ -19,7 +19,7 @@ bound. `ray` is imported when it is first needed.
 from __future__ import annotations
 
 from outrider.transport.ray.dialer import RayDialer
-from outrider.transport.ray.host import EndpointFactory, Whereabouts
+from outrider.transport.ray.host import ActorLocation, EndpointFactory
 from outrider.transport.ray.options import EXCHANGES, GRPC, REFS, RayConfig
 from outrider.transport.ray.serving import RayEndpoint, find_endpoint, serve_drafter, serve_verifier
 
@@ -31,7 +31,7 @@ __all__ = [
     "RayConfig",
     "RayDialer",
     "RayEndpoint",
-    "Whereabouts",
+    "ActorLocation",
     "find_endpoint",
     "serve_drafter",
     "serve_verifier",

@@ -12,9 +12,9 @@ from outrider.transport.ray.calls import HostCalls
 from outrider.transport.ray.frames import (
     MAX_BATCH,
     MAX_BATCH_BYTES,
-    Batch,
+    BatchReceiver,
     Frame,
-    Inlet,
+    FrameBatch,
     closed_error,
     frame_mailbox,
     pack_frames,
@@ -27,14 +27,14 @@ _PUSHES = 4
 _FLUSH_TIMEOUT_S = 1.0
 
 
-class DialedFrames:
+class ActorFrames:
     """The dialing side of an exchange: pushes what it sends, pulls what it receives."""
 
     def __init__(self, host: HostCalls, key: int) -> None:
         self._host, self._key = host, key
         self._inbox = frame_mailbox()
         self._outbox = frame_mailbox()
-        self._inlet = Inlet(self._inbox, host.config.control_timeout_s)
+        self._inlet = BatchReceiver(self._inbox, host.config.control_timeout_s)
         self._pushes: set[asyncio.Task[None]] = set()
         self._writer = asyncio.create_task(self._push_all())
         self._readers = [asyncio.create_task(self._pull_all()) for _ in range(_PULLS)]
@@ -49,15 +49,15 @@ class DialedFrames:
         """Queue a frame; waits while the peer is not reading."""
         await self._outbox.put(frame)
 
-    def offer(self, *frames: bytes) -> bool:
+    def try_send(self, *frames: bytes) -> bool:
         """Queue frames if there is room now."""
-        return self._outbox.offer(*frames)
+        return self._outbox.try_put(*frames)
 
     async def receive(self) -> Frame:
         """The next frame."""
         return await self._inbox.get()
 
-    def ready(self) -> list[Frame]:
+    def receive_ready(self) -> list[Frame]:
         """The frames that have arrived."""
         return self._inbox.take_all()
 
@@ -88,16 +88,16 @@ class DialedFrames:
         with contextlib.suppress(OutriderError):
             for sequence in itertools.count():
                 await self._outbox.wait(self._host.config.heartbeat.interval_s)
-                frames: list[Frame] = list(self._outbox.take(MAX_BATCH, MAX_BATCH_BYTES))
+                frames: list[Frame] = list(self._outbox.take_some(MAX_BATCH, MAX_BATCH_BYTES))
                 while len(self._pushes) >= _PUSHES:
                     await asyncio.wait(self._pushes, return_when=asyncio.FIRST_COMPLETED)
                 packed = pack_frames(frames, self._host.config.bulk_bytes)
-                batch = Batch(sequence=sequence, frames=packed)
+                batch = FrameBatch(sequence=sequence, frames=packed)
                 task = asyncio.create_task(self._push(batch))
                 self._pushes.add(task)
                 task.add_done_callback(self._pushes.discard)
 
-    async def _push(self, batch: Batch) -> None:
+    async def _push(self, batch: FrameBatch) -> None:
         try:
             await self._host.stream("push_frames", self._key, batch)
         except OutriderError as error:
@@ -110,7 +110,7 @@ class DialedFrames:
         try:
             while True:
                 batch = await self._host.poll("pull_frames", self._key, interval_s)
-                ended = await self._inlet.accept(batch)
+                ended = await self._inlet.accept_batch(batch)
                 if ended is not None:
                     raise from_status(ended)
         except OutriderError as error:

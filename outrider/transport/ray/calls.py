@@ -12,7 +12,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.transport.error_codec import from_status
-from outrider.transport.heartbeat import unless_silent
+from outrider.transport.heartbeat import cancel_if_silent
 from outrider.transport.ray.options import RayConfig
 
 
@@ -41,7 +41,7 @@ class HostCalls:
         ConnectionLostError if the actor is gone or silent.
         """
         task = asyncio.create_task(self._result(method, args, ConnectionLostError))
-        return await unless_silent(task, self.address, self.config.heartbeat)
+        return await cancel_if_silent(task, self.address, self.config.heartbeat)
 
     async def stream(self, method: str, *args: object) -> Any:
         """A call that the host answers when its endpoint has room; the caller bounds it."""

@@ -6,12 +6,12 @@ from typing import Any
 
 from outrider.errors import UnavailableError
 from outrider.ids import SessionId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.transport.framed_connection import drafter_end, router_end
 from outrider.transport.interface import DrafterConnection, RouterConnection
-from outrider.transport.ray.actor_streams import DialedFrames
+from outrider.transport.ray.actor_streams import ActorFrames
 from outrider.transport.ray.calls import HostCalls, find_host
-from outrider.transport.ray.grpc_streams import DirectStreams
+from outrider.transport.ray.grpc_streams import GrpcStreams
 from outrider.transport.ray.options import GRPC, RayConfig
 from outrider.transport.session_stream import SessionIterators
 from outrider.wire.codec import (
@@ -25,7 +25,7 @@ from outrider.wire.codec import (
 from outrider.wire.messages import DrafterInfo, VerifierInfo
 
 
-class _Client:
+class _RayClient:
     """Control calls to an actor, which is looked up when it is first needed."""
 
     def __init__(self, address: str, config: RayConfig) -> None:
@@ -51,10 +51,10 @@ class _Client:
         return response
 
 
-class RayVerifier(_Client, SessionIterators):
+class RayVerifier(_RayClient, SessionIterators):
     """Control client of a verifier."""
 
-    def __init__(self, address: str, config: RayConfig, streams: DirectStreams) -> None:
+    def __init__(self, address: str, config: RayConfig, streams: GrpcStreams) -> None:
         super().__init__(address, config)
         self._streams = streams
 
@@ -66,12 +66,12 @@ class RayVerifier(_Client, SessionIterators):
         """Open a stream of sessions. Raises UnavailableError."""
         host = await self._host()
         if self._config.exchange == GRPC:
-            listening: str = await self._ask(host, "listening")
+            listening: str = await self._ask(host, "stream_address")
             return await self._streams.sessions(host.address, listening)
         key: int = await self._ask(host, "open_sessions", "ray:router")
-        return router_end(DialedFrames(host, key), self._config.heartbeat)
+        return router_end(ActorFrames(host, key), self._config.heartbeat)
 
-    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         """Change a session's plan."""
         request = encode_set_plan(session_id, plan)
         await self._call("VerifierService/SetPlan", request)
@@ -82,7 +82,7 @@ class RayVerifier(_Client, SessionIterators):
         await self._call("VerifierService/CloseSession", request)
 
 
-class RayDrafter(_Client):
+class RayDrafter(_RayClient):
     """Control client of a drafter."""
 
     async def info(self) -> DrafterInfo:
@@ -99,7 +99,7 @@ class RayDrafter(_Client):
         request = encode_verifier_address(verifier_address)
         await self._call("DrafterService/Detach", request)
 
-    async def drain(self, draining: bool) -> None:
+    async def set_draining(self, draining: bool) -> None:
         """Have it say that it leaves, or stays."""
         await self._call("DrafterService/Drain", encode_drain(draining))
 
@@ -109,16 +109,16 @@ class RayDialer:
 
     def __init__(self, config: RayConfig | None = None) -> None:
         self._config = config or RayConfig()
-        self._streams = DirectStreams(self._config)
+        self._streams = GrpcStreams(self._config)
 
     async def exchange(self, verifier_address: str) -> DrafterConnection:
         """Open an exchange connection to a verifier. Raises UnavailableError."""
         host = await find_host(verifier_address, self._config)
         if self._config.exchange == GRPC:
-            listening: str = await host.call("listening")
+            listening: str = await host.call("stream_address")
             return await self._streams.exchange(host.address, listening)
         key: int = await host.call("open_exchange", "ray:drafter")
-        return drafter_end(DialedFrames(host, key), self._config.heartbeat)
+        return drafter_end(ActorFrames(host, key), self._config.heartbeat)
 
     async def verifier(self, address: str) -> RayVerifier:
         """A control client of the verifier at `address`."""

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
-from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.bounded_queue import BoundedQueue
 from outrider.transport.error_codec import ErrorStatus
 
 ItemT = TypeVar("ItemT")
@@ -25,17 +25,17 @@ _MAX_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Bulk:
+class ObjectRefFrame:
     """A frame in the object store; the ref is nested so that Ray hands it over unresolved."""
 
     ref: Any
 
 
-PackedFrame = bytes | Bulk
+PackedFrame = bytes | ObjectRefFrame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class FrameBatch:
     """Frames of one call, in order; `sequence` counts the calls of one direction."""
 
     sequence: int
@@ -49,7 +49,7 @@ def pack_frames(frames: Sequence[Frame], bulk_bytes: int) -> tuple[PackedFrame, 
     import ray
 
     return tuple(
-        Bulk(ray.put(np.frombuffer(frame, dtype=np.uint8)))
+        ObjectRefFrame(ray.put(np.frombuffer(frame, dtype=np.uint8)))
         if len(frame) > bulk_bytes
         else bytes(frame)
         for frame in frames
@@ -60,7 +60,7 @@ async def unpack_frame(frame: object, timeout_s: float) -> Frame:
     """The frame's bytes; ConnectionLostError if the object store does not give them in time."""
     if isinstance(frame, bytes):
         return frame
-    if not isinstance(frame, Bulk):
+    if not isinstance(frame, ObjectRefFrame):
         raise InvalidMessageError(f"a frame must be bytes, got {type(frame).__name__}")
     from ray.exceptions import RayError
 
@@ -78,7 +78,7 @@ class Resequencer(Generic[ItemT]):
         self._next = 0
         self._early: dict[int, ItemT] = {}
 
-    def accept(self, sequence: int, item: ItemT) -> list[ItemT]:
+    def accept_item(self, sequence: int, item: ItemT) -> list[ItemT]:
         """The items that are now in order. ConnectionLostError if a gap never closes."""
         if sequence >= self._next:
             self._early[sequence] = item
@@ -91,22 +91,22 @@ class Resequencer(Generic[ItemT]):
         return ready
 
 
-class Inlet:
+class BatchReceiver:
     """Batches that arrive by concurrent calls, put into a mailbox in order."""
 
-    def __init__(self, mailbox: Mailbox[Frame], timeout_s: float) -> None:
+    def __init__(self, mailbox: BoundedQueue[Frame], timeout_s: float) -> None:
         self._mailbox = mailbox
         self._timeout_s = timeout_s
-        self._order: Resequencer[Batch] = Resequencer()
+        self._order: Resequencer[FrameBatch] = Resequencer()
         self._lock = asyncio.Lock()
 
-    async def accept(self, batch: Batch) -> ErrorStatus | None:
+    async def accept_batch(self, batch: FrameBatch) -> ErrorStatus | None:
         """Deliver all batches that are in order now; the error of the last one, if it is there.
 
         Waits while the mailbox is full. Raises the mailbox's error once that is closed.
         """
         async with self._lock:
-            for ready in self._order.accept(batch.sequence, batch):
+            for ready in self._order.accept_item(batch.sequence, batch):
                 for frame in ready.frames:
                     await self._mailbox.put(await unpack_frame(frame, self._timeout_s))
                 if ready.error is not None:
@@ -119,6 +119,6 @@ def closed_error(peer: str) -> OutriderError:
     return ConnectionLostError(f"connection to {peer} is closed", reason="CLOSED")
 
 
-def frame_mailbox() -> Mailbox[Frame]:
+def frame_mailbox() -> BoundedQueue[Frame]:
     """A bounded mailbox of frames."""
-    return Mailbox(max_items=4 * MAX_BATCH, size_of=len)
+    return BoundedQueue(max_items=4 * MAX_BATCH, size_of=len)

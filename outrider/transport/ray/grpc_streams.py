@@ -17,7 +17,7 @@ def grpc_config(config: RayConfig) -> GrpcConfig:
     )
 
 
-class DirectStreams:
+class GrpcStreams:
     """Opens gRPC streams to actors; knows where each was last heard of."""
 
     def __init__(self, config: RayConfig) -> None:
@@ -43,4 +43,4 @@ class DirectStreams:
         self._listening[name] = listening
         if before != listening:
             # A new actor took the name: nobody will answer on the old one's channel again.
-            await self._dialer.hang_up(before)
+            await self._dialer.close_channel(before)

@@ -15,17 +15,17 @@ from outrider.errors import (
     FailedPreconditionError,
     OutriderError,
 )
-from outrider.transport.error_codec import ErrorStatus, to_status, typed
+from outrider.transport.error_codec import ErrorStatus, to_status, to_typed_error
 from outrider.transport.framed_connection import serving_end, verifier_end
 from outrider.transport.grpc import GrpcServer, verifier_services
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider.transport.interface import Connection
+from outrider.transport.interface import ExchangeConnection
 from outrider.transport.ray.frames import (
     MAX_BATCH,
     MAX_BATCH_BYTES,
-    Batch,
+    BatchReceiver,
     Frame,
-    Inlet,
+    FrameBatch,
     closed_error,
     frame_mailbox,
     pack_frames,
@@ -45,7 +45,7 @@ from outrider.wire.codec import (
 EndpointFactory = Callable[[], AbstractAsyncContextManager[Any]]
 """Makes an endpoint within its actor; leaving the context stops it."""
 
-StreamEnd = Callable[[Any, HeartbeatConfig], Connection[Any, Any]]
+StreamEnd = Callable[[Any, HeartbeatConfig], ExchangeConnection[Any, Any]]
 """Makes an endpoint's end of a stream from its frames."""
 
 _MAX_WAIT_S = 10.0
@@ -53,7 +53,7 @@ _STOP_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class CallResult:
     """Result of a call, or its typed error."""
 
     value: Any = None
@@ -61,7 +61,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class ActorLocation:
     """Where Ray has put an actor."""
 
     pid: int
@@ -79,7 +79,7 @@ class HostFrames:
         self._peer = peer
         self._inbox = frame_mailbox()
         self._outbox = frame_mailbox()
-        self._inlet = Inlet(self._inbox, config.control_timeout_s)
+        self._inlet = BatchReceiver(self._inbox, config.control_timeout_s)
         self._bulk_bytes = config.bulk_bytes
         self._pulls = itertools.count()
 
@@ -94,7 +94,7 @@ class HostFrames:
 
     def offer(self, *frames: bytes) -> bool:
         """Queue frames if there is room now."""
-        return self._outbox.offer(*frames)
+        return self._outbox.try_put(*frames)
 
     async def receive(self) -> Frame:
         """The next pushed frame."""
@@ -106,32 +106,34 @@ class HostFrames:
 
     async def close(self) -> None:
         """Let the dialing side pull what is left, then tell it that this is the end."""
-        self.end(ConnectionLostError("the verifier ended the exchange", reason="PEER_CLOSED"))
+        self.end_with_error(
+            ConnectionLostError("the verifier ended the exchange", reason="PEER_CLOSED")
+        )
 
-    def end(self, error: OutriderError) -> None:
+    def end_with_error(self, error: OutriderError) -> None:
         """Like `close`, with the error that the dialing side is to see."""
         self._outbox.close(error)
         self._inbox.close(closed_error(self._peer))
 
-    def hang_up(self) -> None:
+    def close_remote(self) -> None:
         """The dialing side has closed: what it sent is still read."""
         gone = ConnectionLostError(f"{self._peer} ended the exchange", reason="PEER_CLOSED")
         self._inbox.close(gone)
         self._outbox.close(gone, discard=True)
 
-    async def push(self, batch: Batch) -> None:
+    async def push(self, batch: FrameBatch) -> None:
         """Take frames; waits while the endpoint is not reading."""
-        await self._inlet.accept(batch)
+        await self._inlet.accept_batch(batch)
 
-    async def pull(self, wait_s: float) -> Batch:
+    async def pull(self, wait_s: float) -> FrameBatch:
         """Queued frames, or none after `wait_s`; the last batch carries the error."""
         await self._outbox.wait(wait_s)
         try:
-            frames: list[Frame] = self._outbox.take(MAX_BATCH, MAX_BATCH_BYTES)
+            frames: list[Frame] = self._outbox.take_some(MAX_BATCH, MAX_BATCH_BYTES)
         except OutriderError as error:
-            return Batch(sequence=next(self._pulls), error=to_status(error))
+            return FrameBatch(sequence=next(self._pulls), error=to_status(error))
         sequence = next(self._pulls)
-        return Batch(sequence=sequence, frames=pack_frames(frames, self._bulk_bytes))
+        return FrameBatch(sequence=sequence, frames=pack_frames(frames, self._bulk_bytes))
 
 
 class EndpointHost:
@@ -146,28 +148,28 @@ class EndpointHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._endpoint: Any = None
         self._server: GrpcServer | None = None
-        self._where: Whereabouts | None = None
+        self._where: ActorLocation | None = None
 
-    async def start(self) -> Reply:
-        """Make the endpoint; once it is ready, its `Whereabouts`."""
+    async def start(self) -> CallResult:
+        """Make the endpoint; once it is ready, its `ActorLocation`."""
         return await self._answer(self._start)
 
-    async def whereabouts(self) -> Reply:
+    async def location(self) -> CallResult:
         """The same of an endpoint that is ready; None of one that is not."""
-        return Reply(value=self._where)
+        return CallResult(value=self._where)
 
-    async def listening(self) -> Reply:
+    async def stream_address(self) -> CallResult:
         """HOST:PORT at which this actor takes gRPC streams."""
         if self._server is None:
             refused = FailedPreconditionError("takes no gRPC streams", reason="UNIMPLEMENTED")
-            return Reply(error=to_status(refused))
-        return Reply(value=self._server.address)
+            return CallResult(error=to_status(refused))
+        return CallResult(value=self._server.address)
 
-    async def drain(self, timeout_s: float) -> Reply:
+    async def drain(self, timeout_s: float) -> CallResult:
         """Have a verifier hand its sessions to others, for at most so long."""
         return await self._answer(lambda: self._endpoint.drain(timeout_s))
 
-    async def stop(self) -> Reply:
+    async def stop(self) -> CallResult:
         """End exchanges and streams of sessions, then the endpoint."""
         for frames in self._exchanges.values():
             await frames.close()
@@ -177,7 +179,7 @@ class EndpointHost:
             await asyncio.wait(self._tasks, timeout=self._config.control_timeout_s)
         return await self._answer(self._stack.aclose)
 
-    async def call(self, method: str, request: bytes) -> Reply:
+    async def call(self, method: str, request: bytes) -> CallResult:
         """A unary control call, by its name in the contract."""
         calls: dict[str, Callable[[], Awaitable[bytes]]] = {
             "VerifierService/GetInfo": lambda: self._verifier_info(),
@@ -191,19 +193,19 @@ class EndpointHost:
         handler = calls.get(method)
         if handler is None:
             unknown = FailedPreconditionError(f"no method {method}", reason="UNIMPLEMENTED")
-            return Reply(error=to_status(unknown))
+            return CallResult(error=to_status(unknown))
         return await self._answer(handler)
 
-    async def open_exchange(self, peer: str) -> Reply:
+    async def open_exchange(self, peer: str) -> CallResult:
         """Start an exchange; the key under which its frames are pushed and pulled."""
         return await self._open(peer, "exchange", verifier_end, self._config.heartbeat)
 
-    async def open_sessions(self, peer: str) -> Reply:
+    async def open_sessions(self, peer: str) -> CallResult:
         """Start a stream of sessions; its frames are pushed and pulled like an exchange's."""
         heartbeat = self._config.sessions_heartbeat
         return await self._open(peer, "serve_sessions", serving_end, heartbeat)
 
-    async def _start(self) -> Whereabouts:
+    async def _start(self) -> ActorLocation:
         import ray
 
         # Behind the endpoint, which ends its streams with a word of its own.
@@ -221,7 +223,7 @@ class EndpointHost:
             await server.start()
             self._server = server
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        self._where = Whereabouts(pid=os.getpid(), node=node, gpus=tuple(gpus))
+        self._where = ActorLocation(pid=os.getpid(), node=node, gpus=tuple(gpus))
         return self._where
 
     async def _stop_listening(self) -> None:
@@ -230,7 +232,7 @@ class EndpointHost:
 
     async def _open(
         self, peer: str, method: str, end: StreamEnd, heartbeat: HeartbeatConfig
-    ) -> Reply:
+    ) -> CallResult:
         async def open_it() -> int:
             serve = getattr(self._endpoint, method, None)
             if serve is None:
@@ -243,20 +245,20 @@ class EndpointHost:
 
         return await self._answer(open_it)
 
-    async def push_frames(self, key: int, batch: Batch) -> Reply:
+    async def push_frames(self, key: int, batch: FrameBatch) -> CallResult:
         """Take a batch of frames of an exchange."""
         return await self._answer(lambda: self._exchange(key).push(batch))
 
-    async def pull_frames(self, key: int, wait_s: float) -> Reply:
+    async def pull_frames(self, key: int, wait_s: float) -> CallResult:
         """The next batch of frames of an exchange; empty if there are none in time."""
         return await self._answer(lambda: self._exchange(key).pull(min(wait_s, _MAX_WAIT_S)))
 
-    async def end_exchange(self, key: int) -> Reply:
+    async def end_exchange(self, key: int) -> CallResult:
         """The dialing side has closed; idempotent."""
         frames = self._exchanges.get(key)
         if frames is not None:
-            frames.hang_up()
-        return Reply()
+            frames.close_remote()
+        return CallResult()
 
     def _exchange(self, key: int) -> HostFrames:
         frames = self._exchanges.get(key)
@@ -269,23 +271,23 @@ class EndpointHost:
         serve: Callable[[Any], Awaitable[None]],
         key: int,
         frames: HostFrames,
-        connection: Connection[Any, Any],
+        connection: ExchangeConnection[Any, Any],
     ) -> None:
         try:
             await serve(connection)
         except Exception as error:
-            frames.end(typed(error))
+            frames.end_with_error(to_typed_error(error))
         finally:
             await connection.close()
             # The dialing side still has to pull the end, unless it is the one that is gone.
             await asyncio.sleep(self._config.heartbeat.timeout_s)
             self._exchanges.pop(key, None)
 
-    async def _answer(self, handler: Callable[[], Awaitable[Any]]) -> Reply:
+    async def _answer(self, handler: Callable[[], Awaitable[Any]]) -> CallResult:
         try:
-            return Reply(value=await handler())
+            return CallResult(value=await handler())
         except Exception as error:
-            return Reply(error=to_status(error))
+            return CallResult(error=to_status(error))
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
@@ -316,5 +318,5 @@ class EndpointHost:
         return b""
 
     async def _drain(self, request: bytes) -> bytes:
-        await self._endpoint.drain(decode_drain(request))
+        await self._endpoint.set_draining(decode_drain(request))
         return b""

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.errors import AlreadyExistsError, OutriderError, UnavailableError
 from outrider.transport.ray.calls import HostCalls, find_host
-from outrider.transport.ray.host import EndpointFactory, EndpointHost, Whereabouts
+from outrider.transport.ray.host import ActorLocation, EndpointFactory, EndpointHost
 from outrider.transport.ray.options import RayConfig
 
 _MAX_CONCURRENCY = 10_000
@@ -25,7 +25,7 @@ class RayEndpoint:
     """The actor's name, by which dialers reach it."""
     actor: Any
     config: RayConfig
-    where: Whereabouts
+    where: ActorLocation
 
     @property
     def pid(self) -> int:
@@ -88,7 +88,7 @@ async def find_endpoint(name: str, config: RayConfig) -> RayEndpoint | None:
     except UnavailableError:
         return None
     try:
-        where: Whereabouts | None = await host.call("whereabouts")
+        where: ActorLocation | None = await host.call("location")
     except OutriderError:
         where = None
     if where is None:
@@ -119,7 +119,7 @@ async def _serve(
         raise AlreadyExistsError(f"actor name {name} is in use", reason="NAME_IN_USE") from error
     try:
         async with asyncio.timeout(config.start_timeout_s):
-            where: Whereabouts = await HostCalls(actor, name, config).stream("start")
+            where: ActorLocation = await HostCalls(actor, name, config).stream("start")
     except (TimeoutError, RayError, OutriderError) as error:
         ray.kill(actor)
         if isinstance(error, OutriderError):

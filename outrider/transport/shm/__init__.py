@@ -5,29 +5,29 @@ peer. But what rounds say goes from working thread to working thread, over a Uni
 and, where a message is large, a ring of shared memory: no event loop, no other thread wakes.
 """
 
-from outrider.transport.shm.channel import INLINE_BYTES, RING_LOOK_S, Frame, Lane
-from outrider.transport.shm.channel_set import LaneSet
+from outrider.transport.shm.channel import MAX_INLINE_BYTES, RING_POLL_S, Frame, ShmChannel
+from outrider.transport.shm.channel_set import ShmChannelSet
 from outrider.transport.shm.handshake import (
-    JoinLane,
-    LaneListener,
-    join_lane,
-    join_lane_soon,
-    lane_pair,
-    lanes_exist,
+    ShmChannelJoiner,
+    ShmListener,
+    is_shm_supported,
+    join_channel,
+    join_channel_async,
+    make_channel_pair,
 )
-from outrider.transport.shm.ring_buffer import is_lent
+from outrider.transport.shm.ring_buffer import is_ring_view
 
 __all__ = [
-    "INLINE_BYTES",
-    "RING_LOOK_S",
+    "MAX_INLINE_BYTES",
+    "RING_POLL_S",
     "Frame",
-    "JoinLane",
-    "Lane",
-    "LaneListener",
-    "LaneSet",
-    "is_lent",
-    "join_lane",
-    "join_lane_soon",
-    "lane_pair",
-    "lanes_exist",
+    "ShmChannelJoiner",
+    "ShmChannel",
+    "ShmListener",
+    "ShmChannelSet",
+    "is_ring_view",
+    "join_channel",
+    "join_channel_async",
+    "make_channel_pair",
+    "is_shm_supported",
 ]

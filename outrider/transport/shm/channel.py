@@ -13,41 +13,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
-from outrider.transport.shm.ring_buffer import RING_BYTES, Ring
+from outrider.transport.shm.ring_buffer import RING_BYTES, RingBuffer
 from outrider.wire.limits import MAX_MESSAGE_BYTES
-from outrider.wire.messages import Encoded
+from outrider.wire.messages import EncodedMessage
 
-Frame = bytes | Encoded
+Frame = bytes | EncodedMessage
 """Encoded: one that may lie in pieces, which are copied before `Lane.send` returns, but for what
 lies in the lane's own memory (`Lane.reserve`)."""
 
 FrameT = TypeVar("FrameT", bytes, bytes | memoryview)
 
-PART_BYTES: Final = RING_BYTES // 4
+MAX_PART_BYTES: Final = RING_BYTES // 4
 """Larger frames cross in parts of this size: for these a ring has room again and again."""
-INLINE_BYTES: Final = 32 << 10
+MAX_INLINE_BYTES: Final = 32 << 10
 """Frames up to this size cross in the packet itself."""
 _INLINE, _IN_RING, _GOES_ON = b"\0", b"\1", b"\2"
 """A frame in the packet; a frame or its last part in the ring; a part that is not the last."""
 _PLACE: Final = struct.Struct("<QQ")
 """Offset and size of a frame in the ring."""
-RING_LOOK_S: Final = 0.001
+RING_POLL_S: Final = 0.001
 """How often it is looked whether a ring that is full has room: nobody says so."""
 _LOST: Final = "LANE_LOST"
-_MOST_READ: Final = 64
-_MOST_READ_BYTES: Final = RING_BYTES
+_MAX_READ: Final = 64
+_MAX_READ_BYTES: Final = RING_BYTES
 """Packets, and bytes of frames, taken at once: a peer that never stops must not keep its reader
 from all else, nor fill its memory."""
 
 
-class LaneClosedError(ConnectionLostError):
+class ShmClosedError(ConnectionLostError):
     """The peer has closed its end of a lane, or has ended: its connection ends, too."""
 
 
-class Lane:
+class ShmChannel:
     """One end. Used by one thread at a time; nothing blocks."""
 
-    def __init__(self, connected: socket.socket, outgoing: Ring, incoming: Ring) -> None:
+    def __init__(
+        self, connected: socket.socket, outgoing: RingBuffer, incoming: RingBuffer
+    ) -> None:
         """`connected` keeps packets apart (SOCK_SEQPACKET)."""
         connected.setblocking(False)
         self._socket = connected
@@ -71,7 +73,7 @@ class Lane:
         return self._socket.fileno()
 
     @property
-    def unsent(self) -> int:
+    def num_unsent(self) -> int:
         """Frames that did not find room yet; `flush` tries again."""
         return len(self._unsent)
 
@@ -84,27 +86,28 @@ class Lane:
                 f"a frame of {most} bytes, a lane carries {MAX_MESSAGE_BYTES}", reason="LANE_FRAME"
             )
         for frame, size in zip(frames, sizes, strict=True):
-            pieces = frame.pieces if isinstance(frame, Encoded) else (frame,)
+            pieces = frame.segments if isinstance(frame, EncodedMessage) else (frame,)
             if self._unsent or not self._left_at_once(pieces, size):
-                self._unsent.append(frame.data if isinstance(frame, Encoded) else frame)
+                self._unsent.append(frame.data if isinstance(frame, EncodedMessage) else frame)
                 self.unsent_bytes += size
         self.flush()
 
-    def open_for(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
+    def allow_reservations(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
         """From here on places can be reserved, if `pin` can have the memory written to by whoever
-        will write into them (`Ring.pin`)."""
-        self._outgoing.pin(pin)
+        will write into them (`RingBuffer.pin_memory`)."""
+        self._outgoing.pin_memory(pin)
 
-    def read_by(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
-        """Have what is borrowed pinned for a device that reads it there (`Ring.pin`)."""
-        self._incoming.pin(pin)
+    def pin_for_reader(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
+        """Have what is borrowed pinned for a device that reads it there
+        (`RingBuffer.pin_memory`)."""
+        self._incoming.pin_memory(pin)
 
-    def reserve(self, size: int) -> NDArray[np.uint8] | None:
+    def reserve_frame(self, size: int) -> NDArray[np.uint8] | None:
         """A place for what others write into a frame, which is then sent as it lies there
-        (`Ring.reserve`); None where there is none, or copying is as good."""
-        if size <= 2 * INLINE_BYTES or self._unsent:
+        (`RingBuffer.reserve_frame`); None where there is none, or copying is as good."""
+        if size <= 2 * MAX_INLINE_BYTES or self._unsent:
             return None
-        return self._outgoing.reserve(size)
+        return self._outgoing.reserve_frame(size)
 
     def flush(self) -> None:
         """Send what there is room for by now. Raises ConnectionLostError."""
@@ -123,24 +126,24 @@ class Lane:
     def receive(self) -> list[bytes]:
         """The frames that have arrived. Raises ConnectionLostError at the end, and at a packet of
         no known form, behind which nothing counts: once the frames before it were given."""
-        return self._receive(self._incoming.read)
+        return self._receive(self._incoming.read_frame)
 
-    def borrow(self) -> list[bytes | memoryview]:
+    def receive_views(self) -> list[bytes | memoryview]:
         """As `receive`, but what crossed in the ring as a whole is given where it lies: its sender
-        may change it at any time, and finds no room while it is kept (`Ring.lend`)."""
-        return self._receive(self._incoming.lend)
+        may change it at any time, and finds no room while it is kept (`RingBuffer.view_frame`)."""
+        return self._receive(self._incoming.view_frame)
 
     def _receive(self, take: Callable[[int, int], FrameT]) -> list[bytes | FrameT]:
         frames: list[bytes | FrameT] = []
         size = 0
         try:
-            for _ in range(_MOST_READ):
+            for _ in range(_MAX_READ):
                 packet = self._next_packet()
                 frame = None if packet is None else self._frame(packet, take)
                 if frame is not None:
                     frames.append(frame)
                     size += len(frame)
-                if packet is None or size >= _MOST_READ_BYTES:
+                if packet is None or size >= _MAX_READ_BYTES:
                     break
         except ConnectionLostError as error:
             self._broken = error
@@ -154,7 +157,7 @@ class Lane:
             raise self._broken.copy()
         while True:
             try:
-                packet = self._socket.recv(INLINE_BYTES + 1)
+                packet = self._socket.recv(MAX_INLINE_BYTES + 1)
             except (BlockingIOError, InterruptedError):
                 return None
             except ConnectionResetError:
@@ -163,7 +166,7 @@ class Lane:
             except OSError as error:
                 raise _lost(str(error)) from None
             if not packet:
-                raise LaneClosedError("the peer closed its end of the lane", reason=_LOST)
+                raise ShmClosedError("the peer closed its end of the lane", reason=_LOST)
             return packet
 
     def close(self) -> None:
@@ -179,18 +182,18 @@ class Lane:
 
     def _left_at_once(self, pieces: Sequence[bytes | memoryview], size: int) -> bool:
         """Whether a frame needs no parts, and there was room for it."""
-        if size <= INLINE_BYTES:
+        if size <= MAX_INLINE_BYTES:
             return self._posted(b"".join((_INLINE, *pieces)))
-        return size <= PART_BYTES and self._through_ring(_IN_RING, pieces, size)
+        return size <= MAX_PART_BYTES and self._through_ring(_IN_RING, pieces, size)
 
     def _left_in_part(self, frame: bytes) -> bool:
         """Whether there was room for a frame, or its next part."""
         if not self._begun and self._left_at_once((frame,), len(frame)):
             self._begun = len(frame)
             return True
-        if len(frame) <= PART_BYTES:
+        if len(frame) <= MAX_PART_BYTES:
             return False
-        part = memoryview(frame)[self._begun : self._begun + PART_BYTES]
+        part = memoryview(frame)[self._begun : self._begun + MAX_PART_BYTES]
         last = self._begun + len(part) == len(frame)
         if not self._through_ring(_IN_RING if last else _GOES_ON, (part,), len(part)):
             return False
@@ -199,12 +202,12 @@ class Lane:
 
     def _through_ring(self, kind: bytes, pieces: Sequence[bytes | memoryview], size: int) -> bool:
         """Whether there was room for a frame or a part of one in the ring, and for word of it."""
-        offset = self._outgoing.write(pieces, size)
+        offset = self._outgoing.write_frame(pieces, size)
         self.ring_full = offset is None
         if offset is None:
             return False
         if not self._posted(kind + _PLACE.pack(offset, size)):
-            self._outgoing.take_back()
+            self._outgoing.undo_write()
             return False
         return True
 
@@ -215,7 +218,7 @@ class Lane:
         except (BlockingIOError, InterruptedError):
             return False
         except (BrokenPipeError, ConnectionResetError):
-            raise LaneClosedError("the peer closed its end of the lane", reason=_LOST) from None
+            raise ShmClosedError("the peer closed its end of the lane", reason=_LOST) from None
         except OSError as error:
             raise _lost(str(error)) from None
         return True
@@ -231,12 +234,12 @@ class Lane:
         try:
             if kind == _IN_RING and not parts:
                 return take(offset, size)
-            part = self._incoming.read(offset, size)
+            part = self._incoming.read_frame(offset, size)
         except OutriderError as error:
             raise _lost(error.message) from None
-        if kind == _GOES_ON and size != PART_BYTES:
+        if kind == _GOES_ON and size != MAX_PART_BYTES:
             raise _lost("a part of another size than parts have")
-        if len(parts) * PART_BYTES + size > MAX_MESSAGE_BYTES:
+        if len(parts) * MAX_PART_BYTES + size > MAX_MESSAGE_BYTES:
             raise _lost("a frame that is larger than any message")
         parts.append(part)
         if kind == _GOES_ON:
@@ -246,7 +249,7 @@ class Lane:
 
 
 def _size(frame: Frame) -> int:
-    return frame.nbytes if isinstance(frame, Encoded) else len(frame)
+    return frame.nbytes if isinstance(frame, EncodedMessage) else len(frame)
 
 
 def _lost(why: str) -> ConnectionLostError:

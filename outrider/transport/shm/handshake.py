@@ -18,23 +18,23 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from outrider.errors import UnavailableError
-from outrider.transport.shm.channel import Lane
-from outrider.transport.shm.ring_buffer import Ring
-from outrider.wire.messages import LaneOffer
+from outrider.transport.shm.channel import ShmChannel
+from outrider.transport.shm.ring_buffer import RingBuffer
+from outrider.wire.messages import ShmOffer
 
-JoinLane = Callable[[LaneOffer], Lane]
+ShmChannelJoiner = Callable[[ShmOffer], ShmChannel]
 """A way of joining the lane that a peer offers, as `join_lane`."""
 
 _TOKEN_BYTES: Final = 16
 _JOIN_S: Final = 2.0
 """How long either side waits for the other one."""
-_MOST_STRANGERS: Final = 32
+_MAX_STRANGERS: Final = 32
 """Connections that have not shown a token yet."""
 _WELCOME: Final = b"\1"
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
-def lanes_exist() -> bool:
+def is_shm_supported() -> bool:
     """Whether this system has what lanes are made of."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
@@ -43,7 +43,7 @@ def _address(name: str) -> str:
     return f"\0outrider-{name}"
 
 
-class LaneListener:
+class ShmListener:
     """Takes in peers that were offered a lane; belongs to the event loop that runs."""
 
     def __init__(self) -> None:
@@ -53,28 +53,28 @@ class LaneListener:
         self._socket.setblocking(False)
         self._socket.bind(_address(self._name))
         self._socket.listen()
-        self._expected: dict[bytes, asyncio.Future[Lane]] = {}
+        self._expected: dict[bytes, asyncio.Future[ShmChannel]] = {}
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket, self._accept)
 
     @classmethod
-    def open(cls) -> LaneListener | None:
+    def open(cls) -> ShmListener | None:
         """A listener; None where this system has no lanes."""
-        if not lanes_exist():
+        if not is_shm_supported():
             return None
         try:
             return cls()
         except OSError:
             return None
 
-    def offer(self) -> LaneOffer:
+    def make_offer(self) -> ShmOffer:
         """A lane for one peer; `joined` waits for it, `withdraw` forgets it."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._expected[token] = self._loop.create_future()
-        return LaneOffer(name=self._name, token=token)
+        return ShmOffer(name=self._name, token=token)
 
-    async def joined(self, offer: LaneOffer) -> Lane:
+    async def wait_joined(self, offer: ShmOffer) -> ShmChannel:
         """The lane of a peer that says it has joined. Raises UnavailableError."""
         waiting = self._expected.get(offer.token)
         if waiting is None:
@@ -87,7 +87,7 @@ class LaneListener:
         finally:
             self._expected.pop(offer.token, None)
 
-    def withdraw(self, offer: LaneOffer) -> None:
+    def withdraw_offer(self, offer: ShmOffer) -> None:
         """Nobody will join: close the lane if somebody did; idempotent."""
         self._forget_offer(offer.token)
 
@@ -110,12 +110,12 @@ class LaneListener:
             stranger, _ = self._socket.accept()
         except OSError:
             return
-        if len(self._strangers) >= _MOST_STRANGERS or _user_of(stranger) != os.getuid():
+        if len(self._strangers) >= _MAX_STRANGERS or _user_of(stranger) != os.getuid():
             stranger.close()
             return
         stranger.setblocking(False)
         self._strangers[stranger] = self._loop.call_later(_JOIN_S, self._give_up, stranger)
-        self._loop.add_reader(stranger, self._let_in, stranger)
+        self._loop.add_reader(stranger, self._accept_peer, stranger)
 
     def _forget(self, stranger: socket.socket) -> socket.socket:
         self._strangers.pop(stranger).cancel()
@@ -125,7 +125,7 @@ class LaneListener:
     def _give_up(self, stranger: socket.socket) -> None:
         self._forget(stranger).close()
 
-    def _let_in(self, stranger: socket.socket) -> None:
+    def _accept_peer(self, stranger: socket.socket) -> None:
         self._forget(stranger)
         try:
             token = stranger.recv(_TOKEN_BYTES + 1)
@@ -133,7 +133,7 @@ class LaneListener:
             if waiting is None or waiting.done():
                 stranger.close()
                 return
-            waiting.set_result(_make_lane(stranger))
+            waiting.set_result(_make_shm_channel(stranger))
         except OSError:
             stranger.close()
 
@@ -144,26 +144,26 @@ def _user_of(connected: socket.socket) -> int:
     return user
 
 
-def lane_pair() -> tuple[Lane, Lane]:
+def make_channel_pair() -> tuple[ShmChannel, ShmChannel]:
     """Both ends of a lane in one process, for benchmarks and tests. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    mine = _make_lane(ours)
+    mine = _make_shm_channel(ours)
     return mine, _welcomed(theirs)
 
 
-def _make_lane(connected: socket.socket) -> Lane:
+def _make_shm_channel(connected: socket.socket) -> ShmChannel:
     """The listener's end; both rings are made here. Raises OSError."""
     descriptors: list[int] = []
     try:
-        descriptors += [Ring.make(), Ring.make()]
-        rings = [Ring.of(descriptor) for descriptor in descriptors]
+        descriptors += [RingBuffer.create_memory(), RingBuffer.create_memory()]
+        rings = [RingBuffer.from_descriptor(descriptor) for descriptor in descriptors]
         socket.send_fds(connected, [_WELCOME], descriptors)
     finally:
         _close_all(descriptors)
-    return Lane(connected, outgoing=rings[0], incoming=rings[1])
+    return ShmChannel(connected, outgoing=rings[0], incoming=rings[1])
 
 
-def join_lane(offer: LaneOffer) -> Lane:
+def join_channel(offer: ShmOffer) -> ShmChannel:
     """Join the lane that a peer offers; blocks for a moment. Raises UnavailableError where there
     is no such listener here (the peer is on another host), InvalidMessageError for memory that is
     no good."""
@@ -173,7 +173,7 @@ def join_lane(offer: LaneOffer) -> Lane:
         return _welcomed(connected)
 
 
-async def join_lane_soon(offer: LaneOffer) -> Lane:
+async def join_channel_async(offer: ShmOffer) -> ShmChannel:
     """As `join_lane`, for an event loop, which nothing holds up: neither a listener that is slow to
     answer, nor one that takes in nobody."""
     with _joining() as connected:
@@ -187,7 +187,7 @@ async def join_lane_soon(offer: LaneOffer) -> Lane:
 def _joining() -> Iterator[socket.socket]:
     """A socket to join with, which is closed unless a lane has it. Raises UnavailableError also for
     what goes wrong with it."""
-    if not lanes_exist():
+    if not is_shm_supported():
         raise UnavailableError("this system has no lanes", reason="NO_LANES")
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -200,7 +200,7 @@ def _joining() -> Iterator[socket.socket]:
         raise
 
 
-def _ask(connected: socket.socket, offer: LaneOffer) -> None:
+def _ask(connected: socket.socket, offer: ShmOffer) -> None:
     connected.connect(_address(offer.name))
     connected.send(offer.token)
 
@@ -217,7 +217,7 @@ async def _readable(connected: socket.socket) -> None:
         loop.remove_reader(connected)
 
 
-def _welcomed(connected: socket.socket) -> Lane:
+def _welcomed(connected: socket.socket) -> ShmChannel:
     """The joiner's end; both rings were made by the listener. Raises OSError, UnavailableError,
     InvalidMessageError."""
     descriptors: list[int] = []
@@ -225,8 +225,8 @@ def _welcomed(connected: socket.socket) -> Lane:
         answer, descriptors, _, _ = socket.recv_fds(connected, len(_WELCOME), 2)
         if answer != _WELCOME or len(descriptors) != 2:
             raise UnavailableError("the lane was refused", reason="LANE_REFUSED")
-        incoming, outgoing = [Ring.of(descriptor) for descriptor in descriptors]
-        return Lane(connected, outgoing=outgoing, incoming=incoming)
+        incoming, outgoing = [RingBuffer.from_descriptor(descriptor) for descriptor in descriptors]
+        return ShmChannel(connected, outgoing=outgoing, incoming=incoming)
     finally:
         _close_all(descriptors)
 

@@ -4,7 +4,7 @@ Where a frame lies is said elsewhere (`Lane`); the ring only knows what may be w
 first word is the reader's: how many frames, from the first on, it is done with.
 
 What others are to write into a frame, a device above all, can have its place before it is there
-(`Ring.reserve`); what is then sent is what lies there, and nothing is copied.
+(`RingBuffer.reserve_frame`); what is then sent is what lies there, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from outrider.errors import InvalidMessageError
 
 RING_BYTES: Final = 16 << 20
 """Size of a ring: some rounds of the largest batch, features included."""
-HEAD_BYTES: Final = 32 << 10
+FRAME_HEADER_BYTES: Final = 32 << 10
 """Room before a place, for what is said of what lies there."""
-MOST_RESERVED: Final = RING_BYTES // 4 - HEAD_BYTES
+MAX_RESERVED_BYTES: Final = RING_BYTES // 4 - FRAME_HEADER_BYTES
 """Bytes of a place, at most: two rounds are on their way while a third one is read."""
 _HEADER: Final = 4096
 _ALIGNMENT: Final = 64
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def is_lent(values: NDArray[np.generic]) -> bool:
+def is_ring_view(values: NDArray[np.generic]) -> bool:
     """Whether an array looks at a frame where it lies in a ring, which others wait for."""
     base: object = values
     while isinstance(base, np.ndarray):
@@ -60,7 +60,7 @@ class _Frame:
         return self.number <= done and (self.place is None or self.place() is None)
 
 
-class Ring:
+class RingBuffer:
     """One direction; either side holds the same memory."""
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -95,7 +95,7 @@ class Ring:
         self._telling = False
 
     @staticmethod
-    def make() -> int:
+    def create_memory() -> int:
         """A descriptor of zeroed memory that nobody can shrink under its readers."""
         descriptor = os.memfd_create("outrider-lane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -107,7 +107,7 @@ class Ring:
         return descriptor
 
     @classmethod
-    def of(cls, descriptor: int) -> Ring:
+    def from_descriptor(cls, descriptor: int) -> RingBuffer:
         """The ring in a descriptor that a peer sent; it stays the caller's. Raises
         InvalidMessageError for memory that the peer could take away, or of another size."""
         try:
@@ -124,15 +124,15 @@ class Ring:
             )
         return cls(descriptor, size)
 
-    def write(self, pieces: Sequence[bytes | memoryview], size: int) -> int | None:
+    def write_frame(self, pieces: Sequence[bytes | memoryview], size: int) -> int | None:
         """Copy a frame of `size` bytes in, or of one that lies in a place what is before that; its
         offset, or None while there is no room for it."""
         frame = self._in_place(pieces)
         if frame is not None:
-            start = _place_of(frame.start) - len(pieces[0])
+            start = _offset_of(frame.start) - len(pieces[0])
             self._copy(start, pieces[:1])
         else:
-            found = self._room(size)
+            found = self._free_bytes(size)
             if found is None:
                 return None
             self._copy(found, pieces)
@@ -149,7 +149,7 @@ class Ring:
             begin, end = end, end + len(piece)
             memory[begin:end] = piece
 
-    def take_back(self) -> None:
+    def undo_write(self) -> None:
         """Forget the frame that was written last; nobody was told of it."""
         frame, self._last = self._last, None
         assert frame is not None
@@ -158,25 +158,25 @@ class Ring:
         if frame.place is None:
             self._head = self._unread.pop().start
 
-    def pin(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
+    def pin_memory(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
         """Have `pin` see to it that a device copies to and from the memory without anybody waiting,
         until the ring is closed. Where it cannot, there are no places (`reserve`),
         and copies of what is lent take longer."""
         memory = np.frombuffer(self._memory, np.uint8)
         self._memory_array = memory if pin(memory) else None
 
-    def reserve(self, size: int) -> NDArray[np.uint8] | None:
+    def reserve_frame(self, size: int) -> NDArray[np.uint8] | None:
         """A place of `size` bytes, for others to write into: what lies there can then be the second
         piece of a frame of two (`write`), from its first byte on, and is sent without being copied.
         The place is used again once nobody looks at the array any more, and the reader is done with
         the frame. None while there is no room, or where there are no places."""
-        if self._memory_array is None or size > MOST_RESERVED:
+        if self._memory_array is None or size > MAX_RESERVED_BYTES:
             return None
-        whole = HEAD_BYTES + _ALIGNMENT + size
-        start = self._room(whole)
+        whole = FRAME_HEADER_BYTES + _ALIGNMENT + size
+        start = self._free_bytes(whole)
         if start is None:
             return None
-        begin = _HEADER + _place_of(start)
+        begin = _HEADER + _offset_of(start)
         place = np.frombuffer(self._memory_array.data[begin : begin + size], np.uint8)
         frame = _Frame(start, place=weakref.ref(place), address=place.ctypes.data)
         self._reserved[frame.address] = frame
@@ -188,13 +188,13 @@ class Ring:
         """The frame with the place in which the second of two pieces lies, if there is one."""
         if not self._reserved or len(pieces) != 2 or not pieces[1]:
             return None
-        if len(pieces[0]) > HEAD_BYTES:
+        if len(pieces[0]) > FRAME_HEADER_BYTES:
             return None
         frame = self._reserved.get(np.frombuffer(pieces[1], np.uint8).ctypes.data)
         # A place is sent once.
         return None if frame is None or frame.number else frame
 
-    def read(self, offset: int, size: int) -> bytes:
+    def read_frame(self, offset: int, size: int) -> bytes:
         """Copy the next frame out: its writer may change it until then, and may use its place
         again from here on. Raises InvalidMessageError for a place outside."""
         frame = bytes(self._frame(offset, size))
@@ -203,13 +203,13 @@ class Ring:
             self._tell_done()
         return frame
 
-    def lend(self, offset: int, size: int) -> bytes | memoryview:
+    def view_frame(self, offset: int, size: int) -> bytes | memoryview:
         """The next frame where it lies: its writer may change it at any time, so that what is
         checked has to be copied before. Its place is used again once nothing refers to it any more;
         while half of the ring is lent, a copy. Raises as `read`."""
         place = self._frame(offset, size)
         if self._lent_bytes + size > self._size // 2:
-            return self.read(offset, size)
+            return self.read_frame(offset, size)
         held = np.frombuffer(place, np.uint8)
         with self._lending:
             self._written += 1
@@ -253,7 +253,7 @@ class Ring:
             # The last of them unmaps it.
             pass
 
-    def _room(self, size: int) -> int | None:
+    def _free_bytes(self, size: int) -> int | None:
         done = self._done[0]
         while self._unread and self._unread[0].is_over(done):
             self._reserved.pop(self._unread.popleft().address, None)
@@ -268,6 +268,6 @@ class Ring:
         return 0 if size <= oldest else None
 
 
-def _place_of(start: int) -> int:
+def _offset_of(start: int) -> int:
     """Where the place of a frame begins that has its room from `start` on."""
-    return -(-(start + HEAD_BYTES) // _ALIGNMENT) * _ALIGNMENT
+    return -(-(start + FRAME_HEADER_BYTES) // _ALIGNMENT) * _ALIGNMENT

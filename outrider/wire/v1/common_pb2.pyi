@@ -137,22 +137,22 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., banned_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., draft_key: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("method", "draft_tokens", "top_k", "depth", "look_ahead", "fan_out", "patience_ms")
+    __slots__ = ("method", "draft_tokens", "top_k", "depth", "look_ahead", "fan_out", "proposal_timeout_ms")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
     LOOK_AHEAD_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_FIELD_NUMBER: _ClassVar[int]
-    PATIENCE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     method: DraftMethod
     draft_tokens: int
     top_k: int
     depth: int
     look_ahead: int
     fan_out: int
-    patience_ms: int
-    def __init__(self, method: _Optional[_Union[DraftMethod, str]] = ..., draft_tokens: _Optional[int] = ..., top_k: _Optional[int] = ..., depth: _Optional[int] = ..., look_ahead: _Optional[int] = ..., fan_out: _Optional[int] = ..., patience_ms: _Optional[int] = ...) -> None: ...
+    proposal_timeout_ms: int
+    def __init__(self, method: _Optional[_Union[DraftMethod, str]] = ..., draft_tokens: _Optional[int] = ..., top_k: _Optional[int] = ..., depth: _Optional[int] = ..., look_ahead: _Optional[int] = ..., fan_out: _Optional[int] = ..., proposal_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class SpecDecodeStats(_message.Message):
     __slots__ = ("rounds", "emitted", "proposed", "accepted", "fallback_rounds", "target_only_rounds", "accepted_per_depth", "mean_emitted_per_round", "paused_rounds", "decision", "look_ahead_rounds", "hit_rounds", "hit_accepted", "fresh_rounds", "fresh_accepted", "drafted_rounds")

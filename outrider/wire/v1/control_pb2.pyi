@@ -12,7 +12,7 @@ class VerifierServiceGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierServiceGetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "verifier_id", "incarnation", "model_name", "vocab_size", "tokenizer_hash", "max_context_len", "kv_block_tokens", "kv_total_blocks", "kv_free_blocks", "sessions", "max_sessions", "drafters", "feature_fingerprint", "rounds_total", "tokens_total", "dtype", "round_ms_p50", "forward_ms_p50", "overhead_ms_p50", "own_methods", "own_draft_length", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute", "prefix_tokens_asked", "prefix_tokens_found", "engine_steps")
+    __slots__ = ("protocol_version", "verifier_id", "incarnation", "model_name", "vocab_size", "tokenizer_hash", "max_context_len", "kv_block_tokens", "kv_total_blocks", "kv_free_blocks", "sessions", "max_sessions", "drafters", "feature_fingerprint", "rounds_total", "tokens_total", "dtype", "round_ms_p50", "forward_ms_p50", "overhead_ms_p50", "in_process_methods", "in_process_draft_length", "simulated_acceptance", "planner", "stats", "hit_idle_us_p50", "draining", "waiting_sessions", "preemptions_swap", "preemptions_recompute", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "engine_steps")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -33,8 +33,8 @@ class VerifierServiceGetInfoResponse(_message.Message):
     ROUND_MS_P50_FIELD_NUMBER: _ClassVar[int]
     FORWARD_MS_P50_FIELD_NUMBER: _ClassVar[int]
     OVERHEAD_MS_P50_FIELD_NUMBER: _ClassVar[int]
-    OWN_METHODS_FIELD_NUMBER: _ClassVar[int]
-    OWN_DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    IN_PROCESS_METHODS_FIELD_NUMBER: _ClassVar[int]
+    IN_PROCESS_DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SIMULATED_ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     PLANNER_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
@@ -43,8 +43,8 @@ class VerifierServiceGetInfoResponse(_message.Message):
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_SWAP_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_TOKENS_ASKED_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_TOKENS_FOUND_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_STEPS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     verifier_id: str
@@ -66,8 +66,8 @@ class VerifierServiceGetInfoResponse(_message.Message):
     round_ms_p50: float
     forward_ms_p50: float
     overhead_ms_p50: float
-    own_methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
-    own_draft_length: int
+    in_process_methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
+    in_process_draft_length: int
     simulated_acceptance: str
     planner: str
     stats: _common_pb2.SpecDecodeStats
@@ -76,13 +76,13 @@ class VerifierServiceGetInfoResponse(_message.Message):
     waiting_sessions: int
     preemptions_swap: int
     preemptions_recompute: int
-    prefix_tokens_asked: int
-    prefix_tokens_found: int
+    prefix_cache_query_tokens: int
+    prefix_cache_hit_tokens: int
     engine_steps: int
-    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_context_len: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., feature_fingerprint: _Optional[str] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., dtype: _Optional[str] = ..., round_ms_p50: _Optional[float] = ..., forward_ms_p50: _Optional[float] = ..., overhead_ms_p50: _Optional[float] = ..., own_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., own_draft_length: _Optional[int] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ..., prefix_tokens_asked: _Optional[int] = ..., prefix_tokens_found: _Optional[int] = ..., engine_steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., max_context_len: _Optional[int] = ..., kv_block_tokens: _Optional[int] = ..., kv_total_blocks: _Optional[int] = ..., kv_free_blocks: _Optional[int] = ..., sessions: _Optional[int] = ..., max_sessions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[AttachedDrafter, _Mapping]]] = ..., feature_fingerprint: _Optional[str] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., dtype: _Optional[str] = ..., round_ms_p50: _Optional[float] = ..., forward_ms_p50: _Optional[float] = ..., overhead_ms_p50: _Optional[float] = ..., in_process_methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., in_process_draft_length: _Optional[int] = ..., simulated_acceptance: _Optional[str] = ..., planner: _Optional[str] = ..., stats: _Optional[_Union[_common_pb2.SpecDecodeStats, _Mapping]] = ..., hit_idle_us_p50: _Optional[float] = ..., draining: bool = ..., waiting_sessions: _Optional[int] = ..., preemptions_swap: _Optional[int] = ..., preemptions_recompute: _Optional[int] = ..., prefix_cache_query_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., engine_steps: _Optional[int] = ...) -> None: ...
 
 class AttachedDrafter(_message.Message):
-    __slots__ = ("drafter_id", "incarnation", "methods", "sessions", "answer_ms", "same_host", "answers", "missed", "invalid", "silent_ms")
+    __slots__ = ("drafter_id", "incarnation", "methods", "sessions", "answer_ms", "same_host", "answers", "proposal_timeouts", "invalid", "silent_ms")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     METHODS_FIELD_NUMBER: _ClassVar[int]
@@ -90,7 +90,7 @@ class AttachedDrafter(_message.Message):
     ANSWER_MS_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
-    MISSED_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_TIMEOUTS_FIELD_NUMBER: _ClassVar[int]
     INVALID_FIELD_NUMBER: _ClassVar[int]
     SILENT_MS_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
@@ -100,10 +100,10 @@ class AttachedDrafter(_message.Message):
     answer_ms: float
     same_host: bool
     answers: int
-    missed: int
+    proposal_timeouts: int
     invalid: int
     silent_ms: float
-    def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ..., answers: _Optional[int] = ..., missed: _Optional[int] = ..., invalid: _Optional[int] = ..., silent_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., sessions: _Optional[int] = ..., answer_ms: _Optional[float] = ..., same_host: bool = ..., answers: _Optional[int] = ..., proposal_timeouts: _Optional[int] = ..., invalid: _Optional[int] = ..., silent_ms: _Optional[float] = ...) -> None: ...
 
 class SessionSpec(_message.Message):
     __slots__ = ("session_id", "epoch", "token_ids", "prompt_len", "max_new_tokens", "stop_token_ids", "min_new_tokens", "sampling", "plan", "drafter_id", "priority", "top_logprobs", "structured_output", "traceparent", "token_limits")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.wire.v1 import common_pb2 as outrider_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/wire/v1/exchange.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\xcb\x02\n\x0f\x45xchangeRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.outrider.wire.v1.HelloH\x00\x12\x30\n\tproposals\x18\x02 \x01(\x0b\x32\x1b.outrider.wire.v1.ProposalsH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x37\n\rsessions_lost\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionsLostH\x00\x12\x33\n\x0blane_answer\x18\x05 \x01(\x0b\x32\x1c.outrider.wire.v1.LaneAnswerH\x00\x12\x31\n\x06\x62undle\x18\x0f \x03(\x0b\x32!.outrider.wire.v1.ExchangeRequestB\t\n\x07message\"\x84\x03\n\x10\x45xchangeResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.outrider.wire.v1.WelcomeH\x00\x12\x37\n\rsession_start\x18\x02 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionStartH\x00\x12.\n\x08verdicts\x18\x03 \x01(\x0b\x32\x1a.outrider.wire.v1.VerdictsH\x00\x12\x33\n\x0bplan_change\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.PlanChangeH\x00\x12\x33\n\x0bsession_end\x18\x05 \x01(\x0b\x32\x1c.outrider.wire.v1.SessionEndH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x32\n\x06\x62undle\x18\x0f \x03(\x0b\x32\".outrider.wire.v1.ExchangeResponseB\t\n\x07message\"\xa4\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ndrafter_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12.\n\x07methods\x18\x06 \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x37\n\x0e\x66\x65\x61ture_layout\x18\x07 \x01(\x0e\x32\x1f.outrider.wire.v1.FeatureLayout\x12\x1b\n\x13\x66\x65\x61ture_fingerprint\x18\x08 \x01(\t\x12\r\n\x05lanes\x18\t \x01(\x08\x12\x17\n\x0f\x66\x65\x61ture_offsets\x18\n \x01(\x08\"\xbc\x01\n\tProposals\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0f\n\x07parents\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x10\n\x08with_law\x18\x06 \x01(\x0c\x12\x11\n\tlaw_sizes\x18\x07 \x01(\x0c\x12\x0f\n\x07law_ids\x18\x08 \x01(\x0c\x12\x12\n\nlaw_counts\x18\t \x01(\x0c\x12\x10\n\x08\x64raft_us\x18\n \x01(\x04\"\x1f\n\x0cSessionsLost\x12\x0f\n\x07handles\x18\x01 \x03(\r\"x\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12)\n\x04lane\x18\x04 \x01(\x0b\x32\x1b.outrider.wire.v1.LaneOffer\"(\n\tLaneOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x1c\n\nLaneAnswer\x12\x0e\n\x06joined\x18\x01 \x01(\x08\"\xdb\x02\n\x0cSessionStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04plan\x18\x03 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.outrider.wire.v1.Sampling\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x12\n\nprompt_len\x18\x06 \x01(\r\x12\x0e\n\x06handle\x18\x07 \x01(\r\x12=\n\x11structured_output\x18\x08 \x01(\x0b\x32\".outrider.wire.v1.StructuredOutput\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x33\n\x0ctoken_limits\x18\x0f \x01(\x0b\x32\x1d.outrider.wire.v1.TokenLimits\"\xb4\x01\n\x08Verdicts\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x34\n\rfeature_dtype\x18\x04 \x01(\x0e\x32\x1d.outrider.wire.v1.TensorDtype\x12\x15\n\rfeature_width\x18\x05 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x01(\x0c\x12\x17\n\x0f\x66\x65\x61ture_offsets\x18\x07 \x01(\x0c\"B\n\nPlanChange\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\"\x1c\n\nSessionEnd\x12\x0e\n\x06handle\x18\x01 \x01(\r2h\n\x0f\x45xchangeService\x12U\n\x08\x45xchange\x12!.outrider.wire.v1.ExchangeRequest\x1a\".outrider.wire.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/wire/v1/exchange.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\xc9\x02\n\x0f\x45xchangeRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.outrider.wire.v1.HelloH\x00\x12\x30\n\tproposals\x18\x02 \x01(\x0b\x32\x1b.outrider.wire.v1.ProposalsH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x37\n\rsessions_lost\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionsLostH\x00\x12\x31\n\nshm_answer\x18\x05 \x01(\x0b\x32\x1b.outrider.wire.v1.ShmAnswerH\x00\x12\x31\n\x06\x62undle\x18\x0f \x03(\x0b\x32!.outrider.wire.v1.ExchangeRequestB\t\n\x07message\"\x84\x03\n\x10\x45xchangeResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.outrider.wire.v1.WelcomeH\x00\x12\x37\n\rsession_start\x18\x02 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionStartH\x00\x12.\n\x08verdicts\x18\x03 \x01(\x0b\x32\x1a.outrider.wire.v1.VerdictsH\x00\x12\x33\n\x0bplan_change\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.PlanChangeH\x00\x12\x33\n\x0bsession_end\x18\x05 \x01(\x0b\x32\x1c.outrider.wire.v1.SessionEndH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x32\n\x06\x62undle\x18\x0f \x03(\x0b\x32\".outrider.wire.v1.ExchangeResponseB\t\n\x07message\"\xab\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ndrafter_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12.\n\x07methods\x18\x06 \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x37\n\x0e\x66\x65\x61ture_layout\x18\x07 \x01(\x0e\x32\x1f.outrider.wire.v1.FeatureLayout\x12\x1b\n\x13\x66\x65\x61ture_fingerprint\x18\x08 \x01(\t\x12\x14\n\x0csupports_shm\x18\t \x01(\x08\x12\x17\n\x0f\x66\x65\x61ture_offsets\x18\n \x01(\x08\"\xe4\x01\n\tProposals\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0f\n\x07parents\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x18\n\x10has_distribution\x18\x06 \x01(\x0c\x12\x19\n\x11\x64istribution_lens\x18\x07 \x01(\x0c\x12\x1e\n\x16\x64istribution_token_ids\x18\x08 \x01(\x0c\x12\x1b\n\x13\x64istribution_counts\x18\t \x01(\x0c\x12\x10\n\x08\x64raft_us\x18\n \x01(\x04\"\x1f\n\x0cSessionsLost\x12\x0f\n\x07handles\x18\x01 \x03(\r\"|\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12-\n\tshm_offer\x18\x04 \x01(\x0b\x32\x1a.outrider.wire.v1.ShmOffer\"\'\n\x08ShmOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x1b\n\tShmAnswer\x12\x0e\n\x06joined\x18\x01 \x01(\x08\"\xdb\x02\n\x0cSessionStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04plan\x18\x03 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.outrider.wire.v1.Sampling\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x12\n\nprompt_len\x18\x06 \x01(\r\x12\x0e\n\x06handle\x18\x07 \x01(\r\x12=\n\x11structured_output\x18\x08 \x01(\x0b\x32\".outrider.wire.v1.StructuredOutput\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x33\n\x0ctoken_limits\x18\x0f \x01(\x0b\x32\x1d.outrider.wire.v1.TokenLimits\"\xb4\x01\n\x08Verdicts\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x34\n\rfeature_dtype\x18\x04 \x01(\x0e\x32\x1d.outrider.wire.v1.TensorDtype\x12\x15\n\rfeature_width\x18\x05 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x01(\x0c\x12\x17\n\x0f\x66\x65\x61ture_offsets\x18\x07 \x01(\x0c\"B\n\nPlanChange\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\"\x1c\n\nSessionEnd\x12\x0e\n\x06handle\x18\x01 \x01(\r2h\n\x0f\x45xchangeService\x12U\n\x08\x45xchange\x12!.outrider.wire.v1.ExchangeRequest\x1a\".outrider.wire.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,29 +33,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.wire.v1.exchange_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EXCHANGEREQUEST']._serialized_start=85
-  _globals['_EXCHANGEREQUEST']._serialized_end=416
-  _globals['_EXCHANGERESPONSE']._serialized_start=419
-  _globals['_EXCHANGERESPONSE']._serialized_end=807
-  _globals['_HELLO']._serialized_start=810
-  _globals['_HELLO']._serialized_end=1102
-  _globals['_PROPOSALS']._serialized_start=1105
-  _globals['_PROPOSALS']._serialized_end=1293
-  _globals['_SESSIONSLOST']._serialized_start=1295
-  _globals['_SESSIONSLOST']._serialized_end=1326
-  _globals['_WELCOME']._serialized_start=1328
-  _globals['_WELCOME']._serialized_end=1448
-  _globals['_LANEOFFER']._serialized_start=1450
-  _globals['_LANEOFFER']._serialized_end=1490
-  _globals['_LANEANSWER']._serialized_start=1492
-  _globals['_LANEANSWER']._serialized_end=1520
-  _globals['_SESSIONSTART']._serialized_start=1523
-  _globals['_SESSIONSTART']._serialized_end=1870
-  _globals['_VERDICTS']._serialized_start=1873
-  _globals['_VERDICTS']._serialized_end=2053
-  _globals['_PLANCHANGE']._serialized_start=2055
-  _globals['_PLANCHANGE']._serialized_end=2121
-  _globals['_SESSIONEND']._serialized_start=2123
-  _globals['_SESSIONEND']._serialized_end=2151
-  _globals['_EXCHANGESERVICE']._serialized_start=2153
-  _globals['_EXCHANGESERVICE']._serialized_end=2257
+  _globals['_EXCHANGEREQUEST']._serialized_end=414
+  _globals['_EXCHANGERESPONSE']._serialized_start=417
+  _globals['_EXCHANGERESPONSE']._serialized_end=805
+  _globals['_HELLO']._serialized_start=808
+  _globals['_HELLO']._serialized_end=1107
+  _globals['_PROPOSALS']._serialized_start=1110
+  _globals['_PROPOSALS']._serialized_end=1338
+  _globals['_SESSIONSLOST']._serialized_start=1340
+  _globals['_SESSIONSLOST']._serialized_end=1371
+  _globals['_WELCOME']._serialized_start=1373
+  _globals['_WELCOME']._serialized_end=1497
+  _globals['_SHMOFFER']._serialized_start=1499
+  _globals['_SHMOFFER']._serialized_end=1538
+  _globals['_SHMANSWER']._serialized_start=1540
+  _globals['_SHMANSWER']._serialized_end=1567
+  _globals['_SESSIONSTART']._serialized_start=1570
+  _globals['_SESSIONSTART']._serialized_end=1917
+  _globals['_VERDICTS']._serialized_start=1920
+  _globals['_VERDICTS']._serialized_end=2100
+  _globals['_PLANCHANGE']._serialized_start=2102
+  _globals['_PLANCHANGE']._serialized_end=2168
+  _globals['_SESSIONEND']._serialized_start=2170
+  _globals['_SESSIONEND']._serialized_end=2198
+  _globals['_EXCHANGESERVICE']._serialized_start=2200
+  _globals['_EXCHANGESERVICE']._serialized_end=2304
 # @@protoc_insertion_point(module_scope)

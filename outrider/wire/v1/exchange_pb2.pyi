@@ -8,20 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeRequest(_message.Message):
-    __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "lane_answer", "bundle")
+    __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "shm_answer", "bundle")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_LOST_FIELD_NUMBER: _ClassVar[int]
-    LANE_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    SHM_ANSWER_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     proposals: Proposals
     heartbeat: _common_pb2.Heartbeat
     sessions_lost: SessionsLost
-    lane_answer: LaneAnswer
+    shm_answer: ShmAnswer
     bundle: _containers.RepeatedCompositeFieldContainer[ExchangeRequest]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., sessions_lost: _Optional[_Union[SessionsLost, _Mapping]] = ..., lane_answer: _Optional[_Union[LaneAnswer, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., sessions_lost: _Optional[_Union[SessionsLost, _Mapping]] = ..., shm_answer: _Optional[_Union[ShmAnswer, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
     __slots__ = ("welcome", "session_start", "verdicts", "plan_change", "session_end", "heartbeat", "bundle")
@@ -42,7 +42,7 @@ class ExchangeResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., session_start: _Optional[_Union[SessionStart, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., plan_change: _Optional[_Union[PlanChange, _Mapping]] = ..., session_end: _Optional[_Union[SessionEnd, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeResponse, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "lanes", "feature_offsets")
+    __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "supports_shm", "feature_offsets")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -51,7 +51,7 @@ class Hello(_message.Message):
     METHODS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     FEATURE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
+    SUPPORTS_SHM_FIELD_NUMBER: _ClassVar[int]
     FEATURE_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter_id: str
@@ -61,33 +61,33 @@ class Hello(_message.Message):
     methods: _containers.RepeatedScalarFieldContainer[_common_pb2.DraftMethod]
     feature_layout: _common_pb2.FeatureLayout
     feature_fingerprint: str
-    lanes: bool
+    supports_shm: bool
     feature_offsets: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., lanes: bool = ..., feature_offsets: bool = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., methods: _Optional[_Iterable[_Union[_common_pb2.DraftMethod, str]]] = ..., feature_layout: _Optional[_Union[_common_pb2.FeatureLayout, str]] = ..., feature_fingerprint: _Optional[str] = ..., supports_shm: bool = ..., feature_offsets: bool = ...) -> None: ...
 
 class Proposals(_message.Message):
-    __slots__ = ("columns", "digests", "tokens", "parents", "logprobs", "with_law", "law_sizes", "law_ids", "law_counts", "draft_us")
+    __slots__ = ("columns", "digests", "tokens", "parents", "logprobs", "has_distribution", "distribution_lens", "distribution_token_ids", "distribution_counts", "draft_us")
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    WITH_LAW_FIELD_NUMBER: _ClassVar[int]
-    LAW_SIZES_FIELD_NUMBER: _ClassVar[int]
-    LAW_IDS_FIELD_NUMBER: _ClassVar[int]
-    LAW_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    HAS_DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_LENS_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_COUNTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_US_FIELD_NUMBER: _ClassVar[int]
     columns: bytes
     digests: bytes
     tokens: bytes
     parents: bytes
     logprobs: bytes
-    with_law: bytes
-    law_sizes: bytes
-    law_ids: bytes
-    law_counts: bytes
+    has_distribution: bytes
+    distribution_lens: bytes
+    distribution_token_ids: bytes
+    distribution_counts: bytes
     draft_us: int
-    def __init__(self, columns: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., with_law: _Optional[bytes] = ..., law_sizes: _Optional[bytes] = ..., law_ids: _Optional[bytes] = ..., law_counts: _Optional[bytes] = ..., draft_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, columns: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., has_distribution: _Optional[bytes] = ..., distribution_lens: _Optional[bytes] = ..., distribution_token_ids: _Optional[bytes] = ..., distribution_counts: _Optional[bytes] = ..., draft_us: _Optional[int] = ...) -> None: ...
 
 class SessionsLost(_message.Message):
     __slots__ = ("handles",)
@@ -96,18 +96,18 @@ class SessionsLost(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "verifier_id", "incarnation", "lane")
+    __slots__ = ("protocol_version", "verifier_id", "incarnation", "shm_offer")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
+    SHM_OFFER_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     verifier_id: str
     incarnation: str
-    lane: LaneOffer
-    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ...) -> None: ...
+    shm_offer: ShmOffer
+    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., shm_offer: _Optional[_Union[ShmOffer, _Mapping]] = ...) -> None: ...
 
-class LaneOffer(_message.Message):
+class ShmOffer(_message.Message):
     __slots__ = ("name", "token")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -115,7 +115,7 @@ class LaneOffer(_message.Message):
     token: bytes
     def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
 
-class LaneAnswer(_message.Message):
+class ShmAnswer(_message.Message):
     __slots__ = ("joined",)
     JOINED_FIELD_NUMBER: _ClassVar[int]
     joined: bool

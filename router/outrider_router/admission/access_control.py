@@ -18,7 +18,7 @@ from outrider.errors import (
 from outrider.ids import TenantId
 from outrider.wire.inference import GenerateRequest
 from outrider_router.base.api_keys import (
-    ANYBODY,
+    ANONYMOUS,
     ApiKey,
     Caller,
     check_operator,
@@ -31,14 +31,14 @@ from outrider_router.config import RouterConfig
 
 logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0
+RELOAD_INTERVAL_S: Final = 1.0
 """Time between two looks whether the file of keys has changed."""
 KEY_RATE_LIMITED, KEY_BUSY, KEY_TOO_MANY = "KEY_RATE_LIMITED", "KEY_BUSY", "KEY_TOO_MANY"
 _BUSY_S = 1.0
 """Hint of a key that has as many requests as it may: one may have ended by then."""
 
 
-class Pass:
+class AccessGrant:
     """One request that was let in; left when that is over, however it ends."""
 
     __slots__ = ("_left", "request")
@@ -48,14 +48,14 @@ class Pass:
         """The request as its key allows it."""
         self._left: Callable[[], None] | None = left
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """It is over; idempotent."""
         left, self._left = self._left, None
         if left is not None:
             left()
 
 
-class Gate:
+class AccessControl:
     """Judges callers by their API keys, if there are any; else everybody may come in."""
 
     def __init__(
@@ -76,12 +76,12 @@ class Gate:
         self._buckets: dict[str, tuple[ApiKey, TokenBucket]] = {}
         self._held: dict[str, int] = {}
         """Requests that wait or are served, by key."""
-        self._look_at = clock() + LOOK_S
+        self._look_at = clock() + RELOAD_INTERVAL_S
         if self._path is not None:
             self._keys, self._stamp = read_keys(self._path), _stamp_of(self._path)
 
     @property
-    def closed(self) -> bool:
+    def requires_keys(self) -> bool:
         """Whether API keys are asked for."""
         return self._path is not None
 
@@ -90,58 +90,60 @@ class Gate:
 
         Raises UnauthenticatedError, which is counted. Never logs what it is given.
         """
-        if not self.closed:
-            return ANYBODY
+        if not self.requires_keys:
+            return ANONYMOUS
         name, key = self._find(header)
-        return Caller(tenant=TenantId(key.tenant or name), key=name)
+        return Caller(tenant=TenantId(key.tenant or name), key_name=name)
 
     def authorize_operator(self, header: str | None) -> None:
         """Like `authorize`; also PermissionDeniedError for a key that is not an operator's."""
-        if self.closed:
+        if self.requires_keys:
             name, key = self._find(header)
             try:
                 check_operator(name, key)
             except OutriderError as error:
-                self.refused(error.reason)
+                self.count_refusal(error.reason)
                 raise
 
-    def caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
+    def identify_caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
         """Who makes a call with this metadata (keys in lower case): by API key where they are
         asked for, else by what `overload.tenant_from` says. Raises UnauthenticatedError,
         InvalidRequestError."""
-        if self.closed:
-            return self.authorize(header_of(metadata))
+        if self.requires_keys:
+            return self.authorize(authorization_of(metadata))
         return Caller(tenant=tenant_of(self._config.overload.tenant_from, metadata))
 
-    def refused(self, reason: str) -> None:
+    def count_refusal(self, reason: str) -> None:
         """Count somebody who was turned away."""
         self._metrics.access_refusals.labels(reason).inc()
 
-    def enter(self, caller: Caller, requests: Sequence[GenerateRequest]) -> tuple[Pass, ...]:
+    def enter_requests(
+        self, caller: Caller, requests: Sequence[GenerateRequest]
+    ) -> tuple[AccessGrant, ...]:
         """Let in what is asked for at once: all of it or nothing. One request counts one.
 
         Raises ResourceExhaustedError (KEY_BUSY, KEY_RATE_LIMITED), InvalidRequestError
         (KEY_MAX_TOKENS, KEY_PRIORITY; KEY_TOO_MANY for more than the key can ever have at once).
         """
         # None: no key, or one that was taken away since its call was let in.
-        key = self._keys.get(caller.key)
+        key = self._keys.get(caller.key_name)
         if key is not None:
             most = self._config.default_max_tokens
             requests = [_cut(request, key, most) for request in requests]
         self._admit(caller, key, len(requests))
-        return tuple(Pass(request, lambda: self._hold(caller, -1)) for request in requests)
+        return tuple(AccessGrant(request, lambda: self._hold(caller, -1)) for request in requests)
 
     @contextmanager
-    def visit(self, caller: Caller) -> Generator[None]:
+    def limit_call(self, caller: Caller) -> Generator[None]:
         """Let in, for as long as the block lasts, a call that generates nothing and costs work all
         the same: it counts like a request. Raises ResourceExhaustedError as `enter` does."""
-        self._admit(caller, self._keys.get(caller.key), 1)
+        self._admit(caller, self._keys.get(caller.key_name), 1)
         try:
             yield
         finally:
             self._hold(caller, -1)
 
-    def reload(self) -> None:
+    def reload_keys(self) -> None:
         """Read the file of keys again; one that is no good changes nothing, and is told of."""
         self._problem = ""
         if self._path is not None:
@@ -170,13 +172,13 @@ class Gate:
             name = find_key(keys, header)
             return name, keys[name]
         except UnauthenticatedError as error:
-            self.refused(error.reason)
+            self.count_refusal(error.reason)
             raise
 
     def _look(self) -> None:
         now = self._clock()
         if now >= self._look_at and self._path is not None:
-            self._look_at = now + LOOK_S
+            self._look_at = now + RELOAD_INTERVAL_S
             # One that was no good is tried at every look: rights that change leave no other stamp.
             if _stamp_of(self._path) != self._stamp or self._problem:
                 self._reload(self._path)
@@ -184,11 +186,11 @@ class Gate:
     def _admit(self, caller: Caller, key: ApiKey | None, count: int) -> None:
         """Count so many requests of a caller, if its key has room for all of them."""
         if key is not None:
-            self._check_room(caller.key, key, count)
-            self._take(caller.key, key, count)
+            self._check_capacity(caller.key_name, key, count)
+            self._take(caller.key_name, key, count)
         self._hold(caller, count)
 
-    def _check_room(self, name: str, key: ApiKey, count: int) -> None:
+    def _check_capacity(self, name: str, key: ApiKey, count: int) -> None:
         if not key.max_concurrent:
             return
         if count > key.max_concurrent:
@@ -213,26 +215,26 @@ class Gate:
         if bucket is None or of != key:
             bucket = TokenBucket(key.requests_per_s, burst, now)
             self._buckets[name] = (key, bucket)
-        if bucket.missing(count, now):
+        if bucket.shortage(count, now):
             self._metrics.refusals.labels(KEY_RATE_LIMITED).inc()
             raise ResourceExhaustedError(
                 f"the API key {name!r} may send {key.requests_per_s:g} requests a second",
                 reason=KEY_RATE_LIMITED,
                 retry_after_s=bucket.hint_s(count, now),
             )
-        bucket.take(count)
+        bucket.take_tokens(count)
 
     def _hold(self, caller: Caller, change: int) -> None:
-        if not caller.key:
+        if not caller.key_name:
             return
-        held = self._held.get(caller.key, 0) + change
+        held = self._held.get(caller.key_name, 0) + change
         if held > 0:
-            self._held[caller.key] = held
+            self._held[caller.key_name] = held
         else:
-            self._held.pop(caller.key, None)
+            self._held.pop(caller.key_name, None)
 
 
-def header_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+def authorization_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     """The `authorization` field of a call's metadata."""
     value = next((value for key, value in metadata if key == AUTHORIZATION_KEY), None)
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -22,7 +22,7 @@ class ArrivalQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def enter(self) -> None:
+    async def wait_turn(self) -> None:
         """Wait for a turn; returns at once where nobody else is about to enter."""
         loop = asyncio.get_running_loop()
         if self._is_free:

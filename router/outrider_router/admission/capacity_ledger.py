@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId, VerifierId
 from outrider.wire.messages import VerifierInfo
-from outrider_router.admission.length_estimate import Lengths
+from outrider_router.admission.length_estimate import OutputLengthEstimator
 from outrider_router.admission.policy import FULL_BACKOFF_S, VerifierLoad
-from outrider_router.admission.wait_order import Ticket
+from outrider_router.admission.wait_order import AdmissionRequest
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Lease:
-    """A place on a verifier; given back with `AdmissionQueue.release`."""
+class CapacityReservation:
+    """A place on a verifier; given back with `AdmissionQueue.release_capacity`."""
 
-    ticket: Ticket
+    admission_request: AdmissionRequest
     verifier_id: VerifierId
     generation: int
     """Start of the verifier that it is valid for; a lost verifier voids its leases."""
@@ -32,15 +32,19 @@ class _Budget:
     healthy: bool = True
     others_tokens: int = 0
     """Tokens that sessions of other routers seemed to hold at the last look."""
-    leases: dict[Lease, None] = field(default_factory=dict)
+    leases: dict[CapacityReservation, None] = field(default_factory=dict)
     """Those of this generation."""
 
 
-class Ledger:
+class CapacityLedger:
     """The budgets of all verifiers."""
 
     def __init__(
-        self, lengths: Lengths, *, overcommit: float, emitted: Callable[[RequestId], int]
+        self,
+        lengths: OutputLengthEstimator,
+        *,
+        overcommit: float,
+        emitted: Callable[[RequestId], int],
     ) -> None:
         """`emitted` counts the tokens of a request so far."""
         self._lengths = lengths
@@ -68,13 +72,15 @@ class Ledger:
         budget = self._budgets.get(verifier_id)
         return len(budget.leases) if budget is not None else 0
 
-    def expected(self, ticket: Ticket) -> int:
+    def expected_tokens(self, admission_request: AdmissionRequest) -> int:
         """Tokens of KV that a session is expected to hold at its end."""
-        emitted = self._emitted(ticket.request_id)
-        unused = ticket.max_new_tokens - self._lengths.expected(ticket.max_new_tokens, emitted)
-        return ticket.kv_tokens - max(0, unused)
+        emitted = self._emitted(admission_request.request_id)
+        unused = admission_request.max_new_tokens - self._lengths.expected_len(
+            admission_request.max_new_tokens, emitted
+        )
+        return admission_request.kv_tokens - max(0, unused)
 
-    def saw(self, info: VerifierInfo) -> None:
+    def update_verifier(self, info: VerifierInfo) -> None:
         """A verifier is healthy; its budget counts as it says. What was given away stays, and
         counts with what it has grown to."""
         budget = self._budgets.get(info.verifier_id)
@@ -91,7 +97,7 @@ class Ledger:
             max_sessions=info.max_sessions,
             waiting=info.waiting_sessions,
             free_tokens=info.kv_free_blocks * block,
-            draining=info.draining,
+            is_draining=info.draining,
         )
         self._regrow(budget)
         # One look may see sessions of this router that have just ended; two in a row do not.
@@ -99,7 +105,7 @@ class Ledger:
         others = min(before, budget.others_tokens)
         budget.load = replace(budget.load, others_tokens=others)
 
-    def drop(self, verifier_id: VerifierId) -> None:
+    def drop_verifier(self, verifier_id: VerifierId) -> None:
         """A verifier is lost, and with it everything that was placed there."""
         budget = self._budgets.get(verifier_id)
         if budget is None:
@@ -107,39 +113,41 @@ class Ledger:
         budget.generation += 1
         budget.healthy = False
         budget.leases.clear()
-        budget.load = replace(budget.load, placed={}, not_before=0.0)
+        budget.load = replace(budget.load, assigned_by_priority={}, not_before=0.0)
 
-    def place(self, ticket: Ticket, verifier_id: VerifierId) -> Lease:
+    def assign_request(
+        self, admission_request: AdmissionRequest, verifier_id: VerifierId
+    ) -> CapacityReservation:
         """Give a place away."""
         budget = self._budgets[verifier_id]
-        budget.load = budget.load.with_session(ticket)
-        lease = Lease(
-            ticket=ticket,
+        budget.load = budget.load.with_session(admission_request)
+        lease = CapacityReservation(
+            admission_request=admission_request,
             verifier_id=verifier_id,
             generation=budget.generation,
-            tokens=budget.load.rounded(ticket.tokens),
+            tokens=budget.load.round_to_blocks(admission_request.counted_tokens),
         )
         budget.leases[lease] = None
         return lease
 
-    def release(self, lease: Lease, now: float, *, refused: bool) -> None:
+    def release_capacity(self, lease: CapacityReservation, now: float, *, refused: bool) -> None:
         """Take a place back. `refused`: the verifier had no room although the ledger said so."""
         budget = self._budgets[lease.verifier_id]
         if budget.generation != lease.generation:
             return
         del budget.leases[lease]
-        budget.load = budget.load.changed(lease.ticket.priority, -1, -lease.tokens)
+        budget.load = budget.load.with_change(lease.admission_request.priority, -1, -lease.tokens)
         if refused:
             budget.load = replace(budget.load, not_before=now + FULL_BACKOFF_S)
 
     def could_fit(self, kv_tokens: int) -> bool:
         """Whether some healthy verifier could serve a session that may grow to this size."""
-        return any(load.fits_empty(kv_tokens) for load in self.loads)
+        return any(load.could_ever_fit(kv_tokens) for load in self.loads)
 
-    def check_party(self, size: int, queue_limit: int) -> None:
+    def check_group(self, size: int, queue_limit: int) -> None:
         """Requests that come together must find places or wait: InvalidRequestError where the
         healthy verifiers and the queue are too few for them even when nobody else is there."""
-        most = sum(load.max_sessions for load in self.loads if not load.draining)
+        most = sum(load.max_sessions for load in self.loads if not load.is_draining)
         if most and size > most + queue_limit:
             raise InvalidRequestError(
                 f"{size} answers cannot be given at once: the fleet serves {most} requests while "
@@ -150,9 +158,12 @@ class Ledger:
 
     def _regrow(self, budget: _Budget) -> None:
         for lease in budget.leases:
-            more = budget.load.rounded(self.expected(lease.ticket)) - lease.tokens
+            more = (
+                budget.load.round_to_blocks(self.expected_tokens(lease.admission_request))
+                - lease.tokens
+            )
             if more > 0:
-                budget.load = budget.load.changed(lease.ticket.priority, 0, more)
+                budget.load = budget.load.with_change(lease.admission_request.priority, 0, more)
                 lease.tokens += more
 
     def _others(self, budget: _Budget, info: VerifierInfo) -> int:
@@ -161,8 +172,10 @@ class Ledger:
         used = (info.kv_total_blocks - info.kv_free_blocks) * info.kv_block_tokens
         return max(0, used - sum(self._held(budget.load, budget.leases)))
 
-    def _held(self, load: VerifierLoad, leases: Iterable[Lease]) -> Iterable[int]:
+    def _held(self, load: VerifierLoad, leases: Iterable[CapacityReservation]) -> Iterable[int]:
         """Tokens that sessions hold now."""
         for lease in leases:
-            ticket = lease.ticket
-            yield load.rounded(ticket.prompt_tokens + self._emitted(ticket.request_id))
+            admission_request = lease.admission_request
+            yield load.round_to_blocks(
+                admission_request.prompt_tokens + self._emitted(admission_request.request_id)
+            )

@@ -9,13 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 
-WINDOW = 512
+WINDOW_REQUESTS = 512
 """Ended requests that the expectation follows."""
-ENOUGH = 8
+MIN_REQUESTS = 8
 """Fewer comparable requests than this say nothing."""
 
 
-class Lengths:
+class OutputLengthEstimator:
     """The lengths of the newest answers."""
 
     def __init__(self, *, assumed: int, quantile: float) -> None:
@@ -29,9 +29,9 @@ class Lengths:
         self._cut: list[int] = []
         """Lengths of those that their bound cut, ascending: as long, or longer."""
 
-    def add(self, emitted: int, bound: int) -> None:
+    def add_answer(self, emitted: int, bound: int) -> None:
         """An answer has ended with `emitted` tokens, of at most `bound`."""
-        if len(self._newest) == WINDOW:
+        if len(self._newest) == WINDOW_REQUESTS:
             length, cut = self._newest.popleft()
             known = self._cut if cut else self._whole
             del known[bisect_right(known, length) - 1]
@@ -39,7 +39,7 @@ class Lengths:
         self._newest.append(entry)
         insort(self._cut if entry[1] else self._whole, emitted)
 
-    def expected(self, bound: int, emitted: int = 0) -> int:
+    def expected_len(self, bound: int, emitted: int = 0) -> int:
         """Tokens that an answer of at most `bound` will have which has `emitted` now.
 
         An answer that a smaller bound cut says nothing of how this one goes on; one that outgrew
@@ -47,7 +47,7 @@ class Lengths:
         """
         longer = len(self._whole) - bisect_right(self._whole, emitted)
         at_bound = len(self._cut) - bisect_right(self._cut, bound - 1)
-        if longer + at_bound < ENOUGH:
+        if longer + at_bound < MIN_REQUESTS:
             guess = max(self._assumed, 2 * emitted)
         else:
             index = int(self._quantile * (longer + at_bound))

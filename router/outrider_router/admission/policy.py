@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from outrider.errors import UnavailableError
 from outrider.ids import RequestId, TenantId, VerifierId
 from outrider.wire.limits import MAX_PRIORITY
-from outrider_router.admission.wait_order import Ticket, in_order
+from outrider_router.admission.wait_order import AdmissionRequest, admission_order
 
 NO_VERIFIER = "NO_VERIFIER"
 """Reason of errors: no verifier is healthy."""
 MIN_PRIORITY = -MAX_PRIORITY
-MOST_BEYOND = 32
+MAX_EXCESS_SESSIONS = 32
 """Sessions beyond those that a verifier serves that are placed there for others to make way; it
 lets some more wait, 64 unless it is told otherwise."""
 FULL_BACKOFF_S = 0.1
@@ -30,7 +30,7 @@ FULL_BACKOFF_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class AssignedLoad:
     """The sessions of one priority on a verifier."""
 
     sessions: int = 0
@@ -49,7 +49,7 @@ class VerifierLoad:
     """Sessions are counted in multiples of this."""
     overcommit: float = 1.0
     """So many times the cache is given away."""
-    placed: Mapping[int, Placed] = field(default_factory=dict)
+    assigned_by_priority: Mapping[int, AssignedLoad] = field(default_factory=dict)
     """What this router has placed there, by priority."""
     max_sessions: int
     others_tokens: int = 0
@@ -58,7 +58,7 @@ class VerifierLoad:
     """Sessions that waited for KV there at the last look."""
     free_tokens: int = 0
     """Tokens that were free there at the last look, less the prompts placed since."""
-    draining: bool = False
+    is_draining: bool = False
     """Whether it takes no new sessions any more."""
     not_before: float = 0.0
     """Clock time before which nothing is placed here, seconds."""
@@ -66,150 +66,162 @@ class VerifierLoad:
     @property
     def sessions(self) -> int:
         """Sessions that were placed here."""
-        return sum(placed.sessions for placed in self.placed.values())
+        return sum(placed.sessions for placed in self.assigned_by_priority.values())
 
     @property
     def tokens(self) -> int:
         """Tokens of KV that are given away."""
-        return sum(placed.tokens for placed in self.placed.values())
+        return sum(placed.tokens for placed in self.assigned_by_priority.values())
 
-    def rounded(self, tokens: int) -> int:
+    def round_to_blocks(self, tokens: int) -> int:
         """`tokens` in whole blocks."""
         return -(-tokens // self.block_tokens) * self.block_tokens
 
-    def fits_empty(self, tokens: int) -> bool:
+    def could_ever_fit(self, tokens: int) -> bool:
         """Whether a session that may grow to this size could ever be served here."""
-        fits = self.rounded(tokens) <= self.total_tokens and self.max_sessions > 0
-        return fits and not self.draining
+        fits = self.round_to_blocks(tokens) <= self.total_tokens and self.max_sessions > 0
+        return fits and not self.is_draining
 
-    def fits_now(self, ticket: Ticket, now: float) -> bool:
+    def fits_now(self, admission_request: AdmissionRequest, now: float) -> bool:
         """Whether a session fits beside those that were placed."""
-        if self.sessions and self.waiting and self.free_tokens < self.rounded(ticket.prompt_tokens):
+        if (
+            self.sessions
+            and self.waiting
+            and self.free_tokens < self.round_to_blocks(admission_request.prompt_tokens)
+        ):
             # More is held there than was expected; those that wait go first.
             return False
-        return self._takes(ticket, now, self.sessions, self.tokens)
+        return self._takes(admission_request, now, self.sessions, self.tokens)
 
-    def fits_by_preempting(self, ticket: Ticket, now: float) -> bool:
+    def fits_by_preempting(self, admission_request: AdmissionRequest, now: float) -> bool:
         """Whether it fits beside those of its priority and above: others can be preempted for it.
 
         Few are made to wait at once: a verifier holds no more than it is told to.
         """
-        above = self.from_priority(ticket.priority)
-        most = self.max_sessions + MOST_BEYOND
+        above = self.from_priority(admission_request.priority)
+        most = self.max_sessions + MAX_EXCESS_SESSIONS
         if above.sessions == self.sessions or self.sessions >= most:
             return False
-        return self._takes(ticket, now, above.sessions, above.tokens)
+        return self._takes(admission_request, now, above.sessions, above.tokens)
 
-    def from_priority(self, priority: int) -> Placed:
+    def from_priority(self, priority: int) -> AssignedLoad:
         """What is placed here of this priority and above."""
-        above = [placed for level, placed in self.placed.items() if level >= priority]
-        return Placed(sum(each.sessions for each in above), sum(each.tokens for each in above))
+        above = [placed for level, placed in self.assigned_by_priority.items() if level >= priority]
+        return AssignedLoad(
+            sum(each.sessions for each in above), sum(each.tokens for each in above)
+        )
 
-    def with_session(self, ticket: Ticket) -> VerifierLoad:
+    def with_session(self, admission_request: AdmissionRequest) -> VerifierLoad:
         """The load after a session is placed."""
-        load = self.changed(ticket.priority, 1, self.rounded(ticket.tokens))
-        used = self.rounded(ticket.prompt_tokens)
+        load = self.with_change(
+            admission_request.priority, 1, self.round_to_blocks(admission_request.counted_tokens)
+        )
+        used = self.round_to_blocks(admission_request.prompt_tokens)
         return replace(load, free_tokens=max(0, self.free_tokens - used))
 
-    def changed(self, priority: int, sessions: int, tokens: int) -> VerifierLoad:
+    def with_change(self, priority: int, sessions: int, tokens: int) -> VerifierLoad:
         """The load with so many sessions and tokens of a priority more."""
-        before = self.placed.get(priority, Placed())
-        after = Placed(before.sessions + sessions, before.tokens + tokens)
-        placed = {**self.placed, priority: after}
+        before = self.assigned_by_priority.get(priority, AssignedLoad())
+        after = AssignedLoad(before.sessions + sessions, before.tokens + tokens)
+        placed = {**self.assigned_by_priority, priority: after}
         if not after.sessions:
             del placed[priority]
-        return replace(self, placed=placed)
+        return replace(self, assigned_by_priority=placed)
 
-    def _takes(self, ticket: Ticket, now: float, sessions: int, tokens: int) -> bool:
+    def _takes(
+        self, admission_request: AdmissionRequest, now: float, sessions: int, tokens: int
+    ) -> bool:
         room = self.overcommit * self.total_tokens - self.others_tokens
-        fits = not sessions or tokens + self.rounded(ticket.tokens) <= room
+        fits = (
+            not sessions or tokens + self.round_to_blocks(admission_request.counted_tokens) <= room
+        )
         return (
             now >= self.not_before
             and sessions < self.max_sessions
-            and self.fits_empty(ticket.kv_tokens)
+            and self.could_ever_fit(admission_request.kv_tokens)
             and fits
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class AdmissionState:
     """What `plan` decides from."""
 
-    queue: tuple[Ticket, ...]
+    queue: tuple[AdmissionRequest, ...]
     verifiers: tuple[VerifierLoad, ...]
     """Healthy verifiers only."""
-    room: Mapping[TenantId, int] = field(default_factory=dict)
+    tenant_room: Mapping[TenantId, int] = field(default_factory=dict)
     """Requests that tenants may have placed beside those that are, where that is bounded."""
     aging_s: float = 0.0
     """As in `in_order`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class AdmitRequest:
     """Serve the request on this verifier."""
 
     request_id: RequestId
     verifier_id: VerifierId
-    preempts: bool = False
+    needs_preemption: bool = False
     """Whether sessions of lower priority have to make way for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Expire:
+class ExpireRequest:
     """The request's deadline passed while it waited."""
 
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseRequest:
     """No verifier is left to wait for, or none that could ever serve it."""
 
     request_id: RequestId
 
 
-Action = Admit | Expire | Refuse
+AdmissionAction = AdmitRequest | ExpireRequest | RefuseRequest
 
 
-def plan(state: State, now: float) -> list[Action]:
+def plan_admission(state: AdmissionState, now: float) -> list[AdmissionAction]:
     """What to do with the waiting requests, in order."""
-    actions: list[Action] = []
+    actions: list[AdmissionAction] = []
     loads = {load.verifier_id: load for load in state.verifiers}
-    room = dict(state.room)
+    room = dict(state.tenant_room)
     blocked = False
-    for ticket in in_order(state.queue, now, state.aging_s):
-        if ticket.deadline is not None and now >= ticket.deadline:
-            actions.append(Expire(ticket.request_id))
-        elif not any(load.fits_empty(ticket.kv_tokens) for load in loads.values()):
+    for admission_request in admission_order(state.queue, now, state.aging_s):
+        if admission_request.deadline is not None and now >= admission_request.deadline:
+            actions.append(ExpireRequest(admission_request.request_id))
+        elif not any(load.could_ever_fit(admission_request.kv_tokens) for load in loads.values()):
             # It may come back; meanwhile nobody else waits for it.
-            if ticket.patient_until is None or now >= ticket.patient_until:
-                actions.append(Refuse(ticket.request_id))
-        elif not blocked and room.get(ticket.tenant, 1) > 0:
-            chosen = choose_verifier(loads.values(), ticket, now)
+            if admission_request.waits_until is None or now >= admission_request.waits_until:
+                actions.append(RefuseRequest(admission_request.request_id))
+        elif not blocked and room.get(admission_request.tenant, 1) > 0:
+            chosen = choose_verifier(loads.values(), admission_request, now)
             if chosen is None:
                 blocked = True
                 continue
             action, load = chosen
             loads[load.verifier_id] = load
-            if ticket.tenant in room:
-                room[ticket.tenant] -= 1
+            if admission_request.tenant in room:
+                room[admission_request.tenant] -= 1
             actions.append(action)
     return actions
 
 
 def choose_verifier(
-    loads: Collection[VerifierLoad], ticket: Ticket, now: float
-) -> tuple[Admit, VerifierLoad] | None:
+    loads: Collection[VerifierLoad], admission_request: AdmissionRequest, now: float
+) -> tuple[AdmitRequest, VerifierLoad] | None:
     """Where a session goes, and the load there with it.
 
     The largest free share of KV; ties by fewest sessions, then by id. Where it fits nowhere: the
     largest share that those of its priority and above leave.
     """
-    able = [load for load in loads if load.fits_now(ticket, now)]
+    able = [load for load in loads if load.fits_now(admission_request, now)]
     priority, preempts = MIN_PRIORITY, not able
     if preempts:
-        able = [load for load in loads if load.fits_by_preempting(ticket, now)]
-        priority = ticket.priority
+        able = [load for load in loads if load.fits_by_preempting(admission_request, now)]
+        priority = admission_request.priority
 
     def share(load: VerifierLoad) -> tuple[float, int, VerifierId]:
         held = load.from_priority(priority).tokens + load.others_tokens
@@ -218,20 +230,20 @@ def choose_verifier(
     chosen = min(able, key=share, default=None)
     if chosen is None:
         return None
-    admit = Admit(ticket.request_id, chosen.verifier_id, preempts)
-    return admit, chosen.with_session(ticket)
+    admit = AdmitRequest(admission_request.request_id, chosen.verifier_id, preempts)
+    return admit, chosen.with_session(admission_request)
 
 
-def next_wake(state: State, now: float) -> float | None:
+def next_change_at(state: AdmissionState, now: float) -> float | None:
     """The next clock time at which `plan` may decide differently by itself, or None."""
-    ends = [end for ticket in state.queue for end in (ticket.deadline, ticket.patient_until)]
+    ends = [end for ticket in state.queue for end in (ticket.deadline, ticket.waits_until)]
     times = [end for end in ends if end is not None]
     if state.queue:
         times += [load.not_before for load in state.verifiers]
     return min((time for time in times if time > now), default=None)
 
 
-def no_verifier() -> UnavailableError:
+def no_verifier_error() -> UnavailableError:
     """The error of a request while no verifier is healthy."""
     return UnavailableError(
         "no verifier is ready; try again later", reason=NO_VERIFIER, retry_after_s=1.0

@@ -10,24 +10,24 @@ from dataclasses import replace
 from outrider.errors import DeadlineExceededError, OutriderError, ResourceExhaustedError
 from outrider.ids import RequestId, VerifierId
 from outrider.wire.messages import VerifierInfo
-from outrider_router.admission.capacity_ledger import Lease, Ledger
-from outrider_router.admission.guest import Guest
-from outrider_router.admission.length_estimate import Lengths
+from outrider_router.admission.capacity_ledger import CapacityLedger, CapacityReservation
+from outrider_router.admission.guest import QueueEntry
+from outrider_router.admission.length_estimate import OutputLengthEstimator
 from outrider_router.admission.policy import (
-    Action,
-    Admit,
-    Expire,
-    Refuse,
-    State,
-    next_wake,
-    no_verifier,
-    plan,
+    AdmissionAction,
+    AdmissionState,
+    AdmitRequest,
+    ExpireRequest,
+    RefuseRequest,
+    next_change_at,
+    no_verifier_error,
+    plan_admission,
 )
-from outrider_router.admission.request_group import Party
-from outrider_router.admission.wait_order import Ticket, who_makes_way
+from outrider_router.admission.request_group import RequestGroup
+from outrider_router.admission.wait_order import AdmissionRequest, request_to_displace
 from outrider_router.base.metrics import RouterMetrics
-from outrider_router.base.retry_hints import REFUSALS, Places
-from outrider_router.base.tenants import Tenant, Tenants
+from outrider_router.base.retry_hints import REFUSALS, HeldQueuePositions
+from outrider_router.base.tenants import Tenant, TenantRegistry
 from outrider_router.config import RouterConfig
 
 
@@ -44,57 +44,59 @@ class AdmissionQueue:
     ) -> None:
         """`clock` is monotonic, in seconds; `emitted` counts the tokens of a request so far."""
         self.queue_limit = config.queue_limit
-        self.lengths = Lengths(
-            assumed=config.overload.assumed_tokens, quantile=config.overload.length_quantile
+        self.lengths = OutputLengthEstimator(
+            assumed=config.overload.prior_answer_tokens, quantile=config.overload.length_quantile
         )
-        self._ledger = Ledger(
+        self._capacity_ledger = CapacityLedger(
             self.lengths, overcommit=config.overload.kv_overcommit, emitted=emitted
         )
-        self.tenants = Tenants(config.tenants, most=config.overload.max_tenants)
+        self.tenants = TenantRegistry(config.tenants, most=config.overload.max_tenants)
         self._config = config
         self._metrics = metrics
         self._clock = clock
         self._emitted = emitted
-        self._guests: dict[RequestId, Guest] = {}
-        self._waiting: dict[RequestId, Guest] = {}
-        self._joining: dict[RequestId, Party] = {}
+        self._guests: dict[RequestId, QueueEntry] = {}
+        self._waiting: dict[RequestId, QueueEntry] = {}
+        self._joining: dict[RequestId, RequestGroup] = {}
         """Requests that wait for those that they come with."""
         self._timer: asyncio.TimerHandle | None = None
         self._service_s = 1.0
-        self._places = Places(config.queue_limit)
+        self._places = HeldQueuePositions(config.queue_limit)
         self._depths: Counter[int] = Counter()
 
     @property
-    def guests(self) -> int:
+    def num_entries(self) -> int:
         """Requests that came and have not left."""
         return len(self._guests)
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
 
     @property
     def reserved_tokens(self) -> int:
         """KV tokens given away, over all verifiers."""
-        return self._ledger.tokens
+        return self._capacity_ledger.tokens
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         """Sessions placed, over all verifiers."""
-        return self._ledger.sessions
+        return self._capacity_ledger.sessions
 
-    def saw_verifier(self, info: VerifierInfo) -> None:
+    def update_verifier(self, info: VerifierInfo) -> None:
         """A verifier is healthy, and says what it has."""
-        self._ledger.saw(info)
+        self._capacity_ledger.update_verifier(info)
         self._pump()
 
     def drop_verifier(self, verifier_id: VerifierId) -> None:
         """A verifier is lost, and with it all that was placed there."""
-        self._ledger.drop(verifier_id)
+        self._capacity_ledger.drop_verifier(verifier_id)
         self._pump()
 
-    async def acquire(self, ticket: Ticket, party: Party | None = None) -> Lease:
+    async def reserve_capacity(
+        self, admission_request: AdmissionRequest, group: RequestGroup | None = None
+    ) -> CapacityReservation:
         """Wait for a place. `party`: whom it comes with.
 
         The first call for a request charges its tenant; more may follow until `leave`, none of
@@ -102,172 +104,182 @@ class AdmissionQueue:
         tenant's rate is exceeded or the queue is full, UnavailableError without a healthy
         verifier, DeadlineExceededError. Cancelling the wait leaves the queue.
         """
-        guest = self._guests.get(ticket.request_id)
-        if guest is not None:
-            self._line_up([self._enter_again(guest, ticket)])
-        elif party is None or party.inside:
-            self._line_up(self._enter((ticket,)))
+        queue_entry = self._guests.get(admission_request.request_id)
+        if queue_entry is not None:
+            self._line_up([self._enter_again(queue_entry, admission_request)])
+        elif group is None or group.inside:
+            self._line_up(self._enter((admission_request,)))
         else:
-            await self._come_with(party, ticket)
-        guest = self._guests[ticket.request_id]
-        future = guest.place
+            await self._come_with(group, admission_request)
+        queue_entry = self._guests[admission_request.request_id]
+        future = queue_entry.lease_future
         assert future is not None, "it waits"
         try:
             return await future
         except asyncio.CancelledError:
             # A cancel may arrive after the place was given but before it was taken.
             if future.done() and not future.cancelled() and future.exception() is None:
-                self.release(future.result())
+                self.release_capacity(future.result())
             raise
         finally:
-            self._remove(guest)
-            if not guest.leases:
-                self.leave(ticket.request_id)
+            self._remove(queue_entry)
+            if not queue_entry.leases:
+                self.remove_request(admission_request.request_id)
 
-    def fail(self, request_id: RequestId, error: OutriderError) -> None:
+    def fail_request(self, request_id: RequestId, error: OutriderError) -> None:
         """End a request's wait with an error; nothing happens if it does not wait."""
-        if (party := self._joining.get(request_id)) is not None:
-            party.refuse(error)
-        guest = self._waiting.get(request_id)
-        if guest is not None and guest.place is not None and guest.pending:
-            guest.place.set_exception(error)
+        if (group := self._joining.get(request_id)) is not None:
+            group.fail_group(error)
+        queue_entry = self._waiting.get(request_id)
+        if (
+            queue_entry is not None
+            and queue_entry.lease_future is not None
+            and queue_entry.is_pending
+        ):
+            queue_entry.lease_future.set_exception(error)
 
-    def release(self, lease: Lease, *, refused: bool = False) -> None:
+    def release_capacity(self, lease: CapacityReservation, *, refused: bool = False) -> None:
         """Give a place back. `refused`: the verifier had no room although the ledger said so."""
         self._take_back(lease, refused=refused)
         self._pump()
 
-    def leave(self, request_id: RequestId) -> None:
+    def remove_request(self, request_id: RequestId) -> None:
         """A request is over and holds no place; idempotent. Its tenant pays for what it was."""
-        guest = self._guests.pop(request_id, None)
-        if guest is None:
+        queue_entry = self._guests.pop(request_id, None)
+        if queue_entry is None:
             return
-        ticket, tenant, used = guest.ticket, guest.tenant, 0
-        tenant.held -= 1
-        if guest.placed_at is None:
-            self.tenants.withdrawn(tenant, guest.charged)
+        admission_request, tenant, used = queue_entry.admission_request, queue_entry.tenant, 0
+        tenant.num_requests -= 1
+        if queue_entry.placed_at is None:
+            self.tenants.record_withdrawn(tenant, queue_entry.charged)
         else:
             emitted = self._emitted(request_id)
-            used = ticket.prompt_tokens + emitted
-            self._service_s += 0.2 * (self._clock() - guest.placed_at - self._service_s)
+            used = admission_request.prompt_tokens + emitted
+            self._service_s += 0.2 * (self._clock() - queue_entry.placed_at - self._service_s)
             if emitted:
-                self.lengths.add(emitted, ticket.max_new_tokens)
+                self.lengths.add_answer(emitted, admission_request.max_new_tokens)
         if tenant.tokens is not None:
-            tenant.tokens.take(used - guest.charged)
-        self._metrics.tenant_tokens.labels(self.tenants.label(tenant.name)).inc(used)
+            tenant.tokens.take_tokens(used - queue_entry.charged)
+        self._metrics.tenant_tokens.labels(self.tenants.metrics_label(tenant.name)).inc(used)
 
     def sessions_on(self, verifier_id: VerifierId) -> int:
         """Sessions placed on one verifier."""
-        return self._ledger.sessions_on(verifier_id)
+        return self._capacity_ledger.sessions_on(verifier_id)
 
     def could_fit(self, kv_tokens: int) -> bool:
         """Whether some healthy verifier could serve a session that may grow to this size."""
-        return self._ledger.could_fit(kv_tokens)
+        return self._capacity_ledger.could_fit(kv_tokens)
 
-    async def _come_with(self, party: Party, ticket: Ticket) -> None:
+    async def _come_with(self, group: RequestGroup, admission_request: AdmissionRequest) -> None:
         """Line up once all of a party are there. Raises what keeps one of them out."""
-        self._joining[ticket.request_id] = party
+        self._joining[admission_request.request_id] = group
         try:
-            if tickets := party.join(ticket):
-                self._line_up_all(party, tickets)
-            await party.wait()
+            if admission_requests := group.add_request(admission_request):
+                self._line_up_all(group, admission_requests)
+            await group.wait_admitted()
         except asyncio.CancelledError:
-            party.leave()
-            if (guest := self._guests.get(ticket.request_id)) is not None:
-                self._dismiss([guest])
+            group.remove_request()
+            if (queue_entry := self._guests.get(admission_request.request_id)) is not None:
+                self._dismiss([queue_entry])
             raise
         finally:
-            self._joining.pop(ticket.request_id, None)
+            self._joining.pop(admission_request.request_id, None)
 
-    def _line_up_all(self, party: Party, tickets: Sequence[Ticket]) -> None:
+    def _line_up_all(
+        self, group: RequestGroup, admission_requests: Sequence[AdmissionRequest]
+    ) -> None:
         """Let all of a party in, or none of them."""
         try:
-            self._ledger.check_party(len(tickets), self.queue_limit)
-            self._line_up(guests := self._enter(tickets))
+            self._capacity_ledger.check_group(len(admission_requests), self.queue_limit)
+            self._line_up(guests := self._enter(admission_requests))
         except OutriderError as error:
-            party.refuse(error)
+            group.fail_group(error)
             return
-        problems = [problem for guest in guests if (problem := guest.problem) is not None]
+        problems = [problem for queue_entry in guests if (problem := queue_entry.error) is not None]
         if problems:
-            party.refuse(problems[0])
+            group.fail_group(problems[0])
             self._dismiss(guests)
             return
-        party.let_in()
-        for guest in guests:
-            if guest.leases:
-                self.tenants.reached(guest.ticket.start)
+        group.admit()
+        for queue_entry in guests:
+            if queue_entry.leases:
+                self.tenants.advance_time(queue_entry.admission_request.virtual_start)
 
-    def _dismiss(self, guests: Sequence[Guest]) -> None:
+    def _dismiss(self, guests: Sequence[QueueEntry]) -> None:
         """They leave before anybody could take a place: it is as if they had not come."""
-        for guest in guests:
-            self._unqueue(guest)
-            for lease in tuple(guest.leases):
+        for queue_entry in guests:
+            self._unqueue(queue_entry)
+            for lease in tuple(queue_entry.leases):
                 self._take_back(lease)
-            if guest.place is not None:
-                guest.place.cancel()
-            guest.placed_at = None
-            self.leave(guest.ticket.request_id)
+            if queue_entry.lease_future is not None:
+                queue_entry.lease_future.cancel()
+            queue_entry.placed_at = None
+            self.remove_request(queue_entry.admission_request.request_id)
         self._pump()
 
-    def _enter(self, tickets: Sequence[Ticket]) -> list[Guest]:
+    def _enter(self, admission_requests: Sequence[AdmissionRequest]) -> list[QueueEntry]:
         """Charge the tenant of requests that come together; ResourceExhaustedError if that is
         beyond its rate."""
         now = self._clock()
-        tenant = self.tenants.get(tickets[0].tenant, now)
-        expected = [self._ledger.expected(ticket) for ticket in tickets]
+        tenant = self.tenants.get_tenant(admission_requests[0].tenant, now)
+        expected = [self._capacity_ledger.expected_tokens(ticket) for ticket in admission_requests]
         # The slack is nothing that the tenant uses.
         costs = [
             min(tokens, ticket.prompt_tokens + ticket.max_new_tokens)
-            for tokens, ticket in zip(expected, tickets, strict=True)
+            for tokens, ticket in zip(expected, admission_requests, strict=True)
         ]
-        if not self._emitted(tickets[0].request_id):
-            self._check_rates(tenant, len(tickets), sum(costs), now)
+        if not self._emitted(admission_requests[0].request_id):
+            self._check_rates(tenant, len(admission_requests), sum(costs), now)
         return [
-            self._charge(tenant, replace(ticket, arrived=now, expected_tokens=tokens), cost)
-            for ticket, tokens, cost in zip(tickets, expected, costs, strict=True)
+            self._charge(tenant, replace(ticket, arrived_at=now, expected_tokens=tokens), cost)
+            for ticket, tokens, cost in zip(admission_requests, expected, costs, strict=True)
         ]
 
-    def _charge(self, tenant: Tenant, ticket: Ticket, cost: int) -> Guest:
+    def _charge(self, tenant: Tenant, admission_request: AdmissionRequest, cost: int) -> QueueEntry:
         if tenant.requests is not None:
-            tenant.requests.take(1.0)
+            tenant.requests.take_tokens(1.0)
         if tenant.tokens is not None:
-            tenant.tokens.take(cost)
-        ticket = replace(
-            ticket,
+            tenant.tokens.take_tokens(cost)
+        admission_request = replace(
+            admission_request,
             tenant=tenant.name,
-            start=self.tenants.queued(tenant, cost),
-            served=self._emitted(ticket.request_id) > 0,
+            virtual_start=self.tenants.record_queued(tenant, cost),
+            was_assigned=self._emitted(admission_request.request_id) > 0,
         )
-        self._metrics.tenant_requests.labels(self.tenants.label(tenant.name)).inc()
-        guest = self._guests[ticket.request_id] = Guest(ticket=ticket, tenant=tenant, charged=cost)
-        return guest
+        self._metrics.tenant_requests.labels(self.tenants.metrics_label(tenant.name)).inc()
+        queue_entry = self._guests[admission_request.request_id] = QueueEntry(
+            admission_request=admission_request, tenant=tenant, charged=cost
+        )
+        return queue_entry
 
-    def _enter_again(self, guest: Guest, ticket: Ticket) -> Guest:
+    def _enter_again(
+        self, queue_entry: QueueEntry, admission_request: AdmissionRequest
+    ) -> QueueEntry:
         """A request needs another place; it keeps its turn."""
-        before = guest.ticket
-        guest.ticket = replace(
-            ticket,
+        before = queue_entry.admission_request
+        queue_entry.admission_request = replace(
+            admission_request,
             tenant=before.tenant,
-            arrived=before.arrived,
-            start=before.start,
-            expected_tokens=self._ledger.expected(ticket),
-            served=True,
+            arrived_at=before.arrived_at,
+            virtual_start=before.virtual_start,
+            expected_tokens=self._capacity_ledger.expected_tokens(admission_request),
+            was_assigned=True,
         )
-        return guest
+        return queue_entry
 
-    def _line_up(self, guests: Sequence[Guest]) -> None:
+    def _line_up(self, guests: Sequence[QueueEntry]) -> None:
         """Have guests wait for places; who gets none in the queue has an error at once."""
-        for guest in guests:
-            guest.place = asyncio.get_running_loop().create_future()
-            self._waiting[guest.ticket.request_id] = guest
-            self._count(guest, 1)
+        for queue_entry in guests:
+            queue_entry.lease_future = asyncio.get_running_loop().create_future()
+            self._waiting[queue_entry.admission_request.request_id] = queue_entry
+            self._count(queue_entry, 1)
         self._pump()
         self._bound(guests)
 
     def _check_rates(self, tenant: Tenant, count: int, cost: int, now: float) -> None:
         bounds = (tenant.requests, count, "requests"), (tenant.tokens, cost, "tokens")
         for bucket, units, what in bounds:
-            if bucket is not None and bucket.missing(units, now):
+            if bucket is not None and bucket.shortage(units, now):
                 self._metrics.refusals.labels("RATE_LIMITED").inc()
                 raise ResourceExhaustedError(
                     f"the tenant has used up its rate of {what}; try again later",
@@ -275,122 +287,130 @@ class AdmissionQueue:
                     retry_after_s=bucket.hint_s(units, now),
                 )
 
-    def _bound(self, guests: Sequence[Guest]) -> None:
+    def _bound(self, guests: Sequence[QueueEntry]) -> None:
         """Keep the queue within its limit: others make way for newcomers, or one is refused."""
-        newcomers = [guest for guest in guests if guest.pending and not guest.ticket.served]
+        newcomers = [
+            guest
+            for guest in guests
+            if guest.is_pending and not guest.admission_request.was_assigned
+        ]
         if not newcomers:
             return
         now = self._clock()
         # The queue moves on with every request that ends.
-        each_s = self._service_s / max(1, self.running)
-        queue = [g for g in self._waiting.values() if g.pending and g not in newcomers]
-        victims: list[Ticket] = []
+        each_s = self._service_s / max(1, self.num_running)
+        queue = [g for g in self._waiting.values() if g.is_pending and g not in newcomers]
+        victims: list[AdmissionRequest] = []
         for newcomer in newcomers:
-            ticket = newcomer.ticket
-            others = [guest.ticket for guest in queue]
+            admission_request = newcomer.admission_request
+            others = [guest.admission_request for guest in queue]
             queue.append(newcomer)
-            due = self._places.is_due(ticket.request_id, now)
-            if len(queue) + (0 if due else self._places.kept(now)) <= self.queue_limit:
-                self._places.taken(ticket.request_id)
+            due = self._places.is_due(admission_request.request_id, now)
+            if len(queue) + (0 if due else self._places.num_held(now)) <= self.queue_limit:
+                self._places.forget_request(admission_request.request_id)
                 continue
             weights = {guest.tenant.name: guest.tenant.limits.weight for guest in queue}
-            victim = who_makes_way(others, ticket, weights)
+            victim = request_to_displace(others, admission_request, weights)
             if victim is None:
-                self._refuse(ticket, "QUEUE_FULL", each_s)
+                self._refuse(admission_request, "QUEUE_FULL", each_s)
                 return
             if len(queue) > self.queue_limit:
                 victims.append(victim)
-                queue = [guest for guest in queue if guest.ticket is not victim]
+                queue = [guest for guest in queue if guest.admission_request is not victim]
         for victim in victims:
             self._refuse(victim, "DISPLACED", each_s)
 
-    def _refuse(self, ticket: Ticket, reason: str, each_s: float) -> None:
-        known = ticket.request_id if ticket.returns else None
-        hint_s = self._places.hint_s(known, self._clock(), each_s)
+    def _refuse(self, admission_request: AdmissionRequest, reason: str, each_s: float) -> None:
+        known = admission_request.request_id if admission_request.is_client_named else None
+        hint_s = self._places.next_retry_s(known, self._clock(), each_s)
         what = REFUSALS[reason].format(limit=self.queue_limit)
         self._metrics.refusals.labels(reason).inc()
         error = ResourceExhaustedError(what, reason=reason, retry_after_s=hint_s)
-        self.fail(ticket.request_id, error)
+        self.fail_request(admission_request.request_id, error)
 
-    def _state(self) -> State:
-        pending = [guest for guest in self._waiting.values() if guest.pending]
+    def _state(self) -> AdmissionState:
+        pending = [guest for guest in self._waiting.values() if guest.is_pending]
         room = {
-            guest.tenant.name: guest.tenant.limits.max_running - guest.tenant.running
+            guest.tenant.name: guest.tenant.limits.max_running - guest.tenant.num_running
             for guest in pending
             if guest.tenant.limits.max_running
         }
-        return State(
-            queue=tuple(guest.ticket for guest in pending),
-            verifiers=self._ledger.loads,
-            room=room,
-            aging_s=self._config.overload.aging_s,
+        return AdmissionState(
+            queue=tuple(guest.admission_request for guest in pending),
+            verifiers=self._capacity_ledger.loads,
+            tenant_room=room,
+            aging_s=self._config.overload.priority_aging_s,
         )
 
     def _pump(self) -> None:
         now = self._clock()
         if self._waiting:
-            self._perform(plan(self._state(), now))
-        self._metrics.requests_running.set(self.running)
+            self._perform(plan_admission(self._state(), now))
+        self._metrics.requests_running.set(self.num_running)
         self._metrics.kv_reserved_tokens.set(self.reserved_tokens)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wake = next_wake(self._state(), now) if self._waiting else None
+        wake = next_change_at(self._state(), now) if self._waiting else None
         if wake is not None:
             self._timer = asyncio.get_running_loop().call_later(wake - now, self._pump)
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Sequence[AdmissionAction]) -> None:
         for action in actions:
             match action:
-                case Admit():
+                case AdmitRequest():
                     self._admit(action)
-                case Expire(request_id=request_id):
-                    self.fail(
+                case ExpireRequest(request_id=request_id):
+                    self.fail_request(
                         request_id,
                         DeadlineExceededError(
                             "the deadline passed while the request was queued",
                             reason="DEADLINE_IN_QUEUE",
                         ),
                     )
-                case Refuse(request_id=request_id):
-                    self.fail(request_id, no_verifier())
+                case RefuseRequest(request_id=request_id):
+                    self.fail_request(request_id, no_verifier_error())
 
-    def _admit(self, action: Admit) -> None:
-        guest = self._waiting[action.request_id]
-        assert guest.place is not None, "it waits"
-        lease = self._ledger.place(guest.ticket, action.verifier_id)
-        guest.leases.append(lease)
-        if guest.placed_at is None:
-            guest.placed_at = self._clock()
-            self._places.taken(action.request_id)
-        guest.tenant.running += 1
-        party = self._joining.get(action.request_id)
-        if party is None or party.inside:
-            self.tenants.reached(guest.ticket.start)
-        if action.preempts:
+    def _admit(self, action: AdmitRequest) -> None:
+        queue_entry = self._waiting[action.request_id]
+        assert queue_entry.lease_future is not None, "it waits"
+        lease = self._capacity_ledger.assign_request(
+            queue_entry.admission_request, action.verifier_id
+        )
+        queue_entry.leases.append(lease)
+        if queue_entry.placed_at is None:
+            queue_entry.placed_at = self._clock()
+            self._places.forget_request(action.request_id)
+        queue_entry.tenant.num_running += 1
+        group = self._joining.get(action.request_id)
+        if group is None or group.inside:
+            self.tenants.advance_time(queue_entry.admission_request.virtual_start)
+        if action.needs_preemption:
             self._metrics.preempting_placements.inc()
-        self._remove(guest)
-        guest.place.set_result(lease)
+        self._remove(queue_entry)
+        queue_entry.lease_future.set_result(lease)
 
-    def _take_back(self, lease: Lease, *, refused: bool = False) -> None:
-        guest = self._guests.get(lease.ticket.request_id)
-        if guest is not None and lease in guest.leases:
-            guest.leases.remove(lease)
-            guest.tenant.running -= 1
-        self._ledger.release(lease, self._clock(), refused=refused)
+    def _take_back(self, lease: CapacityReservation, *, refused: bool = False) -> None:
+        queue_entry = self._guests.get(lease.admission_request.request_id)
+        if queue_entry is not None and lease in queue_entry.leases:
+            queue_entry.leases.remove(lease)
+            queue_entry.tenant.num_running -= 1
+        self._capacity_ledger.release_capacity(lease, self._clock(), refused=refused)
 
-    def _remove(self, guest: Guest) -> None:
-        if self._unqueue(guest) and (guest.place is None or guest.place.done()):
+    def _remove(self, queue_entry: QueueEntry) -> None:
+        if self._unqueue(queue_entry) and (
+            queue_entry.lease_future is None or queue_entry.lease_future.done()
+        ):
             self._pump()
 
-    def _unqueue(self, guest: Guest) -> bool:
+    def _unqueue(self, queue_entry: QueueEntry) -> bool:
         """Take a guest out of the queue; whether it was there."""
-        if self._waiting.pop(guest.ticket.request_id, None) is None:
+        if self._waiting.pop(queue_entry.admission_request.request_id, None) is None:
             return False
-        self._count(guest, -1)
+        self._count(queue_entry, -1)
         return True
 
-    def _count(self, guest: Guest, more: int) -> None:
-        priority = guest.ticket.priority
+    def _count(self, queue_entry: QueueEntry, more: int) -> None:
+        priority = queue_entry.admission_request.priority
         self._depths[priority] += more
         self._metrics.queue_depth.labels(str(priority)).set(self._depths[priority])

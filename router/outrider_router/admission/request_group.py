@@ -5,35 +5,35 @@ from __future__ import annotations
 import asyncio
 
 from outrider.errors import CancelledRequestError, OutriderError
-from outrider_router.admission.wait_order import Ticket
+from outrider_router.admission.wait_order import AdmissionRequest
 
 
-class Party:
+class RequestGroup:
     """The answers that one call asks for. Of one event loop."""
 
     def __init__(self, size: int) -> None:
         """`size`: of them."""
         self._size = size
-        self._tickets: list[Ticket] = []
+        self._admission_requests: list[AdmissionRequest] = []
         self._loop = asyncio.get_running_loop()
         self._entered: asyncio.Future[None] = self._loop.create_future()
         self.inside = self.refused = False
         """What was decided, if anything was."""
 
-    def join(self, ticket: Ticket) -> tuple[Ticket, ...]:
+    def add_request(self, admission_request: AdmissionRequest) -> tuple[AdmissionRequest, ...]:
         """One more is there; all of them once nobody is missing, until then none. None of a party
         that was refused."""
-        self._tickets.append(ticket)
-        complete = len(self._tickets) == self._size and not self.refused
-        return tuple(self._tickets) if complete else ()
+        self._admission_requests.append(admission_request)
+        complete = len(self._admission_requests) == self._size and not self.refused
+        return tuple(self._admission_requests) if complete else ()
 
-    def let_in(self) -> None:
+    def admit(self) -> None:
         """All of them are in."""
         self.inside = True
         # The last one waits like the others: they go on in the order in which they came.
         self._loop.call_soon(self._entered.set_result, None)
 
-    def refuse(self, error: OutriderError) -> None:
+    def fail_group(self, error: OutriderError) -> None:
         """None of them gets in; nothing happens once that was decided."""
         if not self.inside and not self.refused:
             self.refused = True
@@ -41,11 +41,11 @@ class Party:
             # Perhaps nobody waits for it.
             self._entered.exception()
 
-    def leave(self) -> None:
+    def remove_request(self) -> None:
         """One of them goes away: who comes later must not wait for it, nor be placed beside it."""
-        self.refuse(CancelledRequestError("a request of the same call has left"))
+        self.fail_group(CancelledRequestError("a request of the same call has left"))
 
-    async def wait(self) -> None:
+    async def wait_admitted(self) -> None:
         """Wait until they are in. Raises why they are not."""
         try:
             # Whoever leaves does not take it from the others.

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from outrider.ids import RequestId, TenantId
-from outrider_router.base.tenants import SHARED
+from outrider_router.base.tenants import SHARED_TENANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class AdmissionRequest:
     """A request that waits for a place."""
 
     request_id: RequestId
@@ -30,71 +30,73 @@ class Ticket:
     """Greater goes first, and may displace and preempt lesser ones."""
     deadline: float | None = None
     """Clock time after which waiting is pointless, seconds."""
-    patient_until: float | None = None
+    waits_until: float | None = None
     """Clock time until which it waits although no verifier can ever serve it, seconds: one may
     come back. None: not at all."""
-    tenant: TenantId = SHARED
-    arrived: float = 0.0
+    tenant: TenantId = SHARED_TENANT
+    arrived_at: float = 0.0
     """Clock time of its arrival, seconds."""
-    start: float = 0.0
+    virtual_start: float = 0.0
     """Virtual time of its turn among those of its priority."""
     expected_tokens: int = 0
     """Tokens of KV that it is expected to hold at its end; 0: `kv_tokens`."""
-    returns: bool = False
+    is_client_named: bool = False
     """Whether its client chose its id, by which it is known when it comes back."""
-    served: bool = False
+    was_assigned: bool = False
     """Whether it was placed before: it is not refused for want of room in the queue."""
 
     @property
-    def tokens(self) -> int:
+    def counted_tokens(self) -> int:
         """Tokens of KV that count against a verifier's room."""
         return self.expected_tokens or self.kv_tokens
 
 
-_turn = attrgetter("start", "sequence")
+_turn = attrgetter("virtual_start", "sequence")
 
 
-def in_order(queue: Iterable[Ticket], now: float, aging_s: float) -> Iterator[Ticket]:
+def admission_order(
+    queue: Iterable[AdmissionRequest], now: float, aging_s: float
+) -> Iterator[AdmissionRequest]:
     """Those that wait, first to last: by priority, then by turn.
 
-    Of each priority only the next one ages: every `aging_s` that it has waited count as one level
-    of priority. So those of a priority keep their fair order, and none of them waits for ever.
-    `aging_s` 0: nobody ages.
+    Of each priority only the next one ages: every `priority_aging_s` that it has waited count as
+    one level of priority. So those of a priority keep their fair order, and none of them waits for
+    ever. `priority_aging_s` 0: nobody ages.
     """
-    classes: dict[int, list[Ticket]] = {}
-    for ticket in queue:
-        classes.setdefault(ticket.priority, []).append(ticket)
+    classes: dict[int, list[AdmissionRequest]] = {}
+    for admission_request in queue:
+        classes.setdefault(admission_request.priority, []).append(admission_request)
 
-    def claim(ticket: Ticket) -> float:
-        aged = (now - ticket.arrived) / aging_s if aging_s else 0.0
-        return -(ticket.priority + max(0.0, aged))
+    def claim(admission_request: AdmissionRequest) -> float:
+        aged = (now - admission_request.arrived_at) / aging_s if aging_s else 0.0
+        return -(admission_request.priority + max(0.0, aged))
 
     heads = []
-    for priority, tickets in classes.items():
-        tickets.sort(key=_turn, reverse=True)
-        first = tickets.pop()
-        heads.append((claim(first), -priority, first.sequence, first, tickets))
+    for priority, admission_requests in classes.items():
+        admission_requests.sort(key=_turn, reverse=True)
+        first = admission_requests.pop()
+        heads.append((claim(first), -priority, first.sequence, first, admission_requests))
     heapq.heapify(heads)
     while heads:
-        _, lower, _, first, tickets = heads[0]
+        _, lower, _, first, admission_requests = heads[0]
         yield first
-        if tickets:
-            following = tickets.pop()
-            entry = claim(following), lower, following.sequence, following, tickets
+        if admission_requests:
+            following = admission_requests.pop()
+            entry = claim(following), lower, following.sequence, following, admission_requests
             heapq.heapreplace(heads, entry)
         else:
             heapq.heappop(heads)
 
 
-def who_makes_way(
-    queue: Sequence[Ticket], newcomer: Ticket, weights: Mapping[TenantId, float]
-) -> Ticket | None:
+def request_to_displace(
+    queue: Sequence[AdmissionRequest], newcomer: AdmissionRequest, weights: Mapping[TenantId, float]
+) -> AdmissionRequest | None:
     """Who leaves a full queue for `newcomer`; None: nobody, it is refused itself.
 
     Of the lowest priority, of the tenant that has most waiting for its weight, the last one. At
     the newcomer's own priority only if its tenant would still have less waiting than that one.
     """
-    able = [ticket for ticket in queue if not ticket.served]
+    able = [ticket for ticket in queue if not ticket.was_assigned]
     lowest = min((ticket.priority for ticket in able), default=math.inf)
     if lowest > newcomer.priority:
         return None

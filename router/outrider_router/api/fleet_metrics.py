@@ -22,7 +22,7 @@ _VERIFIER_GAUGES: dict[str, tuple[str, Callable[[VerifierSummary], float]]] = {
     "kv_cache_usage_ratio": ("Share of this verifier's K/V blocks in use", lambda v: kv_usage([v])),
     "prefix_found_ratio": (
         "Share of the prompt tokens that were there, since this verifier's start",
-        lambda v: v.prefix_tokens_found / max(1, v.prefix_tokens_asked),
+        lambda v: v.prefix_cache_hit_tokens / max(1, v.prefix_cache_query_tokens),
     ),
     "draining": ("1 while this verifier takes no new sessions", lambda v: v.draining),
     "acceptance_ratio": (

@@ -10,9 +10,9 @@ from functools import partial
 from google.protobuf.message import Message
 
 from outrider.errors import ResourceExhaustedError
-from outrider.transport.grpc import Service
+from outrider.transport.grpc import GrpcService
 from outrider.transport.grpc.error_status import Context
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 from outrider.wire.answer_codec import event_to_pb, result_to_pb, resumed_event_to_pb
 from outrider.wire.inference import StreamEvent
 from outrider.wire.inference_codec import position_from_pb, request_from_pb, stream_request_from_pb
@@ -26,24 +26,24 @@ from outrider.wire.v1 import inference_pb2 as pb
 from outrider.wire.v1 import inference_pb2_grpc as pb_grpc
 from outrider_router.api import server_status
 from outrider_router.base.api_keys import Caller
-from outrider_router.base.slow_readers import SLOW_READER, timely
-from outrider_router.requests.resumable_answers import Write
+from outrider_router.base.slow_readers import SLOW_READER, with_write_timeout
+from outrider_router.requests.resumable_answers import EventWriter
 from outrider_router.requests.service import RouterService
 
 INFERENCE_SERVICE = "outrider.wire.v1.InferenceService"
 
 
-def inference_service(service: RouterService) -> Service:
+def inference_service(service: RouterService) -> GrpcService:
     """InferenceService of a router."""
-    servicer = _Servicer(service)
-    return Service(
+    servicer = _InferenceServicer(service)
+    return GrpcService(
         name=INFERENCE_SERVICE,
         register=partial(pb_grpc.add_InferenceServiceServicer_to_server, servicer),
-        roles=(Role.CLIENT, Role.OPERATOR),
+        roles=(CertificateRole.CLIENT, CertificateRole.OPERATOR),
     )
 
 
-class _Servicer(pb_grpc.InferenceServiceServicer):
+class _InferenceServicer(pb_grpc.InferenceServiceServicer):
     """Errors are raised as they are; the server's interceptor makes statuses of them."""
 
     def __init__(self, service: RouterService) -> None:
@@ -51,7 +51,7 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Answer once."""
-        await self._service.arrivals.enter()
+        await self._service.arrivals.wait_turn()
         result = await self._service.generate(
             request_from_pb(request),
             timeout_s=context.time_remaining(),
@@ -66,9 +66,9 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
         A coroutine that writes, not a generator: when the client goes away it is cancelled here,
         and the request is freed at once instead of at garbage collection.
         """
-        await self._service.arrivals.enter()
+        await self._service.arrivals.wait_turn()
         async with self._timely(context, event_to_pb) as write:
-            await self._service.serve(
+            await self._service.serve_request(
                 stream_request_from_pb(request),
                 write,
                 timeout_s=context.time_remaining(),
@@ -79,25 +79,29 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
     async def ResumeStream(self, request: pb.ResumeStreamRequest, context: Context) -> None:
         """Go on with a stream, likewise."""
         async with self._timely(context, resumed_event_to_pb) as write:
-            await self._service.resume(position_from_pb(request), write, self._caller(context))
+            await self._service.resume_stream(
+                position_from_pb(request), write, self._caller(context)
+            )
 
     def _caller(self, context: Context) -> Caller:
-        return self._service.gate.caller(context.invocation_metadata() or ())
+        return self._service.gate.identify_caller(context.invocation_metadata() or ())
 
     @asynccontextmanager
     async def _timely(
         self, context: Context, encode: Callable[[StreamEvent], Message]
-    ) -> AsyncGenerator[Write, None]:
+    ) -> AsyncGenerator[EventWriter, None]:
         begun = _Beginning(context)
 
         async def write(event: StreamEvent) -> None:
             await begun.begin()
             await context.write(encode(event))
 
-        slow_reader_s = self._service.config.overload.slow_reader_s
+        slow_reader_timeout_s = self._service.config.overload.slow_reader_timeout_s
         try:
             try:
-                async with timely(write, slow_reader_s=slow_reader_s) as timed:
+                async with with_write_timeout(
+                    write, slow_reader_timeout_s=slow_reader_timeout_s
+                ) as timed:
                     yield timed
             finally:
                 await begun.settle()
@@ -109,19 +113,19 @@ class _Servicer(pb_grpc.InferenceServiceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Cancel requests by id."""
         ids = abort_request_from_pb(request)
-        return abort_response_to_pb(self._service.abort(ids, self._caller(context)))
+        return abort_response_to_pb(self._service.abort_requests(ids, self._caller(context)))
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         """The router's state."""
-        return server_info_to_pb(server_status.server_info(self._service))
+        return server_info_to_pb(server_status.make_server_info(self._service))
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
         """Served models."""
-        return models_to_pb(server_status.models(self._service))
+        return models_to_pb(server_status.make_model_list(self._service))
 
 
 class _Beginning:

@@ -14,10 +14,10 @@ import logging
 import resource
 
 from outrider.metrics_port import serve_metrics
-from outrider.transport.grpc import Access, GrpcConfig, GrpcServer
+from outrider.transport.grpc import AccessRules, GrpcConfig, GrpcServer
 from outrider.transport.grpc.access import Metadata
 from outrider.wire.inference import MAX_PROMPT_BYTES
-from outrider_router.admission.access_control import header_of
+from outrider_router.admission.access_control import authorization_of
 from outrider_router.api.inference_grpc import inference_service
 from outrider_router.api.pool_grpc import pool_service
 from outrider_router.requests.service import RouterService
@@ -29,16 +29,16 @@ MAX_REQUEST_BYTES = MAX_PROMPT_BYTES + (4 << 20)
 MAX_POOL_BYTES = 64 << 10
 
 
-def client_server(service: RouterService) -> GrpcServer:
+def make_client_server(service: RouterService) -> GrpcServer:
     """The client API."""
-    gate, metrics, tls = service.gate, service.metrics, service.config.client_tls
-    if gate.closed and tls.cert is None:
+    access_control, metrics, tls = service.gate, service.metrics, service.config.client_tls
+    if access_control.requires_keys and tls.cert is None:
         logger.warning("API keys cross the network in plain text, unless somebody in front has TLS")
-    access = Access(
+    access = AccessRules(
         tls=tls,
         require_client=tls.client_auth,
-        check=lambda metadata: gate.authorize(header_of(metadata)),
-        on_refused=gate.refused,
+        check=lambda metadata: access_control.authorize(authorization_of(metadata)),
+        on_refused=access_control.count_refusal,
         on_handshake=metrics.tls_handshakes.inc,
     )
     return GrpcServer(
@@ -46,7 +46,7 @@ def client_server(service: RouterService) -> GrpcServer:
         [inference_service(service)],
         config=GrpcConfig(
             max_receive_bytes=MAX_REQUEST_BYTES,
-            share_port=service.config.share_ports,
+            share_port=service.config.reuse_ports,
             max_connections=_max_connections(),
         ),
         access=access,
@@ -62,19 +62,19 @@ def _max_connections() -> int:
     return usual if files < 0 else min(usual, max(1, files // 4))
 
 
-def pool_server(service: RouterService) -> GrpcServer | None:
+def make_pool_server(service: RouterService) -> GrpcServer | None:
     """Where operators add and remove drafters, if they may."""
     if not service.config.pool_listen:
         return None
-    gate = service.gate
+    access_control = service.gate
 
     def check(metadata: Metadata) -> None:
-        gate.authorize_operator(header_of(metadata))
+        access_control.authorize_operator(authorization_of(metadata))
 
-    access = Access(
+    access = AccessRules(
         tls=service.config.tls,
         check=check,
-        on_refused=gate.refused,
+        on_refused=access_control.count_refusal,
         on_handshake=service.metrics.tls_handshakes.inc,
     )
     return GrpcServer(

@@ -8,15 +8,15 @@ from outrider_router.api import server_status
 from outrider_router.api.fleet_metrics import FleetMetrics
 from outrider_router.api.vllm_metrics import VllmMetrics
 from outrider_router.config import MetricsCompat
-from outrider_router.requests.request import model_name
+from outrider_router.requests.request import served_model_name
 from outrider_router.requests.service import RouterService
 
 
-def export_state(service: RouterService) -> None:
+def register_fleet_metrics(service: RouterService) -> None:
     """Have the registry of a router's metrics export its fleet too, and other tools' names if the
     configuration asks for them. Once a router."""
     registry = service.metrics.registry
-    info = partial(server_status.server_info, service)
+    info = partial(server_status.make_server_info, service)
     registry.register(FleetMetrics(info))
     if service.config.metrics_compat is MetricsCompat.VLLM:
         registry.register(VllmMetrics(service.metrics, info, _ModelName(service)))
@@ -30,7 +30,7 @@ class _ModelName:
         self._known = service.config.model_name
 
     def __call__(self) -> str:
-        info = self._service.registry.any_info()
+        info = self._service.registry.any_verifier_info()
         if info is not None:
-            self._known = model_name(self._service.config, info)
+            self._known = served_model_name(self._service.config, info)
         return self._known

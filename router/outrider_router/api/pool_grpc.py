@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 from outrider.errors import NotFoundError
-from outrider.transport.grpc import Service
+from outrider.transport.grpc import GrpcService
 from outrider.transport.grpc.error_status import Context
-from outrider.transport.tls import Role
+from outrider.transport.tls import CertificateRole
 from outrider.wire.pool_codec import address_from_pb, removed_to_pb
 from outrider.wire.v1 import pool_pb2 as pb
 from outrider.wire.v1 import pool_pb2_grpc as pb_grpc
@@ -22,17 +22,17 @@ DRAIN_S = 10.0
 """How long a drafter that leaves waits for its sessions to be taken over."""
 
 
-def pool_service(service: RouterService) -> Service:
+def pool_service(service: RouterService) -> GrpcService:
     """PoolService of a router."""
-    servicer = _Servicer(service)
-    return Service(
+    servicer = _PoolServicer(service)
+    return GrpcService(
         name=POOL_SERVICE,
         register=partial(pb_grpc.add_PoolServiceServicer_to_server, servicer),
-        roles=(Role.OPERATOR,),
+        roles=(CertificateRole.OPERATOR,),
     )
 
 
-class _Servicer(pb_grpc.PoolServiceServicer):
+class _PoolServicer(pb_grpc.PoolServiceServicer):
     """Errors are raised as they are; the server's interceptor makes statuses of them."""
 
     def __init__(self, service: RouterService) -> None:
@@ -53,6 +53,6 @@ class _Servicer(pb_grpc.PoolServiceServicer):
         peer = registry.drafters.get(address)
         if peer is None:
             raise NotFoundError(f"no drafter at {address}", reason="NO_DRAFTER")
-        removed = await self._service.mover.empty(peer, DRAIN_S)
+        removed = await self._service.mover.drain_drafter(peer, DRAIN_S)
         await registry.forget_drafter(peer)
         return removed_to_pb(removed)

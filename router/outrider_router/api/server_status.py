@@ -14,31 +14,31 @@ from outrider.wire.inference import (
 from outrider.wire.messages import PROTOCOL_VERSION, AttachedDrafter, DrafterInfo, SpecStats
 from outrider_router.fleet.compatibility import PeerState, is_attached
 from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
-from outrider_router.requests.request import max_session_len, model_name
+from outrider_router.requests.request import max_session_len, served_model_name
 from outrider_router.requests.service import RouterService
 
 
-def server_info(service: RouterService) -> ServerInfo:
+def make_server_info(service: RouterService) -> ServerInfo:
     """The router's state; peers that were never reached are listed under their address."""
     return ServerInfo(
         version=outrider.__version__,
         protocol_version=PROTOCOL_VERSION,
-        queued=service.admission.waiting,
+        queued=service.admission.num_waiting,
         queue_bound=service.config.queue_limit,
-        running=service.admission.running,
+        running=service.admission.num_running,
         verifiers=tuple(_verifier(v, service) for v in list(service.registry.verifiers.values())),
         drafters=tuple(_drafter(d, service) for d in list(service.registry.drafters.values())),
     )
 
 
-def models(service: RouterService) -> tuple[ModelInfo, ...]:
+def make_model_list(service: RouterService) -> tuple[ModelInfo, ...]:
     """The served model; none while no verifier is healthy."""
-    info = service.registry.any_info()
+    info = service.registry.any_verifier_info()
     if info is None:
         return ()
     return (
         ModelInfo(
-            name=model_name(service.config, info),
+            name=served_model_name(service.config, info),
             vocab_size=info.vocab_size,
             max_context_len=max_session_len(service.config, info),
             tokenizer_hash=service.tokenizer.hash,
@@ -52,12 +52,12 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         verifier_id=info.verifier_id if info is not None else VerifierId(peer.address),
         address=peer.address,
         healthy=peer.state is PeerState.HEALTHY,
-        model=model_name(service.config, info) if info is not None else "",
+        model=served_model_name(service.config, info) if info is not None else "",
         sessions=info.sessions if info is not None else 0,
         max_sessions=info.max_sessions if info is not None else 0,
         kv_free_blocks=info.kv_free_blocks if info is not None else 0,
         kv_total_blocks=info.kv_total_blocks if info is not None else 0,
-        own_methods=info.own_methods if info is not None else (),
+        in_process_methods=info.in_process_methods if info is not None else (),
         simulated_acceptance=info.simulated_acceptance if info is not None else "",
         planner=info.planner if info is not None else "",
         stats=info.stats if info is not None else SpecStats(),
@@ -66,8 +66,8 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         waiting_sessions=info.waiting_sessions if info is not None else 0,
         preemptions_swap=info.preemptions_swap if info is not None else 0,
         preemptions_recompute=info.preemptions_recompute if info is not None else 0,
-        prefix_tokens_asked=info.prefix_tokens_asked if info is not None else 0,
-        prefix_tokens_found=info.prefix_tokens_found if info is not None else 0,
+        prefix_cache_query_tokens=info.prefix_cache_query_tokens if info is not None else 0,
+        prefix_cache_hit_tokens=info.prefix_cache_hit_tokens if info is not None else 0,
     )
 
 
@@ -76,11 +76,11 @@ def _drafter(peer: DrafterPeer, service: RouterService) -> DrafterSummary:
     return DrafterSummary(
         drafter_id=info.drafter_id if info is not None else DrafterId(peer.address),
         address=peer.address,
-        healthy=peer.serving,
+        healthy=peer.is_serving,
         methods=info.methods if info is not None else (),
         sessions=info.sessions if info is not None else 0,
         handicap=info.handicap if info is not None else "",
-        draining=peer.leaves,
+        draining=peer.is_leaving,
         links=_links(info, service) if info is not None else (),
     )
 
@@ -99,7 +99,7 @@ def _links(drafter: DrafterInfo, service: RouterService) -> tuple[DrafterLink, .
 
 
 def _link(verifier_id: VerifierId, link: AttachedDrafter, service: RouterService) -> DrafterLink:
-    reason, probe_in_s = service.registry.judge.sentence(verifier_id, link.drafter_id)
+    reason, probe_in_s = service.registry.judge.quarantine_status(verifier_id, link.drafter_id)
     return DrafterLink(
         verifier_id=verifier_id,
         sessions=link.sessions,

@@ -36,7 +36,8 @@ class VllmMetrics(Collector):
         info: Callable[[], ServerInfo],
         model_name: Callable[[], str],
     ) -> None:
-        """`info` and `model_name` say what the router knows now; called where it is scraped."""
+        """`info` and `served_model_name` say what the router knows now; called where it is
+        scraped."""
         self._metrics = metrics
         self._info = info
         self._model_name = model_name
@@ -47,7 +48,7 @@ class VllmMetrics(Collector):
         for name, source in self._renamed().items():
             for metric in source.collect():
                 yield _as(metric, f"vllm:{name}", labels)
-        yield self._endings(labels)
+        yield self._finished_requests(labels)
         yield from _state(self._info(), labels)
 
     def describe(self) -> Iterator[Metric]:
@@ -72,7 +73,7 @@ class VllmMetrics(Collector):
             "request_generation_tokens": own.request_generation_tokens,
         }
 
-    def _endings(self, labels: Mapping[str, str]) -> Metric:
+    def _finished_requests(self, labels: Mapping[str, str]) -> Metric:
         counts: dict[str, float] = dict.fromkeys(("stop", "length", "abort", "error"), 0.0)
         for metric in self._metrics.requests.collect():
             for sample in metric.samples:
@@ -116,11 +117,11 @@ def _state(info: ServerInfo, labels: Mapping[str, str]) -> Iterator[Metric]:
         ),
         "prefix_cache_queries": (
             "Tokens of sessions that were let in without K/V.",
-            sum(v.prefix_tokens_asked for v in verifiers),
+            sum(v.prefix_cache_query_tokens for v in verifiers),
         ),
         "prefix_cache_hits": (
             "Of these, tokens whose K/V others had left behind.",
-            sum(v.prefix_tokens_found for v in verifiers),
+            sum(v.prefix_cache_hit_tokens for v in verifiers),
         ),
     }
     for name, (text, value) in counters.items():

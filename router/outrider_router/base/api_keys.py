@@ -20,7 +20,7 @@ from outrider.config import load_config
 from outrider.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
 from outrider.ids import TenantId
 from outrider.wire.limits import MAX_PRIORITY
-from outrider_router.base.tenants import MAX_TENANT_CHARS, SHARED
+from outrider_router.base.tenants import MAX_TENANT_CHARS, SHARED_TENANT
 
 MAX_KEYS: Final = 4096
 MAX_HEADER_CHARS: Final = 1024
@@ -46,7 +46,7 @@ class ApiKey:
     """Most tokens that a request may ask for; 0 does not bound them."""
     max_priority: int = MAX_PRIORITY
     """Greatest priority that a request may ask for: greater ones go first, and preempt others."""
-    operator: bool = False
+    is_operator: bool = False
     """Whether it also adds and removes drafters, and reads metrics."""
 
     def __post_init__(self) -> None:
@@ -97,12 +97,12 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
 class Caller:
     """Who asks."""
 
-    tenant: TenantId = SHARED
-    key: str = ""
+    tenant: TenantId = SHARED_TENANT
+    key_name: str = ""
     """Name of the API key; "" where none are asked for."""
 
 
-ANYBODY: Final = Caller()
+ANONYMOUS: Final = Caller()
 """Whoever asks where nobody is asked who they are."""
 
 
@@ -126,7 +126,7 @@ def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
 
 def check_operator(name: str, key: ApiKey) -> None:
     """Raises PermissionDeniedError (NOT_OPERATOR) unless it is an operator's key."""
-    if not key.operator:
+    if not key.is_operator:
         raise PermissionDeniedError(
             f"the API key {name!r} is not an operator's", reason="NOT_OPERATOR"
         )

@@ -10,7 +10,9 @@ from outrider.errors import InvalidRequestError
 SCHEME = "dns:///"
 
 
-def split(addresses: Iterable[str]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+def split_addresses(
+    addresses: Iterable[str],
+) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
     """Plain addresses, and (host, port) of those that are DNS names. Raises InvalidRequestError."""
     plain, names = [], []
     for address in addresses:
@@ -27,21 +29,21 @@ def split(addresses: Iterable[str]) -> tuple[tuple[str, ...], tuple[tuple[str, i
 
 
 @dataclass(slots=True)
-class Named:
+class ResolvedName:
     """What a DNS name has stood for."""
 
     addresses: frozenset[str] = frozenset()
     """Its last answer."""
-    gone: set[str] = field(default_factory=set)
+    removed_addresses: set[str] = field(default_factory=set)
     """Addresses that it named once and names no longer, until they are forgotten."""
 
-    def answer(self, addresses: frozenset[str]) -> frozenset[str]:
+    def update_addresses(self, addresses: frozenset[str]) -> frozenset[str]:
         """Take an answer in; the addresses that were not in the one before.
 
         Those that were are not named again: an operator may have removed one meanwhile.
         """
         joined = addresses - self.addresses
-        self.gone |= self.addresses - addresses
-        self.gone -= addresses
+        self.removed_addresses |= self.addresses - addresses
+        self.removed_addresses -= addresses
         self.addresses = addresses
         return joined

@@ -10,7 +10,7 @@ import numpy as np
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-FEW: Final = 8
+MAX_SINGLE_VALUES: Final = 8
 """Up to so many values are counted one by one, which is sooner done than an array is made."""
 
 
@@ -37,9 +37,9 @@ class BatchHistogram(Collector):
         """Their sum."""
         return self._sum
 
-    def observe(self, *values: float) -> None:
+    def observe_values(self, *values: float) -> None:
         """Count values."""
-        if len(values) <= FEW:
+        if len(values) <= MAX_SINGLE_VALUES:
             for value in values:
                 self._counts[bisect_left(self._bounds, value)] += 1
                 self._sum += value

@@ -22,7 +22,7 @@ from outrider.errors import (
 )
 from outrider.wire.messages import (
     FALLBACK,
-    HIT,
+    LOOK_AHEAD_HIT,
     LOOKED_AHEAD,
     TARGET_ONLY,
     FinishReason,
@@ -262,24 +262,24 @@ class RouterMetrics:
 
     def _add_ahead(self, flags: NDArray[np.uint8], accepted: NDArray[np.uint16]) -> None:
         ahead = flags & LOOKED_AHEAD > 0
-        hit = ahead & (flags & HIT > 0)
-        fresh = ahead & (flags & (HIT | FALLBACK) == 0)
+        hit = ahead & (flags & LOOK_AHEAD_HIT > 0)
+        fresh = ahead & (flags & (LOOK_AHEAD_HIT | FALLBACK) == 0)
         self.look_ahead_rounds.inc(int(np.count_nonzero(ahead)))
         for kind, rows in (("hit", hit), ("fresh", fresh)):
             self.look_ahead_drafted_rounds.labels(kind).inc(int(np.count_nonzero(rows)))
             self.look_ahead_accepted.labels(kind).inc(int(accepted[rows].sum()))
 
-    def add_ended(
+    def record_request_end(
         self, outcome: str, first: float | None, last: float, tokens: int, duration_s: float
     ) -> None:
         """Count a request that ended; `first` and `last` are clock times of its tokens, seconds."""
         self.requests.labels(outcome).inc()
-        self.request_duration.observe(duration_s)
-        self.request_generation_tokens.observe(tokens)
+        self.request_duration.observe_values(duration_s)
+        self.request_generation_tokens.observe_values(tokens)
         if first is not None and tokens > 1:
-            self.time_per_output_token.observe((last - first) / (tokens - 1))
+            self.time_per_output_token.observe_values((last - first) / (tokens - 1))
 
-    def add_events(self, events: SessionEvents) -> None:
+    def record_events(self, events: SessionEvents) -> None:
         """Count the rounds of a message of events."""
         rounds = (events.round_ids > 0) & (events.counts > 0)
         self.rounds.inc(int(rounds.sum()))

@@ -12,10 +12,10 @@ from outrider.ids import RequestId
 
 MIN_RETRY_S = 0.05
 MAX_RETRY_S = 30.0
-KEEP_S = 2.0
+HOLD_S = 2.0
 """A place is kept this long for the client that was told of it, or half as long as it had to wait:
 clients add to what they are told, so that they do not come together."""
-MOST_KNOWN = 4
+MAX_KNOWN_FACTOR = 4
 """Refused clients that are known when they come back, as a multiple of the queue's limit."""
 REFUSALS: Final = {
     "QUEUE_FULL": "there is no room in the queue, which holds {limit} requests; try again later",
@@ -24,17 +24,17 @@ REFUSALS: Final = {
 """What those are told who have no place in the queue, by reason."""
 
 
-class Promises:
+class RetryTimes:
     """Times that were held out, one after the other."""
 
     def __init__(self) -> None:
         self._last = 0.0
         """Clock time that was held out last, seconds."""
 
-    def hint_s(self, now: float, *, first_s: float, each_s: float) -> float:
+    def next_retry_s(self, now: float, *, first_s: float, each_s: float) -> float:
         """Seconds until a time that nobody else was told of, within bounds.
 
-        `first_s`: until the next one; `each_s`: between one and the next.
+        `min_backoff_s`: until the next one; `each_s`: between one and the next.
         """
         at = max(now + first_s, self._last + each_s)
         # Beyond the bound the hints are no more true, and need not be remembered.
@@ -42,7 +42,7 @@ class Promises:
         return max(MIN_RETRY_S, at - now)
 
 
-class Places:
+class HeldQueuePositions:
     """Places in a queue that were held out to refused clients, and are kept for them.
 
     So those that were refused form a queue behind the queue. What becomes free is theirs, as long
@@ -51,13 +51,13 @@ class Places:
 
     def __init__(self, queue_limit: int) -> None:
         """At most half of a queue of so many is kept."""
-        self._most_kept = queue_limit // 2
-        self._most_known = MOST_KNOWN * queue_limit
-        self._promises = Promises()
+        self._max_kept = queue_limit // 2
+        self._max_known = MAX_KNOWN_FACTOR * queue_limit
+        self._promises = RetryTimes()
         self._due: dict[RequestId, tuple[float, float]] = {}
         """Clock times from which and until which a request finds its place, seconds."""
 
-    def hint_s(self, request_id: RequestId | None, now: float, each_s: float) -> float:
+    def next_retry_s(self, request_id: RequestId | None, now: float, each_s: float) -> float:
         """Seconds until a place is free for a request that is refused now.
 
         `each_s`: between one place that becomes free and the next; `request_id` None: it will not
@@ -67,13 +67,13 @@ class Places:
         known = self._due.get(request_id) if request_id is not None else None
         if known is None:
             # Places do not become free like clockwork: the first one is left out.
-            hint_s = self._promises.hint_s(now, first_s=2.0 * each_s, each_s=each_s)
+            hint_s = self._promises.next_retry_s(now, first_s=2.0 * each_s, each_s=each_s)
         elif known[0] > now:
             return max(MIN_RETRY_S, known[0] - now)
         else:
             hint_s = max(MIN_RETRY_S, each_s)
-        if request_id is not None and (known is not None or len(self._due) < self._most_known):
-            self._due[request_id] = now + hint_s, now + hint_s + max(KEEP_S, 0.5 * hint_s)
+        if request_id is not None and (known is not None or len(self._due) < self._max_known):
+            self._due[request_id] = now + hint_s, now + hint_s + max(HOLD_S, 0.5 * hint_s)
         return hint_s
 
     def is_due(self, request_id: RequestId, now: float) -> bool:
@@ -81,12 +81,12 @@ class Places:
         due = self._due.get(request_id)
         return due is not None and due[0] <= now < due[1]
 
-    def taken(self, request_id: RequestId) -> None:
+    def forget_request(self, request_id: RequestId) -> None:
         """A request needs no place any more."""
         self._due.pop(request_id, None)
 
-    def kept(self, now: float) -> int:
+    def num_held(self, now: float) -> int:
         """Places that are kept now."""
         for request_id in [name for name, (_, end) in self._due.items() if end <= now]:
             del self._due[request_id]
-        return min(len(self._due), self._most_kept)
+        return min(len(self._due), self._max_kept)

@@ -20,20 +20,20 @@ SLOW_READER = "SLOW_READER"
 """Reason of the error of a stream that is ended for its reader."""
 
 
-class _Writer(Generic[EventT]):
+class _TimedWriter(Generic[EventT]):
     """Notices when one write lasts too long. A timer for each stream, not for each message."""
 
     def __init__(
         self,
         write: Callable[[EventT], Awaitable[None]],
         limit: asyncio.Timeout,
-        patience_s: float,
+        timeout_s: float,
     ) -> None:
-        self._write, self._limit, self._patience_s = write, limit, patience_s
+        self._write, self._limit, self._timeout_s = write, limit, timeout_s
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
         """Since when a write waits, by the loop's clock."""
-        self._timer = self._loop.call_later(patience_s, self._look)
+        self._timer = self._loop.call_later(timeout_s, self._look)
 
     async def __call__(self, event: EventT) -> None:
         self._since = self._loop.time()
@@ -46,7 +46,7 @@ class _Writer(Generic[EventT]):
 
     def _look(self) -> None:
         now = self._loop.time()
-        end = self._patience_s + (now if self._since is None else self._since)
+        end = self._timeout_s + (now if self._since is None else self._since)
         if now >= end:
             self._limit.reschedule(now)
         else:
@@ -54,18 +54,18 @@ class _Writer(Generic[EventT]):
 
 
 @asynccontextmanager
-async def timely(
-    write: Callable[[EventT], Awaitable[None]], *, slow_reader_s: float
+async def with_write_timeout(
+    write: Callable[[EventT], Awaitable[None]], *, slow_reader_timeout_s: float
 ) -> AsyncGenerator[Callable[[EventT], Awaitable[None]], None]:
     """The same `write`, whichever task calls it, for the length of a stream.
 
     The block ends with ResourceExhaustedError (SLOW_READER) once a write has waited for
-    `slow_reader_s`.
+    `slow_reader_timeout_s`.
     """
     limit = asyncio.timeout(None)
     try:
         async with limit:
-            writer = _Writer(write, limit, slow_reader_s)
+            writer = _TimedWriter(write, limit, slow_reader_timeout_s)
             try:
                 yield writer
             finally:
@@ -74,6 +74,6 @@ async def timely(
         if not limit.expired():
             raise
         raise ResourceExhaustedError(
-            f"the client took nothing for {slow_reader_s:g} s, though there was something",
+            f"the client took nothing for {slow_reader_timeout_s:g} s, though there was something",
             reason=SLOW_READER,
         ) from None

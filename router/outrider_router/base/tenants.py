@@ -17,13 +17,13 @@ from typing import Final
 
 from outrider.errors import InvalidRequestError
 from outrider.ids import TenantId
-from outrider_router.base.retry_hints import Promises
+from outrider_router.base.retry_hints import RetryTimes
 
 TENANT_KEY: Final = "x-outrider-tenant"
 AUTHORIZATION_KEY: Final = "authorization"
-DEFAULT: Final = "default"
+DEFAULT_TENANT: Final = "default"
 """Table of the limits of tenants that have none of their own."""
-SHARED: Final = TenantId("")
+SHARED_TENANT: Final = TenantId("")
 """The tenant of requests that name none, and of those beyond the bound on tenants."""
 MAX_TENANT_CHARS = 64
 _HASH_CHARS = 16
@@ -74,9 +74,9 @@ class TokenBucket:
         """`rate`: units a second; `burst`: units that it holds, full at the beginning."""
         self._rate, self._burst = rate, burst
         self._level, self._at = burst, now
-        self._promises = Promises()
+        self._promises = RetryTimes()
 
-    def missing(self, cost: float, now: float) -> float:
+    def shortage(self, cost: float, now: float) -> float:
         """Units that it is short of `cost`; 0 if it may be taken."""
         self._level = min(self._burst, self._level + self._rate * max(0.0, now - self._at))
         self._at = max(self._at, now)
@@ -84,14 +84,14 @@ class TokenBucket:
         short = min(cost, self._burst) - self._level
         return short if short > 1e-6 * self._burst else 0.0
 
-    def take(self, cost: float) -> None:
+    def take_tokens(self, cost: float) -> None:
         """Take what was not `missing`, or give back (negative) what was taken."""
         self._level = min(self._burst, self._level - cost)
 
     def hint_s(self, cost: float, now: float) -> float:
         """Seconds until it has `cost` for whoever is refused now, behind those refused before."""
-        first_s = self.missing(cost, now) / self._rate
-        return self._promises.hint_s(now, first_s=first_s, each_s=cost / self._rate)
+        first_s = self.shortage(cost, now) / self._rate
+        return self._promises.next_retry_s(now, first_s=first_s, each_s=cost / self._rate)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -102,21 +102,21 @@ class Tenant:
     limits: TenantLimits
     requests: TokenBucket | None
     tokens: TokenBucket | None
-    ends: float = 0.0
+    virtual_end: float = 0.0
     """Virtual time at which its last request ends."""
-    held: int = 0
+    num_requests: int = 0
     """Its requests that wait or are served."""
-    running: int = 0
+    num_running: int = 0
     """Its requests that are served."""
 
 
-class Tenants:
+class TenantRegistry:
     """The tenants of one router; at most so many are known at once."""
 
     def __init__(self, limits: Mapping[str, TenantLimits], *, most: int) -> None:
         """`limits` by name; those of `default` are everybody else's."""
         self._limits = limits
-        self._default = limits.get(DEFAULT, TenantLimits())
+        self._default = limits.get(DEFAULT_TENANT, TenantLimits())
         self._most = most
         self._known: OrderedDict[TenantId, Tenant] = OrderedDict()
         self._time = 0.0
@@ -125,15 +125,15 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, name: TenantId, now: float) -> Tenant:
+    def get_tenant(self, name: TenantId, now: float) -> Tenant:
         """The tenant of this name. Beyond the bound the one that was idle longest is forgotten;
         while all are busy, a new one is counted to the shared tenant."""
         tenant = self._known.get(name)
         if tenant is not None:
             self._known.move_to_end(name)
             return tenant
-        if name != SHARED and len(self._known) >= self._most and not self._forget_one():
-            return self.get(SHARED, now)
+        if name != SHARED_TENANT and len(self._known) >= self._most and not self._forget_one():
+            return self.get_tenant(SHARED_TENANT, now)
         limits = self._limits.get(name, self._default)
         tenant = self._known[name] = Tenant(
             name=name,
@@ -143,28 +143,28 @@ class Tenants:
         )
         return tenant
 
-    def label(self, name: TenantId) -> str:
+    def metrics_label(self, name: TenantId) -> str:
         """Its name in metrics: of a set that the configuration bounds."""
-        return name if name in self._limits else DEFAULT
+        return name if name in self._limits else DEFAULT_TENANT
 
-    def queued(self, tenant: Tenant, cost: float) -> float:
+    def record_queued(self, tenant: Tenant, cost: float) -> float:
         """A request has come; the virtual time at which it starts: its place among the others."""
-        start = max(self._time, tenant.ends)
-        tenant.ends = start + cost / tenant.limits.weight
-        tenant.held += 1
+        start = max(self._time, tenant.virtual_end)
+        tenant.virtual_end = start + cost / tenant.limits.weight
+        tenant.num_requests += 1
         return start
 
-    def reached(self, start: float) -> None:
+    def advance_time(self, start: float) -> None:
         """A request that starts at this virtual time is served."""
         self._time = max(self._time, start)
 
-    def withdrawn(self, tenant: Tenant, cost: float) -> None:
+    def record_withdrawn(self, tenant: Tenant, cost: float) -> None:
         """A request has left the queue without being served: it took no time."""
-        tenant.ends -= cost / tenant.limits.weight
+        tenant.virtual_end -= cost / tenant.limits.weight
 
     def _forget_one(self) -> bool:
         for name, tenant in self._known.items():
-            if not tenant.held and name != SHARED and name not in self._limits:
+            if not tenant.num_requests and name != SHARED_TENANT and name not in self._limits:
                 del self._known[name]
                 return True
         return False
@@ -173,14 +173,14 @@ class Tenants:
 def tenant_of(source: TenantSource, metadata: Iterable[tuple[str, str | bytes]]) -> TenantId:
     """Whose request it is, by the metadata of its call. Raises InvalidRequestError."""
     if source is TenantSource.NONE:
-        return SHARED
+        return SHARED_TENANT
     wanted = TENANT_KEY if source is TenantSource.METADATA else AUTHORIZATION_KEY
     value = next((value for key, value in metadata if key == wanted), "")
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     if source is TenantSource.AUTHORIZATION:
         digest = hashlib.sha256(value.encode()).hexdigest()[:_HASH_CHARS]
-        return TenantId(digest) if value else SHARED
+        return TenantId(digest) if value else SHARED_TENANT
     if len(value) > MAX_TENANT_CHARS or not value.isprintable():
         raise InvalidRequestError(
             f"{TENANT_KEY} must be at most {MAX_TENANT_CHARS} printable characters",

@@ -31,10 +31,12 @@ LOST_AFTER_FAILURES = 2
 """Refused connections in a row that mean a peer is gone (silence has its own bound)."""
 
 
-def judge(state: PeerState, *, failures: int, silence_s: float, bound_s: float) -> PeerState:
+def state_after_failure(
+    state: PeerState, *, failures: int, silence_s: float, bound_s: float
+) -> PeerState:
     """State of a peer after a look at it failed.
 
-    `failures` counts errors in a row, `silence_s` the time since it last gave a sign of life.
+    `failures` counts errors in a row, `peer_timeout_s` the time since it last gave a sign of life.
     A late answer alone (a timeout is no failure) is forgiven until `bound_s`.
     """
     if state is PeerState.HEALTHY and (failures >= LOST_AFTER_FAILURES or silence_s >= bound_s):
@@ -51,7 +53,7 @@ class TokenizerIdentity:
     """One more than its largest id."""
 
 
-def check_verifier(info: VerifierInfo, tokenizer: TokenizerIdentity) -> None:
+def check_verifier_fits(info: VerifierInfo, tokenizer: TokenizerIdentity) -> None:
     """Raise FailedPreconditionError unless the router can serve clients with this verifier."""
     _check_protocol("verifier", info.verifier_id, info.protocol_version)
     if info.vocab_size < tokenizer.num_ids:
@@ -68,7 +70,7 @@ def check_verifier(info: VerifierInfo, tokenizer: TokenizerIdentity) -> None:
         )
 
 
-def check_drafter(info: DrafterInfo, tokenizer: TokenizerIdentity) -> None:
+def check_drafter_fits(info: DrafterInfo, tokenizer: TokenizerIdentity) -> None:
     """Raise FailedPreconditionError unless this drafter speaks of the same ids."""
     _check_protocol("drafter", info.drafter_id, info.protocol_version)
     if info.tokenizer_hash and info.tokenizer_hash != tokenizer.hash:
@@ -87,7 +89,7 @@ def _check_protocol(kind: str, name: str, version: int) -> None:
         )
 
 
-def fits(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
+def can_serve(drafter: DrafterInfo, verifier: VerifierInfo) -> bool:
     """Whether a drafter may serve a verifier's sessions."""
     if drafter.vocab_size != verifier.vocab_size:
         return False
@@ -109,5 +111,5 @@ def missing_attachments(drafter: DrafterInfo, verifiers: Mapping[str, VerifierIn
     return [
         address
         for address, verifier in verifiers.items()
-        if fits(drafter, verifier) and not is_attached(drafter, verifier)
+        if can_serve(drafter, verifier) and not is_attached(drafter, verifier)
     ]

@@ -15,11 +15,11 @@ from functools import partial
 from typing import TypeVar
 
 from outrider.errors import OutriderError
-from outrider_router.base.dns_names import Named, split
+from outrider_router.base.dns_names import ResolvedName, split_addresses
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.compatibility import PeerState
 from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
-from outrider_router.fleet.registry import Registry
+from outrider_router.fleet.registry import PeerRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -40,23 +40,23 @@ async def resolve(host: str, port: int) -> frozenset[str]:
     return frozenset(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
 
 
-class Discovery:
+class PeerDiscovery:
     """Follows the DNS names among the configured addresses; a task for each."""
 
     def __init__(
         self,
         config: RouterConfig,
-        registry: Registry,
+        registry: PeerRegistry,
         *,
         resolve: Resolve = resolve,
     ) -> None:
         """Raises InvalidRequestError for names that cannot be any."""
         self._registry = registry
-        self._interval_s = config.discovery_s
+        self._interval_s = config.discovery_interval_s
         self._resolve = resolve
         self._names = [
-            *((*name, self._verifiers) for name in split(config.verifiers)[1]),
-            *((*name, self._drafters) for name in split(config.drafters)[1]),
+            *((*name, self._verifiers) for name in split_addresses(config.verifiers)[1]),
+            *((*name, self._drafters) for name in split_addresses(config.drafters)[1]),
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self.on_forgotten: Callable[[str], Awaitable[None]] = _nothing
@@ -74,12 +74,15 @@ class Discovery:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(
-        self, host: str, port: int, update: Callable[[Named, frozenset[str]], Awaitable[None]]
+        self,
+        host: str,
+        port: int,
+        update: Callable[[ResolvedName, frozenset[str]], Awaitable[None]],
     ) -> None:
-        named, problem = Named(), ""
+        named, problem = ResolvedName(), ""
         while True:
             try:
-                joined = named.answer(await self._resolve(host, port))
+                joined = named.update_addresses(await self._resolve(host, port))
                 problem = ""
             except (OSError, UnicodeError) as error:
                 # No answer is not the answer that nobody is there.
@@ -94,23 +97,23 @@ class Discovery:
                 logger.exception("following a name of peers failed", extra={"host": host})
             await asyncio.sleep(self._interval_s)
 
-    async def _verifiers(self, named: Named, joined: frozenset[str]) -> None:
+    async def _verifiers(self, named: ResolvedName, joined: frozenset[str]) -> None:
         registry = self._registry
         _add(named, joined, registry.add_verifier)
         await self._forget(named, registry.verifiers, registry.forget_verifier)
 
-    async def _drafters(self, named: Named, joined: frozenset[str]) -> None:
+    async def _drafters(self, named: ResolvedName, joined: frozenset[str]) -> None:
         registry = self._registry
         _add(named, joined, partial(registry.add_drafter, recall=False))
         await self._forget(named, registry.drafters, registry.forget_drafter)
 
     async def _forget(
         self,
-        named: Named,
+        named: ResolvedName,
         peers: Mapping[str, PeerT],
         forget: Callable[[PeerT], Awaitable[None]],
     ) -> None:
-        for address in sorted(named.gone):
+        for address in sorted(named.removed_addresses):
             peer = peers.get(address)
             if peer is not None and peer.state is PeerState.HEALTHY:
                 # It serves, or drains; when it has ended it is forgotten.
@@ -118,10 +121,10 @@ class Discovery:
             if peer is not None:
                 await forget(peer)
                 await self.on_forgotten(address)
-            named.gone.discard(address)
+            named.removed_addresses.discard(address)
 
 
-def _add(named: Named, joined: frozenset[str], add: Callable[[str], None]) -> None:
+def _add(named: ResolvedName, joined: frozenset[str], add: Callable[[str], None]) -> None:
     for address in sorted(joined):
         try:
             add(address)

@@ -17,16 +17,16 @@ from outrider.wire.messages import AttachedDrafter, DrafterInfo, VerifierInfo
 from outrider_router.base.reasons import MoveReason
 from outrider_router.fleet.compatibility import is_attached
 
-LEAST_GAP = 2.0
+MIN_GAP = 2.0
 """An imbalance of fewer sessions is let be."""
 GAP_SHARE = 0.25
 """The same as a share of the busier drafter's sessions."""
-WEIGHT_STEP = 0.25
+MIN_WEIGHT_DIFFERENCE = 0.25
 """Differences in speed below this are noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class DrafterCandidate:
     """A drafter that is attached to a verifier."""
 
     drafter_id: DrafterId
@@ -34,16 +34,16 @@ class Candidate:
     weight: float = 1.0
     """How long a round with its drafts takes, over one with those of the soonest."""
     same_host: bool = False
-    takes_more: bool = True
+    accepts_sessions: bool = True
     """False while it is being removed, or is about to stop."""
-    most: int | None = None
+    max_sessions: int | None = None
     """Sessions that it drafts for at once, of all verifiers; None: as many as there are."""
-    most_here: int | None = None
+    max_local_sessions: int | None = None
     """The same of this verifier's; 0: it is in quarantine, 1: it is probed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class SessionPlacement:
     """A running session that a drafter is to draft for."""
 
     request_id: RequestId
@@ -52,13 +52,13 @@ class Seat:
     drafter_id: DrafterId | None
     tokens: int = 0
     """Its prefix: what another drafter would have to be told."""
-    settled: bool = True
+    is_movable: bool = True
     """Whether it may be moved for balance: it has begun, and was not moved a moment ago."""
-    fixed: bool = False
+    is_fixed: bool = False
     """Whether it cannot be moved at all."""
 
 
-class Held(NamedTuple):
+class SessionDrafter(NamedTuple):
     """Whose drafter a running session has; all that loads are counted by."""
 
     verifier_id: VerifierId
@@ -66,52 +66,56 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MoveSession:
     """Give a session to a drafter."""
 
     request_id: RequestId
     drafter_id: DrafterId | None
     """None: to nobody, it decodes plainly."""
-    why: MoveReason
+    reason: MoveReason
 
 
-Candidates = Mapping[VerifierId, Sequence[Candidate]]
+Candidates = Mapping[VerifierId, Sequence[DrafterCandidate]]
 
 
-class Loads:
+class DrafterLoads:
     """Sessions by drafter, and by verifier and drafter."""
 
     def __init__(
-        self, seats: Iterable[Seat | Held], others: Mapping[DrafterId, int] | None = None
+        self,
+        seats: Iterable[SessionPlacement | SessionDrafter],
+        others: Mapping[DrafterId, int] | None = None,
     ) -> None:
         """`others`: sessions that drafters follow for somebody else."""
         self._all: Counter[DrafterId] = Counter(others or {})
         self._pairs: Counter[tuple[VerifierId, DrafterId]] = Counter()
         for seat in seats:
-            self.put(seat, seat.drafter_id, 1)
+            self.count_session(seat, seat.drafter_id, 1)
 
-    def put(self, seat: Seat | Held, drafter_id: DrafterId | None, count: int) -> None:
+    def count_session(
+        self, seat: SessionPlacement | SessionDrafter, drafter_id: DrafterId | None, count: int
+    ) -> None:
         """Count a session of this seat's verifier at a drafter, or (-1) no longer."""
         if drafter_id is not None:
             self._all[drafter_id] += count
             self._pairs[seat.verifier_id, drafter_id] += count
 
-    def cost(self, candidate: Candidate, more: int = 0) -> float:
+    def cost(self, candidate: DrafterCandidate, more: int = 0) -> float:
         """Sessions of a drafter and `more`, weighed by how slow it is for a verifier."""
         return (self._all[candidate.drafter_id] + more) * candidate.weight
 
-    def has_room(self, candidate: Candidate, verifier_id: VerifierId) -> bool:
+    def has_room(self, candidate: DrafterCandidate, verifier_id: VerifierId) -> bool:
         """Whether a drafter may have one more session of a verifier."""
-        all_, here = candidate.most, candidate.most_here
+        all_, here = candidate.max_sessions, candidate.max_local_sessions
         mine = self._pairs[verifier_id, candidate.drafter_id]
         return (
-            candidate.takes_more
+            candidate.accepts_sessions
             and (all_ is None or self._all[candidate.drafter_id] < all_)
             and (here is None or mine < here)
         )
 
-    def choose(
-        self, candidates: Sequence[Candidate], verifier_id: VerifierId, method: DraftMethod
+    def choose_drafter(
+        self, candidates: Sequence[DrafterCandidate], verifier_id: VerifierId, method: DraftMethod
     ) -> DrafterId | None:
         """The drafter for one more session: the cheapest, on the verifier's host if there are
         several, then where more of the verifier's sessions are, so that the drafts of its rounds
@@ -130,14 +134,14 @@ class Loads:
         return chosen.drafter_id if chosen is not None else None
 
 
-def candidates_of(
+def drafter_candidates(
     verifier: VerifierInfo,
     drafters: Iterable[DrafterInfo],
     *,
     detached: Collection[DrafterId] = (),
     draining: Collection[DrafterId] = (),
     rooms: Mapping[DrafterId, int] | None = None,
-) -> tuple[Candidate, ...]:
+) -> tuple[DrafterCandidate, ...]:
     """The drafters that a verifier's sessions can have now.
 
     `detached` are drafters that a session reported lost since the verifier was last asked, `rooms`
@@ -149,14 +153,14 @@ def candidates_of(
     links = [attached[drafter.drafter_id] for drafter in able]
     soonest_ms = min((link.answer_ms for link in links if link.answer_ms), default=0.0)
     return tuple(
-        Candidate(
+        DrafterCandidate(
             drafter_id=drafter.drafter_id,
             methods=drafter.methods,
             weight=_weight(link, soonest_ms, verifier.round_ms_p50),
             same_host=link.same_host,
-            takes_more=drafter.drafter_id not in draining and not drafter.draining,
-            most=drafter.max_sessions or None,
-            most_here=bounds.get(drafter.drafter_id),
+            accepts_sessions=drafter.drafter_id not in draining and not drafter.draining,
+            max_sessions=drafter.max_sessions or None,
+            max_local_sessions=bounds.get(drafter.drafter_id),
         )
         for drafter, link in zip(able, links, strict=True)
     )
@@ -166,84 +170,87 @@ def _weight(link: AttachedDrafter, soonest_ms: float, round_ms: float) -> float:
     if not link.answer_ms or not round_ms:
         return 1.0
     ratio = (round_ms + link.answer_ms) / (round_ms + soonest_ms)
-    return max(1.0, round(ratio / WEIGHT_STEP) * WEIGHT_STEP)
+    return max(1.0, round(ratio / MIN_WEIGHT_DIFFERENCE) * MIN_WEIGHT_DIFFERENCE)
 
 
-def rebalance(
-    seats: Sequence[Seat],
+def plan_moves(
+    seats: Sequence[SessionPlacement],
     candidates: Candidates,
     *,
     others: Mapping[DrafterId, int],
-    most_homeless: int,
-    most_balanced: int,
-) -> list[Move]:
+    max_homeless: int,
+    max_balanced: int,
+) -> list[MoveSession]:
     """Who should move now: first those whose drafters are lost, then those whose drafters are in
     quarantine or leave, at most `most_homeless` of all; if there are none, one to each drafter that
     is to be probed, and at most `most_balanced` from busy drafters to less busy ones, once the
     imbalance is large, until there is none."""
-    loads = Loads(seats, others)
-    moves = list(_house(seats, candidates, loads, most_homeless))
+    loads = DrafterLoads(seats, others)
+    moves = list(_house(seats, candidates, loads, max_homeless))
     moves = moves or list(_probe(seats, candidates, loads))
-    return moves or list(_balance(seats, candidates, loads, most_balanced))
+    return moves or list(_balance(seats, candidates, loads, max_balanced))
 
 
 def _house(
-    seats: Sequence[Seat], candidates: Candidates, loads: Loads, most: int
-) -> Iterator[Move]:
-    homeless: dict[MoveReason, list[Seat]] = {
+    seats: Sequence[SessionPlacement], candidates: Candidates, loads: DrafterLoads, most: int
+) -> Iterator[MoveSession]:
+    homeless: dict[MoveReason, list[SessionPlacement]] = {
         MoveReason.LOST: [],
         MoveReason.QUARANTINED: [],
         MoveReason.DRAINED: [],
     }
     for seat in seats:
         home = _home(seat, candidates)
-        if seat.fixed:
+        if seat.is_fixed:
             continue
         if home is None:
             homeless[MoveReason.LOST].append(seat)
-        elif home.most_here == 0:
+        elif home.max_local_sessions == 0:
             homeless[MoveReason.QUARANTINED].append(seat)
-        elif not home.takes_more:
+        elif not home.accepts_sessions:
             homeless[MoveReason.DRAINED].append(seat)
     moved = 0
     for why, them in homeless.items():
         for seat in them:
             here = candidates.get(seat.verifier_id, ())
-            target = loads.choose(here, seat.verifier_id, seat.method)
+            target = loads.choose_drafter(here, seat.verifier_id, seat.method)
             # Who is in quarantine drafts for nobody; who leaves goes on for whom nobody takes.
             if moved == most or (target is None and why is not MoveReason.QUARANTINED):
                 continue
             moved += 1
-            loads.put(seat, seat.drafter_id, -1)
-            loads.put(seat, target, 1)
-            yield Move(seat.request_id, target, why)
+            loads.count_session(seat, seat.drafter_id, -1)
+            loads.count_session(seat, target, 1)
+            yield MoveSession(seat.request_id, target, why)
 
 
-def _probe(seats: Sequence[Seat], candidates: Candidates, loads: Loads) -> Iterator[Move]:
+def _probe(
+    seats: Sequence[SessionPlacement], candidates: Candidates, loads: DrafterLoads
+) -> Iterator[MoveSession]:
     """The shortest session that may move to each drafter that is to be probed and has none."""
     settled = sorted(
-        (seat for seat in seats if seat.settled and not seat.fixed), key=lambda seat: seat.tokens
+        (seat for seat in seats if seat.is_movable and not seat.is_fixed),
+        key=lambda seat: seat.tokens,
     )
     for verifier_id, here in candidates.items():
         for candidate in here:
-            if candidate.most_here != 1 or not loads.has_room(candidate, verifier_id):
+            if candidate.max_local_sessions != 1 or not loads.has_room(candidate, verifier_id):
                 continue
             for seat in settled:
                 if seat.verifier_id == verifier_id and seat.method in candidate.methods:
                     settled.remove(seat)
-                    loads.put(seat, seat.drafter_id, -1)
-                    loads.put(seat, candidate.drafter_id, 1)
-                    yield Move(seat.request_id, candidate.drafter_id, MoveReason.PROBE)
+                    loads.count_session(seat, seat.drafter_id, -1)
+                    loads.count_session(seat, candidate.drafter_id, 1)
+                    yield MoveSession(seat.request_id, candidate.drafter_id, MoveReason.PROBE)
                     break
 
 
 def _balance(
-    seats: Sequence[Seat], candidates: Candidates, loads: Loads, most: int
-) -> Iterator[Move]:
-    movable: dict[tuple[VerifierId, DraftMethod, DrafterId], list[Seat]] = {}
+    seats: Sequence[SessionPlacement], candidates: Candidates, loads: DrafterLoads, most: int
+) -> Iterator[MoveSession]:
+    movable: dict[tuple[VerifierId, DraftMethod, DrafterId], list[SessionPlacement]] = {}
     for seat in sorted(seats, key=lambda seat: seat.tokens, reverse=True):
         home = _home(seat, candidates)
-        if seat.settled and not seat.fixed and home is not None:
+        if seat.is_movable and not seat.is_fixed and home is not None:
             kind = seat.verifier_id, seat.method, home.drafter_id
             movable.setdefault(kind, []).append(seat)
     for number in range(most):
@@ -251,19 +258,19 @@ def _balance(
         if found is None:
             return
         gap, busy, kind, target = found
-        if number == 0 and gap < max(LEAST_GAP, GAP_SHARE * busy):
+        if number == 0 and gap < max(MIN_GAP, GAP_SHARE * busy):
             return
         # The one that costs least to be told.
         seat = movable[kind].pop()
-        loads.put(seat, seat.drafter_id, -1)
-        loads.put(seat, target, 1)
-        yield Move(seat.request_id, target, MoveReason.BALANCE)
+        loads.count_session(seat, seat.drafter_id, -1)
+        loads.count_session(seat, target, 1)
+        yield MoveSession(seat.request_id, target, MoveReason.BALANCE)
 
 
 def _widest_gap(
-    movable: Mapping[tuple[VerifierId, DraftMethod, DrafterId], Sequence[Seat]],
+    movable: Mapping[tuple[VerifierId, DraftMethod, DrafterId], Sequence[SessionPlacement]],
     candidates: Candidates,
-    loads: Loads,
+    loads: DrafterLoads,
 ) -> tuple[float, float, tuple[VerifierId, DraftMethod, DrafterId], DrafterId] | None:
     """By how much a drafter costs more than another one would with a session more, what it costs,
     whose session it is, and the other one; None: nobody gains by moving."""
@@ -281,7 +288,7 @@ def _widest_gap(
     return best
 
 
-def _home(seat: Seat, candidates: Candidates) -> Candidate | None:
+def _home(seat: SessionPlacement, candidates: Candidates) -> DrafterCandidate | None:
     """The seat's drafter, if it is there."""
     here = candidates.get(seat.verifier_id, ())
     return next((c for c in here if c.drafter_id == seat.drafter_id), None)

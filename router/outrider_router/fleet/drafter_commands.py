@@ -12,7 +12,7 @@ from outrider.transport.interface import DrafterControl
 logger = logging.getLogger(__name__)
 
 
-async def attach(control: DrafterControl, address: str, verifier: str) -> None:
+async def attach_drafter(control: DrafterControl, address: str, verifier: str) -> None:
     """Have the drafter at `address` connect to a verifier."""
     facts = {"address": address, "verifier": verifier}
     try:
@@ -24,7 +24,7 @@ async def attach(control: DrafterControl, address: str, verifier: str) -> None:
         logger.info("drafter told to attach", extra=facts)
 
 
-async def detach(
+async def detach_drafter(
     control: DrafterControl, address: str, verifiers: Iterable[str], timeout_s: float
 ) -> None:
     """Have a drafter leave verifiers."""
@@ -37,11 +37,11 @@ async def detach(
         logger.info("drafter not detached: %s", error, extra={"address": address})
 
 
-async def drain(control: DrafterControl, address: str, timeout_s: float) -> None:
+async def announce_drain(control: DrafterControl, address: str, timeout_s: float) -> None:
     """Have a drafter say to all routers that it leaves."""
     try:
         async with asyncio.timeout(timeout_s):
-            await control.drain(True)
+            await control.set_draining(True)
     except (OutriderError, TimeoutError) as error:
         # It does not answer; the others notice that too.
         logger.info("drafter not drained: %s", error, extra={"address": address})

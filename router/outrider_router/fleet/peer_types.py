@@ -8,7 +8,7 @@ from typing import NamedTuple
 from outrider.ids import DrafterId
 from outrider.transport.interface import DrafterControl, VerifierControl
 from outrider.wire.messages import DrafterInfo, VerifierInfo
-from outrider_router.fleet.peers import Peer
+from outrider_router.fleet.peers import PeerStatus
 
 
 class Standing(NamedTuple):
@@ -24,7 +24,7 @@ class Standing(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class VerifierPeer(Peer):
+class VerifierPeer(PeerStatus):
     """A verifier."""
 
     control: VerifierControl | None = None
@@ -43,35 +43,35 @@ class VerifierPeer(Peer):
     def pass_time(self, seconds: float) -> None:
         """Count time of this event loop without a sign of life, or of progress."""
         # Named, for a class with slots that is made anew has no argument-free super().
-        Peer.pass_time(self, seconds)
+        PeerStatus.pass_time(self, seconds)
         if self.open_sessions:
             self.stalled_s += seconds
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class DrafterPeer(Peer):
+class DrafterPeer(PeerStatus):
     """A drafter."""
 
     control: DrafterControl | None = None
     info: DrafterInfo | None = None
-    serving: bool = False
+    is_serving: bool = False
     """Whether it was reachable and attached to a healthy verifier at the last look."""
     misfits: set[str] = field(default_factory=set)
     """Verifiers that it cannot serve, by address."""
-    draining: bool = False
+    is_draining: bool = False
     """Whether it is being removed: it is attached to no more verifiers, and gets no sessions."""
-    recalled: bool = False
+    is_recalled: bool = False
     """Whether it is to be told that it stays: an operator has added it."""
-    unplaced: tuple[int, int] = (0, 0)
+    recent_other_sessions: tuple[int, int] = (0, 0)
     """Sessions beyond those that this router placed, at the last two looks."""
 
     @property
-    def leaves(self) -> bool:
+    def is_leaving(self) -> bool:
         """Whether it is being removed, or has said that it is about to stop."""
-        return self.draining or (self.info is not None and self.info.draining)
+        return self.is_draining or (self.info is not None and self.info.draining)
 
     @property
-    def others(self) -> int:
+    def other_router_sessions(self) -> int:
         """Sessions that it follows for other routers; one look alone may see those of this one
         that have just ended."""
-        return min(self.unplaced)
+        return min(self.recent_other_sessions)

@@ -15,7 +15,7 @@ _TICKS = 8
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Peer:
+class PeerStatus:
     """What the router knows of one process."""
 
     address: str
@@ -33,7 +33,9 @@ class Peer:
         self.silent_s += seconds
 
 
-async def in_time(peer: Peer, look: Callable[[], Awaitable[None]], silence_s: float) -> None:
+async def poll_peer(
+    peer: PeerStatus, look: Callable[[], Awaitable[None]], silence_s: float
+) -> None:
     """Look at a peer. Raises TimeoutError after a silence, and what the look raises.
 
     Silence is counted in steps of this event loop, so that one which was held up (a stopped
@@ -51,7 +53,7 @@ async def in_time(peer: Peer, look: Callable[[], Awaitable[None]], silence_s: fl
         task.cancel()
 
 
-async def rest(peer: Peer, interval_s: float) -> None:
+async def wait_next_poll(peer: PeerStatus, interval_s: float) -> None:
     """Wait for the next look, which is due sooner at a peer that is not healthy."""
     if peer.state is not PeerState.HEALTHY:
         interval_s = min(interval_s, LOST_INTERVAL_S)

@@ -17,32 +17,32 @@ from outrider.ids import DrafterId, VerifierId
 from outrider.wire.messages import AttachedDrafter, VerifierInfo
 from outrider_router.base.reasons import QuarantineReason
 
-FIRST_S: Final = 1.0
+MIN_BACKOFF_S: Final = 1.0
 """The first back-off."""
-LONGEST_S: Final = 60.0
-JITTER: Final = 0.2
+MAX_BACKOFF_S: Final = 60.0
+JITTER_SHARE: Final = 0.2
 """How much of a back-off is left to chance, so that probes of many drafters do not meet."""
-FORGIVEN_S: Final = 60.0
+BREAKER_RESET_S: Final = 60.0
 """How long a drafter must be well for its next back-off to be a first one."""
-PROBE_S: Final = 10.0
+MAX_PROBE_S: Final = 10.0
 """A probe that proves nothing for so long is taken for a good one: the session wants no drafts."""
-PROBE_ANSWERS: Final = 4
+MIN_PROBE_ANSWERS: Final = 4
 """Proposals that could be of use which a probe must bring."""
-SILENT_S: Final = 0.75
+MAX_SILENCE_S: Final = 0.75
 """A drafter that is missed for so long is silent."""
-MOST_WRONG: Final = 8
+MAX_INVALID_MESSAGES: Final = 8
 """So much that is wrong between two looks is enough, and half of it if nothing was right."""
-LEAST_WAITS: Final = 4
+MIN_TIMEOUTS: Final = 4
 """Waits in vain between two looks that may show a drafter to be slow, where they are more than its
 answers."""
 SLOW_FACTOR, SLOW_FLOOR_MS = 8.0, 50.0
 """A drafter is far beyond its peers that answers so many times later than the soonest of them, and
 so much later."""
-SLOW_LOOKS: Final = 3
+MIN_SLOW_POLLS: Final = 3
 """Looks in a row that must find a drafter slow: a busy machine is slow for a moment."""
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     """Of a breaker."""
 
     CLOSED = "closed"
@@ -54,7 +54,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class DrafterEvidence:
     """What a verifier says of a drafter at a look; counts only grow."""
 
     sessions: int
@@ -68,52 +68,54 @@ class Evidence:
     """The same of the other drafter that answers soonest; 0: there is none."""
 
 
-class Breaker:
+class CircuitBreaker:
     """Of one drafter at one verifier."""
 
     def __init__(self) -> None:
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self.reason: QuarantineReason | None = None
         """Why it is not closed."""
         self.until = 0.0
         """When an open one begins to probe."""
-        self._backoff_s = FIRST_S
+        self._backoff_s = MIN_BACKOFF_S
         self._since = 0.0
         """When its state changed last."""
-        self._last: Evidence | None = None
+        self._last: DrafterEvidence | None = None
         self._slow_looks = 0
         self._right = 0
         """Answers since a probe began."""
 
     @property
-    def most(self) -> int | None:
+    def max_sessions(self) -> int | None:
         """Sessions of the verifier that the drafter may have; None: as many as there are."""
-        return {State.CLOSED: None, State.OPEN: 0, State.PROBING: 1}[self.state]
+        return {BreakerState.CLOSED: None, BreakerState.OPEN: 0, BreakerState.PROBING: 1}[
+            self.state
+        ]
 
-    def look(self, seen: Evidence, now: float, chance: float) -> QuarantineReason | None:
+    def update(self, seen: DrafterEvidence, now: float, chance: float) -> QuarantineReason | None:
         """Take in what a verifier says; `chance` in [0, 1). Why the breaker opened, if it did."""
         new = self._since_last(seen)
-        if self.state is State.OPEN:
+        if self.state is BreakerState.OPEN:
             if now >= self.until:
-                self._turn(State.PROBING, now)
+                self._turn(BreakerState.PROBING, now)
             return None
         illness = self._illness(seen, new)
         if illness is not None:
             self._open(illness, now, chance)
             return illness
-        if self.state is State.PROBING:
+        if self.state is BreakerState.PROBING:
             self._right += new.answers
             if not seen.sessions:
                 # The probe has not begun, or its session has ended: the next one goes on with it.
                 self._since = now
-            elif self._right >= PROBE_ANSWERS or now - self._since >= PROBE_S:
+            elif self._right >= MIN_PROBE_ANSWERS or now - self._since >= MAX_PROBE_S:
                 self.reason = None
-                self._turn(State.CLOSED, now)
-        elif now - self._since >= FORGIVEN_S:
-            self._backoff_s = FIRST_S
+                self._turn(BreakerState.CLOSED, now)
+        elif now - self._since >= BREAKER_RESET_S:
+            self._backoff_s = MIN_BACKOFF_S
         return None
 
-    def _since_last(self, seen: Evidence) -> _New:
+    def _since_last(self, seen: DrafterEvidence) -> _EvidenceDelta:
         last, self._last = self._last, seen
         if last is None or any(
             now < was
@@ -124,39 +126,41 @@ class Breaker:
             )
         ):
             # The first look, or the verifier was restarted: nothing is known of what was before.
-            return _New(0, 0, 0)
-        return _New(
+            return _EvidenceDelta(0, 0, 0)
+        return _EvidenceDelta(
             seen.answers - last.answers, seen.missed - last.missed, seen.invalid - last.invalid
         )
 
-    def _illness(self, seen: Evidence, new: _New) -> QuarantineReason | None:
-        if new.invalid >= MOST_WRONG or (2 * new.invalid >= MOST_WRONG and not new.answers):
+    def _illness(self, seen: DrafterEvidence, new: _EvidenceDelta) -> QuarantineReason | None:
+        if new.invalid >= MAX_INVALID_MESSAGES or (
+            2 * new.invalid >= MAX_INVALID_MESSAGES and not new.answers
+        ):
             return QuarantineReason.WRONG
-        if seen.sessions and seen.silent_s >= SILENT_S:
+        if seen.sessions and seen.silent_s >= MAX_SILENCE_S:
             return QuarantineReason.SILENT
-        late = new.missed >= LEAST_WAITS and new.missed > new.answers
+        late = new.missed >= MIN_TIMEOUTS and new.missed > new.answers
         far = seen.soonest_ms > 0.0 and seen.answer_ms >= max(
             SLOW_FACTOR * seen.soonest_ms, seen.soonest_ms + SLOW_FLOOR_MS
         )
-        if self.state is State.PROBING:
+        if self.state is BreakerState.PROBING:
             # A mean is slow to forget what was before.
             return QuarantineReason.SLOW if seen.sessions and late else None
         slow = bool(seen.sessions) and (late or (far and new.answers + new.missed > 0))
         self._slow_looks = self._slow_looks + 1 if slow else 0
-        return QuarantineReason.SLOW if self._slow_looks >= SLOW_LOOKS else None
+        return QuarantineReason.SLOW if self._slow_looks >= MIN_SLOW_POLLS else None
 
     def _open(self, reason: QuarantineReason, now: float, chance: float) -> None:
         self.reason = reason
-        self.until = now + self._backoff_s * (1.0 + JITTER * (2.0 * chance - 1.0))
-        self._backoff_s = min(2.0 * self._backoff_s, LONGEST_S)
-        self._turn(State.OPEN, now)
+        self.until = now + self._backoff_s * (1.0 + JITTER_SHARE * (2.0 * chance - 1.0))
+        self._backoff_s = min(2.0 * self._backoff_s, MAX_BACKOFF_S)
+        self._turn(BreakerState.OPEN, now)
 
-    def _turn(self, state: State, now: float) -> None:
+    def _turn(self, state: BreakerState, now: float) -> None:
         self.state, self._since = state, now
         self._slow_looks = self._right = 0
 
 
-class _New(NamedTuple):
+class _EvidenceDelta(NamedTuple):
     answers: int
     missed: int
     invalid: int
@@ -168,9 +172,9 @@ class Quarantine:
     def __init__(self, chance: Callable[[], float]) -> None:
         """`chance` draws from [0, 1)."""
         self._chance = chance
-        self._breakers: dict[tuple[VerifierId, DrafterId], Breaker] = {}
+        self._breakers: dict[tuple[VerifierId, DrafterId], CircuitBreaker] = {}
 
-    def look(
+    def update(
         self, info: VerifierInfo, known: Collection[DrafterId], now: float
     ) -> list[tuple[DrafterId, QuarantineReason | None]]:
         """Take in what a verifier says of its drafters; whose breakers opened and why, and (None)
@@ -183,30 +187,32 @@ class Quarantine:
         for link in info.drafters:
             if link.drafter_id not in known:
                 continue
-            breaker = self._breakers.setdefault((info.verifier_id, link.drafter_id), Breaker())
+            breaker = self._breakers.setdefault(
+                (info.verifier_id, link.drafter_id), CircuitBreaker()
+            )
             before = breaker.state
-            reason = breaker.look(evidence(link, info.drafters), now, self._chance())
+            reason = breaker.update(make_evidence(link, info.drafters), now, self._chance())
             if breaker.state is not before:
                 changed.append((link.drafter_id, reason))
         return changed
 
-    def forget(self, drafter_id: DrafterId) -> None:
+    def forget_drafter(self, drafter_id: DrafterId) -> None:
         """The drafter is another one now, or none."""
         for key in [key for key in self._breakers if key[1] == drafter_id]:
             del self._breakers[key]
 
-    def of(self, verifier_id: VerifierId, drafter_id: DrafterId) -> Breaker | None:
+    def get_breaker(self, verifier_id: VerifierId, drafter_id: DrafterId) -> CircuitBreaker | None:
         """The breaker of a drafter at a verifier that was seen there."""
         return self._breakers.get((verifier_id, drafter_id))
 
 
-def evidence(link: AttachedDrafter, links: Iterable[AttachedDrafter]) -> Evidence:
+def make_evidence(link: AttachedDrafter, links: Iterable[AttachedDrafter]) -> DrafterEvidence:
     """What a verifier that has these drafters says of one of them."""
     others = [o.answer_ms for o in links if o.drafter_id != link.drafter_id and o.answer_ms]
-    return Evidence(
+    return DrafterEvidence(
         sessions=link.sessions,
         answers=link.answers,
-        missed=link.missed,
+        missed=link.proposal_timeouts,
         invalid=link.invalid,
         silent_s=link.silent_ms / 1000.0,
         answer_ms=link.answer_ms,

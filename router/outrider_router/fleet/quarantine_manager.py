@@ -14,7 +14,7 @@ from outrider_router.fleet.quarantine import Quarantine
 logger = logging.getLogger(__name__)
 
 
-class DrafterJudge:
+class QuarantineManager:
     """The quarantine of a router's drafters; event loop only."""
 
     def __init__(
@@ -31,11 +31,11 @@ class DrafterJudge:
         self._on_change = on_change
         self._quarantine = Quarantine(chance)
 
-    def look(self, info: VerifierInfo, known: Collection[DrafterId]) -> None:
+    def update(self, info: VerifierInfo, known: Collection[DrafterId]) -> None:
         """Put `known` drafters in quarantine that a verifier has something to say against, and let
         out those whose time has come."""
         changed = False
-        for drafter_id, reason in self._quarantine.look(info, known, self._clock()):
+        for drafter_id, reason in self._quarantine.update(info, known, self._clock()):
             changed = True
             facts = {"drafter_id": drafter_id, "verifier_id": info.verifier_id}
             if reason is None:
@@ -49,20 +49,26 @@ class DrafterJudge:
         if changed:
             self._on_change()
 
-    def forget(self, drafter_id: DrafterId) -> None:
+    def forget_drafter(self, drafter_id: DrafterId) -> None:
         """The drafter is gone, or another process has its name now."""
-        self._quarantine.forget(drafter_id)
+        self._quarantine.forget_drafter(drafter_id)
 
-    def rooms(self, info: VerifierInfo) -> dict[DrafterId, int]:
+    def session_limits(self, info: VerifierInfo) -> dict[DrafterId, int]:
         """How many of a verifier's sessions its drafters in quarantine may have."""
         names = [drafter.drafter_id for drafter in info.drafters]
-        breakers = {name: self._quarantine.of(info.verifier_id, name) for name in names}
-        return {n: b.most for n, b in breakers.items() if b is not None and b.most is not None}
+        breakers = {name: self._quarantine.get_breaker(info.verifier_id, name) for name in names}
+        return {
+            n: b.max_sessions
+            for n, b in breakers.items()
+            if b is not None and b.max_sessions is not None
+        }
 
-    def sentence(self, verifier_id: VerifierId, drafter_id: DrafterId) -> tuple[str, float]:
+    def quarantine_status(
+        self, verifier_id: VerifierId, drafter_id: DrafterId
+    ) -> tuple[str, float]:
         """Why a drafter gets no sessions of a verifier, and in how many seconds one, to see; ""
         where it gets them."""
-        breaker = self._quarantine.of(verifier_id, drafter_id)
+        breaker = self._quarantine.get_breaker(verifier_id, drafter_id)
         if breaker is None or breaker.reason is None:
             return "", 0.0
         return breaker.reason.value, max(0.0, breaker.until - self._clock())

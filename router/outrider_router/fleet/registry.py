@@ -19,29 +19,29 @@ from outrider.ids import DrafterId, VerifierId
 from outrider.transport.interface import Dialer
 from outrider.wire.limits import MAX_PEERS
 from outrider.wire.messages import DrafterInfo, VerifierInfo
-from outrider_router.base.dns_names import split
+from outrider_router.base.dns_names import split_addresses
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import RouterConfig
 from outrider_router.fleet import drafter_commands
 from outrider_router.fleet.compatibility import (
     PeerState,
     TokenizerIdentity,
-    check_drafter,
-    check_verifier,
-    fits,
+    can_serve,
+    check_drafter_fits,
+    check_verifier_fits,
     is_attached,
-    judge,
     missing_attachments,
+    state_after_failure,
 )
-from outrider_router.fleet.drafter_assignment import Candidate, candidates_of
+from outrider_router.fleet.drafter_assignment import DrafterCandidate, drafter_candidates
 from outrider_router.fleet.peer_types import DrafterPeer, Standing, VerifierPeer
-from outrider_router.fleet.peers import Peer, in_time, rest
-from outrider_router.fleet.quarantine_manager import DrafterJudge
+from outrider_router.fleet.peers import PeerStatus, poll_peer, wait_next_poll
+from outrider_router.fleet.quarantine_manager import QuarantineManager
 
 logger = logging.getLogger(__name__)
 
 
-class Registry:
+class PeerRegistry:
     """The fleet of one router. Callbacks run on the event loop and must not block."""
 
     def __init__(
@@ -64,17 +64,20 @@ class Registry:
         self._metrics = metrics
         self._clock = clock
         self._interval_s = config.poll_interval_s
-        self._silence_s = config.silence_s
+        self._silence_s = config.peer_timeout_s
         self._stall_s = config.verifier_stall_s
         self._placed = placed
         self._on_verifier_up = on_verifier_up
         self._on_verifier_lost = on_verifier_lost
         self._on_drafters_changed = on_drafters_changed
-        self.judge = DrafterJudge(metrics, clock=clock, on_change=on_drafters_changed)
-        verifiers, drafters = split(config.verifiers)[0], split(config.drafters)[0]
+        self.judge = QuarantineManager(metrics, clock=clock, on_change=on_drafters_changed)
+        verifiers, drafters = (
+            split_addresses(config.verifiers)[0],
+            split_addresses(config.drafters)[0],
+        )
         self.verifiers = {address: VerifierPeer(address=address) for address in verifiers}
         self.drafters = {address: DrafterPeer(address=address) for address in drafters}
-        self._polls: dict[Peer, asyncio.Task[None]] = {}
+        self._polls: dict[PeerStatus, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         """Begin polling; every peer has its own task, so none delays the look at another."""
@@ -93,7 +96,7 @@ class Registry:
     def add_verifier(self, address: str) -> None:
         """Look for one more verifier from now on; idempotent. Raises ResourceExhaustedError."""
         if address not in self.verifiers:
-            _check_room("verifiers", len(self.verifiers))
+            _check_capacity("verifiers", len(self.verifiers))
             peer = self.verifiers[address] = VerifierPeer(address=address)
             self._start(peer, partial(self._look_at_verifier, peer))
             logger.info("verifier added", extra={"address": address})
@@ -106,7 +109,7 @@ class Registry:
         for drafter in list(self.drafters.values()):
             if drafter.control is not None and drafter.state is PeerState.HEALTHY:
                 gone = (peer.address,)
-                await drafter_commands.detach(
+                await drafter_commands.detach_drafter(
                     drafter.control, drafter.address, gone, self._silence_s
                 )
         self.verifiers.pop(peer.address, None)
@@ -119,36 +122,36 @@ class Registry:
         ResourceExhaustedError; FailedPreconditionError while it is being removed.
         """
         peer = self.drafters.get(address)
-        if peer is not None and peer.draining:
+        if peer is not None and peer.is_draining:
             raise FailedPreconditionError(
                 f"the drafter at {address} is being removed", reason="DRAFTER_LEAVING"
             )
         if peer is not None:
             # Somebody else may have removed it.
-            peer.recalled = peer.recalled or recall
+            peer.is_recalled = peer.is_recalled or recall
             return
-        _check_room("drafters", len(self.drafters))
-        peer = self.drafters[address] = DrafterPeer(address=address, recalled=recall)
+        _check_capacity("drafters", len(self.drafters))
+        peer = self.drafters[address] = DrafterPeer(address=address, is_recalled=recall)
         self._start(peer, partial(self._look_at_drafter, peer))
         logger.info("drafter added", extra={"address": address})
 
     async def drain_drafter(self, peer: DrafterPeer) -> None:
         """Give a drafter no sessions any more, and have it say so to other routers."""
-        peer.draining, peer.recalled = True, False
+        peer.is_draining, peer.is_recalled = True, False
         if peer.control is not None:
-            await drafter_commands.drain(peer.control, peer.address, self._silence_s)
+            await drafter_commands.announce_drain(peer.control, peer.address, self._silence_s)
 
     async def forget_drafter(self, peer: DrafterPeer) -> None:
         """Look at a drafter no more and have it leave the verifiers."""
         await self._stop(peer)
         if peer.control is not None:
             # It is among the drafters until it has left: nobody may add it anew meanwhile.
-            await drafter_commands.detach(
+            await drafter_commands.detach_drafter(
                 peer.control, peer.address, self.verifiers, self._silence_s
             )
         self.drafters.pop(peer.address, None)
         if peer.info is not None:
-            self.judge.forget(peer.info.drafter_id)
+            self.judge.forget_drafter(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(0)
         logger.info("drafter removed", extra={"address": peer.address})
 
@@ -156,52 +159,56 @@ class Registry:
         """The healthy verifier with this id."""
         return next((v for v, info in self._healthy() if info.verifier_id == verifier_id), None)
 
-    def any_info(self) -> VerifierInfo | None:
+    def any_verifier_info(self) -> VerifierInfo | None:
         """What a healthy verifier says of its model; None while none takes sessions."""
         return next((info for _, info in self._healthy() if not info.draining), None)
 
-    def saw_verifier(self, peer: VerifierPeer) -> None:
+    def record_heartbeat(self, peer: VerifierPeer) -> None:
         """A session's event is a sign of life and of progress."""
         peer.silent_s = peer.stalled_s = 0.0
 
-    def verifier_broke(self, peer: VerifierPeer, why: str) -> None:
+    def mark_verifier_lost(self, peer: VerifierPeer, why: str) -> None:
         """Its sessions broke off: it is lost until it answers a look, and that begins now."""
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             self._lose_verifier(peer, peer.info, why)
         peer.woken.set()
 
-    def verifier_draining(self, peer: VerifierPeer) -> None:
+    def mark_verifier_draining(self, peer: VerifierPeer) -> None:
         """It says that it takes no more sessions."""
         if peer.state is PeerState.HEALTHY and peer.info is not None:
             peer.info = replace(peer.info, draining=True)
             self._on_verifier_up(peer.info)
 
-    def drafter_detached(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
+    def mark_drafter_detached(self, peer: VerifierPeer, drafter_id: DrafterId) -> None:
         """A session reports that its drafter is gone; no more sessions until the next look."""
         peer.detached.add(drafter_id)
         self._note_drafters()
 
-    def candidates_of(self, peer: VerifierPeer) -> tuple[Candidate, ...]:
+    def candidates_for(self, peer: VerifierPeer) -> tuple[DrafterCandidate, ...]:
         """The drafters that the sessions of this verifier can have now."""
         assert peer.info is not None
         able = [d for d in self.drafters.values() if d.state is PeerState.HEALTHY]
-        return candidates_of(
+        return drafter_candidates(
             peer.info,
             [drafter.info for drafter in able if drafter.info is not None],
             detached=peer.detached,
-            draining={d.info.drafter_id for d in able if d.draining and d.info is not None},
-            rooms=self.judge.rooms(peer.info),
+            draining={d.info.drafter_id for d in able if d.is_draining and d.info is not None},
+            rooms=self.judge.session_limits(peer.info),
         )
 
-    def candidates(self) -> dict[VerifierId, tuple[Candidate, ...]]:
+    def candidates(self) -> dict[VerifierId, tuple[DrafterCandidate, ...]]:
         """The same for each healthy verifier."""
-        return {info.verifier_id: self.candidates_of(peer) for peer, info in self._healthy()}
+        return {info.verifier_id: self.candidates_for(peer) for peer, info in self._healthy()}
 
     @property
-    def others(self) -> dict[DrafterId, int]:
+    def other_router_sessions(self) -> dict[DrafterId, int]:
         """Sessions that drafters follow for other routers."""
         peers = self.drafters.values()
-        return {peer.info.drafter_id: peer.others for peer in peers if peer.info is not None}
+        return {
+            peer.info.drafter_id: peer.other_router_sessions
+            for peer in peers
+            if peer.info is not None
+        }
 
     def _healthy(self) -> list[tuple[VerifierPeer, VerifierInfo]]:
         peers = self.verifiers.values()
@@ -211,19 +218,19 @@ class Registry:
             if peer.state is PeerState.HEALTHY and peer.info is not None
         ]
 
-    def _start(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
+    def _start(self, peer: PeerStatus, look: Callable[[], Awaitable[None]]) -> None:
         self._polls[peer] = asyncio.create_task(self._poll(peer, look))
 
-    async def _stop(self, peer: Peer) -> None:
+    async def _stop(self, peer: PeerStatus) -> None:
         poll = self._polls.pop(peer, None)
         if poll is not None:
             poll.cancel()
             await asyncio.gather(poll, return_exceptions=True)
 
-    async def _poll(self, peer: Peer, look: Callable[[], Awaitable[None]]) -> None:
+    async def _poll(self, peer: PeerStatus, look: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await in_time(peer, look, self._silence_s)
+                await poll_peer(peer, look, self._silence_s)
             except FailedPreconditionError as error:
                 self._refuse(peer, error)
             except (OutriderError, TimeoutError) as error:
@@ -231,7 +238,7 @@ class Registry:
             except Exception:
                 logger.exception("look at peer failed", extra={"address": peer.address})
             self._note_drafters()
-            await rest(peer, self._interval_s)
+            await wait_next_poll(peer, self._interval_s)
 
     async def _look_at_verifier(self, peer: VerifierPeer) -> None:
         if peer.control is None:
@@ -245,7 +252,7 @@ class Registry:
         before = peer.info
         peer.detached.clear()
         try:
-            check_verifier(info, self._tokenizer)
+            check_verifier_fits(info, self._tokenizer)
             self._check_name(peer, info)
         except FailedPreconditionError as error:
             # Its sessions are lost under the name that it had when they began.
@@ -262,7 +269,7 @@ class Registry:
             self._metrics.verifier_up.labels(info.verifier_id).set(1)
             self._metrics.verifier_losses.labels(info.verifier_id)
         self._on_verifier_up(info)
-        self.judge.look(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
+        self.judge.update(info, {d.info.drafter_id for d in self.drafters.values() if d.info})
 
     def _check_progress(
         self, peer: VerifierPeer, before: VerifierInfo | None, info: VerifierInfo
@@ -293,32 +300,32 @@ class Registry:
             peer.control = await self._dialer.drafter(peer.address)
         info = await peer.control.info()
         before, peer.info = peer.info, info
-        check_drafter(info, self._tokenizer)
+        check_drafter_fits(info, self._tokenizer)
         if before is not None and before.incarnation != info.incarnation:
             # What was held against its predecessor is void.
-            self.judge.forget(before.drafter_id)
-            if peer.serving and not before.draining:
+            self.judge.forget_drafter(before.drafter_id)
+            if peer.is_serving and not before.draining:
                 self._drafter_lost(peer, "it was restarted")
         if info.draining and not (before is not None and before.draining):
             logger.info("drafter is about to stop", extra={"drafter_id": info.drafter_id})
             self._on_drafters_changed()
         self._seen(peer)
         placed = self._placed().get(info.drafter_id, 0)
-        peer.unplaced = peer.unplaced[1], max(0, info.sessions - placed)
-        if peer.recalled:
-            peer.recalled = False
-            await peer.control.drain(False)
-        if peer.leaves:
+        peer.recent_other_sessions = peer.recent_other_sessions[1], max(0, info.sessions - placed)
+        if peer.is_recalled:
+            peer.is_recalled = False
+            await peer.control.set_draining(False)
+        if peer.is_leaving:
             return
         known = {verifier.address: info for verifier, info in self._healthy()}
         for address in missing_attachments(info, known):
-            await drafter_commands.attach(peer.control, peer.address, address)
+            await drafter_commands.attach_drafter(peer.control, peer.address, address)
         self._note_misfits(peer, info, known)
 
     def _note_misfits(
         self, peer: DrafterPeer, info: DrafterInfo, known: dict[str, VerifierInfo]
     ) -> None:
-        misfits = {address for address, verifier in known.items() if not fits(info, verifier)}
+        misfits = {address for address, verifier in known.items() if not can_serve(info, verifier)}
         for address in misfits - peer.misfits:
             logger.warning(
                 "drafter does not fit verifier: vocabulary or features differ",
@@ -326,7 +333,7 @@ class Registry:
             )
         peer.misfits = misfits
 
-    def _seen(self, peer: Peer) -> bool:
+    def _seen(self, peer: PeerStatus) -> bool:
         """Note a sign of life; whether the peer was not healthy before."""
         peer.silent_s, peer.failures, peer.problem = 0.0, 0, ""
         if peer.state is PeerState.HEALTHY:
@@ -335,26 +342,26 @@ class Registry:
         logger.info("peer is healthy", extra={"address": peer.address})
         return True
 
-    def _refuse(self, peer: Peer, error: OutriderError) -> None:
+    def _refuse(self, peer: PeerStatus, error: OutriderError) -> None:
         self._complain(peer, "peer refused", error.message)
         self._leave(peer, PeerState.REFUSED, error.message)
 
-    def _failed(self, peer: Peer, error: OutriderError | TimeoutError) -> None:
+    def _failed(self, peer: PeerStatus, error: OutriderError | TimeoutError) -> None:
         message = str(error) or "no answer in time"
         self._complain(peer, "peer does not answer", message)
         if not isinstance(error, (TimeoutError, DeadlineExceededError)):
             peer.failures += 1
-        state = judge(
+        state = state_after_failure(
             peer.state, failures=peer.failures, silence_s=peer.silent_s, bound_s=self._silence_s
         )
         self._leave(peer, state, message)
 
-    def _complain(self, peer: Peer, event: str, message: str) -> None:
+    def _complain(self, peer: PeerStatus, event: str, message: str) -> None:
         if message != peer.problem:
             peer.problem = message
             logger.warning(event, extra={"address": peer.address, "problem": message})
 
-    def _leave(self, peer: Peer, state: PeerState, why: str) -> None:
+    def _leave(self, peer: PeerStatus, state: PeerState, why: str) -> None:
         was, peer.state = peer.state, state
         if was is not PeerState.HEALTHY or state is PeerState.HEALTHY:
             return
@@ -379,11 +386,11 @@ class Registry:
             if peer.info is None:
                 continue
             serving = self._is_serving(peer, peer.info)
-            if peer.serving and not serving and self._healthy() and not peer.leaves:
+            if peer.is_serving and not serving and self._healthy() and not peer.is_leaving:
                 self._drafter_lost(peer, peer.problem or "its verifier lost the connection")
-            if serving and not peer.serving:
+            if serving and not peer.is_serving:
                 logger.info("drafter serves", extra={"drafter_id": peer.info.drafter_id})
-            peer.serving = serving
+            peer.is_serving = serving
             self._metrics.drafter_losses.labels(peer.info.drafter_id)
             self._metrics.drafter_up.labels(peer.info.drafter_id).set(serving)
 
@@ -395,7 +402,7 @@ class Registry:
 
     def _drafter_lost(self, peer: DrafterPeer, why: str) -> None:
         assert peer.info is not None
-        peer.serving = False
+        peer.is_serving = False
         self._metrics.drafter_losses.labels(peer.info.drafter_id).inc()
         logger.warning(
             "drafter lost; its sessions decode plainly until others take them",
@@ -407,6 +414,6 @@ class Registry:
         )
 
 
-def _check_room(kind: str, count: int) -> None:
+def _check_capacity(kind: str, count: int) -> None:
     if count >= MAX_PEERS:
         raise ResourceExhaustedError(f"there are {MAX_PEERS} {kind}", reason="TOO_MANY_PEERS")

@@ -8,36 +8,43 @@ from collections.abc import Callable, Iterator
 
 from outrider.ids import DrafterId, VerifierId
 from outrider.spec.plan import DraftMethod
-from outrider.wire.pool_codec import Removed
+from outrider.wire.pool_codec import RemovedDrafter
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import RouterConfig
-from outrider_router.fleet.drafter_assignment import Candidates, Held, Loads, Move, Seat, rebalance
+from outrider_router.fleet.drafter_assignment import (
+    Candidates,
+    DrafterLoads,
+    MoveSession,
+    SessionDrafter,
+    SessionPlacement,
+    plan_moves,
+)
 from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
-from outrider_router.fleet.registry import Registry
-from outrider_router.requests.running_requests import Entry, Journal
+from outrider_router.fleet.registry import PeerRegistry
+from outrider_router.requests.running_requests import JournalEntry, RunningRequests
 
 logger = logging.getLogger(__name__)
 
-MOST_HOMELESS = 32
+MAX_REATTACHED = 32
 """Sessions that get a drafter again in one look: each must be told to it from its beginning on."""
-MOST_BALANCED = 4
+MAX_BALANCE_MOVES = 4
 """Sessions that are moved for balance in one look."""
-REST_S = 5.0
+MIN_MOVE_INTERVAL_S = 5.0
 """A session is not moved for balance again so soon."""
-MOST_REFUSALS = 3
+MAX_REFUSED_MOVES = 3
 """A session that its verifier would not move so often stays where it is."""
-PAUSE_S = 0.05
+MIN_CHECK_INTERVAL_S = 0.05
 """Least time between two looks."""
 
 
-class Mover:
+class DrafterRebalancer:
     """Looks at all sessions and drafters now and then, and when it is woken; event loop only."""
 
     def __init__(
         self,
         config: RouterConfig,
-        journal: Journal,
-        registry: Registry,
+        journal: RunningRequests,
+        registry: PeerRegistry,
         metrics: RouterMetrics,
         *,
         clock: Callable[[], float],
@@ -62,89 +69,92 @@ class Mover:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """A drafter was lost or is to leave: look soon."""
         self._woken.set()
 
-    def choose(self, peer: VerifierPeer, entry: Entry) -> DrafterId | None:
+    def choose_drafter(self, peer: VerifierPeer, entry: JournalEntry) -> DrafterId | None:
         """The drafter of a session that is about to be opened on this verifier, or None for plain
         decoding until there is one."""
         assert peer.info is not None and entry.method is not None
-        here = self._registry.candidates_of(peer)
+        here = self._registry.candidates_for(peer)
         if not here:
             return None
-        held = (Held(verifier_id, _drafter_of(other)) for other, verifier_id, _ in self._seated())
-        loads = Loads(held, self._registry.others)
-        return loads.choose(here, peer.info.verifier_id, entry.method)
+        held = (
+            SessionDrafter(verifier_id, _drafter_of(other))
+            for other, verifier_id, _ in self._seated()
+        )
+        loads = DrafterLoads(held, self._registry.other_router_sessions)
+        return loads.choose_drafter(here, peer.info.verifier_id, entry.method)
 
-    async def empty(self, peer: DrafterPeer, timeout_s: float) -> Removed:
+    async def drain_drafter(self, peer: DrafterPeer, timeout_s: float) -> RemovedDrafter:
         """Give all sessions of a drafter to others and no more to it, within a bound."""
         await self._registry.drain_drafter(peer)
         if peer.info is None:
-            return Removed(0, 0)
+            return RemovedDrafter(0, 0)
         drafter_id = peer.info.drafter_id
         mine = [entry for entry in self._journal if entry.drafter_id == drafter_id]
         end = self._clock() + timeout_s
         while self._clock() < end:
-            moved = self.look()
+            moved = self.rebalance_now()
             if not moved and not any(_is_with(entry, drafter_id, moving=True) for entry in mine):
                 break
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(MIN_CHECK_INTERVAL_S)
         left = sum(_is_with(entry, drafter_id) for entry in mine)
         gone = sum(entry.drafter_id not in (None, drafter_id) for entry in mine)
-        return Removed(moved=gone, left=left)
+        return RemovedDrafter(num_moved=gone, num_remaining=left)
 
-    def look(self) -> int:
+    def rebalance_now(self) -> int:
         """Move who should move now; how many these are."""
         candidates: Candidates = self._registry.candidates()
-        moves = rebalance(
-            self._seats(),
+        moves = plan_moves(
+            self._sessions(),
             candidates,
-            others=self._registry.others,
-            most_homeless=MOST_HOMELESS,
-            most_balanced=MOST_BALANCED,
+            others=self._registry.other_router_sessions,
+            max_homeless=MAX_REATTACHED,
+            max_balanced=MAX_BALANCE_MOVES,
         )
         for move in moves:
             self._perform(move)
         return len(moves)
 
-    def _perform(self, move: Move) -> None:
-        entry = self._journal.get(move.request_id)
+    def _perform(self, move: MoveSession) -> None:
+        entry = self._journal.get_entry(move.request_id)
         assert entry is not None and entry.move is not None
-        self._metrics.session_moves.labels(move.why).inc()
+        self._metrics.session_moves.labels(move.reason).inc()
         logger.info(
             "session moves",
             extra={
                 "request_id": entry.request_id,
                 "drafter_id": entry.drafter_id,
                 "to": move.drafter_id,
-                "why": move.why.value,
+                "why": move.reason.value,
             },
         )
-        entry.moving_to, entry.moved_at = move.drafter_id, self._clock()
+        entry.moving_to, entry.move_asked_at = move.drafter_id, self._clock()
         if move.drafter_id is None:
             # A verifier never refuses that.
             entry.drafter_id = None
         entry.move(move.drafter_id)
 
-    def _seats(self) -> list[Seat]:
-        rested = self._clock() - REST_S
+    def _sessions(self) -> list[SessionPlacement]:
+        rested = self._clock() - MIN_MOVE_INTERVAL_S
         return [
-            Seat(
+            SessionPlacement(
                 request_id=entry.request_id,
                 verifier_id=verifier_id,
                 method=method,
                 drafter_id=_drafter_of(entry),
                 tokens=entry.prompt_tokens + len(entry.emitted),
-                settled=entry.first_token is not None
+                is_movable=entry.first_token is not None
                 and entry.moving_to is None
-                and entry.moved_at <= rested,
-                fixed=entry.refused_moves >= MOST_REFUSALS,
+                and entry.move_asked_at <= rested,
+                is_fixed=entry.refused_moves >= MAX_REFUSED_MOVES,
             )
             for entry, verifier_id, method in self._seated()
         ]
 
-    def _seated(self) -> Iterator[tuple[Entry, VerifierId, DraftMethod]]:
+    def _seated(self) -> Iterator[tuple[JournalEntry, VerifierId, DraftMethod]]:
         """Running sessions that a drafter is to draft for, where they are, and how."""
         for entry in self._journal:
             if (
@@ -157,10 +167,10 @@ class Mover:
     async def _run(self) -> None:
         while True:
             try:
-                self.look()
+                self.rebalance_now()
             except Exception:
                 logger.exception("sessions could not be moved")
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(MIN_CHECK_INTERVAL_S)
             try:
                 async with asyncio.timeout(self._interval_s):
                     await self._woken.wait()
@@ -169,11 +179,11 @@ class Mover:
             self._woken.clear()
 
 
-def _drafter_of(entry: Entry) -> DrafterId | None:
+def _drafter_of(entry: JournalEntry) -> DrafterId | None:
     """Who drafts for a session, or is to soon."""
     return entry.moving_to or entry.drafter_id
 
 
-def _is_with(entry: Entry, drafter_id: DrafterId, *, moving: bool = False) -> bool:
+def _is_with(entry: JournalEntry, drafter_id: DrafterId, *, moving: bool = False) -> bool:
     """Whether the drafter drafts for a running session; `moving`: and another one is asked to."""
     return entry.drafter_id == drafter_id and (entry.moving_to is not None or not moving)

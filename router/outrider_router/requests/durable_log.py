@@ -27,32 +27,32 @@ from outrider_router.config import Fsync
 from outrider_router.requests.log_records import (
     HEADER,
     MAX_NUMBER,
-    Contents,
-    Logged,
-    Opened,
-    Row,
-    emitted_record,
-    ended_record,
-    opened_record,
-    read,
-    tick_record,
-    whole_file,
+    EmittedRow,
+    LogContents,
+    LoggedRequest,
+    OpenedRequest,
+    decode_log,
+    encode_emitted,
+    encode_ended,
+    encode_file,
+    encode_opened,
+    encode_tick,
 )
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 """Time between two looks: the disk's copy, the file's length, a failure to mend."""
 MIN_BYTES = 4 << 20
 """A shorter file is not written anew."""
 MAX_FILE_BYTES = 512 << 20
 """What is read of a file at the start; one that is written by a router is far shorter."""
-GROWTH = 4
+REWRITE_FACTOR = 4
 """A file is written anew when it is so many times as long as it then was."""
 
 
 @dataclass(slots=True)
-class _Live:
+class _LoggedRequest:
     """A request of which the log is to hold something."""
 
     opened: bytes
@@ -86,7 +86,7 @@ class DurableLog:
         self._fsync = fsync
         self._wall = wall
         self._on_failing = on_failing
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _LoggedRequest] = {}
         self._fd = -1
         self._size = self._size_at_first = 0
         self._failing = False
@@ -95,7 +95,7 @@ class DurableLog:
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._lock = -1
-        self.contents = Contents()
+        self.contents = LogContents()
         try:
             self._take_lock()
         except OSError as error:
@@ -107,11 +107,11 @@ class DurableLog:
         self._last_number = self.contents.last_number
 
     @property
-    def failing(self) -> bool:
+    def is_failing(self) -> bool:
         """Whether what clients are told is not in the log."""
         return self._failing
 
-    def begin(self) -> None:
+    def start_writing(self) -> None:
         """Write the file anew, with what was adopted alone, and go on from there."""
         if not self._failing:
             try:
@@ -135,39 +135,43 @@ class DurableLog:
             os.close(self._lock)
             self._lock = -1
 
-    def adopt(self, logged: Logged) -> None:
+    def restore_request(self, logged: LoggedRequest) -> None:
         """Keep a request of `contents`; its list of ids is the one that will grow."""
-        live = _Live(opened_record(logged.number, logged.opened), logged.emitted, logged.logprobs)
+        live = _LoggedRequest(
+            encode_opened(logged.number, logged.opened), logged.emitted, logged.logprobs
+        )
         if logged.finish is not None:
-            live.ended = ended_record(logged.number, logged.ended_at, logged.finish)
+            live.ended = encode_ended(logged.number, logged.ended_at, logged.finish)
         self._live[logged.number] = live
 
-    def opened(self, opened: Opened, emitted: list[int], logprobs: list[TokenLogprobs]) -> int:
+    def append_opened(
+        self, opened: OpenedRequest, emitted: list[int], logprobs: list[TokenLogprobs]
+    ) -> int:
         """A request begins; its number. `emitted` and `logprobs` are the lists that will grow."""
         self._last_number = self._last_number % MAX_NUMBER + 1
         while self._last_number in self._live:
             self._last_number = self._last_number % MAX_NUMBER + 1
-        live = self._live[self._last_number] = _Live(
-            opened_record(self._last_number, opened), emitted, logprobs
+        live = self._live[self._last_number] = _LoggedRequest(
+            encode_opened(self._last_number, opened), emitted, logprobs
         )
         self._write(live.opened)
         return self._last_number
 
-    def emitted(self, rows: Sequence[Row]) -> None:
+    def append_emitted(self, rows: Sequence[EmittedRow]) -> None:
         """New ids of requests, before anybody is told of them."""
-        self._write(emitted_record(rows))
+        self._write(encode_emitted(rows))
 
-    def ended(self, number: int, finish: FinishInfo | None) -> None:
+    def append_ended(self, number: int, finish: FinishInfo | None) -> None:
         """A request is over; with a finish it is kept until it is forgotten."""
         live = self._live.get(number)
         if live is None:
             return
-        live.ended = ended_record(number, self._wall(), finish)
+        live.ended = encode_ended(number, self._wall(), finish)
         self._write(live.ended)
         if finish is None:
-            self.forget(number)
+            self.forget_request(number)
 
-    def forget(self, number: int) -> None:
+    def forget_request(self, number: int) -> None:
         """A request need not be in the next file."""
         self._live.pop(number, None)
 
@@ -196,16 +200,16 @@ class DurableLog:
     async def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                async with asyncio.timeout(TICK_S):
+                async with asyncio.timeout(CHECK_INTERVAL_S):
                     await self._stop.wait()
             except TimeoutError:
                 await self._tick()
 
     async def _tick(self) -> None:
         if self._live:
-            self._write(tick_record(self._wall()))
+            self._write(encode_tick(self._wall()))
         try:
-            if self._failing or self._size > max(MIN_BYTES, GROWTH * self._size_at_first):
+            if self._failing or self._size > max(MIN_BYTES, REWRITE_FACTOR * self._size_at_first):
                 await self._renew()
             elif self._fsync is Fsync.INTERVAL:
                 await asyncio.to_thread(os.fdatasync, self._fd)
@@ -236,11 +240,11 @@ class DurableLog:
             self._lock = _locked(self.path)
 
     def _snapshot(self) -> bytes:
-        records = [tick_record(self._wall())]
+        records = [encode_tick(self._wall())]
         for number, live in self._live.items():
-            said = emitted_record([Row(number, 0, live.emitted, live.logprobs)])
+            said = encode_emitted([EmittedRow(number, 0, live.emitted, live.logprobs)])
             records += (live.opened, said, live.ended)
-        return whole_file(records)
+        return encode_file(records)
 
     def _write_new(self, data: bytes) -> int:
         fd = os.open(self._new_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -328,7 +332,7 @@ def _locked_error(name: Path) -> FailedPreconditionError:
     )
 
 
-def _read_file(path: Path, until: float) -> Contents:
+def _read_file(path: Path, until: float) -> LogContents:
     """What a file says, as far as it can be read until this time of the monotonic clock."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -336,21 +340,21 @@ def _read_file(path: Path, until: float) -> Contents:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES)
     except FileNotFoundError:
-        return Contents()
+        return LogContents()
     if not data.startswith(HEADER):
         if data:
             aside = path.with_name(path.name + ".unreadable")
             os.replace(path, aside)
             logger.error("the journal is none of this version; put aside", extra={"as": str(aside)})
-        return Contents()
-    contents = read(data, is_late=lambda: time.monotonic() >= until)
+        return LogContents()
+    contents = decode_log(data, is_late=lambda: time.monotonic() >= until)
     if contents.unread_bytes:
         logger.error(
             "the journal takes too long to read; the rest is dropped",
             extra={"unread_bytes": contents.unread_bytes},
         )
-    if contents.damaged:
-        logger.error("parts of the journal are damaged", extra={"skipped": contents.damaged})
-    if contents.torn:
+    if contents.num_damaged:
+        logger.error("parts of the journal are damaged", extra={"skipped": contents.num_damaged})
+    if contents.is_torn:
         logger.warning("the journal's last record is incomplete, as a crash leaves it")
     return contents

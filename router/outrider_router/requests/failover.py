@@ -23,14 +23,14 @@ MAX_REFUSALS = 20
 """Refusals of one request by verifiers on which nothing else of ours runs."""
 DRAINING = "DRAINING"
 """Reason of errors: the verifier is about to stop."""
-ENDING = ("DEVICE_LOST", "ENGINE_STALLED", "STOPPING")
+FINAL_REASONS = ("DEVICE_LOST", "ENGINE_STALLED", "STOPPING")
 """Reasons of errors: the verifier serves nobody any more."""
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 1.0
+MIN_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class RequestHistory:
     """What a request has been through."""
 
     losses: int = 0
@@ -39,13 +39,13 @@ class Past:
     """Sessions of it that found no room."""
     emitted: int = 0
     """Tokens of its text so far."""
-    alone: bool = False
+    is_alone: bool = False
     """Whether its verifier has no other session of this router."""
-    in_time: bool = True
+    is_in_time: bool = True
     """Whether the time that a failover may take is not over."""
 
 
-def cause_of(error: OutriderError) -> FailoverCause | None:
+def failover_cause(error: OutriderError) -> FailoverCause | None:
     """Why a session with this error is opened again; None: it would meet the same error."""
     if isinstance(error, ResourceExhaustedError):
         return FailoverCause.REFUSED
@@ -57,27 +57,27 @@ def cause_of(error: OutriderError) -> FailoverCause | None:
     return None
 
 
-def goes_on(cause: FailoverCause | None, past: Past, *, max_failovers: int) -> bool:
+def should_retry(cause: FailoverCause | None, past: RequestHistory, *, max_failovers: int) -> bool:
     """Whether a request goes on in another session; `past` counts the one that just ended."""
     match cause:
         case None:
             return False
         case FailoverCause.REFUSED:
-            return not past.alone or past.refusals < MAX_REFUSALS
+            return not past.is_alone or past.refusals < MAX_REFUSALS
         case FailoverCause.DRAINING | FailoverCause.ROUTER_LOST:
-            return past.in_time
+            return past.is_in_time
         case FailoverCause.VERIFIER_LOST | FailoverCause.FAILED:
-            return past.in_time and past.losses <= max_failovers
+            return past.is_in_time and past.losses <= max_failovers
 
 
 def pause_s(losses: int) -> float:
     """How long to wait after a loss before a place is asked for: not at all after the first."""
     if losses <= 1:
         return 0.0
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(losses - 2, 10))
+    return min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** min(losses - 2, 10))
 
 
-def end_of(
+def implied_finish(
     emitted: list[int], *, stop_ids: tuple[int, ...], max_new_tokens: int
 ) -> FinishReason | None:
     """The end that a text has come to, whoever could not say so any more; None: it goes on.
@@ -89,7 +89,7 @@ def end_of(
     return FinishReason.LENGTH if len(emitted) >= max_new_tokens else None
 
 
-def incomplete(cause: FailoverCause, past: Past) -> UnavailableError:
+def incomplete_error(cause: FailoverCause, past: RequestHistory) -> UnavailableError:
     """The error of a request that nobody serves any more."""
     why = {
         FailoverCause.VERIFIER_LOST: "its verifier was lost",

@@ -6,19 +6,21 @@ import logging
 
 from outrider.errors import InternalError, OutriderError
 from outrider_router.base.metrics import RouterMetrics
-from outrider_router.requests.request_spans import end
-from outrider_router.requests.running_requests import Entry
+from outrider_router.requests.request_spans import end_request_span
+from outrider_router.requests.running_requests import JournalEntry
 
 logger = logging.getLogger(__name__)
 
 
-def note_end(
-    entry: Entry, outcome: str, problem: Exception | None, metrics: RouterMetrics, now: float
+def log_request_end(
+    entry: JournalEntry, outcome: str, problem: Exception | None, metrics: RouterMetrics, now: float
 ) -> None:
     """Note that a request ended at `now`, seconds, as `outcome`: how it finished, or the code of
     its error. An InternalError is logged as an error, with its message."""
-    duration_s = now - entry.started
-    metrics.add_ended(outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s)
+    duration_s = now - entry.arrived_at
+    metrics.record_request_end(
+        outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s
+    )
     failure = {"reason": problem.reason} if isinstance(problem, OutriderError) else {}
     level = logging.INFO
     if isinstance(problem, InternalError):
@@ -34,8 +36,8 @@ def note_end(
             **failure,
             "tokens": len(entry.emitted),
             "duration_ms": round(duration_s * 1000, 1),
-            "rounds": entry.tally.rounds,
-            "fallback_rounds": entry.tally.fallback_rounds,
+            "rounds": entry.counters.rounds,
+            "fallback_rounds": entry.counters.fallback_rounds,
         },
     )
-    end(entry, outcome, problem)
+    end_request_span(entry, outcome, problem)

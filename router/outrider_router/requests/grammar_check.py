@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from outrider.errors import FailedPreconditionError
-from outrider.grammar.compile_queue import LaneQueue
+from outrider.grammar.compile_queue import TwoStageCompileQueue
 from outrider.grammar.compiler import Cancellation, GrammarCompiler
 from outrider.grammar.limits import CompileLimits
 from outrider.spec.structured_output import StructuredOutput
 
 
-class Forms:
+class GrammarChecker:
     """Has forms compiled in processes of their own; asyncio thread only."""
 
     def __init__(
@@ -23,7 +23,7 @@ class Forms:
         of the tokenizer."""
         self._file, self._vocab_size, self._limits = tokenizer_file, vocab_size, limits
         self._compiler: GrammarCompiler | None = None
-        self._queue = LaneQueue(
+        self._queue = TwoStageCompileQueue(
             partial(self._compile, is_first_try=True),
             partial(self._compile, is_first_try=False),
             threads=limits.processes,
@@ -41,7 +41,7 @@ class Forms:
         if self._compiler is not None:
             self._compiler.close()
 
-    async def check(self, structured: StructuredOutput | None, *, tenant: str) -> None:
+    async def check_grammar(self, structured: StructuredOutput | None, *, tenant: str) -> None:
         """Refuse a form that no verifier could serve. Tenants take turns.
 
         Raises InvalidRequestError with the reason for a schema, expression or grammar that cannot

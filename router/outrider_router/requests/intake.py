@@ -9,38 +9,43 @@ from outrider.errors import InvalidRequestError, OutriderError
 from outrider.ids import RequestId
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import GenerateRequest
-from outrider_router.admission.access_control import Gate, Pass
-from outrider_router.admission.policy import no_verifier
+from outrider_router.admission.access_control import AccessControl, AccessGrant
+from outrider_router.admission.policy import no_verifier_error
 from outrider_router.admission.queue import AdmissionQueue
 from outrider_router.base.api_keys import Caller
 from outrider_router.config import RouterConfig
-from outrider_router.fleet.registry import Registry
-from outrider_router.requests.grammar_check import Forms
-from outrider_router.requests.request import Job, make_job, max_session_len, tokenize
-from outrider_router.requests.running_requests import Entry, Journal
+from outrider_router.fleet.registry import PeerRegistry
+from outrider_router.requests.grammar_check import GrammarChecker
+from outrider_router.requests.request import (
+    ValidatedRequest,
+    max_session_len,
+    tokenize_prompt,
+    validate_request,
+)
+from outrider_router.requests.running_requests import JournalEntry, RunningRequests
 
 
-class Intake:
+class RequestIntake:
     """Takes requests in; one for each router."""
 
     def __init__(
         self,
         config: RouterConfig,
-        journal: Journal,
+        journal: RunningRequests,
         tokenizer: Tokenizer,
         *,
-        gate: Gate,
+        access_control: AccessControl,
         admission: AdmissionQueue,
-        registry: Registry,
+        registry: PeerRegistry,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._gate = gate
+        self._access_control = access_control
         self._journal = journal
         self._admission = admission
         self._registry = registry
-        self._forms = Forms(
+        self._forms = GrammarChecker(
             tokenizer.file, vocab_size=tokenizer.num_ids, limits=config.grammar_compile
         )
         self._clock = clock
@@ -53,14 +58,14 @@ class Intake:
         """Give back what `prepare` took; idempotent."""
         self._forms.close()
 
-    def open(
+    def open_entry(
         self,
         request: GenerateRequest,
         name: RequestId | None,
         timeout_s: float | None,
         caller: Caller,
-        passed: Pass | None = None,
-    ) -> tuple[Entry, GenerateRequest]:
+        passed: AccessGrant | None = None,
+    ) -> tuple[JournalEntry, GenerateRequest]:
         """The entry of a new request, which leaves the gate at its end, and the request as its
         caller may have it. Without a name it gets one. `passed`: the gate has let it in already.
 
@@ -69,26 +74,26 @@ class Intake:
         if request.request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
         name = name or RequestId(f"req-{secrets.token_hex(8)}")
-        entry = self._journal.open(name, self._clock(), caller)
+        entry = self._journal.open_entry(name, self._clock(), caller)
         try:
-            passed = passed or self._gate.enter(caller, (request,))[0]
+            passed = passed or self._access_control.enter_requests(caller, (request,))[0]
         except OutriderError:
-            self._journal.close(entry)
+            self._journal.close_entry(entry)
             raise
-        entry.release = passed.leave
-        entry.deadline = None if timeout_s is None else entry.started + timeout_s
+        entry.release = passed.release
+        entry.deadline = None if timeout_s is None else entry.arrived_at + timeout_s
         return entry, passed.request
 
-    async def job(self, request: GenerateRequest, caller: Caller) -> Job:
+    async def validate_request(self, request: GenerateRequest, caller: Caller) -> ValidatedRequest:
         """What is to be done for a request. Raises InvalidRequestError, NotFoundError, and
         UnavailableError while no verifier is known."""
-        info = self._registry.any_info()
+        info = self._registry.any_verifier_info()
         if info is None:
-            raise no_verifier()
-        await self._forms.check(request.structured_output, tenant=caller.tenant)
-        job = make_job(
+            raise no_verifier_error()
+        await self._forms.check_grammar(request.structured_output, tenant=caller.tenant)
+        job = validate_request(
             request,
-            await tokenize(
+            await tokenize_prompt(
                 request.prompt,
                 self._tokenizer,
                 parse_special_tokens=self._config.special_tokens_in_messages,
@@ -100,7 +105,7 @@ class Intake:
             seed=secrets.randbits(63),
             tenant=caller.tenant,
         )
-        known = self._registry.any_info() is not None
+        known = self._registry.any_verifier_info() is not None
         if known and not self._admission.could_fit(job.kv_tokens):
             raise InvalidRequestError(
                 f"the request needs {job.kv_tokens} tokens of KV cache, more than any verifier has",

@@ -24,10 +24,10 @@ from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import FinishInfo
 from outrider.wire.logprobs import TokenLogprobs, pack_logprobs, unpack_logprobs
-from outrider_router.requests.request import Job
+from outrider_router.requests.request import ValidatedRequest
 
 HEADER = b"outrider journal 1\n"
-MARK = b"\xf7\x0dJ\x01"
+RECORD_MARK = b"\xf7\x0dJ\x01"
 _HEAD = struct.Struct("<4sIIB")
 _NUMBER = struct.Struct("<I")
 _TIME = struct.Struct("<d")
@@ -44,7 +44,7 @@ MAX_REQUESTS = 4096
 """Requests that a log may hold at once; those beyond are damage. As many ended answers are kept."""
 
 
-class Row(NamedTuple):
+class EmittedRow(NamedTuple):
     """New ids of a request."""
 
     number: int
@@ -56,11 +56,11 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class OpenedRequest:
     """A request as it was accepted."""
 
     request_id: RequestId
-    job: Job
+    job: ValidatedRequest
     deadline: float | None
     """Wall-clock time, seconds."""
     tokenizer_hash: str
@@ -68,11 +68,11 @@ class Opened:
 
 
 @dataclass(slots=True, kw_only=True)
-class Logged:
+class LoggedRequest:
     """What the records say of one request."""
 
     number: int
-    opened: Opened
+    opened: OpenedRequest
     emitted: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each of `emitted`, where the request wants them; there may be more."""
@@ -82,22 +82,22 @@ class Logged:
 
 
 @dataclass(slots=True, kw_only=True)
-class Contents:
+class LogContents:
     """What a log holds: its requests that have not ended, or ended with a finish."""
 
-    requests: dict[int, Logged] = field(default_factory=dict)
+    requests: dict[int, LoggedRequest] = field(default_factory=dict)
     last_number: int = 0
     alive_at: float = 0.0
     """Wall-clock time until which the router wrote, at least; seconds."""
-    damaged: int = 0
+    num_damaged: int = 0
     """Stretches of the file, or records, that could not be read and were skipped."""
-    torn: bool = False
+    is_torn: bool = False
     """Whether the last record is incomplete: what a crash leaves."""
     unread_bytes: int = 0
     """What was left at the end when the time for reading was over."""
 
 
-def opened_record(number: int, opened: Opened) -> bytes:
+def encode_opened(number: int, opened: OpenedRequest) -> bytes:
     """A request begins."""
     job = asdict(replace(opened.job, prompt_ids=()))
     said = {
@@ -111,7 +111,7 @@ def opened_record(number: int, opened: Opened) -> bytes:
     return _record(OPENED, _NUMBER.pack(number) + _NUMBER.pack(len(text)) + text + prompt)
 
 
-def emitted_record(rows: Sequence[Row]) -> bytes:
+def encode_emitted(rows: Sequence[EmittedRow]) -> bytes:
     """New ids of any number of requests, and what comes with them."""
     values = [len(rows)]
     for column in zip(*((row.number, row.start, len(row.ids)) for row in rows), strict=True):
@@ -122,37 +122,37 @@ def emitted_record(rows: Sequence[Row]) -> bytes:
     return b"".join([*(_logprobs_record(row) for row in rows if row.logprobs), record])
 
 
-def _logprobs_record(row: Row) -> bytes:
+def _logprobs_record(row: EmittedRow) -> bytes:
     values, top_ids = pack_logprobs(row.logprobs)
     width = len(values) // len(row.logprobs)
     head = np.array([row.number, row.start, len(row.logprobs), width, *top_ids], dtype="<u4")
     return _record(LOGPROBS, head.tobytes() + np.array(values, dtype="<f4").tobytes())
 
 
-def ended_record(number: int, at: float, finish: FinishInfo | None) -> bytes:
+def encode_ended(number: int, at: float, finish: FinishInfo | None) -> bytes:
     """A request is over; without a finish nothing of it is to be kept. `at`: wall clock."""
     said = {"at": at, "finish": None if finish is None else asdict(finish)}
     text = json.dumps(said, separators=(",", ":")).encode()
     return _record(ENDED, _NUMBER.pack(number) + text)
 
 
-def tick_record(at: float) -> bytes:
+def encode_tick(at: float) -> bytes:
     """The router was alive at this wall-clock time."""
     return _record(TICK, _TIME.pack(at))
 
 
-def whole_file(records: Iterable[bytes]) -> bytes:
+def encode_file(records: Iterable[bytes]) -> bytes:
     """A file of these records."""
     return HEADER + b"".join(records)
 
 
-def read(data: bytes, *, is_late: Callable[[], bool] = lambda: False) -> Contents:
+def decode_log(data: bytes, *, is_late: Callable[[], bool] = lambda: False) -> LogContents:
     """Everything that the bytes of a log say, header included; never raises for damage.
 
     `is_late` is asked before every record and every attempt to find one: once it says so, the rest
     of the bytes is not read. The bytes may be crafted to take as long as they can.
     """
-    contents = Contents()
+    contents = LogContents()
     for kind, body in _scan(data, contents, is_late):
         try:
             _FOLDS[kind](contents, body)
@@ -166,17 +166,17 @@ def read(data: bytes, *, is_late: Callable[[], bool] = lambda: False) -> Content
             RecursionError,
             struct.error,
         ):
-            contents.damaged += 1
+            contents.num_damaged += 1
     return contents
 
 
 def _record(kind: int, body: bytes) -> bytes:
     crc = zlib.crc32(body, zlib.crc32(bytes((kind,))))
-    return _HEAD.pack(MARK, len(body), crc, kind) + body
+    return _HEAD.pack(RECORD_MARK, len(body), crc, kind) + body
 
 
 def _scan(
-    data: bytes, contents: Contents, is_late: Callable[[], bool]
+    data: bytes, contents: LogContents, is_late: Callable[[], bool]
 ) -> Iterator[tuple[int, bytes]]:
     """The valid records; what lies between two of them is damage, what follows the last is torn."""
     at, clean = len(HEADER), True
@@ -187,15 +187,15 @@ def _scan(
         record = _record_at(data, at)
         if record is None:
             clean = False
-            found = data.find(MARK, at + 1)
+            found = data.find(RECORD_MARK, at + 1)
             at = found if found >= 0 else len(data)
             continue
         if not clean:
-            contents.damaged += 1
+            contents.num_damaged += 1
             clean = True
         at += _HEAD.size + len(record[1])
         yield record
-    contents.torn = not clean and not contents.unread_bytes
+    contents.is_torn = not clean and not contents.unread_bytes
 
 
 def _record_at(data: bytes, at: int) -> tuple[int, bytes] | None:
@@ -203,7 +203,7 @@ def _record_at(data: bytes, at: int) -> tuple[int, bytes] | None:
         return None
     mark, length, crc, kind = _HEAD.unpack_from(data, at)
     start = at + _HEAD.size
-    if mark != MARK or length > min(MAX_RECORD_BYTES, len(data) - start):
+    if mark != RECORD_MARK or length > min(MAX_RECORD_BYTES, len(data) - start):
         return None
     body = data[start : start + length]
     if zlib.crc32(body, zlib.crc32(bytes((kind,)))) != crc:
@@ -211,7 +211,7 @@ def _record_at(data: bytes, at: int) -> tuple[int, bytes] | None:
     return kind, body
 
 
-def _fold_opened(contents: Contents, body: bytes) -> None:
+def _fold_opened(contents: LogContents, body: bytes) -> None:
     number, length = _NUMBER.unpack_from(body)[0], _NUMBER.unpack_from(body, _NUMBER.size)[0]
     start = 2 * _NUMBER.size
     if number not in contents.requests and len(contents.requests) >= MAX_REQUESTS:
@@ -221,16 +221,16 @@ def _fold_opened(contents: Contents, body: bytes) -> None:
     contents.last_number = max(contents.last_number, number)
     said: dict[str, Any] = json.loads(body[start : start + length])
     prompt = np.frombuffer(body, dtype="<u4", offset=start + length)
-    opened = Opened(
+    opened = OpenedRequest(
         request_id=RequestId(str(said["request_id"])),
-        job=replace(from_plain(Job, said["job"]), prompt_ids=tuple(prompt.tolist())),
+        job=replace(from_plain(ValidatedRequest, said["job"]), prompt_ids=tuple(prompt.tolist())),
         deadline=None if said["deadline"] is None else float(said["deadline"]),
         tokenizer_hash=str(said["tokenizer"]),
     )
-    contents.requests[number] = Logged(number=number, opened=opened)
+    contents.requests[number] = LoggedRequest(number=number, opened=opened)
 
 
-def _fold_emitted(contents: Contents, body: bytes) -> None:
+def _fold_emitted(contents: LogContents, body: bytes) -> None:
     values = np.frombuffer(body, dtype="<u4").tolist()
     rows = values[0] if values else 0
     if not 0 < rows <= MAX_ROWS:
@@ -250,7 +250,7 @@ def _fold_emitted(contents: Contents, body: bytes) -> None:
             logged.emitted[start:] = tokens
 
 
-def _fold_logprobs(contents: Contents, body: bytes) -> None:
+def _fold_logprobs(contents: LogContents, body: bytes) -> None:
     number, start, count, width = np.frombuffer(body, dtype="<u4", count=4).tolist()
     ids, total = count * (width - 1), count * width
     if width < 1 or len(body) != 4 * (4 + ids + total):
@@ -262,7 +262,7 @@ def _fold_logprobs(contents: Contents, body: bytes) -> None:
         logged.logprobs[start:] = unpack_logprobs(width, values, top_ids)
 
 
-def _fold_ended(contents: Contents, body: bytes) -> None:
+def _fold_ended(contents: LogContents, body: bytes) -> None:
     (number,) = _NUMBER.unpack_from(body)
     said: dict[str, Any] = json.loads(body[_NUMBER.size :])
     at = float(said["at"])
@@ -274,12 +274,12 @@ def _fold_ended(contents: Contents, body: bytes) -> None:
         logged.finish, logged.ended_at = from_plain(FinishInfo, said["finish"]), at
 
 
-def _fold_tick(contents: Contents, body: bytes) -> None:
+def _fold_tick(contents: LogContents, body: bytes) -> None:
     (at,) = _TIME.unpack(body)
     contents.alive_at = max(contents.alive_at, at)
 
 
-_FOLDS: dict[int, Callable[[Contents, bytes], None]] = {
+_FOLDS: dict[int, Callable[[LogContents, bytes], None]] = {
     OPENED: _fold_opened,
     EMITTED: _fold_emitted,
     ENDED: _fold_ended,

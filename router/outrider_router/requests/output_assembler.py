@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.text.detokenizer import Detokenizer
-from outrider.text.stop_strings import StopStrings
-from outrider.text.token_bytes import PieceTable
+from outrider.text.stop_strings import StopStringFilter
+from outrider.text.token_bytes import TokenByteTable
 
 
 class OutputAssembler:
@@ -18,7 +18,7 @@ class OutputAssembler:
 
     def __init__(
         self,
-        pieces: PieceTable,
+        pieces: TokenByteTable,
         stops: Sequence[str],
         *,
         include_stop: bool = False,
@@ -27,7 +27,7 @@ class OutputAssembler:
         """`include_stop`: whether what ends the text, string or id, is part of it; `min_tokens`:
         stop strings that the first so many ids complete do not end the text."""
         self._detokenizer = Detokenizer(pieces)
-        self._stops = StopStrings(stops, include=include_stop)
+        self._stops = StopStringFilter(stops, include=include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens if stops else 0
         self.num_tokens = 0
@@ -38,7 +38,7 @@ class OutputAssembler:
         """The stop string that ended the text, if one did."""
         return self._stops.matched
 
-    def push(self, token_ids: Sequence[int], *, last_is_stop: bool = False) -> str:
+    def push_tokens(self, token_ids: Sequence[int], *, last_is_stop: bool = False) -> str:
         """Add ids; the text that can be shown now.
 
         The id that stops a session (`last_is_stop`) contributes no text, unless it is included.
@@ -49,13 +49,15 @@ class OutputAssembler:
         self.num_tokens += len(token_ids)
         text = ""
         if early:
-            text = self._stops.push(self._detokenizer.push(spoken[:early]), may_end=False)
+            text = self._stops.push_text(
+                self._detokenizer.push_tokens(spoken[:early]), may_end=False
+            )
             spoken = spoken[early:]
-        return text + self._stops.push(self._detokenizer.push(spoken))
+        return text + self._stops.push_text(self._detokenizer.push_tokens(spoken))
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """Text that was held back, at the end of a session that no stop string ended."""
         if self._stops.matched is not None:
             return ""
-        text = self._stops.push(self._detokenizer.finish())
-        return text + (self._stops.finish() if self._stops.matched is None else "")
+        text = self._stops.push_text(self._detokenizer.flush())
+        return text + (self._stops.flush() if self._stops.matched is None else "")

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.ids import DrafterId, RequestId, SessionId, TenantId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.structured_output import StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.text.chat import NEXT_ANSWER, ChatOptions
-from outrider.text.tokenizer import LONG, Tokenizer
+from outrider.text.tokenizer import LONG_INPUT, Tokenizer
 from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
     ChatPrompt,
@@ -27,7 +27,7 @@ from outrider.wire.inference import (
     TokenPrompt,
 )
 from outrider.wire.messages import SessionSpec, VerifierInfo
-from outrider_router.base.tenants import SHARED
+from outrider_router.base.tenants import SHARED_TENANT
 from outrider_router.config import RouterConfig
 from outrider_router.requests.output_assembler import OutputAssembler
 from outrider_router.requests.request_options import (
@@ -49,12 +49,12 @@ _TURN_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ValidatedRequest:
     """A validated request."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    plan: Plan
+    plan: SpeculationPlan
     stop_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
     max_new_tokens: int
@@ -67,24 +67,24 @@ class Job:
     """The form of the answer; None: any."""
     token_limits: TokenLimits | None = None
     """Which ids the answer may be made of; None: all."""
-    includes_stop: bool = False
+    includes_stop_text: bool = False
     """Whether what ends the text is part of it."""
     special_tokens: bool = False
     """Whether special tokens are part of the text."""
-    tells_prompt: bool = False
+    returns_prompt_ids: bool = False
     """Whether the client is told the ids of its prompt."""
-    returns: bool
+    is_client_named: bool
     """Whether its client chose its id, and so is known when it comes back."""
     model: str
     top_logprobs: int | None = None
     """Most probable ids to give with each emitted token; None gives no log-probabilities."""
 
-    def spec(
+    def session_spec(
         self,
         session_id: SessionId,
         epoch: int,
         drafter_id: DrafterId | None,
-        plan: Plan,
+        plan: SpeculationPlan,
         emitted: Sequence[int] = (),
     ) -> SessionSpec:
         """What a verifier is told; `plan` is the job's as that verifier carries it out, `emitted`
@@ -106,30 +106,30 @@ class Job:
             token_limits=self.token_limits,
         )
 
-    def info(self, request_id: RequestId) -> PromptInfo:
+    def prompt_info(self, request_id: RequestId) -> PromptInfo:
         """What its client is told first."""
         return PromptInfo(
             request_id=request_id,
             prompt_tokens=len(self.prompt_ids),
             model=self.model,
-            prompt_token_ids=self.prompt_ids if self.tells_prompt else (),
+            prompt_token_ids=self.prompt_ids if self.returns_prompt_ids else (),
         )
 
-    def assembler(self, tokenizer: Tokenizer) -> OutputAssembler:
+    def make_assembler(self, tokenizer: Tokenizer) -> OutputAssembler:
         """What makes its text."""
         return OutputAssembler(
             tokenizer.special_pieces if self.special_tokens else tokenizer.pieces,
             self.stop_strings,
-            include_stop=self.includes_stop,
+            include_stop=self.includes_stop_text,
             min_tokens=self.min_new_tokens,
         )
 
     def stop_checker(self, tokenizer: Tokenizer) -> StopChecker | None:
         """The search for its stop strings; None: it has none."""
-        return StopChecker(self.assembler(tokenizer)) if self.stop_strings else None
+        return StopChecker(self.make_assembler(tokenizer)) if self.stop_strings else None
 
 
-async def tokenize(
+async def tokenize_prompt(
     prompt: Prompt,
     tokenizer: Tokenizer,
     *,
@@ -172,13 +172,13 @@ async def tokenize(
 async def _maybe_in_thread(
     size: int, function: Callable[[ArgumentT], tuple[int, ...]], argument: ArgumentT
 ) -> tuple[int, ...]:
-    if size > LONG:
+    if size > LONG_INPUT:
         # Threads of their own: long prompts keep nothing but each other waiting.
         return await asyncio.get_running_loop().run_in_executor(_THREADS, function, argument)
     return function(argument)
 
 
-def make_job(
+def validate_request(
     request: GenerateRequest,
     prompt_ids: tuple[int, ...],
     *,
@@ -186,13 +186,13 @@ def make_job(
     tokenizer: Tokenizer,
     config: RouterConfig,
     seed: int,
-    tenant: TenantId = SHARED,
-) -> Job:
+    tenant: TenantId = SHARED_TENANT,
+) -> ValidatedRequest:
     """Apply defaults and check everything against the served model.
 
     Raises InvalidRequestError; NotFoundError for a model that is not served.
     """
-    name = model_name(config, info)
+    name = served_model_name(config, info)
     if request.model not in (None, "", name):
         raise NotFoundError(
             f"model {request.model!r} is not served here; {name!r} is",
@@ -209,7 +209,7 @@ def make_job(
         max_context_len=max_session_len(config, info),
         default_max_tokens=config.default_max_tokens,
     )
-    return Job(
+    return ValidatedRequest(
         prompt_ids=prompt_ids,
         sampling=make_sampling(options, seed=seed, vocab_size=vocab_size, banned=banned),
         plan=make_plan(request.speculation, config.speculation),
@@ -222,16 +222,16 @@ def make_job(
         tenant=tenant,
         structured_output=request.structured_output,
         token_limits=token_limits,
-        includes_stop=request.stopping.include_stop_str_in_output,
+        includes_stop_text=request.stopping.include_stop_str_in_output,
         special_tokens=request.skip_special_tokens is False,
-        tells_prompt=request.return_prompt_token_ids,
-        returns=request.request_id is not None,
+        returns_prompt_ids=request.return_prompt_token_ids,
+        is_client_named=request.request_id is not None,
         model=name,
         top_logprobs=_top_logprobs(request.top_logprobs, vocab_size),
     )
 
 
-def model_name(config: RouterConfig, info: VerifierInfo) -> str:
+def served_model_name(config: RouterConfig, info: VerifierInfo) -> str:
     """The name that clients ask for."""
     return config.model_name or info.model_name
 

@@ -5,52 +5,58 @@ from __future__ import annotations
 import dataclasses
 
 from outrider.errors import InvalidRequestError
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.inference import SamplingOptions, SpeculationOptions, StoppingOptions
 from outrider.wire.messages import VerifierInfo
 from outrider_router.config import SpeculationDefaults
 
 
-def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> Plan:
+def make_plan(options: SpeculationOptions, defaults: SpeculationDefaults) -> SpeculationPlan:
     """The plan of a session; wishes beyond the router's bounds are cut to them.
 
     Raises InvalidRequestError for values that no plan may have.
     """
     if options.enabled is False:
-        return Plan(method=DraftMethod.NONE, draft_tokens=0)
+        return SpeculationPlan(method=DraftMethod.NONE, draft_tokens=0)
     method = defaults.method if options.method is None else options.method
     ngram = method is DraftMethod.NGRAM
-    wanted = Plan(
+    wanted = SpeculationPlan(
         method=method,
         draft_tokens=_or(options.draft_tokens, defaults.draft_tokens),
         top_k=_or(options.draft_top_k, defaults.top_k),
         look_ahead=_or(options.look_ahead, defaults.look_ahead),
         fan_out=_or(options.fan_out, defaults.fan_out),
-        patience_ms=defaults.ngram_patience_ms if ngram else defaults.patience_ms,
+        proposal_timeout_ms=defaults.ngram_proposal_timeout_ms
+        if ngram
+        else defaults.proposal_timeout_ms,
     )
-    if not wanted.speculative:
-        return Plan(method=DraftMethod.NONE, draft_tokens=0)
+    if not wanted.is_speculative:
+        return SpeculationPlan(method=DraftMethod.NONE, draft_tokens=0)
     return dataclasses.replace(
         wanted, draft_tokens=min(wanted.draft_tokens, defaults.max_draft_tokens)
     )
 
 
-def plan_on(plan: Plan, info: VerifierInfo) -> Plan:
+def plan_for_verifier(plan: SpeculationPlan, info: VerifierInfo) -> SpeculationPlan:
     """The plan as this verifier carries it out.
 
     A verifier that drafts by itself does so in chains of one length, whatever was wished for.
     """
-    if not drafts_itself(plan, info):
+    if not needs_no_drafter(plan, info):
         return plan
     return dataclasses.replace(
-        plan, draft_tokens=info.own_draft_length, top_k=1, depth=0, look_ahead=0, fan_out=0
+        plan, draft_tokens=info.in_process_draft_length, top_k=1, depth=0, look_ahead=0, fan_out=0
     )
 
 
-def drafts_itself(plan: Plan, info: VerifierInfo) -> bool:
+def needs_no_drafter(plan: SpeculationPlan, info: VerifierInfo) -> bool:
     """Whether the verifier needs no drafter for sessions of this plan."""
-    return plan.speculative and info.own_draft_length > 0 and plan.method in info.own_methods
+    return (
+        plan.is_speculative
+        and info.in_process_draft_length > 0
+        and plan.method in info.in_process_methods
+    )
 
 
 _LISTS = ("banned_token_ids", "logit_bias", "allowed_token_ids", "bad_words")

@@ -20,92 +20,97 @@ from functools import partial
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import DrafterId, SessionId
 from outrider.text.tokenizer import Tokenizer
-from outrider.transport.session_stream import Opened
+from outrider.transport.session_stream import OpenedSession
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import FinishReason, SessionSpec, VerifierInfo
-from outrider_router.admission.capacity_ledger import Lease
+from outrider_router.admission.capacity_ledger import CapacityReservation
 from outrider_router.admission.policy import NO_VERIFIER
 from outrider_router.admission.queue import AdmissionQueue
-from outrider_router.admission.wait_order import Ticket
+from outrider_router.admission.wait_order import AdmissionRequest
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.reasons import FailoverCause
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.peer_types import VerifierPeer
-from outrider_router.fleet.registry import Registry
-from outrider_router.requests.course import Course
-from outrider_router.requests.drafter_rebalancer import Mover
+from outrider_router.fleet.registry import PeerRegistry
+from outrider_router.requests.course import RequestState
+from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
 from outrider_router.requests.failover import (
     DRAINING,
-    ENDING,
-    Past,
-    cause_of,
-    goes_on,
-    incomplete,
+    FINAL_REASONS,
+    RequestHistory,
+    failover_cause,
+    incomplete_error,
     pause_s,
+    should_retry,
 )
-from outrider_router.requests.log_records import Row
-from outrider_router.requests.request import Job
-from outrider_router.requests.request_options import drafts_itself, plan_on
-from outrider_router.requests.request_spans import queue_span, traced
-from outrider_router.requests.running_requests import Entry, Journal
-from outrider_router.requests.session_output import Feed, Reply, lost_error, session_messages
+from outrider_router.requests.log_records import EmittedRow
+from outrider_router.requests.request import ValidatedRequest
+from outrider_router.requests.request_options import needs_no_drafter, plan_for_verifier
+from outrider_router.requests.request_spans import queue_span, start_session_span
+from outrider_router.requests.running_requests import JournalEntry, RunningRequests
+from outrider_router.requests.session_output import (
+    ClientReply,
+    SessionFeed,
+    session_messages,
+    verifier_lost_error,
+)
 from outrider_router.requests.stop_checker import StopChecker
 from outrider_router.requests.verifier_streams import VerifierStreams
 
 logger = logging.getLogger(__name__)
 
 
-class Serving:
+class RequestRunner:
     """Places requests, opens their sessions and reads what these emit; one for each router."""
 
     def __init__(
         self,
         config: RouterConfig,
-        journal: Journal,
+        journal: RunningRequests,
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
         *,
         admission: AdmissionQueue,
-        registry: Registry,
-        mover: Mover,
+        registry: PeerRegistry,
+        rebalancer: DrafterRebalancer,
         clock: Callable[[], float],
-        on_emitted: Callable[[list[Row]], None],
+        on_emitted: Callable[[list[EmittedRow]], None],
     ) -> None:
         """`on_emitted` logs ids of entries with a number, before anybody is told of them."""
         self._journal = journal
         self._admission = admission
         self._registry = registry
-        self._mover = mover
+        self._rebalancer = rebalancer
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
-        self._failover_s = config.failover_s
+        self._failover_s = config.failover_timeout_s
         self._max_failovers = config.max_failovers
         self._numbers = itertools.count()
         self._incarnation = secrets.token_hex(6)
         self.streams = VerifierStreams(
             metrics,
             registry=registry,
-            mover=mover,
+            rebalancer=rebalancer,
             clock=clock,
             on_emitted=on_emitted,
             on_draining=self._on_draining,
         )
-        self._open: set[Course] = set()
+        self._open: set[RequestState] = set()
         """Requests that have a session."""
 
-    async def events(
-        self, entry: Entry, job: Job, deadline: float | None
+    async def run_request(
+        self, entry: JournalEntry, job: ValidatedRequest, deadline: float | None
     ) -> AsyncGenerator[StreamEvent, None]:
         """What the client of a request hears; closing it frees all that the request holds.
 
         An entry that has emitted tokens or is of a later epoch already (its router ended) goes on
         behind them: the client hears of all of them first, from PromptInfo on.
         """
-        course = self._course(entry, job, deadline)
+        request_run = self._request_run(entry, job, deadline)
         finish: FinishInfo | None = None
         try:
-            async with aclosing(self._messages(course)) as messages:
+            async with aclosing(self._messages(request_run)) as messages:
                 async for message in messages:
                     if isinstance(message, FinishInfo):
                         finish = message
@@ -114,18 +119,20 @@ class Serving:
                             self._metrics.generation_tokens.inc(len(message.token_ids))
                         yield message
         finally:
-            self._free(course)
+            self._free(request_run)
         assert finish is not None, "a request that ends without an error ends with a finish"
         # Last, so that whoever hears of the end finds everything freed.
         yield finish
 
-    def _course(self, entry: Entry, job: Job, deadline: float | None) -> Course:
+    def _request_run(
+        self, entry: JournalEntry, job: ValidatedRequest, deadline: float | None
+    ) -> RequestState:
         number = next(self._numbers)
         entry.top_logprobs, entry.max_new_tokens = job.top_logprobs, job.max_new_tokens
-        return Course(
+        return RequestState(
             entry=entry,
             job=job,
-            ticket=Ticket(
+            admission_request=AdmissionRequest(
                 request_id=entry.request_id,
                 kv_tokens=job.kv_tokens,
                 prompt_tokens=len(job.prompt_ids),
@@ -134,11 +141,11 @@ class Serving:
                 priority=job.priority,
                 deadline=deadline,
                 tenant=job.tenant,
-                returns=job.returns,
+                is_client_named=job.is_client_named,
             ),
-            reply=Reply(
+            reply=ClientReply(
                 entry,
-                job.assembler(self._tokenizer),
+                job.make_assembler(self._tokenizer),
                 prompt_tokens=len(job.prompt_ids),
             ),
             session_id=SessionId(f"{self._incarnation}-{number}"),
@@ -146,7 +153,7 @@ class Serving:
             cause=FailoverCause.ROUTER_LOST if entry.emitted or entry.epoch else None,
         )
 
-    def _stop_checker(self, entry: Entry, job: Job) -> StopChecker | None:
+    def _stop_checker(self, entry: JournalEntry, job: ValidatedRequest) -> StopChecker | None:
         """The search for the request's stop strings, behind what the entry has emitted; ids behind
         a stop that is among these are dropped from it."""
         checker, ids = job.stop_checker(self._tokenizer), entry.emitted
@@ -155,69 +162,73 @@ class Serving:
             del ids[kept:], entry.logprobs[kept:]
         return checker
 
-    async def _messages(self, course: Course) -> AsyncGenerator[StreamEvent, None]:
-        reply = course.reply
-        if course.cause is not None:
-            course.stuck_since = self._clock()
-            yield course.info
-            for known in reply.catch_up(course.end):
+    async def _messages(self, request_run: RequestState) -> AsyncGenerator[StreamEvent, None]:
+        reply = request_run.reply
+        if request_run.cause is not None:
+            request_run.stuck_since = self._clock()
+            yield request_run.prompt_info
+            for known in reply.catch_up(request_run.implied_finish):
                 yield known
-            course.informed = True
-        placed = course.cause is not None
+            request_run.has_sent_prompt_info = True
+        placed = request_run.cause is not None
         while not reply.ended:
-            await self._place(course)
+            await self._admit(request_run)
             if not placed:
                 placed = True
-                self._metrics.prompt_tokens.inc(len(course.job.prompt_ids))
-                self._metrics.request_prompt_tokens.observe(len(course.job.prompt_ids))
-                self._metrics.queue_time.observe(self._clock() - course.entry.started)
+                self._metrics.prompt_tokens.inc(len(request_run.job.prompt_ids))
+                self._metrics.request_prompt_tokens.observe_values(len(request_run.job.prompt_ids))
+                self._metrics.queue_time.observe_values(
+                    self._clock() - request_run.entry.arrived_at
+                )
             try:
-                async with aclosing(self._session(course)) as messages:
+                async with aclosing(self._session(request_run)) as messages:
                     async for message in messages:
                         yield message
             except OutriderError as error:
-                self._judge(course, error)
+                self._judge(request_run, error)
                 # What came after the reader last looked, and an end that nobody could tell of.
-                for known in reply.catch_up(course.end):
+                for known in reply.catch_up(request_run.implied_finish):
                     yield known
 
     # ---- places --------------------------------------------------------------------------------
 
-    async def _place(self, course: Course) -> None:
+    async def _admit(self, request_run: RequestState) -> None:
         """Wait for a place.
 
         Raises what admission raises; an error that says so where part of the answer was emitted.
         """
-        course.lease, course.next_lease = course.next_lease, None
-        if course.lease is not None:
+        request_run.lease, request_run.next_lease = request_run.next_lease, None
+        if request_run.lease is not None:
             return
-        entry, ticket = course.entry, course.ticket
-        if course.cause is not None:
-            await self._pause(entry, pause_s(course.losses))
-            since = self._clock() if course.stuck_since is None else course.stuck_since
-            ticket = replace(ticket, patient_until=since + self._failover_s)
+        entry, admission_request = request_run.entry, request_run.admission_request
+        if request_run.cause is not None:
+            await self._pause(entry, pause_s(request_run.losses))
+            since = self._clock() if request_run.stuck_since is None else request_run.stuck_since
+            admission_request = replace(admission_request, waits_until=since + self._failover_s)
         try:
-            course.lease = await self._acquire(entry, ticket)
+            request_run.lease = await self._acquire(entry, admission_request)
         except UnavailableError as error:
-            if error.reason == NO_VERIFIER and course.cause is not None and entry.emitted:
-                raise incomplete(course.cause, self._past(course)) from error
+            if error.reason == NO_VERIFIER and request_run.cause is not None and entry.emitted:
+                raise incomplete_error(request_run.cause, self._past(request_run)) from error
             raise
 
-    async def _acquire(self, entry: Entry, ticket: Ticket) -> Lease:
-        if entry.ended is not None:
-            raise entry.ended
-        entry.on_fail = lambda error: self._admission.fail(entry.request_id, error)
+    async def _acquire(
+        self, entry: JournalEntry, admission_request: AdmissionRequest
+    ) -> CapacityReservation:
+        if entry.end_error is not None:
+            raise entry.end_error
+        entry.on_fail = lambda error: self._admission.fail_request(entry.request_id, error)
         try:
-            with queue_span(entry, ticket.priority) as span:
-                lease = await self._admission.acquire(ticket, entry.party)
-                span.set({"outrider.verifier": lease.verifier_id})
+            with queue_span(entry, admission_request.priority) as span:
+                lease = await self._admission.reserve_capacity(admission_request, entry.group)
+                span.set_attributes({"outrider.verifier": lease.verifier_id})
                 return lease
         finally:
             entry.on_fail = None
 
-    async def _pause(self, entry: Entry, seconds: float) -> None:
+    async def _pause(self, entry: JournalEntry, seconds: float) -> None:
         """Let some time pass, unless the request ends first."""
-        if seconds <= 0 or entry.ended is not None:
+        if seconds <= 0 or entry.end_error is not None:
             return
         ended = asyncio.Event()
         entry.on_fail = lambda _error: ended.set()
@@ -226,49 +237,57 @@ class Serving:
                 await ended.wait()
         entry.on_fail = None
 
-    def _finish_session(self, course: Course, reason: FinishReason) -> None:
+    def _finish_session(self, request_run: RequestState, reason: FinishReason) -> None:
         """A session has come to its end, before a slow client has heard of it. At a stop string it
         is ended here: the verifier knows nothing of these."""
-        if reason is FinishReason.STOP_STRING and course.opened is not None:
-            course.opened.leave()
-        self._give_back(course)
+        if reason is FinishReason.STOP_STRING and request_run.opened is not None:
+            request_run.opened.leave_session()
+        self._give_back(request_run)
 
-    def _give_back(self, course: Course) -> None:
+    def _give_back(self, request_run: RequestState) -> None:
         """The place of a session that has ended, before a slow client has heard of it."""
-        if course.lease is not None:
-            self._admission.release(course.lease)
-            course.lease = None
+        if request_run.lease is not None:
+            self._admission.release_capacity(request_run.lease)
+            request_run.lease = None
 
-    def _interrupt(self, course: Course, feed: Feed, opened: Opened, _error: OutriderError) -> None:
+    def _interrupt(
+        self,
+        request_run: RequestState,
+        feed: SessionFeed,
+        opened: OpenedSession,
+        _error: OutriderError,
+    ) -> None:
         """The request ends, and its session with it, before a slow client has heard of it."""
-        opened.leave()
-        self._give_back(course)
-        feed.wake()
+        opened.leave_session()
+        self._give_back(request_run)
+        feed.wake_reader()
 
-    def _free(self, course: Course) -> None:
+    def _free(self, request_run: RequestState) -> None:
         """Give back what a request holds that is over."""
-        for lease in (course.lease, course.next_lease):
+        for lease in (request_run.lease, request_run.next_lease):
             if lease is not None:
-                self._admission.release(lease)
-        self._admission.leave(course.entry.request_id)
+                self._admission.release_capacity(lease)
+        self._admission.remove_request(request_run.entry.request_id)
 
     # ---- what becomes of it --------------------------------------------------------------------
 
-    def _judge(self, course: Course, error: OutriderError) -> None:
+    def _judge(self, request_run: RequestState, error: OutriderError) -> None:
         """A session has ended with an error; raises unless the request goes on in another."""
-        entry, now = course.entry, self._clock()
-        if entry.ended is not None:
+        entry, now = request_run.entry, self._clock()
+        if entry.end_error is not None:
             raise error
-        cause = cause_of(error)
-        course.refusals += cause is FailoverCause.REFUSED
-        course.losses += cause in (FailoverCause.VERIFIER_LOST, FailoverCause.FAILED)
-        if course.stuck_since is None or len(entry.emitted) > course.began_with:
+        cause = failover_cause(error)
+        request_run.refusals += cause is FailoverCause.REFUSED
+        request_run.losses += cause in (FailoverCause.VERIFIER_LOST, FailoverCause.FAILED)
+        if request_run.stuck_since is None or len(entry.emitted) > request_run.emitted_before:
             # A verifier that hung had kept the client waiting before it was given up.
-            course.stuck_since = now - (0.0 if course.peer is None else course.peer.stalled_s)
-        past = self._past(course)
-        if cause is None or not goes_on(cause, past, max_failovers=self._max_failovers):
+            request_run.stuck_since = now - (
+                0.0 if request_run.peer is None else request_run.peer.stalled_s
+            )
+        past = self._past(request_run)
+        if cause is None or not should_retry(cause, past, max_failovers=self._max_failovers):
             if cause is FailoverCause.VERIFIER_LOST or cause is FailoverCause.DRAINING:
-                raise incomplete(cause, past) from error
+                raise incomplete_error(cause, past) from error
             raise error
         if cause is not FailoverCause.REFUSED:
             self._metrics.failovers.inc()
@@ -282,112 +301,120 @@ class Serving:
                     "tokens": len(entry.emitted),
                 },
             )
-        course.cause = cause
-        if course.lease is not None:
-            self._admission.release(course.lease, refused=cause is FailoverCause.REFUSED)
-            course.lease = None
+        request_run.cause = cause
+        if request_run.lease is not None:
+            self._admission.release_capacity(
+                request_run.lease, refused=cause is FailoverCause.REFUSED
+            )
+            request_run.lease = None
 
-    def _past(self, course: Course) -> Past:
-        lease, since = course.lease, course.stuck_since
-        return Past(
-            losses=course.losses,
-            refusals=course.refusals,
-            emitted=len(course.entry.emitted),
-            alone=lease is not None and self._admission.sessions_on(lease.verifier_id) <= 1,
-            in_time=since is None or self._clock() < since + self._failover_s,
+    def _past(self, request_run: RequestState) -> RequestHistory:
+        lease, since = request_run.lease, request_run.stuck_since
+        return RequestHistory(
+            losses=request_run.losses,
+            refusals=request_run.refusals,
+            emitted=len(request_run.entry.emitted),
+            is_alone=lease is not None and self._admission.sessions_on(lease.verifier_id) <= 1,
+            is_in_time=since is None or self._clock() < since + self._failover_s,
         )
 
     # ---- sessions ------------------------------------------------------------------------------
 
-    async def _session(self, course: Course) -> AsyncGenerator[StreamEvent, None]:
-        entry, lease = course.entry, course.lease
+    async def _session(self, request_run: RequestState) -> AsyncGenerator[StreamEvent, None]:
+        entry, lease = request_run.entry, request_run.lease
         assert lease is not None, "a session needs a place"
         peer = self._registry.healthy_verifier(lease.verifier_id)
         if peer is None or peer.info is None or peer.control is None:
-            raise lost_error(lease.verifier_id)
-        feed = Feed(
+            raise verifier_lost_error(lease.verifier_id)
+        feed = SessionFeed(
             entry,
             self.streams.pacer,
-            partial(self._finish_session, course),
-            end=lambda: course.end,
-            stop_checker=course.stop_checker,
+            partial(self._finish_session, request_run),
+            end=lambda: request_run.implied_finish,
+            stop_checker=request_run.stop_checker,
         )
-        spec = self._spec(course, peer.info, partial(self._mover.choose, peer, entry))
-        span, spec = traced(entry, spec)
-        opened = self.streams.to(peer).open(spec, feed)
-        entry.on_fail = partial(self._interrupt, course, feed, opened)
-        entry.move = opened.move
-        course.peer, course.feed, course.opened = peer, feed, opened
+        spec = self._spec(
+            request_run, peer.info, partial(self._rebalancer.choose_drafter, peer, entry)
+        )
+        span, spec = start_session_span(entry, spec)
+        opened = self.streams.get_stream(peer).open_session(spec, feed)
+        entry.on_fail = partial(self._interrupt, request_run, feed, opened)
+        entry.move = opened.request_drafter
+        request_run.peer, request_run.session_feed, request_run.opened = peer, feed, opened
         peer.open_sessions += 1
-        self._open.add(course)
+        self._open.add(request_run)
         incarnation = peer.info.incarnation
         try:
             with span:
-                if not course.informed:
+                if not request_run.has_sent_prompt_info:
                     # Once the session is on its way: the verifier need not wait for the client.
-                    course.informed = True
-                    yield course.info
-                async with aclosing(session_messages(feed, course.reply)) as messages:
+                    request_run.has_sent_prompt_info = True
+                    yield request_run.prompt_info
+                async with aclosing(session_messages(feed, request_run.reply)) as messages:
                     async for message in messages:
                         yield message
         finally:
             # Nothing that is said of this session from here on reaches the entry.
-            opened.leave()
-            feed.leave()
-            entry.leave()
+            opened.leave_session()
+            feed.detach_reader()
+            entry.leave_session()
             peer.open_sessions -= 1
-            self._open.discard(course)
-            await self._stay(course)
+            self._open.discard(request_run)
+            await self._stay(request_run)
             if feed.error is not None and peer.info.incarnation == incarnation:
                 self._doubt(peer, feed.error)
 
     def _spec(
-        self, course: Course, info: VerifierInfo, choose: Callable[[], DrafterId | None]
+        self, request_run: RequestState, info: VerifierInfo, choose: Callable[[], DrafterId | None]
     ) -> SessionSpec:
         """The request's next session, on the verifier that said `info`."""
-        entry, job = course.entry, course.job
+        entry, job = request_run.entry, request_run.job
         entry.verifier_id, entry.drafter_attached = info.verifier_id, False
         entry.vocab_size = info.vocab_size
-        plan = plan_on(job.plan, info)
-        if plan.speculative and not drafts_itself(plan, info):
+        plan = plan_for_verifier(job.plan, info)
+        if plan.is_speculative and not needs_no_drafter(plan, info):
             entry.method, entry.prompt_tokens = plan.method, len(job.prompt_ids)
             entry.drafter_id = choose()
-        course.began_with = len(entry.emitted)
-        if course.cause is not None:
+        request_run.emitted_before = len(entry.emitted)
+        if request_run.cause is not None:
             entry.epoch += 1
-            self._metrics.resumed_sessions.labels(course.cause.value).inc()
-        entry.session_id = course.session_id
-        return job.spec(course.session_id, entry.epoch, entry.drafter_id, plan, entry.emitted)
+            self._metrics.resumed_sessions.labels(request_run.cause.value).inc()
+        entry.session_id = request_run.session_id
+        return job.session_spec(
+            request_run.session_id, entry.epoch, entry.drafter_id, plan, entry.emitted
+        )
 
     def _doubt(self, peer: VerifierPeer, error: OutriderError) -> None:
         """Let nothing be placed on a verifier whose sessions end with such an error."""
         if error.reason == DRAINING:
-            self._registry.verifier_draining(peer)
-        elif error.reason in ENDING:
-            self._registry.verifier_broke(peer, error.message)
+            self._registry.mark_verifier_draining(peer)
+        elif error.reason in FINAL_REASONS:
+            self._registry.mark_verifier_lost(peer, error.message)
 
     # ---- draining verifiers --------------------------------------------------------------------
 
     def _on_draining(self, peer: VerifierPeer, seconds: float) -> None:
         """A verifier stops in so many seconds: its sessions leave it as others have room."""
         logger.info("verifier drains", extra={"address": peer.address, "seconds": seconds})
-        self._registry.verifier_draining(peer)
+        self._registry.mark_verifier_draining(peer)
         until = self._clock() + max(0.0, seconds)
-        for course in self._open:
-            if course.peer is peer and course.moving is None:
-                course.moving = asyncio.create_task(self._move_away(course, until))
+        for request_run in self._open:
+            if request_run.peer is peer and request_run.relocation is None:
+                request_run.relocation = asyncio.create_task(self._move_away(request_run, until))
 
-    async def _move_away(self, course: Course, until: float) -> None:
+    async def _move_away(self, request_run: RequestState, until: float) -> None:
         """Have a session end when there is a place elsewhere; until then it goes on."""
-        ticket = replace(course.ticket, patient_until=until)
+        admission_request = replace(request_run.admission_request, waits_until=until)
         with contextlib.suppress(OutriderError):
-            course.next_lease = await self._admission.acquire(ticket)
-            assert course.feed is not None
-            course.feed.fail(UnavailableError("the verifier is about to stop", reason=DRAINING))
+            request_run.next_lease = await self._admission.reserve_capacity(admission_request)
+            assert request_run.session_feed is not None
+            request_run.session_feed.fail_session(
+                UnavailableError("the verifier is about to stop", reason=DRAINING)
+            )
 
-    async def _stay(self, course: Course) -> None:
+    async def _stay(self, request_run: RequestState) -> None:
         """Look for no place elsewhere any more; one that was found is kept."""
-        moving, course.moving = course.moving, None
+        moving, request_run.relocation = request_run.relocation, None
         if moving is not None:
             moving.cancel()
             await asyncio.gather(moving, return_exceptions=True)

@@ -9,22 +9,22 @@ from dataclasses import replace
 
 from outrider import spans
 from outrider.ids import RequestId
-from outrider.spans import NO_SPAN, Attributes, Span
+from outrider.spans import NO_SPAN, Attributes, RequestSpan
 from outrider.wire.messages import SessionSpec
-from outrider_router.requests.request import Job
-from outrider_router.requests.running_requests import Entry
+from outrider_router.requests.request import ValidatedRequest
+from outrider_router.requests.running_requests import JournalEntry
 
 
-def request_span(request_id: RequestId, traceparent: str) -> Span:
+def request_span(request_id: RequestId, traceparent: str) -> RequestSpan:
     """The span of a request that has just come; `traceparent` is what its client said."""
     about = {"gen_ai.response.id": request_id, "gen_ai.provider.name": "outrider"}
-    return spans.start("outrider.request", traceparent, about, may_begin=True)
+    return spans.start_span("outrider.request", traceparent, about, may_begin=True)
 
 
-def describe(span: Span, job: Job) -> None:
+def describe_request(span: RequestSpan, job: ValidatedRequest) -> None:
     """Say what the request asks for."""
-    if span.sampled:
-        span.set(
+    if span.is_sampled:
+        span.set_attributes(
             {
                 "gen_ai.operation.name": "text_completion",
                 "gen_ai.request.model": job.model,
@@ -38,15 +38,15 @@ def describe(span: Span, job: Job) -> None:
         )
 
 
-def queue_span(entry: Entry, priority: int) -> Span:
+def queue_span(entry: JournalEntry, priority: int) -> RequestSpan:
     """The span of a wait for a place."""
     return entry.span.child("outrider.queue", {"outrider.priority": priority})
 
 
-def traced(entry: Entry, spec: SessionSpec) -> tuple[Span, SessionSpec]:
+def start_session_span(entry: JournalEntry, spec: SessionSpec) -> tuple[RequestSpan, SessionSpec]:
     """The span of a request's new session, and what its verifier is told, whose own span is a child
     of it."""
-    if not entry.span.sampled:
+    if not entry.span.is_sampled:
         return NO_SPAN, spec
     about: Attributes = {
         "outrider.session_id": spec.session_id,
@@ -59,12 +59,12 @@ def traced(entry: Entry, spec: SessionSpec) -> tuple[Span, SessionSpec]:
     return span, replace(spec, traceparent=span.traceparent)
 
 
-def end(entry: Entry, outcome: str, error: Exception | None) -> None:
+def end_request_span(entry: JournalEntry, outcome: str, error: Exception | None) -> None:
     """The request is over."""
-    if not entry.span.sampled:
+    if not entry.span.is_sampled:
         return
-    stats = entry.tally.stats()
-    entry.span.set(
+    stats = entry.counters.to_stats()
+    entry.span.set_attributes(
         {
             "gen_ai.usage.output_tokens": len(entry.emitted),
             "gen_ai.response.finish_reasons": (outcome,),
@@ -76,6 +76,6 @@ def end(entry: Entry, outcome: str, error: Exception | None) -> None:
         }
     )
     if entry.first_token is not None:
-        seconds = entry.first_token - entry.started
-        entry.span.set({"gen_ai.response.time_to_first_chunk": seconds})
+        seconds = entry.first_token - entry.arrived_at
+        entry.span.set_attributes({"gen_ai.response.time_to_first_chunk": seconds})
     entry.span.end(error)

@@ -27,29 +27,29 @@ from outrider.wire.inference import (
     StreamEvent,
     StreamPosition,
 )
-from outrider_router.requests.running_requests import Entry
+from outrider_router.requests.running_requests import JournalEntry
 
 logger = logging.getLogger(__name__)
 
-Write = Callable[[StreamEvent], Awaitable[None]]
+EventWriter = Callable[[StreamEvent], Awaitable[None]]
 """Passes one message on to a client; whatever it raises means that the client is gone."""
 
-PAUSE_S = 0.02
+POLL_INTERVAL_S = 0.02
 """Between two looks whether a restarted answer has come to where its client is."""
-MAX_KEPT = 4096
+MAX_FINISHED_ANSWERS = 4096
 """Ended answers that are kept for their clients."""
-MAX_KEPT_BYTES = 64 << 20
+MAX_FINISHED_BYTES = 64 << 20
 """Of their texts, ids and log-probabilities, about."""
 _LOGPROB_BYTES = 100
 """Of one number, its id and what holds the two."""
 
 
-class _Listener:
+class _AnswerListener:
     """One call of a client that is told an answer."""
 
     __slots__ = ("error", "live", "over", "write")
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: EventWriter) -> None:
         self.write = write
         self.live = False
         """Whether the request's task writes to it; before that it is told what came earlier."""
@@ -63,10 +63,10 @@ class _Listener:
             self.over.set_result(None)
 
 
-class Answer:
+class ResumableAnswer:
     """What a resumable request has said so far, and who listens."""
 
-    def __init__(self, entry: Entry, *, grace_s: float) -> None:
+    def __init__(self, entry: JournalEntry, *, grace_s: float) -> None:
         """`grace_s`: without a listener for this many seconds the request is cancelled."""
         self.entry = entry
         entry.on_ended = self._interrupt
@@ -84,7 +84,7 @@ class Answer:
         self._text: list[str] = []
         self._grace_s = grace_s
         self._timer: asyncio.TimerHandle | None = None
-        self._listener: _Listener | None = None
+        self._listener: _AnswerListener | None = None
         self._task: asyncio.Task[None] | None = None
         self._telling = False
 
@@ -115,14 +115,14 @@ class Answer:
             prompt_token_ids=self.info.prompt_token_ids,
         )
 
-    async def take(self, event: StreamEvent) -> None:
+    async def add_event(self, event: StreamEvent) -> None:
         """The request says something: remember it, and pass it on. For the request's own task."""
-        self.remember(event)
+        self.store_event(event)
         listener = self._listener
         if listener is not None and listener.live:
             await self._tell(listener, event)
 
-    def remember(self, event: StreamEvent) -> None:
+    def store_event(self, event: StreamEvent) -> None:
         """Something was said, if to nobody."""
         match event:
             case Delta():
@@ -134,7 +134,7 @@ class Answer:
             case PromptInfo():
                 self.info = event
 
-    def end(self, error: OutriderError | None) -> None:
+    def finish_answer(self, error: OutriderError | None) -> None:
         """The request is over; for its own task."""
         self.over = True
         self.error = error
@@ -144,7 +144,7 @@ class Answer:
         if self._listener is not None:
             self._listener.end()
 
-    async def follow(self, position: StreamPosition, write: Write) -> None:
+    async def stream_from(self, position: StreamPosition, write: EventWriter) -> None:
         """Tell a client everything behind a position, up to the end; for the client's call.
 
         Whoever listened before hears AbortedError, reason TAKEN_OVER. Raises the request's error;
@@ -152,7 +152,7 @@ class Answer:
         this leaves the request to itself.
         """
         self._check(position)
-        listener = _Listener(write)
+        listener = _AnswerListener(write)
         self._replace(listener)
         try:
             await self._reach(position)
@@ -166,7 +166,7 @@ class Answer:
         finally:
             self._leave(listener)
 
-    def own(self, task: asyncio.Task[None]) -> None:
+    def set_task(self, task: asyncio.Task[None]) -> None:
         """Say which task takes the events in. Nobody listens yet: the grace time begins."""
         self._task = task
         self._wait_for_listener()
@@ -180,7 +180,7 @@ class Answer:
     async def _reach(self, position: StreamPosition) -> None:
         """Wait until everything that the client has was said again, after a restart."""
         while not self._check(position):
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     def _check(self, position: StreamPosition) -> bool:
         """Whether a position was reached; InvalidRequestError if it will not be."""
@@ -196,7 +196,7 @@ class Answer:
             )
         return False
 
-    async def _catch_up(self, listener: _Listener, position: StreamPosition) -> None:
+    async def _catch_up(self, listener: _AnswerListener, position: StreamPosition) -> None:
         tokens, characters = position.tokens, position.characters
         if self.info is not None and tokens == characters == 0:
             await listener.write(self.info)
@@ -213,7 +213,7 @@ class Answer:
         if self.finish is not None and listener.error is None:
             await listener.write(self.finish)
 
-    async def _tell(self, listener: _Listener, event: StreamEvent) -> None:
+    async def _tell(self, listener: _AnswerListener, event: StreamEvent) -> None:
         self._telling = True
         try:
             await listener.write(event)
@@ -229,7 +229,7 @@ class Answer:
         finally:
             self._telling = False
 
-    def _replace(self, listener: _Listener) -> None:
+    def _replace(self, listener: _AnswerListener) -> None:
         previous, self._listener = self._listener, listener
         self.cancel_timer()
         if previous is not None:
@@ -241,7 +241,7 @@ class Answer:
                 )
             )
 
-    def _leave(self, listener: _Listener) -> None:
+    def _leave(self, listener: _AnswerListener) -> None:
         if self._listener is listener:
             self._listener = None
             self._stop_telling()
@@ -264,45 +264,45 @@ class Answer:
         if not self.over and self._timer is None:
             error = CancelledRequestError("its client did not come back", reason="ABANDONED")
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._grace_s, self.entry.fail, error)
+            self._timer = loop.call_later(self._grace_s, self.entry.fail_request, error)
 
 
-class Answers:
+class AnswerStore:
     """The resumable answers of one router: all that run, and for a while those that have ended."""
 
     def __init__(
         self,
         *,
         grace_s: float,
-        on_forgotten: Callable[[Entry], None],
-        max_kept: int = MAX_KEPT,
-        max_kept_bytes: int = MAX_KEPT_BYTES,
+        on_forgotten: Callable[[JournalEntry], None],
+        max_kept: int = MAX_FINISHED_ANSWERS,
+        max_kept_bytes: int = MAX_FINISHED_BYTES,
     ) -> None:
         """`grace_s`: seconds that an answer waits for its client; 0 keeps none that has ended."""
         self._grace_s = grace_s
         self._on_forgotten = on_forgotten
         self._max_kept = max_kept
         self._max_kept_bytes = max_kept_bytes
-        self._answers: dict[RequestId, Answer] = {}
-        self._kept: dict[Answer, asyncio.TimerHandle] = {}
+        self._answers: dict[RequestId, ResumableAnswer] = {}
+        self._kept: dict[ResumableAnswer, asyncio.TimerHandle] = {}
         self._kept_bytes = 0
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def get(self, request_id: RequestId) -> Answer | None:
+    def get_answer(self, request_id: RequestId) -> ResumableAnswer | None:
         """The answer of a request that runs, or has ended of late."""
         return self._answers.get(request_id)
 
-    def add(self, entry: Entry) -> Answer:
+    def add_answer(self, entry: JournalEntry) -> ResumableAnswer:
         """Begin an answer; an ended one of the same id is forgotten."""
         previous = self._answers.get(entry.request_id)
         if previous is not None:
             self._forget(previous)
-        answer = self._answers[entry.request_id] = Answer(entry, grace_s=self._grace_s)
+        answer = self._answers[entry.request_id] = ResumableAnswer(entry, grace_s=self._grace_s)
         return answer
 
-    def keep(self, answer: Answer, for_s: float | None = None) -> None:
+    def keep_finished(self, answer: ResumableAnswer, for_s: float | None = None) -> None:
         """An answer is over; keep it for its client, within the bounds."""
         loop = asyncio.get_running_loop()
         seconds = self._grace_s if for_s is None else for_s
@@ -311,11 +311,11 @@ class Answers:
         while len(self._kept) > self._max_kept or self._kept_bytes > self._max_kept_bytes:
             self._forget(next(iter(self._kept)))
 
-    def drop(self, answer: Answer) -> None:
+    def drop_answer(self, answer: ResumableAnswer) -> None:
         """An answer is over, and nobody will ask for it."""
         self._forget(answer)
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Forget all, silently."""
         for timer in self._kept.values():
             timer.cancel()
@@ -324,7 +324,7 @@ class Answers:
         self._answers.clear()
         self._kept.clear()
 
-    def _forget(self, answer: Answer) -> None:
+    def _forget(self, answer: ResumableAnswer) -> None:
         timer = self._kept.pop(answer, None)
         if timer is not None:
             timer.cancel()

@@ -14,41 +14,41 @@ from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.spec.sampling import Rule
 from outrider.text.tokenizer import Tokenizer
-from outrider.transport.error_codec import typed
+from outrider.transport.error_codec import to_typed_error
 from outrider.wire.inference import Delta, FinishInfo, StreamEvent
 from outrider.wire.messages import FinishReason
 from outrider_router.base.api_keys import Caller
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import RouterConfig
 from outrider_router.requests.durable_log import DurableLog
-from outrider_router.requests.log_records import Logged, Opened, Row
-from outrider_router.requests.request import Job
-from outrider_router.requests.resumable_answers import Answer, Answers
-from outrider_router.requests.running_requests import Entry, Journal
+from outrider_router.requests.log_records import EmittedRow, LoggedRequest, OpenedRequest
+from outrider_router.requests.request import ValidatedRequest
+from outrider_router.requests.resumable_answers import AnswerStore, ResumableAnswer
+from outrider_router.requests.running_requests import JournalEntry, RunningRequests
 
 logger = logging.getLogger(__name__)
 
-Make = Callable[[], Awaitable[Job]]
-Run = Callable[[Entry, Make], AsyncGenerator[StreamEvent, None]]
+RequestFactory = Callable[[], Awaitable[ValidatedRequest]]
+RequestHandler = Callable[[JournalEntry, RequestFactory], AsyncGenerator[StreamEvent, None]]
 """Everything that a request says; closing it frees what it holds."""
 
-UNWANTED = ("ABORTED", "ABANDONED")
+UNWANTED_REASONS = ("ABORTED", "ABANDONED")
 """Reasons of errors after which nobody asks for an answer any more."""
-REPEATABLE = (Rule.GREEDY, Rule.COUPLED)
+REPRODUCIBLE_RULES = (Rule.GREEDY, Rule.COUPLED)
 """Rules whose text depends on the prompt and the seed alone."""
 
 
-class Resumables:
+class ResumableRequests:
     """Runs them, keeps what they said, logs it, and takes up again what a log holds."""
 
     def __init__(
         self,
         config: RouterConfig,
-        journal: Journal,
+        journal: RunningRequests,
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
         *,
-        run: Run,
+        run: RequestHandler,
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
@@ -61,7 +61,7 @@ class Resumables:
         self._clock = clock
         self._wall = wall
         self._log: DurableLog | None = None
-        self._answers = Answers(grace_s=config.resume_grace_s, on_forgotten=self._forgotten)
+        self._answers = AnswerStore(grace_s=config.resume_grace_s, on_forgotten=self._forgotten)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -69,22 +69,22 @@ class Resumables:
         """Answers that are held, running and ended."""
         return len(self._answers)
 
-    def get(self, request_id: RequestId) -> Answer | None:
+    def get_answer(self, request_id: RequestId) -> ResumableAnswer | None:
         """The answer of a request that runs, or has ended of late."""
-        return self._answers.get(request_id)
+        return self._answers.get_answer(request_id)
 
-    def begin(self, entry: Entry, make: Make) -> Answer:
+    def start_request(self, entry: JournalEntry, make: RequestFactory) -> ResumableAnswer:
         """Run a request in a task of its own."""
-        answer = self._answers.add(entry)
+        answer = self._answers.add_answer(entry)
         task = asyncio.create_task(self._follow(answer, make), name="resumable-request")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        answer.own(task)
+        answer.set_task(task)
         return answer
 
-    def outlives(self, entry: Entry) -> bool:
+    def survives_restart(self, entry: JournalEntry) -> bool:
         """Whether a request goes on where this router is started again."""
-        return entry.number != 0 and self._log is not None and not self._log.failing
+        return entry.number != 0 and self._log is not None and not self._log.is_failing
 
     # ---- the log -------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Resumables:
             read_s=self._config.journal_read_s,
         )
         contents = self._log.contents
-        self._metrics.journal_damaged.inc(contents.damaged)
+        self._metrics.journal_damaged.inc(contents.num_damaged)
         # Were an end damaged, an id could be there twice: the later request counts.
         latest = {logged.opened.request_id: logged for logged in contents.requests.values()}
         for logged in latest.values():
@@ -114,32 +114,32 @@ class Resumables:
                 logger.exception("a request of the journal could not be restored")
                 self._metrics.restored_requests.labels("dropped").inc()
         contents.requests.clear()
-        self._log.begin()
+        self._log.start_writing()
 
-    def opened(self, entry: Entry, job: Job) -> None:
+    def log_opened(self, entry: JournalEntry, job: ValidatedRequest) -> None:
         """A request was accepted. One that came out of the log is in there already."""
-        if self._log is None or entry.number or self._answers.get(entry.request_id) is None:
+        if self._log is None or entry.number or self._answers.get_answer(entry.request_id) is None:
             return
         left = None if entry.deadline is None else entry.deadline - self._clock()
-        opened = Opened(
+        opened = OpenedRequest(
             request_id=entry.request_id,
             job=job,
             deadline=None if left is None else self._wall() + left,
             tokenizer_hash=self._tokenizer.hash,
         )
-        entry.number = self._log.opened(opened, entry.emitted, entry.logprobs)
+        entry.number = self._log.append_opened(opened, entry.emitted, entry.logprobs)
 
-    def emitted(self, rows: Sequence[Row]) -> None:
+    def log_emitted(self, rows: Sequence[EmittedRow]) -> None:
         """Ids that were appended to entries with a number; nobody has been told of them yet."""
         if self._log is not None:
-            self._log.emitted(rows)
+            self._log.append_emitted(rows)
 
-    def finished(self, entry: Entry, finish: FinishInfo) -> None:
+    def log_finished(self, entry: JournalEntry, finish: FinishInfo) -> None:
         """A request has come to its end, of which nobody has been told yet."""
         if self._log is not None and entry.number:
-            self._log.ended(entry.number, finish)
+            self._log.append_ended(entry.number, finish)
 
-    def closing(self) -> None:
+    def prepare_close(self) -> None:
         """From now on requests that fail stay in the log: whoever starts again goes on with them.
 
         Before the first of them is failed: some of their tasks are about to run already.
@@ -148,47 +148,47 @@ class Resumables:
 
     async def close(self) -> None:
         """Stop once all requests have ended."""
-        self.closing()
+        self.prepare_close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._answers.close()
+        self._answers.clear()
         if self._log is not None:
             await self._log.close()
 
     # ---- one request ---------------------------------------------------------------------------
 
-    async def _follow(self, answer: Answer, make: Make) -> None:
+    async def _follow(self, answer: ResumableAnswer, make: RequestFactory) -> None:
         error: OutriderError | None = None
         try:
             async with aclosing(self._run(answer.entry, make)) as events:
                 async for event in events:
-                    await answer.take(event)
+                    await answer.add_event(event)
         except Exception as problem:
-            error = problem if isinstance(problem, OutriderError) else typed(problem)
-        answer.end(error)
+            error = problem if isinstance(problem, OutriderError) else to_typed_error(problem)
+        answer.finish_answer(error)
         if self._closing:
             return
         if error is not None and self._log is not None:
-            self._log.ended(answer.entry.number, None)
+            self._log.append_ended(answer.entry.number, None)
         # An error before anything was said is no answer: its client asks anew.
-        if answer.info is None or (error is not None and error.reason in UNWANTED):
-            self._answers.drop(answer)
+        if answer.info is None or (error is not None and error.reason in UNWANTED_REASONS):
+            self._answers.drop_answer(answer)
         else:
-            self._answers.keep(answer)
+            self._answers.keep_finished(answer)
 
-    def _forgotten(self, entry: Entry) -> None:
+    def _forgotten(self, entry: JournalEntry) -> None:
         if self._log is not None:
-            self._log.forget(entry.number)
+            self._log.forget_request(entry.number)
 
     # ---- after a restart -----------------------------------------------------------------------
 
-    def _restore(self, logged: Logged, log: DurableLog, alive_at: float) -> None:
+    def _restore(self, logged: LoggedRequest, log: DurableLog, alive_at: float) -> None:
         now, opened = self._wall(), logged.opened
         left_s = self._config.resume_grace_s - (now - (logged.ended_at or alive_at))
         late = opened.deadline is not None and opened.deadline <= now
         if left_s <= 0 or late or opened.tokenizer_hash != self._tokenizer.hash:
             self._metrics.restored_requests.labels("dropped").inc()
             return
-        log.adopt(logged)
+        log.restore_request(logged)
         if logged.finish is not None:
             self._metrics.restored_requests.labels("ended").inc()
             self._keep_ended(logged, logged.finish, left_s)
@@ -197,46 +197,46 @@ class Resumables:
             left = None if opened.deadline is None else opened.deadline - now
             self._go_on(logged, left)
 
-    def _go_on(self, logged: Logged, left_s: float | None) -> None:
+    def _go_on(self, logged: LoggedRequest, left_s: float | None) -> None:
         """Run a restored request behind what it has emitted; `left_s` until its deadline."""
         job = logged.opened.job
         caller = Caller(tenant=job.tenant)
-        entry = self._journal.open(logged.opened.request_id, self._clock(), caller)
+        entry = self._journal.open_entry(logged.opened.request_id, self._clock(), caller)
         self._fill(entry, logged)
         entry.epoch = 1
         if left_s is not None:
-            entry.deadline = entry.started + left_s
+            entry.deadline = entry.arrived_at + left_s
         if entry.emitted:
-            entry.first_token = entry.last_token = entry.started
+            entry.first_token = entry.last_token = entry.arrived_at
 
-        async def made() -> Job:
+        async def made() -> ValidatedRequest:
             return job
 
-        answer = self.begin(entry, made)
-        answer.may_lag = job.sampling.effective_rule in REPEATABLE
+        answer = self.start_request(entry, made)
+        answer.may_lag = job.sampling.effective_rule in REPRODUCIBLE_RULES
 
-    def _keep_ended(self, logged: Logged, finish: FinishInfo, left_s: float) -> None:
+    def _keep_ended(self, logged: LoggedRequest, finish: FinishInfo, left_s: float) -> None:
         job = logged.opened.job
-        entry = Entry(
+        entry = JournalEntry(
             request_id=logged.opened.request_id,
-            started=self._clock(),
+            arrived_at=self._clock(),
             caller=Caller(tenant=job.tenant),
         )
         # Earlier versions logged ids behind a stop string, too.
         del logged.emitted[finish.usage.completion_tokens :]
         self._fill(entry, logged)
-        assembler = job.assembler(self._tokenizer)
+        assembler = job.make_assembler(self._tokenizer)
         stopped = finish.reason is FinishReason.STOP_TOKEN
-        text = assembler.push(entry.emitted, last_is_stop=stopped) + assembler.finish()
-        answer = self._answers.add(entry)
-        answer.remember(job.info(entry.request_id))
+        text = assembler.push_tokens(entry.emitted, last_is_stop=stopped) + assembler.flush()
+        answer = self._answers.add_answer(entry)
+        answer.store_event(job.prompt_info(entry.request_id))
         # Its log-probabilities are the entry's.
-        answer.remember(Delta(text=text, token_ids=tuple(entry.emitted)))
-        answer.remember(finish)
-        answer.end(None)
-        self._answers.keep(answer, left_s)
+        answer.store_event(Delta(text=text, token_ids=tuple(entry.emitted)))
+        answer.store_event(finish)
+        answer.finish_answer(None)
+        self._answers.keep_finished(answer, left_s)
 
-    def _fill(self, entry: Entry, logged: Logged) -> None:
+    def _fill(self, entry: JournalEntry, logged: LoggedRequest) -> None:
         entry.number, entry.emitted = logged.number, logged.emitted
         entry.logprobs, entry.top_logprobs = logged.logprobs, logged.opened.job.top_logprobs
         # A record may lack its end.

@@ -10,13 +10,13 @@ from typing import TypeVar
 
 from outrider.errors import AlreadyExistsError, OutriderError
 from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
-from outrider.spans import NO_SPAN, Span
+from outrider.spans import NO_SPAN, RequestSpan
 from outrider.spec.plan import DraftMethod
 from outrider.wire.limits import MAX_VOCAB_SIZE
 from outrider.wire.logprobs import TokenLogprobs
-from outrider_router.admission.request_group import Party
-from outrider_router.base.api_keys import ANYBODY, Caller
-from outrider_router.requests.spec_counters import Tally
+from outrider_router.admission.request_group import RequestGroup
+from outrider_router.base.api_keys import ANONYMOUS, Caller
+from outrider_router.requests.spec_counters import SpecCounters
 
 MadeT = TypeVar("MadeT")
 
@@ -26,17 +26,17 @@ def _nothing() -> None:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Entry:
+class JournalEntry:
     """One request from its arrival to its last message."""
 
     request_id: RequestId
-    started: float
+    arrived_at: float
     """Clock time of arrival, seconds."""
-    caller: Caller = ANYBODY
+    caller: Caller = ANONYMOUS
     """Who asked; others of its tenant may go on with it and abort it, nobody else."""
     release: Callable[[], None] = _nothing
     """Gives back the place that its caller's key has for it."""
-    party: Party | None = None
+    group: RequestGroup | None = None
     """With whom it is let into the queue, or not at all; None: it came alone."""
     deadline: float | None = None
     """Clock time at which it ends with an error, seconds."""
@@ -65,7 +65,7 @@ class Entry:
     """Who drafts for it, as far as the verifier has said."""
     moving_to: DrafterId | None = None
     """Who is to, while the verifier has not said whether it could be done."""
-    moved_at: float = -math.inf
+    move_asked_at: float = -math.inf
     """Clock time of the last wish, seconds."""
     refused_moves: int = 0
     """How often it could not be done."""
@@ -73,13 +73,13 @@ class Entry:
     """Asks the verifier for another drafter, or for none, while there is a session."""
     drafter_attached: bool = False
     """What the session's newest event said."""
-    tally: Tally = field(default_factory=Tally)
+    counters: SpecCounters = field(default_factory=SpecCounters)
     """Speculation counters."""
-    span: Span = NO_SPAN
+    span: RequestSpan = NO_SPAN
     """What is traced of it."""
     session_id: SessionId | None = None
     """Its newest session."""
-    ended: OutriderError | None = None
+    end_error: OutriderError | None = None
     """Why the request must end although its verifier said nothing of the kind."""
     on_fail: Callable[[OutriderError], None] | None = None
     """Wakes the request, wherever it waits."""
@@ -108,40 +108,40 @@ class Entry:
         ids = {"request_id": str(self.request_id)}
         if self.session_id is not None:
             ids["session_id"] = self.session_id
-        if self.span.sampled:
+        if self.span.is_sampled:
             ids["trace_id"] = self.span.trace_id
         return ids
 
-    def leave(self) -> None:
+    def leave_session(self) -> None:
         """Its session is over, or has not begun."""
         self.on_fail = self.verifier_id = self.drafter_id = None
         self.move = self.moving_to = self.method = None
         self.refused_moves = 0
 
-    def fail(self, error: OutriderError) -> None:
+    def fail_request(self, error: OutriderError) -> None:
         """End the request with `error`, wherever it is; the first error counts."""
-        if self.ended is not None:
+        if self.end_error is not None:
             return
-        self.ended = error
+        self.end_error = error
         if self.on_fail is not None:
             self.on_fail(error)
         if self.on_ended is not None:
             self.on_ended(error)
 
 
-class Journal:
+class RunningRequests:
     """All entries of one router."""
 
     def __init__(self) -> None:
-        self._entries: dict[RequestId, Entry] = {}
+        self._entries: dict[RequestId, JournalEntry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[JournalEntry]:
         return iter(list(self._entries.values()))
 
-    def get(self, request_id: RequestId) -> Entry | None:
+    def get_entry(self, request_id: RequestId) -> JournalEntry | None:
         """The entry of a running request."""
         return self._entries.get(request_id)
 
@@ -150,22 +150,24 @@ class Journal:
         entry = self._entries.get(request_id)
         return len(entry.emitted) if entry is not None else 0
 
-    def open(self, request_id: RequestId, now: float, caller: Caller = ANYBODY) -> Entry:
+    def open_entry(
+        self, request_id: RequestId, now: float, caller: Caller = ANONYMOUS
+    ) -> JournalEntry:
         """Start an entry; AlreadyExistsError while another request has this id."""
         if request_id in self._entries:
             raise AlreadyExistsError(
                 f"request {request_id!r} is running already", reason="REQUEST_EXISTS"
             )
-        entry = Entry(request_id=request_id, started=now, caller=caller)
+        entry = JournalEntry(request_id=request_id, arrived_at=now, caller=caller)
         self._entries[request_id] = entry
         return entry
 
-    def close(self, entry: Entry) -> None:
+    def close_entry(self, entry: JournalEntry) -> None:
         """Forget a request that is over."""
         if self._entries.get(entry.request_id) is entry:
             del self._entries[entry.request_id]
 
-    def placed(self) -> dict[DrafterId, int]:
+    def sessions_by_drafter(self) -> dict[DrafterId, int]:
         """Running sessions by drafter."""
         counts: dict[DrafterId, int] = {}
         for entry in self._entries.values():
@@ -175,7 +177,7 @@ class Journal:
         return counts
 
 
-async def unless_ended(entry: Entry, making: Awaitable[MadeT]) -> MadeT:
+async def run_unless_ended(entry: JournalEntry, making: Awaitable[MadeT]) -> MadeT:
     """What is made for a request; raises its error as soon as it ends. A long prompt takes long."""
     task = asyncio.ensure_future(making)
 
@@ -187,8 +189,8 @@ async def unless_ended(entry: Entry, making: Awaitable[MadeT]) -> MadeT:
         return await task
     except asyncio.CancelledError:
         current = asyncio.current_task()
-        if entry.ended is None or (current is not None and current.cancelling()):
+        if entry.end_error is None or (current is not None and current.cancelling()):
             raise
-        raise entry.ended from None
+        raise entry.end_error from None
     finally:
         entry.on_fail = None

@@ -32,31 +32,35 @@ from outrider.wire.inference import (
     TokenLogprobs,
 )
 from outrider.wire.messages import VerifierInfo
-from outrider_router.admission.access_control import Gate, Pass
+from outrider_router.admission.access_control import AccessControl, AccessGrant
 from outrider_router.admission.arrival_queue import ArrivalQueue
 from outrider_router.admission.queue import AdmissionQueue
-from outrider_router.admission.request_group import Party
-from outrider_router.base.api_keys import ANYBODY, Caller
+from outrider_router.admission.request_group import RequestGroup
+from outrider_router.base.api_keys import ANONYMOUS, Caller
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.compatibility import TokenizerIdentity
-from outrider_router.fleet.discovery import Discovery
-from outrider_router.fleet.registry import Registry
-from outrider_router.requests.drafter_rebalancer import Mover
-from outrider_router.requests.finished_requests import note_end
-from outrider_router.requests.intake import Intake
-from outrider_router.requests.request_runner import Serving
-from outrider_router.requests.request_spans import describe, request_span
-from outrider_router.requests.resumable_answers import Write
-from outrider_router.requests.resumable_requests import Make, Resumables
-from outrider_router.requests.running_requests import Entry, Journal, unless_ended
+from outrider_router.fleet.discovery import PeerDiscovery
+from outrider_router.fleet.registry import PeerRegistry
+from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
+from outrider_router.requests.finished_requests import log_request_end
+from outrider_router.requests.intake import RequestIntake
+from outrider_router.requests.request_runner import RequestRunner
+from outrider_router.requests.request_spans import describe_request, request_span
+from outrider_router.requests.resumable_answers import EventWriter
+from outrider_router.requests.resumable_requests import RequestFactory, ResumableRequests
+from outrider_router.requests.running_requests import (
+    JournalEntry,
+    RunningRequests,
+    run_unless_ended,
+)
 
 logger = logging.getLogger(__name__)
 
-ELSEWHERE_S = 0.02
+OTHER_ROUTER_RETRY_S = 0.02
 """Hint of a router that shares its address, and has not the answer that somebody comes back for: by
 another connection its router may be reached."""
-RESTART_S = 1.0
+RESTART_RETRY_S = 1.0
 """Hint of a router that stops: another one, or the same, may serve by then."""
 
 
@@ -78,44 +82,44 @@ class RouterService:
         self.metrics = metrics
         self.tokenizer = tokenizer
         self._clock = clock
-        self.gate = Gate(config, metrics, clock=clock)
+        self.gate = AccessControl(config, metrics, clock=clock)
         self.arrivals = ArrivalQueue()
         """Where both fronts let new requests in, one a turn of the event loop."""
-        self.journal = Journal()
+        self.journal = RunningRequests()
         self.admission = AdmissionQueue(
             config, metrics, clock=clock, emitted=self.journal.num_emitted
         )
-        self.registry = Registry(
+        self.registry = PeerRegistry(
             config,
             TokenizerIdentity(hash=tokenizer.hash, num_ids=tokenizer.num_ids),
             dialer,
             metrics,
             clock=clock,
-            placed=self.journal.placed,
+            placed=self.journal.sessions_by_drafter,
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
-            on_drafters_changed=lambda: self.mover.wake(),
+            on_drafters_changed=lambda: self.mover.wake_up(),
         )
-        self.discovery = Discovery(config, self.registry)
-        self.mover = Mover(config, self.journal, self.registry, metrics, clock=clock)
-        self._intake = Intake(
+        self.discovery = PeerDiscovery(config, self.registry)
+        self.mover = DrafterRebalancer(config, self.journal, self.registry, metrics, clock=clock)
+        self._intake = RequestIntake(
             config,
             self.journal,
             tokenizer,
-            gate=self.gate,
+            access_control=self.gate,
             admission=self.admission,
             registry=self.registry,
             clock=clock,
         )
         common = (config, self.journal, tokenizer, metrics)
-        self.resumables = Resumables(*common, run=self._events, clock=clock, wall=time.time)
-        self.serving = Serving(
+        self.resumables = ResumableRequests(*common, run=self._events, clock=clock, wall=time.time)
+        self.serving = RequestRunner(
             *common,
             admission=self.admission,
             registry=self.registry,
-            mover=self.mover,
+            rebalancer=self.mover,
             clock=clock,
-            on_emitted=self.resumables.emitted,
+            on_emitted=self.resumables.log_emitted,
         )
         self._restored = False
         self._draining = False
@@ -124,11 +128,11 @@ class RouterService:
         """Hears whether requests can be served: a verifier is healthy, and no drain began."""
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether requests can be served: a verifier is healthy, and no drain began."""
         return self._ready
 
-    def restore(self) -> None:
+    def restore_journal(self) -> None:
         """Take up what the journal holds: from now on its streams can be resumed. Idempotent.
 
         Raises FailedPreconditionError if the journal cannot be had.
@@ -139,7 +143,7 @@ class RouterService:
 
     async def start(self) -> None:
         """Begin to look for verifiers and drafters."""
-        self.restore()
+        self.restore_journal()
         await asyncio.to_thread(self._intake.prepare)
         self.registry.start()
         self.discovery.start()
@@ -148,9 +152,9 @@ class RouterService:
     async def close(self) -> None:
         """End every request with UnavailableError and stop; those in the journal stay there."""
         self._draining = True
-        self.resumables.closing()
+        self.resumables.prepare_close()
         for entry in self.journal:
-            entry.fail(_stopping())
+            entry.fail_request(_stopping())
         await self.resumables.close()
         await self.mover.stop()
         await self.discovery.stop()
@@ -164,24 +168,26 @@ class RouterService:
         self._draining = True
         self._note_readiness()
         end = self._clock() + timeout_s
-        while self._clock() < end and not all(map(self.resumables.outlives, self.journal)):
+        while self._clock() < end and not all(map(self.resumables.survives_restart, self.journal)):
             if enough is not None and enough.is_set():
                 return False
             await asyncio.sleep(0.05)
-        return all(map(self.resumables.outlives, self.journal))
+        return all(map(self.resumables.survives_restart, self.journal))
 
     async def generate(
         self,
         request: GenerateRequest,
         *,
         timeout_s: float | None = None,
-        caller: Caller = ANYBODY,
+        caller: Caller = ANONYMOUS,
         traceparent: str = "",
     ) -> GenerateResult:
         """Serve a request and answer once, at the end; a resumable one outlives the call."""
         if request.resumable:
-            answer = self.resumables.begin(*self._open(request, timeout_s, caller, traceparent))
-            await answer.follow(StreamPosition(request_id=answer.entry.request_id), _nobody)
+            answer = self.resumables.start_request(
+                *self._open(request, timeout_s, caller, traceparent)
+            )
+            await answer.stream_from(StreamPosition(request_id=answer.entry.request_id), _nobody)
             return answer.result()
         text: list[str] = []
         token_ids: list[int] = []
@@ -216,7 +222,7 @@ class RouterService:
         request: GenerateRequest,
         *,
         timeout_s: float | None = None,
-        caller: Caller = ANYBODY,
+        caller: Caller = ANONYMOUS,
         traceparent: str = "",
     ) -> AsyncGenerator[StreamEvent, None]:
         """Serve a caller's request as a stream; close the generator to cancel it, resumable or not.
@@ -229,17 +235,17 @@ class RouterService:
             async for event in events:
                 yield event
 
-    async def serve(
+    async def serve_request(
         self,
         request: GenerateRequest,
-        write: Write,
+        write: EventWriter,
         *,
         timeout_s: float | None = None,
-        caller: Caller = ANYBODY,
+        caller: Caller = ANONYMOUS,
         traceparent: str = "",
         own_id: RequestId | None = None,
-        passed: Pass | None = None,
-        party: Party | None = None,
+        passed: AccessGrant | None = None,
+        group: RequestGroup | None = None,
     ) -> None:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
         is resumable: then it goes on for a while without a client. Raises as `stream` does.
@@ -249,24 +255,24 @@ class RouterService:
         whom it comes.
         """
         opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)
-        opened[0].party = party
+        opened[0].group = group
         if request.resumable:
-            answer = self.resumables.begin(*opened)
-            await answer.follow(StreamPosition(request_id=answer.entry.request_id), write)
+            answer = self.resumables.start_request(*opened)
+            await answer.stream_from(StreamPosition(request_id=answer.entry.request_id), write)
             return
         async with aclosing(self._events(*opened)) as events:
             async for event in events:
                 await write(event)
 
-    async def resume(
-        self, position: StreamPosition, write: Write, caller: Caller = ANYBODY
+    async def resume_stream(
+        self, position: StreamPosition, write: EventWriter, caller: Caller = ANONYMOUS
     ) -> None:
         """Tell a client the rest of a resumable request of its tenant.
 
         Raises NotFoundError without such a request, InvalidRequestError for a position that it has
         not come to, and the request's own error. Whoever was told before hears AbortedError.
         """
-        answer = self.resumables.get(position.request_id)
+        answer = self.resumables.get_answer(position.request_id)
         if self._draining:
             raise _stopping()
         if answer is None or answer.entry.caller.tenant != caller.tenant:
@@ -274,40 +280,42 @@ class RouterService:
             raise NotFoundError(
                 f"no resumable request {position.request_id!r} runs here or has ended of late",
                 reason="NO_STREAM",
-                retry_after_s=ELSEWHERE_S if self.config.share_ports else None,
+                retry_after_s=OTHER_ROUTER_RETRY_S if self.config.reuse_ports else None,
             )
         self.metrics.resumed_streams.inc()
-        await answer.follow(position, write)
+        await answer.stream_from(position, write)
 
-    def abort(
-        self, request_ids: Iterable[RequestId], caller: Caller = ANYBODY
+    def abort_requests(
+        self, request_ids: Iterable[RequestId], caller: Caller = ANONYMOUS
     ) -> tuple[RequestId, ...]:
         """Cancel requests of the caller's tenant by id; those that were queued or running."""
         aborted: list[RequestId] = []
         for request_id in dict.fromkeys(request_ids):
-            entry = self.journal.get(request_id)
+            entry = self.journal.get_entry(request_id)
             own = entry is not None and entry.caller.tenant == caller.tenant
-            if entry is not None and own and entry.ended is None:
-                entry.fail(
+            if entry is not None and own and entry.end_error is None:
+                entry.fail_request(
                     CancelledRequestError(f"request {request_id!r} was aborted", reason="ABORTED")
                 )
                 aborted.append(request_id)
         return tuple(aborted)
 
-    async def _events(self, entry: Entry, make: Make) -> AsyncGenerator[StreamEvent, None]:
+    async def _events(
+        self, entry: JournalEntry, make: RequestFactory
+    ) -> AsyncGenerator[StreamEvent, None]:
         """What a request says; however it ends, everything is freed."""
         timer = self._arm(entry)
         outcome: str = CancelledRequestError.code
         problem: Exception | None = None
         try:
-            job = await unless_ended(entry, make())
-            describe(entry.span, job)
-            self.resumables.opened(entry, job)
-            async with aclosing(self.serving.events(entry, job, entry.deadline)) as events:
+            job = await run_unless_ended(entry, make())
+            describe_request(entry.span, job)
+            self.resumables.log_opened(entry, job)
+            async with aclosing(self.serving.run_request(entry, job, entry.deadline)) as events:
                 async for event in events:
                     if isinstance(event, FinishInfo):
                         outcome = event.reason.value
-                        self.resumables.finished(entry, event)
+                        self.resumables.log_finished(entry, event)
                     yield event
         except Exception as error:
             outcome = error.code if isinstance(error, OutriderError) else InternalError.code
@@ -316,9 +324,9 @@ class RouterService:
         finally:
             if timer is not None:
                 timer.cancel()
-            self.journal.close(entry)
+            self.journal.close_entry(entry)
             entry.release()
-            note_end(entry, outcome, problem, self.metrics, self._clock())
+            log_request_end(entry, outcome, problem, self.metrics, self._clock())
 
     def _open(
         self,
@@ -327,41 +335,41 @@ class RouterService:
         caller: Caller,
         traceparent: str,
         own_id: RequestId | None = None,
-        passed: Pass | None = None,
-    ) -> tuple[Entry, Make]:
+        passed: AccessGrant | None = None,
+    ) -> tuple[JournalEntry, RequestFactory]:
         """The entry of a new request, and what makes its job."""
         if self._draining:
             raise _stopping()
         name = request.request_id or own_id
         self._check_owner(name, caller)
-        entry, allowed = self._intake.open(request, name, timeout_s, caller, passed)
+        entry, allowed = self._intake.open_entry(request, name, timeout_s, caller, passed)
         entry.span = request_span(entry.request_id, traceparent)
-        return entry, partial(self._intake.job, allowed, caller)
+        return entry, partial(self._intake.validate_request, allowed, caller)
 
     def _check_owner(self, name: RequestId | None, caller: Caller) -> None:
         """Nobody takes the name of somebody else's request that has ended and is kept."""
-        answer = None if name is None else self.resumables.get(name)
+        answer = None if name is None else self.resumables.get_answer(name)
         if answer is not None and answer.entry.caller.tenant != caller.tenant:
             raise AlreadyExistsError(f"request {name!r} is there already", reason="REQUEST_EXISTS")
 
-    def _arm(self, entry: Entry) -> asyncio.TimerHandle | None:
+    def _arm(self, entry: JournalEntry) -> asyncio.TimerHandle | None:
         if entry.deadline is None:
             return None
         error = DeadlineExceededError("the deadline passed", reason="DEADLINE")
         left_s = max(0.0, entry.deadline - self._clock())
-        return asyncio.get_running_loop().call_later(left_s, entry.fail, error)
+        return asyncio.get_running_loop().call_later(left_s, entry.fail_request, error)
 
     def _on_verifier_up(self, info: VerifierInfo) -> None:
-        self.admission.saw_verifier(info)
+        self.admission.update_verifier(info)
         self._note_readiness()
 
     def _on_verifier_lost(self, verifier_id: VerifierId) -> None:
         self.admission.drop_verifier(verifier_id)
-        self.serving.streams.drop(verifier_id)
+        self.serving.streams.drop_verifier(verifier_id)
         self._note_readiness()
 
     def _note_readiness(self) -> None:
-        ready = self.registry.any_info() is not None and not self._draining
+        ready = self.registry.any_verifier_info() is not None and not self._draining
         if ready is not self._ready:
             self._ready = ready
             self.on_readiness(ready)
@@ -373,5 +381,5 @@ async def _nobody(_event: StreamEvent) -> None:
 
 def _stopping() -> UnavailableError:
     return UnavailableError(
-        "the router is shutting down", reason="SHUTDOWN", retry_after_s=RESTART_S
+        "the router is shutting down", reason="SHUTDOWN", retry_after_s=RESTART_RETRY_S
     )

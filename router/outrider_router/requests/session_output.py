@@ -24,16 +24,16 @@ from outrider.wire.messages import (
     SessionEvents,
 )
 from outrider_router.base.metrics import RouterMetrics
-from outrider_router.requests.log_records import Row
+from outrider_router.requests.log_records import EmittedRow
 from outrider_router.requests.output_assembler import OutputAssembler
-from outrider_router.requests.running_requests import Entry
+from outrider_router.requests.running_requests import JournalEntry
 from outrider_router.requests.stop_checker import StopChecker
-from outrider_router.requests.wakeup_pacer import Pacer
+from outrider_router.requests.wakeup_pacer import WakeupPacer
 
 logger = logging.getLogger(__name__)
 
 
-class Feed:
+class SessionFeed:
     """What a session has said; its request reads it, the verifier's stream fills it."""
 
     __slots__ = (
@@ -50,8 +50,8 @@ class Feed:
 
     def __init__(
         self,
-        entry: Entry,
-        pacer: Pacer,
+        entry: JournalEntry,
+        pacer: WakeupPacer,
         on_finish: Callable[[FinishReason], None] = lambda reason: None,
         end: Callable[[], FinishReason | None] = lambda: None,
         *,
@@ -74,7 +74,7 @@ class Feed:
         """Whether the pacer has let the reader go on."""
         self._waiter: asyncio.Future[None] | None = None
 
-    def wake(self) -> bool:
+    def wake_reader(self) -> bool:
         """Let the reader look again; whether it was waiting."""
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
@@ -92,19 +92,19 @@ class Feed:
             token_ids, last_is_stop=reason is FinishReason.STOP_TOKEN
         )
 
-    def finish(self, reason: FinishReason) -> None:
+    def finish_session(self, reason: FinishReason) -> None:
         """The session has said its last."""
         self.reason = reason
-        self.wake()
+        self.wake_reader()
         if reason is not FinishReason.CANCELLED:
             self._on_finish(reason)
 
-    def fail(self, error: OutriderError) -> None:
+    def fail_session(self, error: OutriderError) -> None:
         """The session was refused or failed, or its verifier is lost."""
         self.error = error
-        self.wake()
+        self.wake_reader()
 
-    def moved(self, drafter_id: DrafterId | None) -> None:
+    def handle_drafter_change(self, drafter_id: DrafterId | None) -> None:
         """The verifier has said who drafts for the session."""
         entry = self.entry
         if entry.moving_to not in (None, drafter_id):
@@ -112,11 +112,11 @@ class Feed:
         entry.drafter_id, entry.moving_to = drafter_id, None
         entry.span.event("drafter_moved", {"outrider.drafter": drafter_id or ""})
 
-    def leave(self) -> None:
+    def detach_reader(self) -> None:
         """Nobody reads any more."""
-        self._pacer.came_back(self)
+        self._pacer.record_reader_return(self)
 
-    async def wait(self, told: int) -> None:
+    async def wait_news(self, told: int) -> None:
         """Wait until the entry has more than `told` ids and it is time to pass them on, or until
         the end.
 
@@ -124,8 +124,8 @@ class Feed:
         """
         entry = self.entry
         while True:
-            if entry.ended is not None:
-                raise entry.ended.copy()
+            if entry.end_error is not None:
+                raise entry.end_error.copy()
             more = len(entry.emitted) > told
             # First tokens and ends do not wait for their turn.
             if self.reason is not None or (more and (self._turn or not told)):
@@ -135,55 +135,55 @@ class Feed:
                 raise self.error.copy()
             # Coming back may wake this very reader.
             waiter = self._waiter = asyncio.get_running_loop().create_future()
-            self._pacer.came_back(self, more=more)
+            self._pacer.record_reader_return(self, more=more)
             await waiter
 
 
-class _News:
+class _MessageUpdates:
     """What one message brought all its sessions together."""
 
     __slots__ = ("_now", "cuts", "gaps", "logged", "readers", "waits")
 
     def __init__(self, now: float) -> None:
         self._now = now
-        self.readers: list[Feed] = []
+        self.readers: list[SessionFeed] = []
         self.waits: list[float] = []
         """Seconds to first tokens."""
         self.gaps: list[float] = []
         """Seconds between tokens, the mean of each row."""
-        self.logged: list[Row] = []
+        self.logged: list[EmittedRow] = []
         self.cuts: list[tuple[int, int]] = []
         """Rows of which not all ids belong to an answer, and how many do."""
 
-    def add(self, feed: Feed, tokens: list[int], told: list[TokenLogprobs]) -> None:
+    def add_row(self, feed: SessionFeed, tokens: list[int], told: list[TokenLogprobs]) -> None:
         """Append a row's ids to its entry, and wake the reader of the first one."""
         entry, now = feed.entry, self._now
         if entry.number:
-            self.logged.append(Row(entry.number, len(entry.emitted), tokens, told))
+            self.logged.append(EmittedRow(entry.number, len(entry.emitted), tokens, told))
         entry.emitted += tokens
         entry.logprobs += told
         if entry.first_token is None:
             entry.first_token = now
-            self.waits.append(now - entry.started)
+            self.waits.append(now - entry.arrived_at)
             entry.span.event("first_token")
-            feed.wake()
+            feed.wake_reader()
         else:
             self.gaps.append((now - entry.last_token) / len(tokens))
         entry.last_token = now
 
 
-class EventSink:
+class EventDispatcher:
     """Takes the events of one verifier to the feeds of its sessions."""
 
     def __init__(
         self,
         metrics: RouterMetrics,
-        pacer: Pacer,
+        pacer: WakeupPacer,
         clock: Callable[[], float],
         *,
         on_events: Callable[[], None],
         on_drafter_lost: Callable[[DrafterId], None],
-        on_emitted: Callable[[list[Row]], None],
+        on_emitted: Callable[[list[EmittedRow]], None],
     ) -> None:
         """`on_events` hears of every message: a sign of life. `on_emitted` hears of a message's
         ids of entries with a number, before any reader does."""
@@ -194,7 +194,7 @@ class EventSink:
         self._on_drafter_lost = on_drafter_lost
         self._on_emitted = on_emitted
 
-    def deliver(self, events: SessionEvents, feeds: Mapping[int, Feed]) -> None:
+    def deliver_events(self, events: SessionEvents, feeds: Mapping[int, SessionFeed]) -> None:
         """Append each row to its session's feed and wake its reader: at once for a first token and
         for an end, otherwise at the pacer's pace.
 
@@ -205,7 +205,7 @@ class EventSink:
         or not.
         """
         self._on_events()
-        news = _News(self._clock())
+        news = _MessageUpdates(self._clock())
         tokens, counts = events.tokens.tolist(), events.counts.tolist()
         end = 0
         for row, (handle, count, round_id, reason, flags, proposed, accepted, told) in enumerate(
@@ -236,9 +236,9 @@ class EventSink:
                 kept = feed.count_tokens(ids, ended)
                 if kept < count:
                     news.cuts.append((row, kept))
-                news.add(feed, ids[:kept], told[:kept])
+                news.add_row(feed, ids[:kept], told[:kept])
                 if round_id:
-                    entry.tally.add_round(
+                    entry.counters.add_round(
                         emitted=kept, flags=flags, proposed=proposed, accepted=min(accepted, kept)
                     )
             if bool(flags & DRAFTER_ATTACHED) is not entry.drafter_attached:
@@ -248,24 +248,24 @@ class EventSink:
             elif ended is None and len(entry.emitted) >= entry.max_new_tokens:
                 ended = feed.end()
             if ended is not None:
-                feed.finish(ended)
+                feed.finish_session(ended)
             news.readers.append(feed)
         # Readers that were woken above run later.
         if news.logged:
             self._on_emitted(news.logged)
-        self._pacer.wake(news.readers)
+        self._pacer.wake_readers(news.readers)
         if news.waits:
             # Behind the readers: a first token is not to wait for it.
             asyncio.get_running_loop().call_soon(self._count, events, news)
         else:
             self._count(events, news)
 
-    def _count(self, events: SessionEvents, news: _News) -> None:
-        self._metrics.add_events(_cut(events, news.cuts) if news.cuts else events)
-        self._metrics.time_to_first_token.observe(*news.waits)
-        self._metrics.inter_token_latency.observe(*news.gaps)
+    def _count(self, events: SessionEvents, news: _MessageUpdates) -> None:
+        self._metrics.record_events(_cut(events, news.cuts) if news.cuts else events)
+        self._metrics.time_to_first_token.observe_values(*news.waits)
+        self._metrics.inter_token_latency.observe_values(*news.gaps)
 
-    def _note_drafter(self, entry: Entry) -> None:
+    def _note_drafter(self, entry: JournalEntry) -> None:
         entry.drafter_attached = not entry.drafter_attached
         if not entry.drafter_attached and entry.drafter_id is not None:
             self._metrics.drafter_detached_sessions.inc()
@@ -281,7 +281,7 @@ def _logprobs(events: SessionEvents, counts: list[int]) -> list[list[TokenLogpro
     """What comes with the ids of each row."""
     if events.logprobs is None:
         return [_NO_LOGPROBS] * len(counts)
-    return list(events.logprobs.rows(counts))
+    return list(events.logprobs.split_rows(counts))
 
 
 _NO_LOGPROBS: Final[list[TokenLogprobs]] = []
@@ -296,10 +296,12 @@ def _cut(events: SessionEvents, cuts: list[tuple[int, int]]) -> SessionEvents:
     return replace(events, counts=counts, accepted=accepted)
 
 
-class Reply:
+class ClientReply:
     """What the client of one request hears: text that goes on over all of its sessions."""
 
-    def __init__(self, entry: Entry, assembler: OutputAssembler, *, prompt_tokens: int) -> None:
+    def __init__(
+        self, entry: JournalEntry, assembler: OutputAssembler, *, prompt_tokens: int
+    ) -> None:
         self._entry = entry
         self._assembler = assembler
         self._prompt_tokens = prompt_tokens
@@ -319,9 +321,11 @@ class Reply:
         self, ids: list[int], logprobs: list[TokenLogprobs], reason: FinishReason | None
     ) -> list[Delta | FinishInfo]:
         assembler, messages = self._assembler, list[Delta | FinishInfo]()
-        text = assembler.push(ids, last_is_stop=bool(ids) and reason is FinishReason.STOP_TOKEN)
+        text = assembler.push_tokens(
+            ids, last_is_stop=bool(ids) and reason is FinishReason.STOP_TOKEN
+        )
         if reason is not None:
-            text += assembler.finish()
+            text += assembler.flush()
         if assembler.stop_string is not None:
             reason = FinishReason.STOP_STRING
         if text or ids:
@@ -338,22 +342,24 @@ class Reply:
             usage=Usage(
                 prompt_tokens=self._prompt_tokens, completion_tokens=self._assembler.num_tokens
             ),
-            stats=self._entry.tally.stats(),
+            stats=self._entry.counters.to_stats(),
             stop_string=self._assembler.stop_string,
             stop_token_id=self._entry.emitted[self.told - 1] if stopped else None,
         )
 
 
-async def session_messages(feed: Feed, reply: Reply) -> AsyncGenerator[Delta | FinishInfo, None]:
+async def session_messages(
+    feed: SessionFeed, reply: ClientReply
+) -> AsyncGenerator[Delta | FinishInfo, None]:
     """What the client hears of a session: deltas, then the finish if it ends there."""
     while not reply.ended:
-        await feed.wait(reply.told)
+        await feed.wait_news(reply.told)
         if feed.reason is FinishReason.CANCELLED:
             raise UnavailableError("the verifier gave the session up", reason="SESSION_LOST")
         for message in reply.catch_up(feed.reason):
             yield message
 
 
-def lost_error(verifier_id: VerifierId) -> UnavailableError:
+def verifier_lost_error(verifier_id: VerifierId) -> UnavailableError:
     """The error of the sessions whose verifier died."""
     return UnavailableError(f"verifier {verifier_id} was lost", reason="VERIFIER_LOST")

@@ -6,17 +6,17 @@ from itertools import accumulate
 
 from outrider.wire.messages import (
     FALLBACK,
-    HIT,
+    LOOK_AHEAD_HIT,
     LOOKED_AHEAD,
     PAUSED,
     PLANNED,
     TARGET_ONLY,
     SpecStats,
 )
-from outrider.wire.spec_stats_accumulator import decision_of
+from outrider.wire.spec_stats_accumulator import describe_decision
 
 
-class Tally:
+class SpecCounters:
     """`SpecStats` while they grow: adding a round makes no object."""
 
     __slots__ = (
@@ -72,14 +72,14 @@ class Tally:
 
     def _add_ahead(self, flags: int, accepted: int) -> None:
         self.look_ahead_rounds += 1
-        if flags & HIT:
+        if flags & LOOK_AHEAD_HIT:
             self.hit_rounds += 1
             self.hit_accepted += accepted
         elif not flags & FALLBACK:
             self.fresh_rounds += 1
             self.fresh_accepted += accepted
 
-    def stats(self) -> SpecStats:
+    def to_stats(self) -> SpecStats:
         """The counters now."""
         # A round that accepted d nodes accepted one at each depth up to d.
         reached = list(accumulate(reversed(self._by_accepted[1:])))
@@ -92,7 +92,7 @@ class Tally:
             fallback_rounds=self.fallback_rounds,
             target_only_rounds=self.target_only,
             paused_rounds=self.paused_rounds,
-            decision=decision_of(self.planned),
+            decision=describe_decision(self.planned),
             accepted_per_depth=per_depth,
             look_ahead_rounds=self.look_ahead_rounds,
             hit_rounds=self.hit_rounds,

@@ -32,7 +32,7 @@ class StopChecker:
         """
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
-            self._assembler.push((token_id,), last_is_stop=last_is_stop and index == last)
+            self._assembler.push_tokens((token_id,), last_is_stop=last_is_stop and index == last)
             if self.is_stopped:
                 return index + 1
         return len(token_ids)

@@ -12,33 +12,33 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-SLOW_SHARE = 8
+MAX_SLOW_SHARE = 8
 """One reader in so many may take longer without holding up the others."""
-LONGEST_S = 0.02
+MAX_DELAY_S = 0.02
 """Nobody waits longer than this for messages of others to leave."""
-SHORTEST_S = 0.0005
+MIN_DELAY_S = 0.0005
 """A pause shorter than this is none: timers are not finer."""
-REST_SHARE = 0.25
+PAUSE_SHARE = 0.25
 """Pause after a round of messages, as a share of what it took: then arrivals are read."""
 
 
-class Reader(Protocol):
+class WakeableReader(Protocol):
     """Whoever waits for what arrived."""
 
-    def wake(self) -> bool:
+    def wake_reader(self) -> bool:
         """Look again; whether it was waiting."""
         ...
 
 
-class Pacer:
+class WakeupPacer:
     """Wakes readers; one for all that share an event loop."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` is monotonic, in seconds."""
         self._clock = clock
-        self._waiting: dict[Reader, None] = {}
+        self._waiting: dict[WakeableReader, None] = {}
         """Readers for whom something has arrived since the last round was passed on."""
-        self._busy: set[Reader] = set()
+        self._busy: set[WakeableReader] = set()
         """Readers that were woken and have not come back for more."""
         self._slow = 0
         """So many of them may be left when the next round is passed on."""
@@ -47,12 +47,12 @@ class Pacer:
         """Clock time before which no round is passed on."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def wake(self, readers: Iterable[Reader]) -> None:
+    def wake_readers(self, readers: Iterable[WakeableReader]) -> None:
         """Wake these, now or when those that were woken before have come back."""
         self._waiting.update(dict.fromkeys(readers))
         self._pass_on()
 
-    def came_back(self, reader: Reader, *, more: bool = False) -> None:
+    def record_reader_return(self, reader: WakeableReader, *, more: bool = False) -> None:
         """A reader waits, or has left; `more`: something has arrived for it already."""
         if more:
             self._waiting[reader] = None
@@ -60,7 +60,7 @@ class Pacer:
             self._busy.discard(reader)
             if len(self._busy) == self._slow:
                 now = self._clock()
-                self._next = min(self._next, now + REST_SHARE * (now - self._began))
+                self._next = min(self._next, now + PAUSE_SHARE * (now - self._began))
         elif not more:
             return
         self._pass_on()
@@ -72,11 +72,11 @@ class Pacer:
         if not self._waiting:
             return
         delay_s = self._next - self._clock()
-        if delay_s > SHORTEST_S:
+        if delay_s > MIN_DELAY_S:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._pass_on)
             return
         waiting, self._waiting = self._waiting, {}
-        self._busy = {reader for reader in waiting if reader.wake()}
-        self._slow = len(self._busy) // SLOW_SHARE
+        self._busy = {reader for reader in waiting if reader.wake_reader()}
+        self._slow = len(self._busy) // MAX_SLOW_SHARE
         self._began = self._clock()
-        self._next = self._began + (LONGEST_S if self._busy else 0.0)
+        self._next = self._began + (MAX_DELAY_S if self._busy else 0.0)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.busy_polling.core_selection import order_of, parse_core_list
+from outrider.busy_polling.core_selection import claim_order, parse_core_list
 
 
 def test_the_highest_cores_come_first() -> None:
-    assert order_of({0, 3, 1, 2}, {}) == [3, 2, 1, 0]
+    assert claim_order({0, 3, 1, 2}, {}) == [3, 2, 1, 0]
 
 
 def test_second_hardware_threads_come_after_all_physical_cores() -> None:
     siblings = {core: {core, core ^ 1} for core in range(6)}
-    assert order_of(range(6), siblings) == [5, 3, 1, 4, 2, 0]
+    assert claim_order(range(6), siblings) == [5, 3, 1, 4, 2, 0]
 
 
 def test_a_sibling_that_may_not_be_used_is_not_claimed() -> None:
     siblings = {2: {2, 34}, 3: {3, 35}}
-    assert order_of({2, 3}, siblings) == [3, 2]
+    assert claim_order({2, 3}, siblings) == [3, 2]
 
 
 @pytest.mark.parametrize(

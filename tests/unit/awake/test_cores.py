@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.errors import FailedPreconditionError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
@@ -59,37 +59,37 @@ def gone(pid: int, *, within_s: float = 10.0) -> bool:
 
 def test_no_core_costs_nothing() -> None:
     before = os.sched_getaffinity(0)
-    with AwakeCores.claim(0) as awake:
-        awake.keep(True)
-        awake.adopt_thread()
-        assert awake.cores == ()
+    with BusyCores.claim(0) as busy_cores:
+        busy_cores.set_busy(True)
+        busy_cores.adopt_thread()
+        assert busy_cores.cores == ()
         assert children() == []
     assert os.sched_getaffinity(0) == before
 
 
 def test_a_core_is_claimed_once_until_it_is_given_back() -> None:
-    with AwakeCores.claim(len(ALLOWED)) as awake:
-        assert list(awake.cores) == ALLOWED
+    with BusyCores.claim(len(ALLOWED)) as busy_cores:
+        assert list(busy_cores.cores) == ALLOWED
         with pytest.raises(FailedPreconditionError, match="unclaimed"):
-            AwakeCores.claim(1)
-    AwakeCores.claim(1).close()
+            BusyCores.claim(1)
+    BusyCores.claim(1).close()
 
 
 def test_more_cores_than_there_are_are_refused_and_none_is_kept() -> None:
     with pytest.raises(FailedPreconditionError, match=f"{len(ALLOWED) + 1}"):
-        AwakeCores.claim(len(ALLOWED) + 1)
+        BusyCores.claim(len(ALLOWED) + 1)
     assert children() == []
-    AwakeCores.claim(len(ALLOWED)).close()
+    BusyCores.claim(len(ALLOWED)).close()
 
 
 def test_it_spins_only_while_kept_awake_and_in_the_idle_class() -> None:
-    with AwakeCores.claim(1) as awake:
+    with BusyCores.claim(1) as busy_cores:
         (pid,) = children()
-        awake.keep(True)
+        busy_cores.set_busy(True)
         assert spends_time(pid)
         assert os.sched_getscheduler(pid) == os.SCHED_IDLE
-        assert os.sched_getaffinity(pid) == set(awake.cores)
-        awake.keep(False)
+        assert os.sched_getaffinity(pid) == set(busy_cores.cores)
+        busy_cores.set_busy(False)
         time.sleep(0.1)
         assert not spends_time(pid, within_s=0.3)
     assert gone(pid)
@@ -101,26 +101,26 @@ def test_threads_run_on_the_cores_and_so_do_those_they_start() -> None:
     def grandchild() -> None:
         seen.append(os.sched_getaffinity(0))
 
-    def child(awake: AwakeCores) -> None:
-        awake.adopt_thread()
+    def child(busy_cores: BusyCores) -> None:
+        busy_cores.adopt_thread()
         thread = threading.Thread(target=grandchild)
         thread.start()
         thread.join()
 
-    with AwakeCores.claim(1) as awake:
-        thread = threading.Thread(target=child, args=(awake,))
+    with BusyCores.claim(1) as busy_cores:
+        thread = threading.Thread(target=child, args=(busy_cores,))
         thread.start()
         thread.join()
-        assert seen == [set(awake.cores)]
+        assert seen == [set(busy_cores.cores)]
 
 
 def test_a_killed_spinner_harms_nobody() -> None:
-    with AwakeCores.claim(1) as awake:
+    with BusyCores.claim(1) as busy_cores:
         (pid,) = children()
         os.kill(pid, signal.SIGKILL)
         assert gone(pid)
-        awake.keep(True)
-        awake.keep(False)
+        busy_cores.set_busy(True)
+        busy_cores.set_busy(False)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -140,4 +140,4 @@ def test_a_killed_process_takes_its_spinners_along_and_gives_its_cores_back(kept
     owner.wait()
     owner.stdout.close()
     assert gone(spinner)
-    AwakeCores.claim(len(ALLOWED)).close()
+    BusyCores.claim(len(ALLOWED)).close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from outrider_drafter.metrics import Metrics
-from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.metrics import DrafterMetrics
+from outrider_drafter.proposers.ngram import NgramProposer
 from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine
-from outrider_drafter.state.session import Limits
+from outrider_drafter.state.session import VerdictLimits
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.errors import OutriderError
 from outrider.wire.messages import SessionEnd
 from tests.unit.drafter.helpers import VOCAB, Script
@@ -17,20 +17,20 @@ from tests.unit.verifier.harness import close, make_spec, verifier
 from tests.waiting import until
 
 
-class Orders(AwakeCores):
+class Orders(BusyCores):
     """Notes what it is told."""
 
     def __init__(self) -> None:
         super().__init__({})
         self.given: list[bool] = []
 
-    def keep(self, awake: bool) -> None:
-        self.given.append(awake)
+    def set_busy(self, busy_cores: bool) -> None:
+        self.given.append(busy_cores)
 
 
 async def test_a_verifier_is_awake_from_its_first_session_to_its_last() -> None:
     orders = Orders()
-    async with verifier(awake=orders) as rig:
+    async with verifier(busy_cores=orders) as rig:
         assert orders.given == []
         # Slow enough that no session ends by itself while the test waits.
         rig.target.forward_s = 0.02
@@ -47,7 +47,7 @@ async def test_a_verifier_is_awake_from_its_first_session_to_its_last() -> None:
 
 async def test_a_refused_session_does_not_keep_a_verifier_awake() -> None:
     orders = Orders()
-    async with verifier(awake=orders) as rig:
+    async with verifier(busy_cores=orders) as rig:
         stream = rig.service.open_session(make_spec(prompt=()))
         with suppress(OutriderError):
             await anext(stream)
@@ -57,14 +57,14 @@ async def test_a_refused_session_does_not_keep_a_verifier_awake() -> None:
 def test_a_drafting_engine_says_how_many_sessions_it_follows() -> None:
     counts: list[int] = []
     engine = DraftEngine(
-        [NgramSource()],
-        limits=Limits(vocab_size=VOCAB, feature_size=0, max_context=4096),
+        [NgramProposer()],
+        limits=VerdictLimits(vocab_size=VOCAB, feature_size=0, max_context=4096),
         max_sessions=4,
-        metrics=Metrics(),
+        metrics=DrafterMetrics(),
         on_sessions=counts.append,
     )
     for name in ("a", "b", "c"):
-        engine.handle(1, Script(name).start())
-    engine.handle(1, SessionEnd(handle=Script("b").handle))
-    engine.handle(1, ConnectionClosed())
+        engine.handle_message(1, Script(name).start())
+    engine.handle_message(1, SessionEnd(handle=Script("b").handle))
+    engine.handle_message(1, ConnectionClosed())
     assert counts == [1, 2, 3, 2, 0]

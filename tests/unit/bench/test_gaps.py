@@ -11,7 +11,7 @@ import pytest
 from outrider_bench.timelines import lock_step_gaps, merge
 
 from outrider.errors import InvalidRequestError
-from outrider.timeline import Recorder
+from outrider.timeline import TimelineRecorder
 
 DURATIONS_US = (10, 20, 30, 40, 50, 600, 70, 80, 90, 100, 110, 120)
 """Of each step, all different, so that none can be taken for another."""
@@ -22,12 +22,14 @@ class Timelines:
     """A verifier's and a drafter's recorders, and the moment that they have come to."""
 
     def __init__(self) -> None:
-        self.verifier, self.drafter = Recorder("verifier"), Recorder("drafter")
+        self.verifier, self.drafter = TimelineRecorder("verifier"), TimelineRecorder("drafter")
         self.at = 5_000.0
 
-    def mark(self, who: Recorder, name: str, began: float, lasted: float, n: int = 1) -> None:
+    def mark(
+        self, who: TimelineRecorder, name: str, began: float, lasted: float, n: int = 1
+    ) -> None:
         track = name if name in ("forward", "device") else "thread"
-        who.add(began / 1e6, lasted / 1e6, name, n, track)
+        who.add_mark(began / 1e6, lasted / 1e6, name, n, track)
 
     def forward(self, rows: int) -> None:
         self.mark(self.verifier, "forward", self.at, FORWARD_US, rows)
@@ -69,8 +71,8 @@ def in_lock_step(rounds: int, rows: int = 1) -> Timelines:
     return made
 
 
-def found(made: Timelines, tmp_path: Path) -> list[lock_step_gaps.Gap]:
-    return lock_step_gaps.find([merge.read(path) for path in made.content(tmp_path)])
+def found(made: Timelines, tmp_path: Path) -> list[lock_step_gaps.RoundGap]:
+    return lock_step_gaps.find_gaps([merge.read_timeline(path) for path in made.content(tmp_path)])
 
 
 def test_each_step_of_a_gap_has_its_own_time(tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_where_no_device_is_marked_all_of_a_draft_is_taken_for_its(tmp_path: Pat
 
 
 def test_rows_of_few_rounds_are_left_out(tmp_path: Path) -> None:
-    made = in_lock_step(lock_step_gaps.FEWEST, rows=64)
+    made = in_lock_step(lock_step_gaps.MIN_GAPS, rows=64)
     made.gap()
     made.forward(63)
     seen = found(made, tmp_path)

@@ -13,12 +13,12 @@ import torch
 from outrider_bench.host import look_ahead, plain, router_rounds, session_churn
 from outrider_bench.host.cli import DrafterSide, measure
 from outrider_bench.host.fake_device import BESIDE, Steps
-from outrider_bench.host.in_process import OwnSide
+from outrider_bench.host.in_process import InProcessSide
 from outrider_bench.host.scripted_verifier import VerifierSide
 
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.shm import lane_pair
+from outrider.spec.plan import DraftMethod, SpeculationPlan
+from outrider.transport.shm import make_channel_pair
 
 
 def test_every_step_is_timed_in_every_round() -> None:
@@ -39,15 +39,15 @@ def test_sessions_that_end_make_way_for_others() -> None:
     assert 0.0 < steps.mean(replaced) < max(steps.taken[replaced])
 
 
-CHAIN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=60_000)
+CHAIN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=60_000)
 
 
 @contextmanager
 def lock_step(sessions: int) -> Iterator[tuple[VerifierSide, Callable[[], None]]]:
     """A verifier whose sessions have drafts, and what lets a drafter follow it and answer."""
-    ours, theirs = lane_pair()
+    ours, theirs = make_channel_pair()
     with torch.inference_mode(), closing(ours), closing(theirs):
-        verifier = VerifierSide(sessions + 2, Steps(), planner="fixed", lane=ours)
+        verifier = VerifierSide(sessions + 2, Steps(), planner="fixed", shm_channel=ours)
         drafter = DrafterSide(sessions + 2, Steps(), verifier.head)
         verifier.open(sessions, 64, CHAIN)
 
@@ -79,12 +79,12 @@ def test_who_begins_meanwhile_finds_the_prompts_of_the_round_before() -> None:
     with lock_step(2) as (verifier, draft):
         core = verifier.service._core
         verifier.open_one(2, 200, 8, CHAIN, drafted=True)
-        while not core.sessions[SessionId("s2")].prefilled:
+        while not core.sessions[SessionId("s2")].is_prefilled:
             verifier.round()
             draft()
         # No features are kept of it, so nobody asks the store for its sake.
-        verifier.open_one(3, 200, 8, Plan(), drafted=False)
-        verifier.service._rounds.plan(0.0)
+        verifier.open_one(3, 200, 8, SpeculationPlan(), drafted=False)
+        verifier.service._rounds.plan_round(0.0)
         assert core.sessions[SessionId("s3")].prefill_left < 16
 
 
@@ -98,9 +98,9 @@ def test_a_round_that_cannot_be_kept_ends_its_sessions_and_nobody_in_the_middle_
         assert core.store is not None
         setattr(core.store, "append", fails)  # noqa: B010
         for session in core.sessions.values():
-            assert core.store.complete(session.handle)
+            assert core.store.is_complete(session.handle)
         assert len(core.sessions) == 3
-        assert verifier.service._rounds.plan(0.0).empty
+        assert verifier.service._rounds.plan_round(0.0).is_empty
         assert not core.sessions and core.counters["failed_rounds"] == 1
 
 
@@ -152,11 +152,11 @@ def test_drafters_hear_of_no_session_that_comes_and_goes_while_its_kind_is_pause
 
 def test_rounds_with_own_drafts_run_ahead_and_every_step_of_them_is_timed() -> None:
     with torch.inference_mode():
-        side = OwnSide(3, 4, 3)
+        side = InProcessSide(3, 4, 3)
         before = side.service._core.counters["emitted_tokens"]
         for _ in range(4):
             side.round()
-    assert side._rounds.flying
+    assert side._rounds.has_round_in_flight
     # The canned device lets all three drafted tokens stand.
     assert side.service._core.counters["emitted_tokens"] - before == 4 * 3 * 4
     assert {len(taken) for taken in side.steps.taken.values()} == {4}
@@ -167,10 +167,12 @@ def test_rounds_with_own_drafts_run_ahead_and_every_step_of_them_is_timed() -> N
 def test_a_whole_verifier_serves_rounds_to_routers(
     answers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asyncio.run(router_rounds.serve(4, 2, 3, 0.5, answers=answers, lanes=True, warm_s=0.1))
+    asyncio.run(
+        router_rounds.measure_rounds(4, 2, 3, 0.5, answers=answers, shm_channels=True, warm_s=0.1)
+    )
     header, _, row = capsys.readouterr().out.strip().splitlines()
     found = dict(zip(header.split(" | "), row.split(" | "), strict=True))
-    assert (found["routers"], found["lanes"]) == ("2", "True")
+    assert (found["routers"], found["shared memory"]) == ("2", "True")
     assert int(found["rounds/s"]) > 0 and int(found["engine us"]) > 0
     if answers:
         # Four tokens a round: an answer of 8 has a prompt's round and two more about.

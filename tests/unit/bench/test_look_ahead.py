@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from outrider_bench.quality import look_ahead
-from outrider_bench.quality.look_ahead import FAN_OUTS, SHAPES, Hits, emitted
-from outrider_drafter.state.outcomes import Layout, Places, seen
+from outrider_bench.quality.look_ahead import FAN_OUTS, SHAPES, OutcomeHits, emitted
+from outrider_drafter.state.outcomes import CandidateLayout, NodeIndex, follow_verdict
 
-from outrider.engine.training.data import Sample
-from outrider.engine.training.drafting import CHAIN, TREE, OwnRows, score, stable_rows
-from outrider.engine.training.serving_report import Round, walk
+from outrider.engine.training.data import TrainingSample
+from outrider.engine.training.drafting import CHAIN, TREE, DraftedRows, score_trees, stable_rows
+from outrider.engine.training.serving_report import SimulatedRound, simulate_rounds
 from outrider.errors import InvalidRequestError
 from tests.factories import make_eagle3_head, make_target
 
@@ -61,24 +61,30 @@ def test_a_hit_is_an_outcome_that_was_among_the_candidates(
     loaded = look_ahead.load(parse(models))
     rng = np.random.default_rng(3)
     ids = [rng.integers(3, 384, size=n).astype(np.int32) for n in (40, 30)]
-    samples = [Sample(found[:8], found[8:]) for found in ids]
+    samples = [TrainingSample(found[:8], found[8:]) for found in ids]
     rows = stable_rows(loaded.target, loaded.head, loaded.projection, samples)
-    hits = Hits(loaded.head)
+    hits = OutcomeHits(loaded.head)
     within = rounds = 0
 
-    def check(what: Round) -> None:
+    def check(what: SimulatedRound) -> None:
         nonlocal within, rounds
         trees = [verdict.tree for verdict in what.verdicts]
-        scored = score(OwnRows(loaded.head, what.rows, what.roots), trees, look_ahead.CANDIDATES)
+        scored = score_trees(
+            DraftedRows(loaded.head, what.rows, what.roots), trees, look_ahead.CANDIDATES
+        )
         for verdict, found, ended in zip(what.verdicts, scored, what.ended, strict=True):
             if not ended:
                 rounds += 1
                 within += verdict.token in found.tokens[verdict.node + 1]
-                told = seen(Layout.of(Places.of([verdict.tree]), found.tokens), 0, emitted(verdict))
+                told = follow_verdict(
+                    CandidateLayout.of_candidates(NodeIndex.of_trees([verdict.tree]), found.tokens),
+                    0,
+                    emitted(verdict),
+                )
                 assert int(told.places[-1]) == verdict.node + 1
         hits.watch(what)
 
-    walk(loaded.head, rows, samples, shape, look_ahead=True, watch=check)
+    simulate_rounds(loaded.head, rows, samples, shape, look_ahead=True, watch=check)
     found = hits.rates()
     assert found["rounds"] == rounds > 0
     rates = found["hit_rate"]
@@ -88,6 +94,6 @@ def test_a_hit_is_an_outcome_that_was_among_the_candidates(
 
 def test_answers_that_all_loop_are_refused(models: tuple[Path, Path]) -> None:
     loaded = look_ahead.load(parse(models))
-    loop = Sample(np.arange(5, dtype=np.int32), np.full(40, 7, dtype=np.int32))
+    loop = TrainingSample(np.arange(5, dtype=np.int32), np.full(40, 7, dtype=np.int32))
     with pytest.raises(InvalidRequestError, match="every answer repeats itself"):
         look_ahead.measure(loaded, {"task": [loop]})

@@ -12,14 +12,14 @@ import pytest
 from outrider_bench.timelines import merge
 
 from outrider.errors import InvalidRequestError
-from outrider.timeline import INSTANT, Recorder
+from outrider.timeline import INSTANT, TimelineRecorder
 
 
 def written(path: Path, process: str, *marks: tuple[float, float, str]) -> Path:
     """A file of a process with marks (seconds) on one thread of its own."""
-    recorder = Recorder(process)
+    recorder = TimelineRecorder(process)
     for began, lasted, name in marks:
-        recorder.add(began, lasted, name, 1, f"{process}'s")
+        recorder.add_mark(began, lasted, name, 1, f"{process}'s")
     recorder.write(path)
     return path
 
@@ -88,11 +88,11 @@ def test_the_picture_shows_a_part_with_its_moments(files: list[Path], tmp_path: 
 
 
 def test_the_picture_is_of_the_middle_of_the_work_unless_told(files: list[Path]) -> None:
-    merged = merge.merge([merge.read(path) for path in files])
+    merged = merge.merge_timelines([merge.read_timeline(path) for path in files])
     spans, tracks = merge.spans_of(merged["traceEvents"])
     assert tracks == ["verifier: verifier's", "drafter: drafter's"]
     assert merge.middle_ms(spans) == pytest.approx(14.5)
-    assert merge.window(spans, 100.0, 200.0) == []
+    assert merge.clip_spans(spans, 100.0, 200.0) == []
 
 
 def test_an_empty_part_and_foreign_files_are_refused(files: list[Path], tmp_path: Path) -> None:

@@ -17,41 +17,52 @@ from outrider_bench.serve import cli, results, run
 from outrider_bench.serve.cells import (
     PLAIN,
     SETS,
-    Cell,
-    Drafts,
-    Handicap,
-    Sampling,
-    key,
+    BenchCell,
+    DrafterHandicap,
+    DraftSetting,
+    SamplingSetting,
+    cell_key,
     lock_step_key,
     parse_drafts,
     plain_key,
 )
-from outrider_bench.serve.chart import draw, lines, title
-from outrider_bench.serve.fleet import Service, plan_services
-from outrider_bench.serve.measurement import Budget, compare_in_turn, describe_cell, ratio
-from outrider_bench.serve.round_baseline import FORWARD, Lab, LabRound, efficiency, read_lab
+from outrider_bench.serve.chart import chart_lines, chart_title, draw_chart
+from outrider_bench.serve.fleet import BenchService, plan_services
+from outrider_bench.serve.measurement import (
+    TimeBudget,
+    compare_in_turn,
+    describe_cell,
+    throughput_ratio,
+)
+from outrider_bench.serve.round_baseline import (
+    FORWARD,
+    BaselineRound,
+    RoundBaseline,
+    efficiency,
+    read_baseline,
+)
 from outrider_bench.serve.run import (
     drafts_of,
     handicaps_of,
     parse_sessions,
-    places_of,
+    placements_of,
     samplings_of,
 )
-from outrider_bench.serve.waves import Answer, Wave
-from outrider_bench.serve.workload import Size, arrivals, make_load, shares
+from outrider_bench.serve.waves import RequestWave, WaveAnswer
+from outrider_bench.serve.workload import WaveSize, arrivals, make_load, split_sessions
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 
-CHAIN = Drafts(method=DraftMethod.EAGLE3, tokens=3)
-CELL = Cell(model="m", placement="fused", drafts=CHAIN, sampling=Sampling(), sessions=2)
+CHAIN = DraftSetting(method=DraftMethod.EAGLE3, tokens=3)
+CELL = BenchCell(model="m", placement="fused", drafts=CHAIN, sampling=SamplingSetting(), sessions=2)
 
 
-def answer(opened: float, first: float, last: float, rounds: int = 4, size: int = 2) -> Answer:
+def answer(opened: float, first: float, last: float, rounds: int = 4, size: int = 2) -> WaveAnswer:
     """Messages at even times from `first` to `last`: one token, then `size` for each round."""
     step = (last - first) / rounds
     later = tuple((first + step * (i + 1), size) for i in range(rounds))
-    return Answer(
+    return WaveAnswer(
         due=opened,
         opened=opened,
         arrivals=((first, 1), *later),
@@ -61,7 +72,7 @@ def answer(opened: float, first: float, last: float, rounds: int = 4, size: int 
     )
 
 
-def described(cell: Cell = CELL, **figures: Any) -> dict[str, Any]:
+def described(cell: BenchCell = CELL, **figures: Any) -> dict[str, Any]:
     """A cell of the file with these figures."""
     usual = {"tokens_per_s": 100.0, "steady_tokens_per_s": 110.0, "round_ms": 5.0}
     return {**cell.described(), **usual, "over_plain": None, **figures}
@@ -70,34 +81,34 @@ def described(cell: Cell = CELL, **figures: Any) -> dict[str, Any]:
 class TestWave:
     def test_a_closed_loop_is_steady_from_full_to_the_last_start(self) -> None:
         answers = (answer(0, 1, 5), answer(0, 2, 10), answer(5, 6, 14), answer(10, 11, 15))
-        assert Wave(answers, 2).steady == (2, 10)
+        assert RequestWave(answers, 2).steady == (2, 10)
 
     def test_without_refills_it_is_steady_until_one_ends(self) -> None:
-        assert Wave((answer(0, 1, 5), answer(0, 2, 10)), 2).steady == (2, 5)
+        assert RequestWave((answer(0, 1, 5), answer(0, 2, 10)), 2).steady == (2, 5)
 
     def test_an_open_loop_is_steady_once_a_fifth_has_arrived(self) -> None:
         answers = tuple(answer(at, at + 1, at + 3) for at in range(10))
-        assert Wave(answers, None).steady == (2, 9)
+        assert RequestWave(answers, None).steady == (2, 9)
 
     def test_there_is_no_steady_state_where_too_few_answered(self) -> None:
-        failed = Answer(due=0, opened=0, code="UNAVAILABLE")
-        wave = Wave((answer(0, 1, 5), failed), 2)
+        failed = WaveAnswer(due=0, opened=0, code="UNAVAILABLE")
+        wave = RequestWave((answer(0, 1, 5), failed), 2)
         assert wave.steady is None
         assert wave.steady_tokens_per_s is None
         assert wave.figures()["failed"] == {"UNAVAILABLE": 1}
 
     def test_a_window_that_ends_before_it_begins_is_none(self) -> None:
-        assert Wave((answer(0, 1, 2), answer(0, 3, 4)), 2).steady is None
+        assert RequestWave((answer(0, 1, 2), answer(0, 3, 4)), 2).steady is None
 
     def test_steady_tokens_are_those_within_the_window(self) -> None:
         # The window is (1, 5]: two rounds of the first, all four of the second at 2, 3, 4, 5.
-        wave = Wave((answer(0, 0, 8), answer(0, 1, 5)), 2)
+        wave = RequestWave((answer(0, 0, 8), answer(0, 1, 5)), 2)
         assert wave.steady == (1, 5)
         assert wave.steady_tokens_per_s == pytest.approx((2 * 2 + 4 * 2) / 4)
 
     def test_figures_are_those_of_the_readers(self) -> None:
         late = replace(answer(0.5, 1, 5), due=0.0)
-        figures = Wave((late, answer(0, 3, 7)), 2).figures()
+        figures = RequestWave((late, answer(0, 3, 7)), 2).figures()
         assert figures["tokens"] == 18
         assert figures["tokens_per_s"] == pytest.approx(18 / 7, abs=0.01)
         assert figures["emitted_per_round"] == 2.0
@@ -110,11 +121,11 @@ class TestWave:
 
     def test_rounds_that_looked_ahead_are_a_share_of_all_and_hits_one_of_them(self) -> None:
         ahead = replace(answer(0, 1, 5), look_ahead_rounds=2, hit_rounds=1)
-        figures = Wave((ahead, answer(0, 1, 5)), 2).figures()
+        figures = RequestWave((ahead, answer(0, 1, 5)), 2).figures()
         assert (figures["look_ahead_share"], figures["hit_rate"]) == (0.25, 0.5)
 
     def test_a_wave_without_tokens_has_no_figures(self) -> None:
-        figures = Wave((Answer(due=0, opened=0, code="INTERNAL"),), 1).figures()
+        figures = RequestWave((WaveAnswer(due=0, opened=0, code="INTERNAL"),), 1).figures()
         assert figures["tokens_per_s"] is None
         assert figures["requests_per_s"] is None
         assert figures["ttft_ms"] == {}
@@ -163,47 +174,47 @@ class TestCells:
             replace(CELL, sessions=8),
             replace(CELL, sessions=None, rate=4.0),
             replace(CELL, max_tokens=64),
-            replace(CELL, awake_cores=3),
+            replace(CELL, busy_polling_cores=3),
             replace(CELL, drafts=replace(CHAIN, look_ahead=0)),
             replace(CELL, drafts=replace(CHAIN, look_ahead=1)),
             replace(CELL, drafts=replace(CHAIN, look_ahead=1, fan_out=8)),
             replace(CELL, drafts=replace(CHAIN, fan_out=8)),
-            replace(CELL, handicap=Handicap(exchange_delay_ms=0.5)),
-            replace(CELL, handicap=Handicap(drafter_slowdown=2.0)),
+            replace(CELL, handicap=DrafterHandicap(exchange_delay_ms=0.5)),
+            replace(CELL, handicap=DrafterHandicap(drafter_slowdown=2.0)),
         ]
-        keys = {key(cell.described()) for cell in (CELL, *others)}
+        keys = {cell_key(cell.described()) for cell in (CELL, *others)}
         assert len(keys) == 1 + len(others)
 
     def test_lock_step_is_what_a_cell_ahead_is_compared_with_all_else_alike(self) -> None:
         lock_step = replace(CELL, drafts=replace(CHAIN, look_ahead=0))
         ahead = replace(CELL, drafts=replace(CHAIN, look_ahead=1, fan_out=8))
-        far = replace(ahead, handicap=Handicap(exchange_delay_ms=1.0))
+        far = replace(ahead, handicap=DrafterHandicap(exchange_delay_ms=1.0))
         assert lock_step_key(ahead.described()) == lock_step_key(lock_step.described())
         assert lock_step_key(far.described()) != lock_step_key(lock_step.described())
         assert plain_key(far.described()) == plain_key(lock_step.described())
 
     def test_plain_decoding_is_alike_under_every_rule(self) -> None:
         rejection = replace(CELL, sampling=SETS["rejection"])
-        plain = replace(CELL, placement="plain", drafts=Drafts(), sampling=SETS["sampled"])
+        plain = replace(CELL, placement="plain", drafts=DraftSetting(), sampling=SETS["sampled"])
         assert plain_key(rejection.described()) == plain_key(plain.described())
         assert plain_key(CELL.described()) != plain_key(plain.described())
 
     def test_only_what_differs_from_the_default_is_asked_for(self) -> None:
-        assert Sampling().options() == {"temperature": 0.0}
+        assert SamplingSetting().options() == {"temperature": 0.0}
         assert SETS["top_p"].options() == {"temperature": 0.8, "rule": "coupled", "top_p": 0.9}
-        assert Drafts().options() == {"speculate": False}
+        assert DraftSetting().options() == {"speculate": False}
         assert CHAIN.options() == {"drafter": "eagle3", "draft_tokens": 3, "draft_top_k": 1}
 
 
 class TestLoads:
     def test_waves_grow_with_the_sessions(self) -> None:
         prompts = [BenchPrompt(task="t", text=str(i)) for i in range(3)]
-        load = make_load(replace(CELL, sessions=8), prompts, Size())
+        load = make_load(replace(CELL, sessions=8), prompts, WaveSize())
         assert len(load) == 32
         assert [ask.text for ask in load[:4]] == ["0", "1", "2", "0"]
         assert len({ask.options["seed"] for ask in load}) == 32
         assert {ask.after_s for ask in load} == {0.0}
-        assert len(make_load(replace(CELL, sessions=1), prompts, Size())) == 16
+        assert len(make_load(replace(CELL, sessions=1), prompts, WaveSize())) == 16
 
     def test_arrivals_are_those_of_a_poisson_process(self) -> None:
         times = arrivals(4000, 50.0)
@@ -217,7 +228,7 @@ class TestLoads:
 
     @pytest.mark.parametrize(("sessions", "processes"), [(1, 8), (8, 3), (64, 8)])
     def test_shares_add_up_and_differ_by_one_at_most(self, sessions: int, processes: int) -> None:
-        found = shares(sessions, processes)
+        found = split_sessions(sessions, processes)
         assert sum(found) == sessions
         assert max(found) - min(found) <= 1
 
@@ -228,55 +239,57 @@ class TestServices:
         ngram = parse_drafts("ngram")
         services = plan_services(("plain", "separate", "fused"), (*chains, ngram), {"separate": 3})
         assert services == [
-            Service(placement="plain", drafts=(Drafts(),)),
-            Service(placement="separate", drafts=(*chains, ngram), awake_cores=3),
-            Service(placement="fused", drafts=(chains[0], ngram)),
-            Service(placement="fused", drafts=(chains[1],)),
+            BenchService(placement="plain", drafts=(DraftSetting(),)),
+            BenchService(placement="separate", drafts=(*chains, ngram), busy_polling_cores=3),
+            BenchService(placement="fused", drafts=(chains[0], ngram)),
+            BenchService(placement="fused", drafts=(chains[1],)),
         ]
 
     def test_each_handicap_of_a_separate_drafter_has_a_start(self) -> None:
         ahead = (parse_drafts("chain-3+lockstep"), parse_drafts("chain-3+ahead"))
-        slow = Handicap(exchange_delay_ms=1.0)
-        services = plan_services(("plain", "separate", "fused"), ahead, {}, (Handicap(), slow))
+        slow = DrafterHandicap(exchange_delay_ms=1.0)
+        services = plan_services(
+            ("plain", "separate", "fused"), ahead, {}, (DrafterHandicap(), slow)
+        )
         assert services == [
-            Service(placement="plain", drafts=(Drafts(),)),
-            Service(placement="separate", drafts=ahead),
-            Service(placement="separate", drafts=ahead, handicap=slow),
-            Service(placement="fused", drafts=(CHAIN,)),
+            BenchService(placement="plain", drafts=(DraftSetting(),)),
+            BenchService(placement="separate", drafts=ahead),
+            BenchService(placement="separate", drafts=ahead, handicap=slow),
+            BenchService(placement="fused", drafts=(CHAIN,)),
         ]
 
     def test_drafters_are_counted_where_one_is_started(self) -> None:
         ngram, auto = parse_drafts("ngram"), parse_drafts("auto")
-        assert not Service(placement="plain", drafts=(Drafts(),)).has_drafters
-        assert Service(placement="separate", drafts=(CHAIN,)).has_drafters
-        assert not Service(placement="fused", drafts=(CHAIN, auto)).has_drafters
-        assert Service(placement="fused", drafts=(CHAIN, ngram)).has_drafters
+        assert not BenchService(placement="plain", drafts=(DraftSetting(),)).has_drafters
+        assert BenchService(placement="separate", drafts=(CHAIN,)).has_drafters
+        assert not BenchService(placement="fused", drafts=(CHAIN, auto)).has_drafters
+        assert BenchService(placement="fused", drafts=(CHAIN, ngram)).has_drafters
 
     def test_cells_of_different_fleets_and_planners_are_kept_apart(self) -> None:
         fixed, larger = replace(CELL, planner="fixed"), replace(CELL, verifiers=3, drafters=1)
         described = [each.described() for each in (CELL, fixed, larger)]
-        assert len({key(each) for each in described}) == 3
+        assert len({cell_key(each) for each in described}) == 3
         assert plain_key(described[0]) == plain_key(described[1]) != plain_key(described[2])
 
     def test_a_budget_lets_begin_what_will_end_in_time(self) -> None:
         now = [0.0]
-        budget = Budget(10.0, lambda: now[0])
+        budget = TimeBudget(10.0, lambda: now[0])
         assert budget.allows("cell")
         budget.expect("cell", 6.0)
         now[0] = 3.0
         assert budget.allows("cell")
         now[0] = 5.0
         assert not budget.allows("cell")
-        assert Budget().allows("cell")
+        assert TimeBudget().allows("cell")
 
 
 class TestLab:
-    LAB = Lab(
+    LAB = RoundBaseline(
         {("plain", 0): {1: 4.0, 8: 4.7}, ("colocated", 3): {8: 5.0}, ("colocated", 5): {8: 6.0}}
     )
 
     def test_rounds_between_measured_ones_lie_on_a_line(self) -> None:
-        plain = replace(CELL, placement="plain", drafts=Drafts(), sessions=4)
+        plain = replace(CELL, placement="plain", drafts=DraftSetting(), sessions=4)
         found = self.LAB.round_of(plain)
         assert found is not None
         assert found.ms == pytest.approx(4.3)
@@ -292,12 +305,12 @@ class TestLab:
         assert self.LAB.round_of(replace(CELL, sessions=None, rate=1.0)) is None
 
     def test_the_results_of_this_checkout_are_read(self) -> None:
-        lab = read_lab("NVIDIA H200", 14_361_829_376)
+        lab = read_baseline("NVIDIA H200", 14_361_829_376)
         found = lab.round_of(replace(CELL, sessions=32))
         assert found is not None
         assert found.ms == lab.rounds[("fused", 3)][32]
-        assert not read_lab("NVIDIA H100 80GB HBM3", 14_361_829_376).rounds
-        assert not read_lab("NVIDIA H200", 269_000_000).rounds
+        assert not read_baseline("NVIDIA H100 80GB HBM3", 14_361_829_376).rounds
+        assert not read_baseline("NVIDIA H200", 269_000_000).rounds
 
     def test_they_are_known_for_what_a_running_router_serves(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -317,14 +330,14 @@ class TestLab:
         parser = argparse.ArgumentParser()
         cli.add_arguments(parser)
         flags = ["--router", "127.0.0.1:1", "--device", "cuda", "--model"]
-        meter = SimpleNamespace(lab=Lab(), about={})
-        run.Run(parser.parse_args([*flags, "smollm2-135m"]), {})._know_served(meter, "no-such")
+        meter = SimpleNamespace(lab=RoundBaseline(), about={})
+        run.BenchRun(parser.parse_args([*flags, "smollm2-135m"]), {})._know_served(meter, "no-such")
         assert not meter.lab.rounds
         # The devices of another host are not known.
         there = parser.parse_args([*flags, str(tmp_path), "--router", "elsewhere:1"])
-        run.Run(there, {})._know_served(meter, "no-such")
+        run.BenchRun(there, {})._know_served(meter, "no-such")
         assert not meter.lab.rounds
-        run.Run(parser.parse_args([*flags, str(tmp_path)]), {})._know_served(meter, "no-such")
+        run.BenchRun(parser.parse_args([*flags, str(tmp_path)]), {})._know_served(meter, "no-such")
         assert meter.lab.round_of(replace(CELL, placement="separate", sessions=8)) is not None
 
     def test_efficiency_is_the_share_of_the_labs_tokens(self) -> None:
@@ -336,9 +349,9 @@ class TestLab:
 
 class TestDescribe:
     def test_the_last_wave_counts_and_the_first_is_set_against_it(self) -> None:
-        slow = Wave((answer(0, 2, 10), answer(0, 2, 10)), 2)
-        fast = Wave((answer(0, 1, 5), answer(0, 1, 5)), 2)
-        facts = describe_cell(CELL, [slow, fast, fast], LabRound(1000.0, "plain.json"), 900.0)
+        slow = RequestWave((answer(0, 2, 10), answer(0, 2, 10)), 2)
+        fast = RequestWave((answer(0, 1, 5), answer(0, 1, 5)), 2)
+        facts = describe_cell(CELL, [slow, fast, fast], BaselineRound(1000.0, "plain.json"), 900.0)
         assert facts["first_wave_ratio"] == 0.5
         assert facts["waves_tokens_per_s"] == [1.8, 3.6, 3.6]
         assert facts["tokens_per_s"] == 3.6
@@ -348,7 +361,7 @@ class TestDescribe:
         assert describe_cell(CELL, [fast], None, None)["first_wave_ratio"] is None
 
     def test_the_verifiers_own_figure_stands_for_a_lab_at_one_session_alone(self) -> None:
-        wave = Wave((answer(0, 1, 5), answer(1, 2, 5)), 1)
+        wave = RequestWave((answer(0, 1, 5), answer(1, 2, 5)), 1)
         alone = describe_cell(replace(CELL, sessions=1), [wave], None, 1000.0)
         assert (alone["lab_source"], alone["lab_round_ms"]) == (FORWARD, 1000.0)
         among = describe_cell(replace(CELL, sessions=2), [wave], None, 1000.0)
@@ -357,15 +370,15 @@ class TestDescribe:
 
     def test_steady_figures_are_compared_where_both_have_them(self) -> None:
         plain = {"tokens_per_s": 50.0, "steady_tokens_per_s": 55.0}
-        assert ratio(described(), plain) == 2.0
-        assert ratio(described(steady_tokens_per_s=None), plain) == 2.0
-        assert ratio(described(), None) is None
+        assert throughput_ratio(described(), plain) == 2.0
+        assert throughput_ratio(described(steady_tokens_per_s=None), plain) == 2.0
+        assert throughput_ratio(described(), None) is None
 
 
 class TestInTurn:
     def test_pairs_of_waves_are_compared_but_for_the_first(self) -> None:
-        def wave(seconds: float) -> Wave:
-            return Wave((answer(0.0, 0.1, seconds),), 1)
+        def wave(seconds: float) -> RequestWave:
+            return RequestWave((answer(0.0, 0.1, seconds),), 1)
 
         waves, plain = [wave(1.0), wave(2.0), wave(4.0)], [wave(4.0), wave(3.0), wave(4.0)]
         found = compare_in_turn(waves, plain)
@@ -378,8 +391,10 @@ class TestInTurn:
         assert compare_in_turn(waves, []) == {}
 
     def test_steady_parts_of_pairs_are_compared_too(self) -> None:
-        def wave(tail_s: float) -> Wave:
-            return Wave((answer(0, 0.1, 1), answer(0, 0.1, 2), answer(1, 1.1, 2 + tail_s)), 2)
+        def wave(tail_s: float) -> RequestWave:
+            return RequestWave(
+                (answer(0, 0.1, 1), answer(0, 0.1, 2), answer(1, 1.1, 2 + tail_s)), 2
+            )
 
         found = compare_in_turn([wave(1.0), wave(4.0)], [wave(1.0), wave(2.0)])
         assert found["over_plain_in_turn"] < 0.7
@@ -432,7 +447,7 @@ class TestResults:
         assert results.merge(old, {"cells": [described()]})["left_out"] == [other]
 
     def test_the_floor_is_the_worst_cell_that_speculates(self) -> None:
-        plain = replace(CELL, placement="plain", drafts=Drafts())
+        plain = replace(CELL, placement="plain", drafts=DraftSetting())
         cells = [
             described(plain, over_plain=1.0),
             described(over_plain=1.4),
@@ -470,25 +485,25 @@ class TestResults:
 
 class TestPicture:
     def test_each_placement_has_a_line_and_plain_is_dashed(self) -> None:
-        plain = replace(CELL, placement="plain", drafts=Drafts())
+        plain = replace(CELL, placement="plain", drafts=DraftSetting())
         cells = [
             described(replace(cell, sessions=sessions), tokens_per_s=100.0 * sessions)
             for cell in (CELL, plain)
             for sessions in (1, 8)
         ]
         cells.append(described(replace(plain, sampling=SETS["top_p"])))
-        found = lines(cells)
+        found = chart_lines(cells)
         assert found == {
             "plain": [(1, 100.0), (8, 800.0)],
             "fused, chain-3": [(1, 100.0), (8, 800.0)],
         }
-        picture = draw(found, title(cells))
+        picture = draw_chart(found, chart_title(cells))
         assert picture.count("stroke-dasharray") == 2
         assert "greedy, answers up to 256 tokens" in picture
 
     def test_nothing_cannot_be_drawn(self) -> None:
         with pytest.raises(InvalidRequestError):
-            lines([described(replace(CELL, sessions=None, rate=2.0))])
+            chart_lines([described(replace(CELL, sessions=None, rate=2.0))])
 
 
 class TestFlags:
@@ -504,7 +519,7 @@ class TestFlags:
             grid=False,
             drafter="eagle3",
             draft_tokens=32,
-            draft_topk=8,
+            draft_top_k=8,
             look_ahead=None,
             fan_out=None,
         )
@@ -521,7 +536,7 @@ class TestFlags:
 
     def test_handicaps_are_all_pairs_and_nothing_by_default(self) -> None:
         args = argparse.Namespace(exchange_delay_ms=None, drafter_slowdown=None)
-        assert handicaps_of(args) == (Handicap(),)
+        assert handicaps_of(args) == (DrafterHandicap(),)
         args.exchange_delay_ms, args.drafter_slowdown = "1,0,.1", "2"
         found = [(h.exchange_delay_ms, h.drafter_slowdown) for h in handicaps_of(args)]
         assert found == [(0.0, 2.0), (0.1, 2.0), (1.0, 2.0)]
@@ -531,9 +546,9 @@ class TestFlags:
                 handicaps_of(args)
 
     def test_plain_decoding_is_measured_unless_it_has_waves_in_turn(self) -> None:
-        assert places_of(("fused", "separate"), False) == ["plain", "separate", "fused"]
-        assert places_of(("fused", "separate"), True) == ["separate", "fused"]
-        assert places_of(("plain",), True) == ["plain"]
+        assert placements_of(("fused", "separate"), False) == ["plain", "separate", "fused"]
+        assert placements_of(("fused", "separate"), True) == ["separate", "fused"]
+        assert placements_of(("plain",), True) == ["plain"]
 
     def test_a_grid_has_its_temperatures(self) -> None:
         args = argparse.Namespace(

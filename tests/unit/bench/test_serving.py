@@ -9,13 +9,18 @@ import pytest
 import torch
 from outrider_bench.gpu.lossless import compare
 from outrider_bench.gpu.placement import split_round
-from outrider_bench.gpu.support.load_driver import Stream, Wave, drive, random_prompts
+from outrider_bench.gpu.support.load_driver import (
+    ServiceWave,
+    SessionStreamLog,
+    drive_sessions,
+    random_prompts,
+)
 from outrider_bench.gpu.support.random_model import (
     LLAMA_8B,
     TINY,
     RandomSource,
     head_shape,
-    load_own_head,
+    load_in_process_drafter,
     random_head,
     random_target,
 )
@@ -25,9 +30,9 @@ from outrider_bench.gpu.support.services import (
     INPROC,
     PLAIN,
     SEPARATE,
-    Models,
-    Setup,
-    serving,
+    LoadedModels,
+    ServingSetup,
+    serve_models,
     uses_device_engine,
 )
 from outrider_bench.gpu.support.timeline import VERIFY
@@ -42,11 +47,11 @@ from outrider.wire.messages import SpecStats
 
 
 @pytest.fixture
-def tiny(tiny_target: Path, tiny_head: Path) -> Models:
+def tiny(tiny_target: Path, tiny_head: Path) -> LoadedModels:
     """The tiny model on the host's path."""
     target = load_target(tiny_target, kv_tokens=4096)
-    head, projection = load_own_head(tiny_head, target)
-    return Models(
+    head, projection = load_in_process_drafter(tiny_head, target)
+    return LoadedModels(
         name="tiny",
         target=target,
         head=head,
@@ -56,24 +61,26 @@ def tiny(tiny_target: Path, tiny_head: Path) -> Models:
     )
 
 
-def _wave(models: Models, setup: Setup, concurrency: int | None = None) -> tuple[Wave, int]:
-    async def measure() -> tuple[Wave, int]:
-        async with serving(models, setup) as running:
+def _wave(
+    models: LoadedModels, setup: ServingSetup, concurrency: int | None = None
+) -> tuple[ServiceWave, int]:
+    async def measure() -> tuple[ServiceWave, int]:
+        async with serve_models(models, setup) as running:
             prompts = random_prompts(4, 12, models.target.vocab_size)
-            wave = await drive(running, prompts, 10, concurrency=concurrency)
+            wave = await drive_sessions(running, prompts, 10, concurrency=concurrency)
             return wave, len(running.reports)
 
     return asyncio.run(measure())
 
 
 @pytest.mark.parametrize("placement", [INPROC, SEPARATE])
-def test_drafters_change_no_token(tiny: Models, placement: str) -> None:
+def test_drafters_change_no_token(tiny: LoadedModels, placement: str) -> None:
     if uses_device_engine(tiny):
         pytest.skip("this machine cannot pack weights")
-    setup = Setup(max_sessions=4, max_tokens=64)
+    setup = ServingSetup(max_sessions=4, max_tokens=64)
     plain, rounds = _wave(tiny, setup)
     assert rounds > 0 and plain.mean_emitted == 1.0
-    drafted, _ = _wave(tiny, Setup(placement=placement, max_sessions=4, max_tokens=64))
+    drafted, _ = _wave(tiny, ServingSetup(placement=placement, max_sessions=4, max_tokens=64))
     assert [s.tokens for s in drafted.streams] == [s.tokens for s in plain.streams]
     assert sum(s.stats.proposed for s in drafted.streams) > 0
     pool = tiny.target.pool
@@ -86,10 +93,10 @@ def test_a_head_in_the_process_changes_no_token(
 ) -> None:
     """The device engine, by the torch twins of its kernels."""
     target = load_target(tiny_target, kv_tokens=4096, packed=False)
-    head, projection = load_own_head(tiny_head, target)
-    models = Models(name="tiny", target=target, head=head, projection=projection)
-    plain, _ = _wave(models, Setup(max_sessions=4, max_tokens=64))
-    own, _ = _wave(models, Setup(placement=placement, max_sessions=4, max_tokens=64))
+    head, projection = load_in_process_drafter(tiny_head, target)
+    models = LoadedModels(name="tiny", target=target, head=head, projection=projection)
+    plain, _ = _wave(models, ServingSetup(max_sessions=4, max_tokens=64))
+    own, _ = _wave(models, ServingSetup(placement=placement, max_sessions=4, max_tokens=64))
     assert [s.tokens for s in own.streams] == [s.tokens for s in plain.streams]
     assert sum(s.stats.proposed for s in own.streams) > 0
     assert target.pool.free_blocks == target.pool.total_blocks
@@ -98,20 +105,22 @@ def test_a_head_in_the_process_changes_no_token(
 def test_simulated_acceptance_reaches_the_mean_that_was_asked_for() -> None:
     target = random_target(TINY, dtype=torch.float32, device=torch.device("cpu"), kv_tokens=2048)
     head, projection = random_head(head_shape(TINY, 300), target.embedding)
-    models = Models(name="random", target=target, head=head, projection=projection)
-    setup = Setup(
+    models = LoadedModels(name="random", target=target, head=head, projection=projection)
+    setup = ServingSetup(
         placement=COLOCATED, draft_length=3, max_sessions=4, max_tokens=256, simulated="2.6"
     )
 
-    async def measure() -> Wave:
-        async with serving(models, setup) as running:
-            return await drive(running, random_prompts(4, 12, TINY.vocab_size), 200)
+    async def measure() -> ServiceWave:
+        async with serve_models(models, setup) as running:
+            return await drive_sessions(running, random_prompts(4, 12, TINY.vocab_size), 200)
 
     assert asyncio.run(measure()).mean_emitted == pytest.approx(2.6, abs=0.25)
 
 
-def test_concurrency_is_kept(tiny: Models) -> None:
-    wave, _ = _wave(tiny, Setup(placement=PLAIN, max_sessions=2, max_tokens=64), concurrency=2)
+def test_concurrency_is_kept(tiny: LoadedModels) -> None:
+    wave, _ = _wave(
+        tiny, ServingSetup(placement=PLAIN, max_sessions=2, max_tokens=64), concurrency=2
+    )
     assert wave.concurrency == 2 and len(wave.streams) == 4
     summary = wave.summary()
     assert summary["tokens"] == 40 and summary["sessions"] == 4
@@ -121,11 +130,11 @@ def test_figures_of_a_wave() -> None:
     """Two sessions, rounds of 10 ms, two tokens a round."""
     streams = []
     for start in (0.1, 0.2):
-        stream = Stream(0.0, stats=SpecStats(rounds=4, emitted=8))
+        stream = SessionStreamLog(0.0, stats=SpecStats(rounds=4, emitted=8))
         stream.arrivals = [(start, 1)] + [(start + 0.01 * i, 2) for i in range(1, 31)]
         stream.tokens = list(range(61))
         streams.append(stream)
-    wave = Wave(streams, 2)
+    wave = ServiceWave(streams, 2)
     assert wave.steady == pytest.approx((0.2, 0.4))
     assert wave.round_ms == pytest.approx(10.0)
     assert wave.mean_emitted == 2.0
@@ -151,7 +160,7 @@ def test_the_split_of_a_round_takes_full_rounds_without_prompts() -> None:
     assert overhead == pytest.approx(1000.0)
 
 
-def test_differences_are_explained_by_the_gap_of_the_two_tokens(tiny: Models) -> None:
+def test_differences_are_explained_by_the_gap_of_the_two_tokens(tiny: LoadedModels) -> None:
     prompts = [[5, 6, 7], [8, 9, 10]]
     case = compare(tiny.target, prompts, [[1, 2, 3], [4, 4]], [[1, 2, 3], [4, 5]])
     assert case["identical"] == 1 and case["of"] == 2

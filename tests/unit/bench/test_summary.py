@@ -14,7 +14,7 @@ from outrider_bench.gpu import cli
 from outrider_bench.gpu.lossless import common_prefix
 from outrider_bench.gpu.summary import FIGURES, merge, read_results, write_summary
 from outrider_bench.gpu.support.tree_scores import ProductGrowth, torn_tree
-from outrider_drafter.proposers.tree_growth import BeamGrowth, Children
+from outrider_drafter.proposers.tree_growth import BeamGrowth, CandidateRows
 
 from outrider.errors import InternalError, InvalidRequestError
 
@@ -102,9 +102,9 @@ def test_growth_by_products_cannot_tell_certain_nodes_apart() -> None:
         while rows:
             logprobs = np.array([[-0.0015, -7.0]] * rows, dtype=np.float32)
             tokens = np.arange(2 * rows).reshape(rows, 2)
-            rows = len(growth.extend(Children(tokens=tokens, logprobs=logprobs)).tokens)
-    assert len(set(sums.draft().tree.logprobs.tolist())) == 3
-    assert products.draft().tree.parents.tolist() == [-1, 0, 1]
+            rows = len(growth.add_level(CandidateRows(tokens=tokens, logprobs=logprobs)).tokens)
+    assert len(set(sums.finish_draft().tree.logprobs.tolist())) == 3
+    assert products.finish_draft().tree.parents.tolist() == [-1, 0, 1]
     assert [p for p in products.products if p > 0.5] == [1.0, 1.0, 1.0]
 
 

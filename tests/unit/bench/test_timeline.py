@@ -17,12 +17,12 @@ from outrider_bench.gpu.support.timeline import (
     device_spans,
     idle_gaps_us,
     round_overhead_us,
+    select_rounds,
     split_ms,
-    window,
 )
 from outrider_bench.gpu.support.trace import TrackSpan, trace_events, write_trace
 
-from outrider.engine.device.device_timeline import Span
+from outrider.engine.device.device_timeline import DeviceSpan
 
 SPANS = [
     TrackSpan(HOST, "submit", 0.0, 0.2),
@@ -51,7 +51,12 @@ def test_drafting_outside_the_gap_is_not_taken_off() -> None:
 
 def test_device_spans_take_their_tracks_and_the_offset() -> None:
     spans = device_spans(
-        [Span("verify", 1.0, 2.0), Span("draft", 2.0, 2.5), Span("align", 0.0, 0.1)], 10.0
+        [
+            DeviceSpan("verify", 1.0, 2.0),
+            DeviceSpan("draft", 2.0, 2.5),
+            DeviceSpan("align", 0.0, 0.1),
+        ],
+        10.0,
     )
     assert spans == [
         TrackSpan(VERIFY, "verify", 11.0, 12.0),
@@ -81,7 +86,7 @@ def test_a_wrapped_method_is_timed_and_behaves_as_before() -> None:
 
 def test_medians_by_name_and_the_window_of_some_rounds() -> None:
     assert split_ms(SPANS)[f"{DRAFT}: draft"] == pytest.approx(0.875)
-    assert [span.start_ms for span in window(SPANS, 1, skip=1)] == [5.1, 9.1]
+    assert [span.start_ms for span in select_rounds(SPANS, 1, skip=1)] == [5.1, 9.1]
 
 
 def test_the_trace_has_a_track_for_each_and_microseconds(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.chaos.checker import Expected, check, never, reasons
-from outrider.chaos.history import End, History
+from outrider.chaos.checker import ExpectedAnswer, allow_none, allow_reasons, check_history
+from outrider.chaos.history import ClientHistory, StreamResult
 from outrider.errors import (
     DeadlineExceededError,
     InternalError,
@@ -14,7 +14,7 @@ from outrider.errors import (
 from outrider.wire.inference import Delta, FinishInfo, Usage
 from outrider.wire.messages import FinishReason, SpecStats
 
-EXPECTED = Expected(token_ids=(5, 6, 7, 8), text="abcd", reason=FinishReason.LENGTH)
+EXPECTED = ExpectedAnswer(token_ids=(5, 6, 7, 8), text="abcd", reason=FinishReason.LENGTH)
 LOST = UnavailableError("gone", reason="VERIFIER_LOST")
 
 
@@ -23,15 +23,17 @@ def finish(tokens: int, reason: FinishReason = FinishReason.LENGTH) -> FinishInf
     return FinishInfo(reason=reason, usage=usage, stats=SpecStats())
 
 
-def heard(*parts: tuple[str, tuple[int, ...]], end: End = End.HUNG) -> History:
-    history = History(number=0)
+def heard(
+    *parts: tuple[str, tuple[int, ...]], end: StreamResult = StreamResult.HUNG
+) -> ClientHistory:
+    history = ClientHistory(number=0)
     for text, ids in parts:
-        history.add(Delta(text=text, token_ids=ids), 0.0)
+        history.add_delta(Delta(text=text, token_ids=ids), 0.0)
     history.end = end
     return history
 
 
-def finished(*parts: tuple[str, tuple[int, ...]], tokens: int = 4) -> History:
+def finished(*parts: tuple[str, tuple[int, ...]], tokens: int = 4) -> ClientHistory:
     history = heard(*parts)
     history.finished(finish(tokens), 1.0)
     return history
@@ -40,8 +42,8 @@ def finished(*parts: tuple[str, tuple[int, ...]], tokens: int = 4) -> History:
 WHOLE = (("ab", (5, 6)), ("cd", (7, 8)))
 
 
-def promises(history: History, expected: Expected = EXPECTED) -> list[str]:
-    return [found.promise for found in check(history, expected, allowed=never)]
+def promises(history: ClientHistory, expected: ExpectedAnswer = EXPECTED) -> list[str]:
+    return [found.promise for found in check_history(history, expected, allowed=allow_none)]
 
 
 def test_the_whole_text_is_no_violation() -> None:
@@ -74,8 +76,8 @@ def test_a_finish_that_counts_wrong_or_gives_another_reason_is_found() -> None:
 
 
 def test_who_left_has_heard_a_beginning_or_something_is_wrong() -> None:
-    assert promises(heard(("ab", (5, 6)), end=End.LEFT)) == []
-    assert promises(heard(("ax", (5, 9)), end=End.LEFT)) == ["text"]
+    assert promises(heard(("ab", (5, 6)), end=StreamResult.LEFT)) == []
+    assert promises(heard(("ax", (5, 9)), end=StreamResult.LEFT)) == ["text"]
 
 
 def test_a_reader_without_an_end_hangs() -> None:
@@ -83,21 +85,21 @@ def test_a_reader_without_an_end_hangs() -> None:
 
 
 def test_errors_are_wrong_unless_allowed_and_bugs_always() -> None:
-    def failed(error: Exception) -> History:
+    def failed(error: Exception) -> ClientHistory:
         history = heard(("ab", (5, 6)))
         history.failed(error, 1.0)
         return history
 
-    allowed = reasons({"VERIFIER_LOST", "UNSPECIFIED"})
+    allowed = allow_reasons({"VERIFIER_LOST", "UNSPECIFIED"})
     assert promises(failed(LOST)) == ["error"]
-    assert check(failed(LOST), EXPECTED, allowed=allowed) == []
+    assert check_history(failed(LOST), EXPECTED, allowed=allowed) == []
     for hopeless in (InternalError("bug"), DeadlineExceededError("late"), ValueError("untyped")):
-        found = check(failed(hopeless), EXPECTED, allowed=allowed)
+        found = check_history(failed(hopeless), EXPECTED, allowed=allowed)
         assert [violation.promise for violation in found] == ["error"]
 
 
 def test_a_text_that_may_depend_on_drafts_need_only_be_whole() -> None:
-    expected = Expected(
+    expected = ExpectedAnswer(
         token_ids=EXPECTED.token_ids, text="abcd", reason=FinishReason.LENGTH, exact=False
     )
     assert promises(finished(("xy", (1, 2)), ("zz", (3, 4))), expected) == []
@@ -105,5 +107,5 @@ def test_a_text_that_may_depend_on_drafts_need_only_be_whole() -> None:
 
 
 def test_the_first_difference_is_shown() -> None:
-    (found,) = check(finished(("ab", (5, 6)), ("cd", (9, 8))), EXPECTED, allowed=never)
+    (found,) = check_history(finished(("ab", (5, 6)), ("cd", (9, 8))), EXPECTED, allowed=allow_none)
     assert "request 0 differs at 2 of 4" in found.detail

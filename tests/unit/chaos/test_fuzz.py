@@ -19,7 +19,7 @@ from outrider.chaos.fuzz import (
     mutated,
     random_frame,
 )
-from outrider.chaos.fuzz_shm import fuzz_lane
+from outrider.chaos.fuzz_shm import fuzz_shm_channel
 from outrider.wire.v1 import inference_pb2
 
 FRAMES = 1500
@@ -35,7 +35,7 @@ def test_every_frame_is_read_or_refused_with_a_typed_error(port: str) -> None:
 
 
 def test_every_packet_of_a_lane_is_read_or_ends_it() -> None:
-    report = fuzz_lane(FRAMES, seed=1)
+    report = fuzz_shm_channel(FRAMES, seed=1)
     assert report.failures == []
     assert report.frames["lane"] == FRAMES
     assert report.accepted["lane"] > FRAMES / 4
@@ -84,9 +84,9 @@ def test_growth_is_what_is_kept_not_a_large_frame_that_came_by(
             kept.append(frame)
         return FuzzReport()
 
-    monkeypatch.setattr(fuzz_runner, "fuzz_lane", read)
+    monkeypatch.setattr(fuzz_runner, "fuzz_shm_channel", read)
     _leave_room_in_the_heap()
-    grown = fuzz_runner.fuzz(LANE, frames=100, seed=0).growth_mb
+    grown = fuzz_runner.fuzz_decoder(LANE, frames=100, seed=0).growth_mb
     assert (grown > MAX_GROWTH_MB) == keeps
 
 

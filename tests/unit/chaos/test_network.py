@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from outrider.chaos.faults import Kind
-from outrider.chaos.frame_faults import Mangling
+from outrider.chaos.faults import FaultKind
+from outrider.chaos.frame_faults import FrameFaults
 from outrider.chaos.network import ChaosNetwork
 from outrider.errors import (
     ConnectionLostError,
@@ -62,7 +62,7 @@ class Echo:
 @asynccontextmanager
 async def network() -> AsyncGenerator[tuple[ChaosNetwork, Echo]]:
     made, echo = ChaosNetwork(heartbeat=HEARTBEAT), Echo()
-    made.serve("v", echo)
+    made.serve_process("v", echo)
     before = len(asyncio.all_tasks())
     try:
         yield made, echo
@@ -82,25 +82,25 @@ async def test_a_good_link_carries_everything_in_order() -> None:
         await soon(echo.over.wait())
 
 
-@pytest.mark.parametrize("kind", [Kind.LOSE, Kind.DUPLICATE, Kind.REORDER])
-async def test_a_mangling_link_does_what_it_is_named_for(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [FaultKind.LOSE, FaultKind.DUPLICATE, FaultKind.REORDER])
+async def test_a_mangling_link_does_what_it_is_named_for(kind: FaultKind) -> None:
     async with network() as (net, echo):
         connection = await net.dialer("d").exchange("v")
-        way = net.way("d", "v")
-        way.mangling = Mangling(kind=kind, share=0.5, rng=random.Random(1))
+        way = net.direction("d", "v")
+        way.mangling = FrameFaults(kind=kind, share=0.5, rng=random.Random(1))
         sent = [(handle,) for handle in range(40)]
         for handles in sent:
             await connection.send(SessionsLost(handles))
         await asyncio.sleep(0.05)
-        way.mangling = Mangling(kind=kind, share=0.0, rng=random.Random(1))
+        way.mangling = FrameFaults(kind=kind, share=0.0, rng=random.Random(1))
         await connection.send(SessionsLost((99,)))
         await until(lambda: (99,) in echo.heard)
         heard = [handles for handles in echo.heard if handles != (99,)]
         assert heard != sent
         match kind:
-            case Kind.LOSE:
+            case FaultKind.LOSE:
                 assert 0 < len(heard) < 40 and heard == sorted(heard)
-            case Kind.DUPLICATE:
+            case FaultKind.DUPLICATE:
                 assert sorted(set(heard)) == sent and len(heard) > 40
             case _:
                 assert set(heard) <= set(sent) and len(heard) >= 39
@@ -110,8 +110,8 @@ async def test_a_mangling_link_does_what_it_is_named_for(kind: Kind) -> None:
 async def test_changed_frames_cost_themselves() -> None:
     async with network() as (net, echo):
         connection = await net.dialer("d").exchange("v")
-        way = net.way("d", "v")
-        way.mangling = Mangling(kind=Kind.TRUNCATE, share=1.0, rng=random.Random(2))
+        way = net.direction("d", "v")
+        way.mangling = FrameFaults(kind=FaultKind.TRUNCATE, share=1.0, rng=random.Random(2))
         for handle in range(20):
             await connection.send(SessionsLost((handle, 70000)))
         await asyncio.sleep(0.05)
@@ -126,7 +126,7 @@ async def test_changed_frames_cost_themselves() -> None:
 async def test_a_blocked_link_holds_what_is_sent_and_is_noticed_by_its_silence() -> None:
     async with network() as (net, echo):
         connection = await net.dialer("d").exchange("v")
-        way = net.way("d", "v")
+        way = net.direction("d", "v")
         way.block()
         await connection.send(SessionsLost((1,)))
         await asyncio.sleep(0.05)
@@ -167,7 +167,7 @@ async def test_a_killed_process_reaches_nobody_and_is_reached_by_nobody() -> Non
 async def test_calls_over_a_blocked_link_end_in_time() -> None:
     async with network() as (net, _):
         dialer = net.dialer("d")
-        net.way("v", "d").block()
+        net.direction("v", "d").block()
         with pytest.raises(DeadlineExceededError):
             await (await dialer.verifier("v")).info()
         with pytest.raises(UnavailableError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from outrider_chaos.killable_router import MortalRouter
-from outrider_router.requests.resumable_answers import Write
+from outrider_router.requests.resumable_answers import EventWriter
 
 from outrider.errors import UnavailableError
 from outrider.wire.inference import Delta
@@ -24,7 +24,7 @@ class Service:
         self.go_on = asyncio.Event()
         self._error = error
 
-    async def serve(self, _request: Any, write: Write) -> None:
+    async def serve(self, _request: Any, write: EventWriter) -> None:
         await write(FIRST)
         await self.go_on.wait()
         if self._error is not None:

@@ -12,11 +12,18 @@ from pathlib import Path
 import pytest
 from outrider_chaos.__main__ import main
 
-from outrider.chaos.checker import Violation
-from outrider.chaos.faults import Kind, Role
-from outrider.chaos.history import History
+from outrider.chaos.checker import CheckViolation
+from outrider.chaos.faults import FaultKind, FaultRole
+from outrider.chaos.history import ClientHistory
 from outrider.chaos.report import describe, quantile
-from outrider.chaos.signals import Target, alive, hit, parse_kinds, parse_target, pick
+from outrider.chaos.signals import (
+    FaultTarget,
+    inject_fault,
+    is_alive,
+    parse_kinds,
+    parse_target,
+    pick_fault,
+)
 from outrider.errors import InvalidRequestError, NotFoundError, UnavailableError
 from outrider.wire.inference import Delta
 from tests.waiting import until
@@ -35,8 +42,8 @@ def state(pid: int) -> str:
 
 def test_targets_are_roles_and_processes_that_run(sleeper: subprocess.Popen[bytes]) -> None:
     target = parse_target(f"verifier={sleeper.pid}")
-    assert target == Target(Role.VERIFIER, sleeper.pid)
-    assert alive(target)
+    assert target == FaultTarget(FaultRole.VERIFIER, sleeper.pid)
+    assert is_alive(target)
     for text in ("verifier", "verifier=x", "client=77", "king=3", "router=1", "router=-1"):
         with pytest.raises(InvalidRequestError):
             parse_target(text)
@@ -44,11 +51,11 @@ def test_targets_are_roles_and_processes_that_run(sleeper: subprocess.Popen[byte
     sleeper.wait()
     with pytest.raises(NotFoundError):
         parse_target(f"verifier={sleeper.pid}")
-    assert pick([target], (Kind.KILL,), random.Random(1)) is None
+    assert pick_fault([target], (FaultKind.KILL,), random.Random(1)) is None
 
 
 def test_only_what_signals_can_do_is_a_fault_for_processes() -> None:
-    assert parse_kinds("kill,stop") == (Kind.KILL, Kind.STOP)
+    assert parse_kinds("kill,stop") == (FaultKind.KILL, FaultKind.STOP)
     for text in ("", "explode", "kill,cut"):
         with pytest.raises(InvalidRequestError):
             parse_kinds(text)
@@ -57,26 +64,26 @@ def test_only_what_signals_can_do_is_a_fault_for_processes() -> None:
 async def test_a_stopped_process_goes_on_and_a_killed_one_does_not(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
-    target = Target(Role.DRAFTER, sleeper.pid)
-    stopping = asyncio.create_task(hit(Kind.STOP, target, 60.0))
+    target = FaultTarget(FaultRole.DRAFTER, sleeper.pid)
+    stopping = asyncio.create_task(inject_fault(FaultKind.STOP, target, 60.0))
     await until(lambda: state(sleeper.pid) == "T")
     stopping.cancel()
     await asyncio.gather(stopping, return_exceptions=True)
     assert state(sleeper.pid) != "T"
-    await hit(Kind.KILL, target, 0.0)
+    await inject_fault(FaultKind.KILL, target, 0.0)
     assert sleeper.wait(5) == -9
-    await hit(Kind.TERMINATE, target, 0.0)
+    await inject_fault(FaultKind.TERMINATE, target, 0.0)
 
 
 def test_a_report_counts_gaps_ends_errors_and_what_is_wrong() -> None:
-    whole, broken = History(number=0), History(number=1)
+    whole, broken = ClientHistory(number=0), ClientHistory(number=1)
     for at in (0.1, 0.2, 1.2):
-        whole.add(Delta(text="a", token_ids=(1,)), at)
+        whole.add_delta(Delta(text="a", token_ids=(1,)), at)
     whole.finished(None, 1.3)
     broken.failed(UnavailableError("gone", reason="VERIFIER_LOST"), 0.5)
     wrong = [
-        Violation(promise="text", detail="request 0 differs"),
-        Violation(promise="leak", detail="1"),
+        CheckViolation(promise="text", detail="request 0 differs"),
+        CheckViolation(promise="leak", detail="1"),
     ]
     text = describe([whole, broken], wrong, ["1.0 s: kill verifier 7"])
     assert "2 requests: 1 failed, 1 finished" in text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from outrider.client.local.config import LocalConfig
-from outrider.client.local.process_flags import drafter_args, places, verifier_args
+from outrider.client.local.config import LocalFleetConfig
+from outrider.client.local.process_flags import drafter_args, plan_placement, verifier_args
 
 
 def flags_of(arguments: list[str]) -> dict[str, str]:
@@ -14,11 +14,11 @@ def flags_of(arguments: list[str]) -> dict[str, str]:
     return {name[2:]: value for name, value in pairs if name.startswith("--")}
 
 
-def verifier_arguments(config: LocalConfig, *, gpus: int = 0) -> list[str]:
+def verifier_arguments(config: LocalFleetConfig, *, gpus: int = 0) -> list[str]:
     """Those of the first verifier, on a machine with so many GPUs."""
-    return verifier_args(config, places(config, gpus)[0][0])
+    return verifier_args(config, plan_placement(config, gpus)[0][0])
 
 
-def drafter_arguments(config: LocalConfig, *, gpus: int = 0) -> list[str]:
+def drafter_arguments(config: LocalFleetConfig, *, gpus: int = 0) -> list[str]:
     """Those of the first drafter, likewise."""
-    return drafter_args(config, places(config, gpus)[1][0])
+    return drafter_args(config, plan_placement(config, gpus)[1][0])

@@ -144,7 +144,7 @@ def test_plain_output_shows_prompt_and_answer(
 def test_flags_reach_the_session(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.verifier is not None
     flags = "--max-tokens 2 --temperature 0.8 --top-p 0.9 --seed 0 --rule rejection"
-    flags += " --drafter ngram --draft-tokens 32 --draft-topk 8 --json"
+    flags += " --drafter ngram --draft-tokens 32 --draft-top-k 8 --json"
     flags += " --look-ahead 0 --fan-out 12"
     flags += " --priority -3 --min-tokens 1 --logit-bias 3=-2.5 --logit-bias 5=1"
     arguments = ["generate", "--prompt", "x", *flags.split(), "--router", served.address]
@@ -245,7 +245,7 @@ def test_unknown_models_and_heads_exit_with_status_2(
     assert "no draft head" in capsys.readouterr().err
 
 
-def parsed(*flags: str) -> generate.LocalConfig:
+def parsed(*flags: str) -> local.LocalFleetConfig:
     args = main.make_parser().parse_args(["generate", "--prompt", "a", *flags])
     files = ModelFiles(name="tiny", path=Path("/models/tiny"), head=Path("/heads/tiny"))
     return generate.local_config(args, files, 1)
@@ -254,10 +254,10 @@ def parsed(*flags: str) -> generate.LocalConfig:
 def test_the_processes_get_only_what_their_method_needs() -> None:
     default = parsed()
     assert default.methods == (DraftMethod.EAGLE3,)
-    assert "--features-from" in verifier_arguments(default)
+    assert "--feature-head" in verifier_arguments(default)
     assert parsed("--drafter", "none").methods == ()
     ngram = parsed("--drafter", "ngram", "--dtype", "bfloat16")
-    assert "--features-from" not in verifier_arguments(ngram)
+    assert "--feature-head" not in verifier_arguments(ngram)
     assert "bfloat16" in verifier_arguments(ngram)
     assert parsed("--drafter", "model").draft_model == Path("/models/tiny")
 
@@ -372,8 +372,8 @@ def test_a_head_in_the_verifier_needs_no_drafter() -> None:
 
 def test_serve_passes_placing_on_to_ray() -> None:
     args = main.make_parser().parse_args(["serve", "--device", "cuda", "--placement", "fused"])
-    config = local.LocalConfig(
-        model=Path("/m"), head=Path("/h"), methods=(DraftMethod.EAGLE3,), **serve.placing_of(args)
+    config = local.LocalFleetConfig(
+        model=Path("/m"), head=Path("/h"), methods=(DraftMethod.EAGLE3,), **serve.placement_of(args)
     )
     arguments = serve.ray_args(config)
     flags = flags_of(arguments)

@@ -47,7 +47,9 @@ def verifier() -> FakeVerifier:
 
 @pytest.fixture
 async def router(tmp_path: Path, verifier: FakeVerifier) -> AsyncGenerator[RouterService]:
-    async with running_router(tmp_path, {"v": verifier}, queue_limit=1, failover_s=0.3) as service:
+    async with running_router(
+        tmp_path, {"v": verifier}, queue_limit=1, failover_timeout_s=0.3
+    ) as service:
         yield service
 
 
@@ -64,7 +66,7 @@ async def client(address: str) -> AsyncGenerator[AsyncClient]:
 
 
 def idle(router: RouterService, verifier: FakeVerifier) -> bool:
-    return not verifier.live and len(router.journal) == 0 and router.admission.running == 0
+    return not verifier.live and len(router.journal) == 0 and router.admission.num_running == 0
 
 
 async def test_every_kind_of_prompt_is_answered(
@@ -116,7 +118,9 @@ async def test_the_ids_of_a_prompt_are_told_whole_and_streamed(
     ids = router.tokenizer.encode("abc")
     result = await client.generate("abc", max_tokens=2, return_prompt_token_ids=True)
     assert result.prompt_token_ids == ids
-    alone = await client.generate("abc", max_tokens=2, return_prompt_token_ids=True, resume=False)
+    alone = await client.generate(
+        "abc", max_tokens=2, return_prompt_token_ids=True, resume=False
+    )
     assert alone.prompt_token_ids == ids
     async with client.stream("abc", max_tokens=2, return_prompt_token_ids=True) as stream:
         _ = [delta async for delta in stream]
@@ -203,7 +207,9 @@ async def test_a_synchronous_client_that_is_closed_under_its_users_says_so(
             client = Client(address, retry=NO_RETRY)
             # What goes with each is its own, as with traces.
             streams = [
-                client.stream("abc", max_tokens=1000, resume=n != 0, metadata=(("x-n", str(n)),))
+                client.stream(
+                    "abc", max_tokens=1000, resume=n != 0, metadata=(("x-n", str(n)),)
+                )
                 for n in range(3)
             ]
             for stream in streams:
@@ -254,12 +260,12 @@ async def test_what_a_client_waits_for_is_forgotten_when_it_has_come_or_is_dropp
             await client.generate("abc", max_tokens=5000)
         with pytest.raises(NotFoundError):
             await client.stream("abc", model="other").result()
-        assert not wanted.take()
+        assert not wanted.take_all()
         stream = client.stream("abc", max_tokens=1000)
         await anext(stream)
         del stream
         gc.collect()
-        assert not wanted.take()
+        assert not wanted.take_all()
 
 
 async def test_cancelling_a_unary_call_cancels_the_request(

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import pytest
 
 from outrider.errors import NotFoundError
-from outrider.extras import needs_packages
+from outrider.extras import explain_missing_packages
 from tests.fakes.missing import without
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +42,7 @@ def run_without(tmp_path: Path) -> RunWithout:
     return run
 
 
-@pytest.mark.parametrize(("name", "flag"), [("serve", "--placement"), ("local", "--draft-topk")])
+@pytest.mark.parametrize(("name", "flag"), [("serve", "--placement"), ("local", "--draft-top-k")])
 def test_benchmarks_of_a_cpu_need_no_triton(run_without: RunWithout, name: str, flag: str) -> None:
     ended = run_without({"triton", "ray"}, "outrider_bench", name, "--help")
     assert ended.returncode == 0 and flag in ended.stdout
@@ -67,8 +67,11 @@ def test_ray_as_a_runtime_says_that_ray_is_missing(
 
 
 def test_a_module_that_is_missing_by_our_fault_is_no_advice() -> None:
-    with pytest.raises(ModuleNotFoundError, match="outrider_nowhere"), needs_packages("this"):
+    with (
+        pytest.raises(ModuleNotFoundError, match="outrider_nowhere"),
+        explain_missing_packages("this"),
+    ):
         __import__("outrider_nowhere")
     says = r"this needs the package triton: .*outrider\[engine\]"
-    with pytest.raises(NotFoundError, match=says), needs_packages("this"):
+    with pytest.raises(NotFoundError, match=says), explain_missing_packages("this"):
         raise ModuleNotFoundError(name="triton.language")

@@ -16,7 +16,7 @@ max_model_len: 4096
 drafter-methods: [ngram, model]
 no-prefix-cache: true
 no-cuda-graphs: false
-drain-s: 2.5
+drain-timeout-s: 2.5
 log-level: warning
 """
 TOML = """\
@@ -26,7 +26,7 @@ max_model_len = 4096
 drafter-methods = ["ngram", "model"]
 no-prefix-cache = true
 no-cuda-graphs = false
-drain-s = 2.5
+drain-timeout-s = 2.5
 log-level = "warning"
 """
 
@@ -39,7 +39,11 @@ def test_flags_of_a_file_count_like_those_of_the_command_line(
     path.write_text(text)
     args = main.parse_arguments(["serve", "--config", str(path)])
     assert (args.model, args.served_model_name, args.max_model_len) == ("owner/name", "mine", 4096)
-    assert (args.drafter_methods, args.drain_s, args.log_level) == ("ngram,model", 2.5, "WARNING")
+    assert (args.drafter_methods, args.drain_timeout_s, args.log_level) == (
+        "ngram,model",
+        2.5,
+        "WARNING",
+    )
     assert args.no_prefix_cache and not args.no_cuda_graphs
 
 

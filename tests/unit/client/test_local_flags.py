@@ -11,51 +11,62 @@ import pytest
 from outrider.client.local import cluster as local_cluster
 from outrider.client.local import process_flags
 from outrider.client.local.cluster import LocalCluster
-from outrider.client.local.config import LocalConfig
-from outrider.client.local.process_flags import Place, count_gpus, places, router_args
+from outrider.client.local.config import LocalFleetConfig
+from outrider.client.local.process_flags import (
+    ProcessPlacement,
+    count_gpus,
+    plan_placement,
+    router_args,
+)
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from tests.unit.client.flags import drafter_arguments, flags_of, verifier_arguments
 
-CUDA = LocalConfig(model=Path("m"), head=Path("h"), device="cuda", cuda_graphs=False)
+CUDA = LocalFleetConfig(model=Path("m"), head=Path("h"), device="cuda", cuda_graphs=False)
 
 
-def of(verifiers: int, drafters: int) -> LocalConfig:
+def of(verifiers: int, drafters: int) -> LocalFleetConfig:
     return replace(CUDA, verifiers=verifiers, drafters=drafters)
 
 
 def test_processes_have_a_gpu_each_where_there_are_as_many() -> None:
-    verifiers, drafters = places(of(3, 1), 4)
-    assert verifiers == [Place(f"verifier-{i}", f"cuda:{i}") for i in range(3)]
-    assert drafters == [Place("drafter-0", "cuda:3")]
+    verifiers, drafters = plan_placement(of(3, 1), 4)
+    assert verifiers == [ProcessPlacement(f"verifier-{i}", f"cuda:{i}") for i in range(3)]
+    assert drafters == [ProcessPlacement("drafter-0", "cuda:3")]
 
 
 def test_a_verifier_leaves_memory_to_those_on_its_gpu_alone() -> None:
-    verifiers, drafters = places(of(2, 2), 2)
-    assert verifiers == [Place("verifier-0", "cuda:0", 0.7), Place("verifier-1", "cuda:1", 0.7)]
-    assert drafters == [Place("drafter-0", "cuda:0"), Place("drafter-1", "cuda:1")]
+    verifiers, drafters = plan_placement(of(2, 2), 2)
+    assert verifiers == [
+        ProcessPlacement("verifier-0", "cuda:0", 0.7),
+        ProcessPlacement("verifier-1", "cuda:1", 0.7),
+    ]
+    assert drafters == [
+        ProcessPlacement("drafter-0", "cuda:0"),
+        ProcessPlacement("drafter-1", "cuda:1"),
+    ]
 
 
 def test_verifiers_on_one_gpu_must_be_told_what_to_hold() -> None:
     plain = replace(of(3, 1), methods=())
     with pytest.raises(InvalidRequestError, match="3 verifiers on 2 GPUs: give --kv-tokens"):
-        places(plain, 2)
-    verifiers, _ = places(replace(plain, kv_tokens=4096), 2)
-    assert verifiers == [Place(f"verifier-{i}", f"cuda:{i % 2}") for i in range(3)]
+        plan_placement(plain, 2)
+    verifiers, _ = plan_placement(replace(plain, kv_tokens=4096), 2)
+    assert verifiers == [ProcessPlacement(f"verifier-{i}", f"cuda:{i % 2}") for i in range(3)]
 
 
 def test_drafters_may_be_sent_elsewhere() -> None:
-    verifiers, drafters = places(replace(of(1, 2), drafter_device="cpu"), 1)
-    assert verifiers == [Place("verifier-0", "cuda:0")]
-    assert drafters == [Place("drafter-0", "cpu"), Place("drafter-1", "cpu")]
-    verifiers, _ = places(replace(of(1, 1), drafter_device="cuda:0"), 2)
-    assert verifiers == [Place("verifier-0", "cuda:0", 0.7)]
+    verifiers, drafters = plan_placement(replace(of(1, 2), drafter_device="cpu"), 1)
+    assert verifiers == [ProcessPlacement("verifier-0", "cuda:0")]
+    assert drafters == [ProcessPlacement("drafter-0", "cpu"), ProcessPlacement("drafter-1", "cpu")]
+    verifiers, _ = plan_placement(replace(of(1, 1), drafter_device="cuda:0"), 2)
+    assert verifiers == [ProcessPlacement("verifier-0", "cuda:0", 0.7)]
 
 
 def test_without_gpus_all_compute_on_cpus() -> None:
-    verifiers, drafters = places(replace(of(2, 1), device="cpu"), 0)
-    assert verifiers == [Place("verifier-0"), Place("verifier-1")]
-    assert drafters == [Place("drafter-0")]
+    verifiers, drafters = plan_placement(replace(of(2, 1), device="cpu"), 0)
+    assert verifiers == [ProcessPlacement("verifier-0"), ProcessPlacement("verifier-1")]
+    assert drafters == [ProcessPlacement("drafter-0")]
 
 
 def test_flags_say_the_place_and_half_the_bits() -> None:
@@ -71,26 +82,26 @@ def test_flags_say_the_place_and_half_the_bits() -> None:
 
 
 def test_the_router_is_told_of_everybody() -> None:
-    config = LocalConfig(model=Path("m"), methods=(DraftMethod.NGRAM,))
+    config = LocalFleetConfig(model=Path("m"), methods=(DraftMethod.NGRAM,))
     args = router_args(config, ["a:1", "b:2"], ["c:3"])
     assert args[:6] == ["--verifier", "a:1", "--verifier", "b:2", "--drafter", "c:3"]
 
 
 def test_several_routers_share_their_ports_and_have_metrics_of_their_own() -> None:
-    config = LocalConfig(model=Path("m"), methods=(), routers=2, metrics_port=9100)
+    config = LocalFleetConfig(model=Path("m"), methods=(), routers=2, metrics_port=9100)
     first, second = (router_args(config, ["a:1"], [], index) for index in range(2))
-    assert "--share-ports" in first and "--share-ports" in second
+    assert "--reuse-ports" in first and "--reuse-ports" in second
     ports = [args[args.index("--metrics-port") + 1] for args in (first, second)]
     assert ports == ["9100", "9101"]
     free = replace(config, metrics_port=0)
     assert router_args(free, ["a:1"], [], 1)[-1] == "0"
-    assert "--share-ports" not in router_args(replace(config, routers=1), ["a:1"], [])
+    assert "--reuse-ports" not in router_args(replace(config, routers=1), ["a:1"], [])
 
 
 @pytest.mark.parametrize("flags", [{"journal": Path("log")}, {"http": "127.0.0.1:0"}])
 def test_what_several_routers_cannot_have_is_refused(flags: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        LocalConfig(model=Path("m"), methods=(), routers=2, **flags)
+        LocalFleetConfig(model=Path("m"), methods=(), routers=2, **flags)
     assert caught.value.reason == "INVALID_COUNT"
 
 
@@ -127,7 +138,7 @@ def test_a_driver_without_its_tools_counts_as_one_gpu(
     [(CUDA, "--device"), (replace(CUDA, device="cpu", drafter_device="cuda:0"), "--drafter-dev")],
 )
 def test_a_gpu_that_is_not_there_is_said_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, config: LocalConfig, flag: str
+    monkeypatch: pytest.MonkeyPatch, config: LocalFleetConfig, flag: str
 ) -> None:
     monkeypatch.setattr(local_cluster, "count_gpus", lambda: 0)
     cluster = LocalCluster(config)

@@ -12,24 +12,24 @@ from outrider_router.base.api_keys import KeysFile, find_key
 from outrider_verifier.__main__ import parse_args as verifier_config
 
 from outrider.client.commands import main
-from outrider.client.commands.keys import append
+from outrider.client.commands.keys import append_table
 from outrider.client.connection import call_metadata
 from outrider.client.local.certificates import make_certificates, tls_from
 from outrider.client.local.cluster import LocalCluster
-from outrider.client.local.config import LocalConfig
+from outrider.client.local.config import LocalFleetConfig
 from outrider.client.local.process_flags import router_args
 from outrider.client.local.readiness import check_hosts
 from outrider.config import load_config
 from outrider.errors import AlreadyExistsError, FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
-from outrider.transport.tls import Role, TlsFiles
+from outrider.transport.tls import CertificateRole, TlsFiles
 from tests.unit.client.flags import drafter_arguments, verifier_arguments
 
 
 def test_every_role_gets_a_certificate_whose_key_is_its_owners_alone(tmp_path: Path) -> None:
     directory = tmp_path / "tls"
     assert main.main(["certs", str(directory), "--host", "router.example"]) == 0
-    for role in Role:
+    for role in CertificateRole:
         TlsFiles(tls_from(directory, role).for_fleet())
     for path in directory.glob("*-key.pem"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -60,7 +60,7 @@ def test_a_new_key_is_printed_once_and_its_hash_is_filed(
         assert find_key(keys, f"Bearer {secret}") == name
         assert secret not in path.read_text()
     assert (keys["alice"].tenant, keys["alice"].requests_per_s) == ("team", 5.0)
-    assert keys["boss"].operator and not keys["alice"].operator
+    assert keys["boss"].is_operator and not keys["alice"].is_operator
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert main.main(["keys", "new", "alice", "--file", str(path)]) == 1
     assert main.main(["keys", "new", "no good"]) == 2
@@ -69,20 +69,24 @@ def test_a_new_key_is_printed_once_and_its_hash_is_filed(
 def test_the_local_runtime_gives_each_process_the_certificate_of_its_role(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     (keys := tmp_path / "keys.toml").touch()
-    config = LocalConfig(
+    config = LocalFleetConfig(
         model=tmp_path, methods=(DraftMethod.NGRAM,), tls_dir=tmp_path, api_keys=keys
     )
-    assert verifier_config(verifier_arguments(config)).tls == tls_from(tmp_path, Role.VERIFIER)
-    assert drafter_config(drafter_arguments(config)).tls == tls_from(tmp_path, Role.DRAFTER)
+    assert verifier_config(verifier_arguments(config)).tls == tls_from(
+        tmp_path, CertificateRole.VERIFIER
+    )
+    assert drafter_config(drafter_arguments(config)).tls == tls_from(
+        tmp_path, CertificateRole.DRAFTER
+    )
     router = router_config(router_args(config, ["a:1"], ["b:2"]))
-    assert router.tls == router.client_tls == tls_from(tmp_path, Role.ROUTER)
+    assert router.tls == router.client_tls == tls_from(tmp_path, CertificateRole.ROUTER)
     assert router.api_keys == keys
 
 
 def test_clients_may_be_served_by_another_certificate(tmp_path: Path) -> None:
     flags = ["--model", str(tmp_path), "--verifier", "a:1"]
     fleet = ["--tls-cert", "a.pem", "--tls-key", "b.pem", "--tls-ca", "c.pem"]
-    front = ["--front-tls-cert", "d.pem", "--front-tls-key", "e.pem"]
+    front = ["--client-api-tls-cert", "d.pem", "--client-api-tls-key", "e.pem"]
     config = router_config([*flags, *fleet, *front])
     assert config.client_tls.cert == Path("d.pem") and config.tls.cert == Path("a.pem")
     with pytest.raises(InvalidRequestError, match="mutual"):
@@ -133,8 +137,8 @@ def test_a_key_of_this_name_is_found_however_it_is_written(tmp_path: Path) -> No
     path = tmp_path / "keys.toml"
     path.write_text("# [keys.bob]\n[keys.'alice']\nsha256 = ''\n")
     with pytest.raises(AlreadyExistsError):
-        append(path, "alice", "")
-    append(path, "bob", "[keys.bob]\n")
+        append_table(path, "alice", "")
+    append_table(path, "bob", "[keys.bob]\n")
     assert path.read_text().endswith("\n[keys.bob]\n")
 
 
@@ -143,7 +147,7 @@ def test_a_host_that_is_not_in_the_certificate_is_said_before_anything_starts(
     tmp_path: Path, flags: dict[str, str]
 ) -> None:
     make_certificates(tmp_path)
-    config = LocalConfig(model=tmp_path, methods=(), tls_dir=tmp_path, **flags)
+    config = LocalFleetConfig(model=tmp_path, methods=(), tls_dir=tmp_path, **flags)
     cluster = LocalCluster(config)
     with pytest.raises(FailedPreconditionError, match=r"not for .*localhost.*--host") as caught:
         cluster.start()

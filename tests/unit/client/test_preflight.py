@@ -17,7 +17,7 @@ import torch
 from outrider.client.commands import main, serve
 from outrider.client.local import cluster as local_cluster
 from outrider.client.local.cluster import LocalCluster
-from outrider.client.local.config import LocalConfig
+from outrider.client.local.config import LocalFleetConfig
 from outrider.client.local.preflight import check_files
 from outrider.errors import FailedPreconditionError, InvalidRequestError, OutriderError
 from outrider.spec.plan import DraftMethod
@@ -26,12 +26,12 @@ from tests.unit.checkpoints.files import Tensors, edit_config, edit_tensors, qua
 
 
 @pytest.fixture
-def files(tiny_target: Path, tiny_head: Path, tmp_path: Path) -> LocalConfig:
+def files(tiny_target: Path, tiny_head: Path, tmp_path: Path) -> LocalFleetConfig:
     """A target, a head and a small draft model that can be served."""
     paths = {"model": tiny_target, "head": tiny_head, "draft": tiny_target}
     for name, source in paths.items():
         shutil.copytree(source, tmp_path / name)
-    return LocalConfig(
+    return LocalFleetConfig(
         model=tmp_path / "model",
         head=tmp_path / "head",
         draft_model=tmp_path / "draft",
@@ -115,7 +115,7 @@ PROBLEMS: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("spoil", "match"), PROBLEMS, ids=[match for _, match in PROBLEMS])
 def test_files_that_cannot_be_served_are_refused_by_the_reason(
-    files: LocalConfig, tmp_path: Path, spoil: Callable[[Path], object], match: str
+    files: LocalFleetConfig, tmp_path: Path, spoil: Callable[[Path], object], match: str
 ) -> None:
     check_files(files)
     spoil(tmp_path)
@@ -130,7 +130,7 @@ def test_files_that_cannot_be_served_are_refused_by_the_reason(
 
 
 def test_a_length_beyond_the_models_context_is_refused_with_both_numbers(
-    files: LocalConfig,
+    files: LocalFleetConfig,
 ) -> None:
     limit = json.loads((files.model / "config.json").read_text())["max_position_embeddings"]
     check_files(replace(files, max_model_len=limit))
@@ -142,14 +142,14 @@ def test_a_length_beyond_the_models_context_is_refused_with_both_numbers(
     assert not cluster.processes
 
 
-def test_a_head_of_another_kind_than_the_methods_is_refused(files: LocalConfig) -> None:
+def test_a_head_of_another_kind_than_the_methods_is_refused(files: LocalFleetConfig) -> None:
     eagle = replace(files, methods=(DraftMethod.EAGLE,))
     with pytest.raises(FailedPreconditionError, match="holds an eagle3 head, not eagle"):
         check_files(eagle)
 
 
 def test_files_of_methods_that_are_not_used_are_not_read(
-    files: LocalConfig, tmp_path: Path
+    files: LocalFleetConfig, tmp_path: Path
 ) -> None:
     shutil.rmtree(tmp_path / "head")
     shutil.rmtree(tmp_path / "draft")
@@ -157,7 +157,7 @@ def test_files_of_methods_that_are_not_used_are_not_read(
 
 
 def test_rays_launcher_is_not_run_with_files_that_cannot_be_served(
-    files: LocalConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    files: LocalFleetConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit_config(files.model, {"model_type": "gpt2"})
     monkeypatch.setattr(serve, "run_module", lambda *_: pytest.fail("it was run"))
@@ -166,7 +166,7 @@ def test_rays_launcher_is_not_run_with_files_that_cannot_be_served(
 
 
 def test_a_model_without_a_chat_template_is_warned_of_before_anything_starts(
-    files: LocalConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    files: LocalFleetConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check_files(files) == ()
     for name in ("tokenizer_config.json", "chat_template.jinja"):
@@ -188,18 +188,18 @@ def test_a_model_without_a_chat_template_is_warned_of_before_anything_starts(
 
 
 def test_a_port_that_is_taken_is_said_first(
-    files: LocalConfig, monkeypatch: pytest.MonkeyPatch
+    files: LocalFleetConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(*_: object) -> None:
         raise InvalidRequestError("taken")
 
-    monkeypatch.setattr(local_cluster, "check_free", taken)
+    monkeypatch.setattr(local_cluster, "check_ports_free", taken)
     edit_config(files.model, {"model_type": "gpt2"})
     with pytest.raises(InvalidRequestError, match="taken"):
         LocalCluster(files).start()
 
 
-def test_the_check_needs_no_torch(files: LocalConfig) -> None:
+def test_the_check_needs_no_torch(files: LocalFleetConfig) -> None:
     paths = {"model": files.model, "head": files.head}
     code = (
         "import json, sys; from pathlib import Path\n"

@@ -16,7 +16,7 @@ import pytest
 
 from outrider.client.local import child_process
 from outrider.client.local.child_process import ChildProcess, check_running
-from outrider.client.local.supervisor import MAX_START_S, Keeper
+from outrider.client.local.supervisor import MAX_START_S, ChildSupervisor
 from outrider.errors import UnavailableError
 from tests.waiting import wait_until
 
@@ -111,7 +111,7 @@ def test_a_child_that_says_nothing_is_given_up(start: Callable[..., ChildProcess
 def test_a_child_that_ignores_being_asked_is_killed(
     start: Callable[..., ChildProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_process, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_TIMEOUT_S", 0.2)
     child = start("--deaf")
     child.wait_ready(30)
     pid = child.pid
@@ -130,17 +130,17 @@ def test_a_restarted_child_keeps_its_address(start: Callable[..., ChildProcess])
 def test_a_keeper_restarts_what_died_after_its_pause(start: Callable[..., ChildProcess]) -> None:
     child = start()
     child.wait_ready(30)
-    keeper, now = Keeper(child, print), time.monotonic()
-    keeper.look(now)
+    keeper, now = ChildSupervisor(child, print), time.monotonic()
+    keeper.check_child(now)
     pid = child.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     while child.exit_status is None:
         time.sleep(0.01)
-    keeper.look(now)
-    keeper.look(now + 0.1)
+    keeper.check_child(now)
+    keeper.check_child(now + 0.1)
     assert child.pid == pid
-    keeper.look(now + 1.0)
+    keeper.check_child(now + 1.0)
     assert child.pid != pid
     child.wait_ready(30)
 
@@ -200,21 +200,21 @@ def test_a_restart_that_fails_is_tried_again(
     child = start()
     child.wait_ready(30)
     said: list[str] = []
-    keeper, now = Keeper(child, said.append), time.monotonic()
+    keeper, now = ChildSupervisor(child, said.append), time.monotonic()
     child.kill()
     wait_until(lambda: child.exit_status is not None)
-    keeper.look(now)
+    keeper.check_child(now)
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", Mock(side_effect=error))
-        keeper.look(now + 1.0)
+        keeper.check_child(now + 1.0)
     assert child.pid is None
     assert said[-1] == f"child could not be started: {error}; starting it again"
     # The pause has doubled, and nothing happens before it is over.
-    keeper.look(now + 1.5)
+    keeper.check_child(now + 1.5)
     assert child.pid is None
-    keeper.look(now + 2.1)
+    keeper.check_child(now + 2.1)
     child.wait_ready(30)
-    keeper.look(now + 2.2)
+    keeper.check_child(now + 2.2)
     assert len(said) == 2
 
 
@@ -223,10 +223,10 @@ def test_a_restart_that_never_comes_up_is_tried_again(
 ) -> None:
     child = start("--silent")
     said: list[str] = []
-    keeper, now = Keeper(child, said.append), time.monotonic()
-    keeper.look(now + MAX_START_S - 1.0)
+    keeper, now = ChildSupervisor(child, said.append), time.monotonic()
+    keeper.check_child(now + MAX_START_S - 1.0)
     assert not said
-    keeper.look(now + MAX_START_S + 1.0)
+    keeper.check_child(now + MAX_START_S + 1.0)
     assert said == ["child was not ready after 600 s and was killed; starting it again"]
     wait_until(lambda: child.exit_status is not None)
 
@@ -237,7 +237,7 @@ def test_a_child_that_says_nothing_of_its_health_is_not_asked(
     child = start()
     child.wait_ready(30)
     said: list[str] = []
-    keeper, now = Keeper(child, said.append), time.monotonic()
+    keeper, now = ChildSupervisor(child, said.append), time.monotonic()
     for seconds in range(100):
-        keeper.look(now + seconds)
+        keeper.check_child(now + seconds)
     assert not said and child.exit_status is None

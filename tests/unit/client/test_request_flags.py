@@ -9,7 +9,7 @@ import pytest
 
 from outrider.client.commands.request_flags import (
     FLAGS,
-    FORMS,
+    STRUCTURED_FLAGS,
     add_request_arguments,
     request_options,
 )
@@ -28,7 +28,7 @@ def options(*arguments: str) -> GenerateOptions:
 
 
 def test_every_option_has_a_flag() -> None:
-    said = {flag.option for flag in (*FLAGS, *FORMS)} | {"look_ahead", "fan_out"}
+    said = {flag.option for flag in (*FLAGS, *STRUCTURED_FLAGS)} | {"look_ahead", "fan_out"}
     assert said == set(GenerateOptions.__annotations__) - ELSEWHERE
 
 

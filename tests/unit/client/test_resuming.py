@@ -21,7 +21,7 @@ from outrider.client import (
     RetryPolicy,
     UnavailableError,
 )
-from outrider.client.attempts import MOST_LOOKS, Again, Attempts
+from outrider.client.attempts import MAX_ROUTER_LOOKUPS, RequestAttempts, RetryDecision
 from tests.fakes.proxy import Proxy, proxied
 from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
@@ -31,76 +31,85 @@ STEADY = RetryPolicy(max_attempts=3, first_delay_s=1.0, max_delay_s=4.0, jitter=
 LOST, GONE = ConnectionLostError("cut"), NotFoundError("no such request")
 
 
-def attempts(*, resumable: bool = True) -> Attempts:
-    return Attempts(STEADY, resumable=resumable)
+def attempts(*, resumable: bool = True) -> RequestAttempts:
+    return RequestAttempts(STEADY, resumable=resumable)
 
 
 def test_a_stream_that_was_heard_is_resumed_soon_and_for_a_bounded_time() -> None:
     tries = attempts()
-    pauses = [tries.after(LOST, informed=True, told=True, now=0.0) for _ in range(6)]
+    pauses = [tries.decide_after(LOST, informed=True, told=True, now=0.0) for _ in range(6)]
     assert [again.delay_s for again in pauses] == [0.02, 0.04, 0.08, 0.16, 0.25, 0.25]
     assert all(again.resume for again in pauses)
     with pytest.raises(ConnectionLostError):
-        tries.after(LOST, informed=True, told=True, now=10.1)
-    tries.heard()
-    assert tries.after(LOST, informed=True, told=True, now=20.0) == Again(0.02, resume=True)
+        tries.decide_after(LOST, informed=True, told=True, now=10.1)
+    tries.record_message()
+    assert tries.decide_after(LOST, informed=True, told=True, now=20.0) == RetryDecision(
+        0.02, resume=True
+    )
 
 
 def test_a_router_that_stops_is_waited_for_and_other_errors_are_final() -> None:
     stopping = UnavailableError("stopping", reason="SHUTDOWN")
-    assert attempts().after(stopping, informed=True, told=True, now=0.0).resume
+    assert attempts().decide_after(stopping, informed=True, told=True, now=0.0).resume
     for error in (UnavailableError("no verifier", reason="VERIFIER_LOST"), GONE):
         with pytest.raises(type(error)):
-            attempts().after(error, informed=True, told=True, now=0.0)
+            attempts().decide_after(error, informed=True, told=True, now=0.0)
 
 
 def test_an_attempt_that_broke_is_looked_for_before_it_is_sent_again() -> None:
     tries = attempts()
-    assert tries.after(LOST, now=0.0) == Again(1.0, resume=True)
-    assert tries.after(GONE, now=1.0) == Again(0.0, resume=False)
-    assert tries.after(AlreadyExistsError("it came late"), now=1.0) == Again(0.0, resume=True)
+    assert tries.decide_after(LOST, now=0.0) == RetryDecision(1.0, resume=True)
+    assert tries.decide_after(GONE, now=1.0) == RetryDecision(0.0, resume=False)
+    assert tries.decide_after(AlreadyExistsError("it came late"), now=1.0) == RetryDecision(
+        0.0, resume=True
+    )
     tries = attempts()
-    assert [tries.after(LOST, now=0.0) for _ in range(2)] == [
-        Again(1.0, resume=True),
-        Again(2.0, resume=True),
+    assert [tries.decide_after(LOST, now=0.0) for _ in range(2)] == [
+        RetryDecision(1.0, resume=True),
+        RetryDecision(2.0, resume=True),
     ]
     with pytest.raises(ConnectionLostError):
-        tries.after(LOST, now=0.0)
+        tries.decide_after(LOST, now=0.0)
 
 
 def test_a_request_whose_router_is_gone_for_good_is_sent_again_if_nothing_was_told() -> None:
     tries = attempts()
-    assert tries.after(LOST, informed=True, now=0.0).resume
-    assert tries.after(GONE, informed=True, now=0.1) == Again(1.0, resume=False)
+    assert tries.decide_after(LOST, informed=True, now=0.0).resume
+    assert tries.decide_after(GONE, informed=True, now=0.1) == RetryDecision(1.0, resume=False)
     tries = attempts()
-    assert tries.after(LOST, informed=True, told=True, now=0.0).resume
+    assert tries.decide_after(LOST, informed=True, told=True, now=0.0).resume
     with pytest.raises(ConnectionLostError):
-        tries.after(GONE, informed=True, told=True, now=0.1)
+        tries.decide_after(GONE, informed=True, told=True, now=0.1)
 
 
 def test_where_routers_share_an_address_others_are_asked_for_the_answer() -> None:
     elsewhere = NotFoundError("not here", reason="NO_STREAM", retry_after_s=0.02)
     tries = attempts()
-    assert tries.after(LOST, informed=True, told=True, now=0.0).resume
-    looks = [tries.after(elsewhere, informed=True, told=True, now=0.1) for _ in range(MOST_LOOKS)]
-    assert looks == [Again(0.02, resume=True)] * MOST_LOOKS
+    assert tries.decide_after(LOST, informed=True, told=True, now=0.0).resume
+    looks = [
+        tries.decide_after(elsewhere, informed=True, told=True, now=0.1)
+        for _ in range(MAX_ROUTER_LOOKUPS)
+    ]
+    assert looks == [RetryDecision(0.02, resume=True)] * MAX_ROUTER_LOOKUPS
     with pytest.raises(ConnectionLostError):
-        tries.after(elsewhere, informed=True, told=True, now=0.2)
+        tries.decide_after(elsewhere, informed=True, told=True, now=0.2)
     # One that was never heard of is sent again where nobody has it.
     tries = attempts()
-    assert tries.after(LOST, now=0.0).resume
-    looks = [tries.after(elsewhere, now=0.1) for _ in range(MOST_LOOKS)]
+    assert tries.decide_after(LOST, now=0.0).resume
+    looks = [tries.decide_after(elsewhere, now=0.1) for _ in range(MAX_ROUTER_LOOKUPS)]
     assert all(again.resume for again in looks)
-    assert tries.after(elsewhere, now=0.2) == Again(0.0, resume=False)
+    assert tries.decide_after(elsewhere, now=0.2) == RetryDecision(0.0, resume=False)
 
 
 def test_without_resuming_a_break_is_retried_before_the_first_token_only() -> None:
-    assert attempts(resumable=False).after(LOST, informed=True, now=0.0) == Again(1.0, resume=False)
+    assert attempts(resumable=False).decide_after(LOST, informed=True, now=0.0) == RetryDecision(
+        1.0, resume=False
+    )
     with pytest.raises(ConnectionLostError):
-        attempts(resumable=False).after(LOST, informed=True, told=True, now=0.0)
+        attempts(resumable=False).decide_after(LOST, informed=True, told=True, now=0.0)
     for error in (InvalidRequestError("bad"), AlreadyExistsError("another's")):
         with pytest.raises(OutriderError):
-            attempts().after(error, now=0.0)
+            attempts().decide_after(error, now=0.0)
 
 
 @pytest.fixture
@@ -143,7 +152,7 @@ async def test_a_stream_finds_its_router_among_several_at_one_address(
     def shared(name: str) -> AbstractAsyncContextManager[RouterService]:
         folder = tmp_path / name
         folder.mkdir()
-        return running_router(folder, {"v": verifier}, share_ports=True, resume_grace_s=5.0)
+        return running_router(folder, {"v": verifier}, reuse_ports=True, resume_grace_s=5.0)
 
     async with (
         shared("one") as one,

@@ -14,11 +14,11 @@ from outrider.client.local import config as local
 from outrider.client.local.cluster import LocalCluster
 from outrider.client.local.model_files import ModelFiles
 from outrider.client.local.process_flags import router_args
-from outrider.client.local.readiness import check_free
+from outrider.client.local.readiness import check_ports_free
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from tests.unit.client.flags import drafter_arguments, flags_of, verifier_arguments
 
-Parsed = Callable[..., local.LocalConfig]
+Parsed = Callable[..., local.LocalFleetConfig]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Parsed:
     files = ModelFiles(path=Path("/models/tiny"), name="tiny", head=Path("/heads/tiny"))
     monkeypatch.setattr(serve, "find_model", lambda *_, **__: files)
 
-    def parse(*flags: str) -> local.LocalConfig:
+    def parse(*flags: str) -> local.LocalFleetConfig:
         return serve.make_config(main.make_parser().parse_args(["serve", *flags]))
 
     return parse
@@ -91,10 +91,10 @@ def test_the_journal_is_the_routers(parsed: Parsed) -> None:
 
 
 def test_running_requests_get_as_long_as_is_said(parsed: Parsed) -> None:
-    assert flags_of(router_args(parsed(), ["v"], ["d"]))["drain-s"] == "30.0"
-    config = parsed("--drain-s", "2")
-    assert flags_of(router_args(config, ["v"], ["d"]))["drain-s"] == "2.0"
-    assert flags_of(serve.ray_args(config))["drain-s"] == "2.0"
+    assert flags_of(router_args(parsed(), ["v"], ["d"]))["drain-timeout-s"] == "30.0"
+    config = parsed("--drain-timeout-s", "2")
+    assert flags_of(router_args(config, ["v"], ["d"]))["drain-timeout-s"] == "2.0"
+    assert flags_of(serve.ray_args(config))["drain-timeout-s"] == "2.0"
 
 
 def test_so_many_processes_are_started_by_either_runtime(parsed: Parsed) -> None:
@@ -161,10 +161,10 @@ def test_several_routers_do_not_join_another_fleets_at_their_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(FailedPreconditionError, match=f"cannot listen on {address}") as caught:
-            check_free(address, None)
+            check_ports_free(address, None)
     assert caught.value.reason == "ADDRESS_IN_USE"
-    check_free(address, None)
-    check_free("127.0.0.1:0", address)
+    check_ports_free(address, None)
+    check_ports_free("127.0.0.1:0", address)
 
 
 def test_options_named_as_elsewhere_reach_the_processes(parsed: Parsed) -> None:

@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 
 from outrider.client.local.cluster import LocalCluster
-from outrider.client.local.config import LocalConfig
-from outrider.client.local.process_flags import places
-from outrider.client.local.readiness import check_free
-from outrider.client.local.settings_check import Settings, check_settings, ray_warnings
+from outrider.client.local.config import LocalFleetConfig
+from outrider.client.local.process_flags import plan_placement
+from outrider.client.local.readiness import check_ports_free
+from outrider.client.local.settings_check import ProcessSettings, check_settings, ray_warnings
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
 
 
-def settings_of(**values: Any) -> Settings:
+def settings_of(**values: Any) -> ProcessSettings:
     """Of a verifier, a drafter for n-grams and a router."""
-    config = LocalConfig(model=Path("/models/m"), methods=(DraftMethod.NGRAM,), **values)
-    return check_settings(config, *places(config, 0))
+    config = LocalFleetConfig(model=Path("/models/m"), methods=(DraftMethod.NGRAM,), **values)
+    return check_settings(config, *plan_placement(config, 0))
 
 
 def test_variables_that_flags_override_are_told_with_the_flag_to_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OUTRIDER_ROUTER_MODEL_NAME", "mine")
-    monkeypatch.setenv("OUTRIDER_ROUTER_DRAIN_S", "30")  # as it is anyway
+    monkeypatch.setenv("OUTRIDER_ROUTER_DRAIN_TIMEOUT_S", "30")  # as it is anyway
     monkeypatch.setenv("OUTRIDER_ROUTER_DEFAULT_MAX_TOKENS", "7")  # counts
     monkeypatch.setenv("OUTRIDER_ROUTER_LISTEN", "0.0.0.0:1234")
     monkeypatch.setenv("OUTRIDER_VERIFIER_DTYPE", "fp8")
@@ -48,12 +48,13 @@ def test_keys_of_a_file_that_flags_override_are_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "router.toml"
-    file.write_text("drain_s = 5.0\nqueue_limit = 3\n")
+    file.write_text("drain_timeout_s = 5.0\nqueue_limit = 3\n")
     monkeypatch.setenv("OUTRIDER_ROUTER_CONFIG", str(file))
     (line,) = settings_of().warnings
     assert line == (
-        f"warning: drain_s in {file} is ignored: outrider serve sets drain_s of the router; "
-        "use --drain-s"
+        f"warning: drain_timeout_s in {file} is ignored: "
+        "outrider serve sets drain_timeout_s of the router; "
+        "use --drain-timeout-s"
     )
 
 
@@ -68,7 +69,7 @@ def test_rays_launcher_is_told_of_in_the_same_way(monkeypatch: pytest.MonkeyPatc
     [
         ("OUTRIDER_ROUTER_QUEUE_LIMITS", "5", "unknown environment variable"),
         ("OUTRIDER_VERIFIER_MAX_WAITING", "many", "OUTRIDER_VERIFIER_MAX_WAITING: must be an int"),
-        ("OUTRIDER_DRAFTER_DRAIN_S", "-1", "drain_s must not be negative"),
+        ("OUTRIDER_DRAFTER_DRAIN_TIMEOUT_S", "-1", "drain_timeout_s must not be negative"),
     ],
 )
 def test_variables_that_a_process_would_refuse_are_refused_at_once(
@@ -93,7 +94,8 @@ def test_a_malformed_file_of_keys_is_found_before_anything_starts(
     file = tmp_path / "keys.toml"
     file.write_text(text)
     cluster = LocalCluster(
-        LocalConfig(model=Path("/models/m"), methods=(), api_keys=file), progress=lambda _: None
+        LocalFleetConfig(model=Path("/models/m"), methods=(), api_keys=file),
+        progress=lambda _: None,
     )
     with pytest.raises(InvalidRequestError, match=says) as caught:
         cluster.start()
@@ -105,7 +107,7 @@ def test_a_metrics_port_that_is_taken_is_found_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cluster = LocalCluster(
-            LocalConfig(model=Path("/models/m"), methods=(), metrics_port=port),
+            LocalFleetConfig(model=Path("/models/m"), methods=(), metrics_port=port),
             progress=lambda _: None,
         )
         with pytest.raises(FailedPreconditionError, match=f"cannot listen on 127.0.0.1:{port}"):
@@ -135,10 +137,12 @@ def test_ports_of_the_environment_are_looked_at_too(monkeypatch: pytest.MonkeyPa
 
 def test_one_port_for_two_purposes_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"must differ, both are 127\.0\.0\.1:8000"):
-        LocalConfig(model=Path("m"), methods=(), listen="127.0.0.1:8000", http="127.0.0.1:8000")
+        LocalFleetConfig(
+            model=Path("m"), methods=(), listen="127.0.0.1:8000", http="127.0.0.1:8000"
+        )
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for first in (f"127.0.0.1:{port}", f"0.0.0.0:{port}"):
         with pytest.raises(FailedPreconditionError, match=f"{first} is asked for, too"):
-            check_free(first, None, f"127.0.0.1:{port}")
-    check_free("127.0.0.1:0", "127.0.0.1:0", f"127.0.0.1:{port}")
+            check_ports_free(first, None, f"127.0.0.1:{port}")
+    check_ports_free("127.0.0.1:0", "127.0.0.1:0", f"127.0.0.1:{port}")

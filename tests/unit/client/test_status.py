@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.client.commands.status import describe
+from outrider.client.commands.status import describe_server
 from outrider.ids import DrafterId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
@@ -29,7 +29,7 @@ def line(handicap: str) -> str:
         verifiers=(),
         drafters=(drafter,),
     )
-    return list(describe(info))[1]
+    return list(describe_server(info))[1]
 
 
 def test_a_drafter_that_is_slowed_down_is_never_taken_for_a_usual_one() -> None:
@@ -59,12 +59,14 @@ def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:
             verifiers=(verifier,),
             drafters=(),
         )
-        return list(describe(info))[1]
+        return list(describe_server(info))[1]
 
     assert "about to stop" in told(draining=True)
     pressed = told(waiting_sessions=2, preemptions_swap=5, preemptions_recompute=7)
     assert "2 sessions wait for KV blocks" in pressed
     assert "preempted 5 times by swap, 7 by recompute" in pressed
-    assert "25% of prompt tokens were there" in told(prefix_tokens_asked=80, prefix_tokens_found=20)
+    assert "25% of prompt tokens were there" in told(
+        prefix_cache_query_tokens=80, prefix_cache_hit_tokens=20
+    )
     assert "were there" not in told()
     assert "stop" not in told() and "preempted" not in told()

@@ -26,11 +26,14 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class FakeChildren:
     """Children that say what the flags tell them to, in place of the three processes."""
 
-    def __init__(self, *flags: str, drain_s: float | None = None, at: Path = Path()) -> None:
-        """`drain_s`: they end so long after SIGTERM and leave a file with their name in `at`."""
+    def __init__(
+        self, *flags: str, drain_timeout_s: float | None = None, at: Path = Path()
+    ) -> None:
+        """`drain_timeout_s`: they end so long after SIGTERM and leave a file with their name in
+        `at`."""
         self.started: list[ChildProcess] = []
         self.flags = list(flags)
-        self._drain_s, self._at = drain_s, at
+        self._drain_timeout_s, self._at = drain_timeout_s, at
 
     def serve(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They are what `outrider serve` starts, and SIGTERM comes as soon as it serves."""
@@ -40,8 +43,13 @@ class FakeChildren:
 
     def make(self, name: str, *_: object, **__: object) -> ChildProcess:
         flags = list(self.flags)
-        if self._drain_s is not None:
-            flags += ["--drain-s", str(self._drain_s), "--drained", str(self._at / name)]
+        if self._drain_timeout_s is not None:
+            flags += [
+                "--drain-timeout-s",
+                str(self._drain_timeout_s),
+                "--drained",
+                str(self._at / name),
+            ]
         child = ChildProcess(name, "tests.fakes.child", flags)
         self.started.append(child)
         return child
@@ -61,7 +69,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_model", lambda *_, **__: files)
     monkeypatch.setattr(cluster, "check_files", lambda _: ())
     # A start that no signal ends must end all the same.
-    monkeypatch.setattr(cluster, "START_S", STARTED_S)
+    monkeypatch.setattr(cluster, "START_TIMEOUT_S", STARTED_S)
 
 
 def send_when(number: int, children: FakeChildren, count: int) -> threading.Thread:
@@ -99,10 +107,10 @@ def test_a_signal_once_a_router_runs_drains_it_and_is_a_clean_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
     # Nobody answers at its address, so that all is never ready.
-    children = FakeChildren(drain_s=1.0, at=tmp_path)
+    children = FakeChildren(drain_timeout_s=1.0, at=tmp_path)
     monkeypatch.setattr(cluster, "ChildProcess", children.make)
     # What is merely closed is killed before it has drained.
-    monkeypatch.setattr(child_process, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_TIMEOUT_S", 0.2)
 
     def is_ready() -> bool:
         return any(child.name == "router" and child.ready for child in children.started)
@@ -113,7 +121,7 @@ def test_a_signal_once_a_router_runs_drains_it_and_is_a_clean_end(
 
     sender = threading.Thread(target=send_when_ready)
     sender.start()
-    assert main.main([*SERVE, "--drain-s", "20"]) == 0
+    assert main.main([*SERVE, "--drain-timeout-s", "20"]) == 0
     sender.join()
     assert drained(tmp_path) == {"router"}
     assert all(child.pid is None for child in children.started)
@@ -148,10 +156,10 @@ def test_running_requests_get_their_time_while_those_they_need_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # Longer than the time in which what is merely closed must end.
-    children = FakeChildren(drain_s=1.0, at=tmp_path)
-    monkeypatch.setattr(child_process, "STOP_S", 0.2)
+    children = FakeChildren(drain_timeout_s=1.0, at=tmp_path)
+    monkeypatch.setattr(child_process, "STOP_TIMEOUT_S", 0.2)
     children.serve(monkeypatch)
-    assert main.main(["serve", "--routers", "2", "--drain-s", "20", "--port", "50999"]) == 0
+    assert main.main(["serve", "--routers", "2", "--drain-timeout-s", "20", "--port", "50999"]) == 0
     assert drained(tmp_path) == {"router-0", "router-1"}
     assert all(child.pid is None for child in children.started)
 
@@ -160,7 +168,7 @@ def test_running_requests_get_their_time_while_those_they_need_go_on(
 def test_a_second_signal_ends_what_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
 ) -> None:
-    children = FakeChildren(drain_s=2.0 * STARTED_S, at=tmp_path)
+    children = FakeChildren(drain_timeout_s=2.0 * STARTED_S, at=tmp_path)
     children.serve(monkeypatch)
     closed: list[int | None] = []
     close = ChildProcess.close
@@ -176,7 +184,7 @@ def test_a_second_signal_ends_what_runs(
 
     monkeypatch.setattr(ChildProcess, "close", close_and_note)
     # A verifier is closed, and so killed after a moment: it is a router that hears the signal.
-    monkeypatch.setattr(child_process, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_TIMEOUT_S", 0.2)
     sender = threading.Thread(target=send_when_told)
     sender.start()
     assert main.main(SERVE) == 0
@@ -189,9 +197,9 @@ def test_a_second_signal_ends_what_runs(
 def test_a_verifier_that_dies_while_requests_end_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    children = FakeChildren(drain_s=3.0, at=tmp_path)
-    monkeypatch.setattr(child_process, "STOP_S", 0.2)
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
+    children = FakeChildren(drain_timeout_s=3.0, at=tmp_path)
+    monkeypatch.setattr(child_process, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(supervisor, "MIN_BACKOFF_S", 0.05)
     children.serve(monkeypatch)
     pids: list[int] = []
 
@@ -206,7 +214,7 @@ def test_a_verifier_that_dies_while_requests_end_is_started_again(
 
     killer = threading.Thread(target=kill_when_told)
     killer.start()
-    assert main.main([*SERVE, "--drain-s", "20"]) == 0
+    assert main.main([*SERVE, "--drain-timeout-s", "20"]) == 0
     killer.join()
     assert len(pids) == 2 and drained(tmp_path) == {"router"}
 
@@ -216,10 +224,10 @@ def test_a_router_that_never_ends_is_not_waited_for_forever(
 ) -> None:
     children = FakeChildren("--deaf")
     children.serve(monkeypatch)
-    monkeypatch.setattr(child_process, "STOP_S", 0.2)
-    monkeypatch.setattr(cluster, "STOP_S", 0.2)
+    monkeypatch.setattr(child_process, "STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cluster, "STOP_TIMEOUT_S", 0.2)
     began = time.monotonic()
-    assert main.main([*SERVE, "--drain-s", "0.5"]) == 0
+    assert main.main([*SERVE, "--drain-timeout-s", "0.5"]) == 0
     assert time.monotonic() - began < STARTED_S
     assert all(child.pid is None for child in children.started)
 

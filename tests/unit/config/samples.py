@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from outrider.config import KeysOf, OneOf
-from outrider.config.description import Field, Kind
+from outrider.config.description import ConfigField, ValueType
 from outrider.ids import VerifierId
 
 
@@ -59,17 +59,17 @@ class Outer:
             raise ValueError("ratio must be at most 1")
 
 
-def another_value(field: Field) -> object:
+def another_value(field: ConfigField) -> object:
     """A value of a field's type, as TOML has it, that is not its default where that can be."""
-    return _another(field.kind, field.default)
+    return _another(field.value_type, field.default)
 
 
-def _another(kind: Kind, default: object) -> object:
+def _another(kind: ValueType, default: object) -> object:
     if kind.choices:
         return next(choice for choice in reversed(kind.choices) if choice not in ("", default))
     if kind.word == "keys":
         assert kind.table is not None
-        first = next(each for each in kind.table.fields if each.kind.table is None)
+        first = next(each for each in kind.table.fields if each.value_type.table is None)
         return {first.name: another_value(first)}
     if kind.item is not None:
         return [_another(kind.item, None)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import Environment, Loaded, load
+from outrider.config import LoadedConfig, ProcessEnvironment, load_with_sources
 from outrider.config.__main__ import main
 from outrider.config.display import REDACTED, as_json, as_toml
 from tests.unit.config.samples import Outer
@@ -19,20 +19,20 @@ Captured = pytest.CaptureFixture[str]
 CONFIGS = Path(__file__).parents[3] / "deploy" / "configs"
 
 
-def loaded() -> Loaded[object]:
+def loaded() -> LoadedConfig[object]:
     variables = {"O_NAME": 'a "b"\x7f', "O_INNER__SECRET": "s3cr3t", "O_FILE": "/k"}
-    return load(
+    return load_with_sources(
         Outer,
         None,
         {"named": {"x": {"size": 2, "secret": "t0p"}, "token": {"size": 3}}},
-        environment=Environment("O_", variables),
+        environment=ProcessEnvironment("O_", variables),
     )
 
 
 def test_what_is_shown_gives_the_same_configuration_again(tmp_path: Path) -> None:
     file = tmp_path / "shown.toml"
     file.write_text(as_toml(loaded()).replace(REDACTED, "s3cr3t", 1).replace(REDACTED, "t0p"))
-    assert load(Outer, file).config == loaded().config
+    assert load_with_sources(Outer, file).config == loaded().config
 
 
 def test_secrets_are_not_shown() -> None:
@@ -60,11 +60,11 @@ def test_a_process_is_shown_as_it_would_run(
 
 
 def test_a_drafters_flags_are_read_as_the_drafter_reads_them(capsys: Captured) -> None:
-    flags = ["--", "--methods", "ngram,model", "--draft-model", "m", "--no-lanes"]
+    flags = ["--", "--methods", "ngram,model", "--draft-model", "m", "--no-shared-memory"]
     assert main(["show", "--process", "drafter", "--json", *flags]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["methods"] == {"value": ["ngram", "model"], "source": "flag"}
-    assert said["lanes"] == {"value": False, "source": "flag"}
+    assert said["shared_memory"] == {"value": False, "source": "flag"}
 
 
 def test_a_file_is_checked_without_the_environment(

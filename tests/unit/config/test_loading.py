@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import Environment, from_plain, load, load_config
+from outrider.config import ProcessEnvironment, from_plain, load_config, load_with_sources
 from outrider.config.environment import variable_of
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.ids import VerifierId
 from tests.unit.config.samples import Colour, Inner, Outer
 
 
-def environment(**variables: str) -> Environment:
-    return Environment("OUTRIDER_OUTER_", {f"OUTRIDER_OUTER_{k}": v for k, v in variables.items()})
+def environment(**variables: str) -> ProcessEnvironment:
+    return ProcessEnvironment(
+        "OUTRIDER_OUTER_", {f"OUTRIDER_OUTER_{k}": v for k, v in variables.items()}
+    )
 
 
 def load_text(tmp_path: Path, text: str, **overrides: object) -> Outer:
@@ -69,7 +71,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_every_layer_wins_over_the_one_below_and_is_named(tmp_path: Path) -> None:
     file = tmp_path / "outer.toml"
     file.write_text('name = "file"\nlimit = 1\nratio = 0.1\n[named.blue]\nsize = 2\n')
-    loaded = load(
+    loaded = load_with_sources(
         Outer,
         None,
         {"ratio": 0.3, "inner.size": None},
@@ -167,9 +169,9 @@ def test_variables_of_others_and_of_kubernetes_services_are_left_alone() -> None
         "OUTRIDER_OUTER_METRICS_PORT": "tcp://10.0.0.1:9100",
     }
     variables = {"OUTRIDER_OUTER_NAME": "v", **others}
-    assert load(Outer, environment=Environment("OUTRIDER_OUTER_", variables)).sources == {
-        "name": "OUTRIDER_OUTER_NAME"
-    }
+    assert load_with_sources(
+        Outer, environment=ProcessEnvironment("OUTRIDER_OUTER_", variables)
+    ).sources == {"name": "OUTRIDER_OUTER_NAME"}
     with pytest.raises(InvalidRequestError, match="METRICS_PORT"):
         load_config(Outer, environment=environment(NAME="v", METRICS_PORT="9100"))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from outrider.config import Environment, load
+from outrider.config import ProcessEnvironment, load_with_sources
 from outrider.config.__main__ import main
-from outrider.config.description import Field, describe, keys_of, plain
+from outrider.config.description import ConfigField, describe_config, keys_of, to_plain
 from outrider.config.environment import variable_of
 from outrider.config.process_registry import PROCESSES
 from outrider.config.schema import json_schema
@@ -32,7 +32,7 @@ class Key:
 
     role: str
     name: str
-    field: Field
+    field: ConfigField
 
     @property
     def concrete(self) -> str:
@@ -52,13 +52,13 @@ NEEDED: dict[str, dict[str, object]] = {
 KEYS = [Key(role, *found) for role in ROLES for found in keys_of(PROCESSES[role].table)]
 
 
-def found_at(key: Key, file: Path | None, environment: Environment) -> object:
+def found_at(key: Key, file: Path | None, environment: ProcessEnvironment) -> object:
     """A key's value in the built configuration; None if it does not go with the others' defaults,
     which is the dataclass's own to say."""
     flags = {name: value for name, value in NEEDED.get(key.role, {}).items() if name != key.name}
     config = PROCESSES[key.role].config
     try:
-        value = plain(load(config, file, flags, environment=environment).config)
+        value = to_plain(load_with_sources(config, file, flags, environment=environment).config)
     except InvalidRequestError as error:
         assert not re.search(r"unknown|must be (int|float|str|bool|dict|a list)", error.message)
         return None
@@ -82,8 +82,8 @@ def test_every_key_can_be_given_by_file_and_environment(key: Key, tmp_path: Path
     text = ",".join(map(str, value)) if isinstance(value, list) else toml_value(value).strip('"')
     variables = {variable_of(key.role, key.concrete): text}
     prefix = f"OUTRIDER_{key.role.upper()}_"
-    by_file = found_at(key, file, Environment(prefix, {}))
-    by_variable = found_at(key, None, Environment(prefix, variables))
+    by_file = found_at(key, file, ProcessEnvironment(prefix, {}))
+    by_variable = found_at(key, None, ProcessEnvironment(prefix, variables))
     assert by_file == by_variable
     assert by_file in (value, None)
 
@@ -94,18 +94,18 @@ def test_few_keys_do_not_go_with_the_defaults_of_others(tmp_path: Path) -> None:
     for key in KEYS:
         file = tmp_path / "some.toml"
         file.write_text(f"{key.concrete} = {toml_value(another_value(key.field))}\n")
-        if found_at(key, file, Environment("", {})) is None:
+        if found_at(key, file, ProcessEnvironment("", {})) is None:
             refused.append(str(key))
     assert len(refused) < len(KEYS) / 6, refused
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.field.kind.choices], ids=str)
+@pytest.mark.parametrize("key", [key for key in KEYS if key.field.value_type.choices], ids=str)
 def test_what_the_schema_does_not_offer_is_refused(key: Key, tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text(f'{key.concrete} = "no such choice"\n')
     last = key.name.rpartition(".")[2]
     with pytest.raises(InvalidRequestError, match=last):
-        load(PROCESSES[key.role].config, file, NEEDED.get(key.role))
+        load_with_sources(PROCESSES[key.role].config, file, NEEDED.get(key.role))
     with pytest.raises(jsonschema.ValidationError, match="no such choice"):
         jsonschema.validate(tomllib.loads(file.read_text()), SCHEMAS[key.role])
 
@@ -145,7 +145,7 @@ def test_the_reference_page_is_that_of_the_code(capsys: pytest.CaptureFixture[st
 
 
 def test_a_schema_refuses_what_is_unknown_or_of_another_type() -> None:
-    schema = json_schema(describe(Outer), "Outer")
+    schema = json_schema(describe_config(Outer), "Outer")
     jsonschema.validate({"named": {"any": {"size": 3}}, "hosts": ["a"], "mode": "b"}, schema)
     for wrong in (
         {"limt": 3},

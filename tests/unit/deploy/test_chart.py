@@ -93,12 +93,12 @@ def test_processes_read_their_configuration_and_have_time_to_end(case: str, tmp_
     for pod in pods(documents(case)):
         for role, container in pod.processes():
             config = configs[role]
-            needed = pre_stop_s(container) + config.drain_s + TEARDOWN_S
+            needed = pre_stop_s(container) + config.drain_timeout_s + TEARDOWN_S
             assert pod.spec["terminationGracePeriodSeconds"] >= needed
-            if getattr(config, "awake_cores", 0):
+            if getattr(config, "busy_polling_cores", 0):
                 resources = container["resources"]
                 assert resources["requests"] == resources["limits"]
-                assert quantity(resources["limits"]["cpu"]) > config.awake_cores
+                assert quantity(resources["limits"]["cpu"]) > config.busy_polling_cores
     services = {d["metadata"]["name"] for d in documents(case) if d["kind"] == "Service"}
     for address in (*configs["router"].verifiers, *configs["router"].drafters):
         assert re.fullmatch(r"dns:///([a-z-]+):5005[12]", address)
@@ -108,7 +108,7 @@ def test_processes_read_their_configuration_and_have_time_to_end(case: str, tmp_
 def test_values_come_through_to_the_processes_with_their_types(tmp_path: Path) -> None:
     configs = configs_of(documents("gpu"), tmp_path)
     assert configs["router"].tenants["team a"].weight == 2.5
-    assert configs["router"].overload.aging_s == 5.0
+    assert configs["router"].overload.priority_aging_s == 5.0
     assert configs["router"].queue_limit == 256
     assert configs["verifier"].memory_fraction == 0.85
     assert configs["verifier"].kv_tokens == 0
@@ -117,7 +117,7 @@ def test_values_come_through_to_the_processes_with_their_types(tmp_path: Path) -
 
 
 def test_a_value_can_be_taken_away() -> None:
-    assert "features_from" in rendered("") and "features_from" not in rendered("plain")
+    assert "feature_head" in rendered("") and "feature_head" not in rendered("plain")
 
 
 def test_a_change_of_configuration_rolls_the_pods_of_that_process_alone() -> None:

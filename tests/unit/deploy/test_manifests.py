@@ -13,8 +13,8 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
-from outrider_drafter.metrics import Metrics as DrafterMetrics
-from outrider_router.base.dns_names import split
+from outrider_drafter.metrics import DrafterMetrics as DrafterMetrics
+from outrider_router.base.dns_names import split_addresses
 from outrider_router.base.metrics import RouterMetrics
 
 import outrider
@@ -106,7 +106,7 @@ def test_the_grace_period_covers_pre_stop_and_drain(overlay: str, tmp_path: Path
     configs = configs_of(everything, tmp_path)
     for pod in pods(everything):
         for role, container in pod.processes():
-            needed = pre_stop_s(container) + configs[role].drain_s + TEARDOWN_S
+            needed = pre_stop_s(container) + configs[role].drain_timeout_s + TEARDOWN_S
             assert pod.spec["terminationGracePeriodSeconds"] >= needed, (pod.owner, role)
 
 
@@ -116,7 +116,7 @@ def test_routers_find_their_peers_by_headless_services(overlay: str, tmp_path: P
     configs = configs_of(everything, tmp_path)
     services = {d["metadata"]["name"]: d["spec"] for d in everything if d["kind"] == "Service"}
     for peers in (configs["router"].verifiers, configs["router"].drafters):
-        plain, names = split(peers)
+        plain, names = split_addresses(peers)
         assert not plain and names
         for host, port in names:
             assert services[host]["clusterIP"] == "None"
@@ -131,12 +131,12 @@ def test_awake_cores_have_whole_cpus_of_their_own(overlay: str, tmp_path: Path) 
     configs = configs_of(everything, tmp_path)
     for pod in pods(everything):
         for role, container in pod.processes():
-            if not getattr(configs[role], "awake_cores", 0):
+            if not getattr(configs[role], "busy_polling_cores", 0):
                 continue
             resources = container["resources"]
             assert resources["requests"] == resources["limits"], "the pod is not Guaranteed"
             cpus = quantity(resources["limits"]["cpu"])
-            assert cpus == int(cpus) > configs[role].awake_cores
+            assert cpus == int(cpus) > configs[role].busy_polling_cores
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -16,9 +16,9 @@ from outrider_ray.autoscale import (
     MemberLoad,
     Memories,
     PoolState,
-    plan,
+    plan_scaling,
 )
-from outrider_ray.members import Member, Role, cells_of, member_of, members_of
+from outrider_ray.members import FleetMember, MemberRole, cells_of, member_of, members_of
 
 CONFIG = AutoscaleConfig(
     max_verifiers=4, up_after_s=5.0, down_after_s=60.0, cool_down_s=30.0, queue_per_verifier=4.0
@@ -28,11 +28,13 @@ CONFIG = AutoscaleConfig(
 def pool(*loads: float, waiting: int = 0, least: int = 1, most: int = 4) -> PoolState:
     """Verifiers with these loads, of ten sessions each when full."""
     return PoolState(
-        role=Role.VERIFIER,
-        least=least,
-        most=most,
+        role=MemberRole.VERIFIER,
+        min_members=least,
+        max_members=most,
         members=tuple(
-            MemberLoad(member=Member(Role.VERIFIER, n), sessions=round(10 * load), load=load)
+            MemberLoad(
+                member=FleetMember(MemberRole.VERIFIER, n), sessions=round(10 * load), load=load
+            )
             for n, load in enumerate(loads)
         ),
         waiting=waiting,
@@ -57,7 +59,7 @@ class Watch:
             cold_since=memory.cold_since,
             changed_at=memory.changed_at,
         )
-        action = plan(seen, CONFIG, self.now)
+        action = plan_scaling(seen, CONFIG, self.now)
         if action is not None:
             self.memories.changed(state.role, self.now)
         return action
@@ -67,13 +69,15 @@ def test_a_queue_that_lasts_brings_one_more() -> None:
     watch = Watch()
     assert watch.look(pool(0.5, waiting=4)) is None
     assert watch.look(pool(0.5, waiting=4), after_s=4.9) is None
-    assert watch.look(pool(0.5, waiting=4), after_s=0.2) == Create(Member(Role.VERIFIER, 1))
+    assert watch.look(pool(0.5, waiting=4), after_s=0.2) == Create(
+        FleetMember(MemberRole.VERIFIER, 1)
+    )
 
 
 def test_full_members_bring_one_more_without_a_queue() -> None:
     watch = Watch()
     watch.look(pool(0.9, 0.9))
-    assert watch.look(pool(0.9, 0.9), after_s=6.0) == Create(Member(Role.VERIFIER, 2))
+    assert watch.look(pool(0.9, 0.9), after_s=6.0) == Create(FleetMember(MemberRole.VERIFIER, 2))
 
 
 def test_a_burst_that_is_over_brings_nobody() -> None:
@@ -95,7 +99,7 @@ def test_a_change_is_given_time_to_show_its_effect() -> None:
     assert watch.look(pool(1.0), after_s=6.0) is not None
     watch.look(pool(1.0, 1.0), after_s=1.0)
     assert watch.look(pool(1.0, 1.0), after_s=28.0) is None
-    assert watch.look(pool(1.0, 1.0), after_s=2.0) == Create(Member(Role.VERIFIER, 2))
+    assert watch.look(pool(1.0, 1.0), after_s=2.0) == Create(FleetMember(MemberRole.VERIFIER, 2))
 
 
 @pytest.mark.parametrize("change", [{"ready": False}, {"leaving": True}])
@@ -113,7 +117,7 @@ def test_an_idle_pool_lets_go_whom_it_costs_least_and_never_the_first_ones() -> 
     assert watch.look(state) is None
     assert watch.look(state, after_s=59.0) is None
     # The first one is idler, but part of the fleet as it was asked for.
-    assert watch.look(state, after_s=2.0) == Drain(Member(Role.VERIFIER, 2))
+    assert watch.look(state, after_s=2.0) == Drain(FleetMember(MemberRole.VERIFIER, 2))
 
 
 def test_a_pool_at_its_least_shrinks_no_more() -> None:
@@ -133,7 +137,7 @@ def test_the_number_of_one_who_left_is_given_again() -> None:
     gap = replace(state, members=(state.members[0], state.members[2]))
     watch = Watch()
     watch.look(gap)
-    assert watch.look(gap, after_s=6.0) == Create(Member(Role.VERIFIER, 1))
+    assert watch.look(gap, after_s=6.0) == Create(FleetMember(MemberRole.VERIFIER, 1))
 
 
 @given(
@@ -147,7 +151,9 @@ def test_pools_stay_within_their_bounds_and_do_not_flap(
     watch, numbers, changes = Watch(), list(range(least)), []
     for load, waiting in looks:
         members = tuple(
-            MemberLoad(member=Member(Role.VERIFIER, n), sessions=round(10 * load), load=load)
+            MemberLoad(
+                member=FleetMember(MemberRole.VERIFIER, n), sessions=round(10 * load), load=load
+            )
             for n in numbers
         )
         state = replace(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from outrider_ray.config import LaunchConfig
+from outrider_ray.config import RayFleetConfig
 
 K8S = Path(__file__).parents[3] / "deploy" / "k8s" / "overlays"
 SERVICE = K8S / "kuberay" / "ray-service.yaml"
@@ -33,14 +33,14 @@ def application() -> dict[str, Any]:
 
 
 @pytest.fixture
-def config(application: dict[str, Any]) -> LaunchConfig:
+def config(application: dict[str, Any]) -> RayFleetConfig:
     from outrider_ray.serve_app import launch_config
 
     return launch_config(application["args"])
 
 
 def test_the_application_is_there_and_takes_its_arguments(
-    application: dict[str, Any], config: LaunchConfig
+    application: dict[str, Any], config: RayFleetConfig
 ) -> None:
     module, _, name = application["import_path"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
@@ -49,7 +49,7 @@ def test_the_application_is_there_and_takes_its_arguments(
 
 
 def test_every_pod_of_a_group_has_room_for_a_cell_and_there_are_pods_for_all(
-    config: LaunchConfig,
+    config: RayFleetConfig,
 ) -> None:
     (group,) = spec_of(SERVICE)["workerGroupSpecs"]
     start = group["rayStartParams"]
@@ -61,7 +61,7 @@ def test_every_pod_of_a_group_has_room_for_a_cell_and_there_are_pods_for_all(
         resources[resource] -= 1
     assert min(resources.values()) == 0
     assert int(start["num-cpus"]) >= len(config.cells[0]) * config.cpus_per_actor
-    assert group["maxReplicas"] == max(config.most)
+    assert group["maxReplicas"] == max(config.max_of)
 
 
 def test_both_overlays_are_of_the_same_cluster() -> None:

@@ -10,13 +10,13 @@ import ray
 from outrider_ray.autoscale import AutoscaleConfig
 from outrider_ray.cluster import init_options
 from outrider_ray.config import (
-    LaunchConfig,
+    RayFleetConfig,
     drafter_config,
     router_config,
     verifier_config,
 )
-from outrider_ray.members import Role
-from outrider_ray.placement import bundle, gpu_share, with_gpu_share
+from outrider_ray.members import MemberRole
+from outrider_ray.placement import actor_bundle, gpu_share, with_gpu_share
 
 from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod
@@ -24,9 +24,9 @@ from outrider.spec.plan import DraftMethod
 HEAD = (DraftMethod.EAGLE3,)
 
 
-def config_of(**values: object) -> LaunchConfig:
+def config_of(**values: object) -> RayFleetConfig:
     """Two actors that compute."""
-    return LaunchConfig(**({"model": "m", "head": "h", "methods": HEAD} | values))  # type: ignore[arg-type]
+    return RayFleetConfig(**({"model": "m", "head": "h", "methods": HEAD} | values))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_sharing_a_gpu_is_said_and_leaves_memory_for_the_drafter(
     with caplog.at_level(logging.WARNING):
         config = with_gpu_share(config_of(device="cuda"))
     assert [record.message for record in caplog.records] == ["fewer GPUs than actors: they share"]
-    assert [bundle(config, role) for role in config.roles] == [{"GPU": 0.5}, {"GPU": 0.5}]
+    assert [actor_bundle(config, role) for role in config.roles] == [{"GPU": 0.5}, {"GPU": 0.5}]
     assert verifier_config(config).memory_fraction == 0.7
     own = config_of(device="cuda", gpus_per_actor=0.5, memory_fraction=0.4)
     assert verifier_config(own).memory_fraction == 0.4
@@ -71,22 +71,22 @@ def test_actors_with_a_gpu_each_compute_on_the_one_that_they_see(
     dead = {"Alive": False, "Resources": {"GPU": 8.0}}
     alive = {"Alive": True, "Resources": {"GPU": 2.0}}
     monkeypatch.setattr(ray, "nodes", lambda: [dead, alive])
-    config = with_gpu_share(config_of(device="cuda", awake_cores=3))
+    config = with_gpu_share(config_of(device="cuda", busy_polling_cores=3))
     verifier, drafter = verifier_config(config), drafter_config(config)
     assert drafter is not None
     assert (verifier.device, drafter.device) == ("cuda:0", "cuda:0")
-    assert (verifier.awake_cores, drafter.awake_cores) == (3, 3)
+    assert (verifier.busy_polling_cores, drafter.busy_polling_cores) == (3, 3)
     assert verifier.memory_fraction == 0.9
-    assert [bundle(config, role) for role in config.roles] == [{"GPU": 1.0}, {"GPU": 1.0}]
+    assert [actor_bundle(config, role) for role in config.roles] == [{"GPU": 1.0}, {"GPU": 1.0}]
 
 
 def test_a_drafter_that_only_looks_up_takes_no_gpu() -> None:
-    config = config_of(device="cuda", methods=(DraftMethod.NGRAM,), awake_cores=3)
+    config = config_of(device="cuda", methods=(DraftMethod.NGRAM,), busy_polling_cores=3)
     drafter = drafter_config(config)
     assert drafter is not None
-    assert (drafter.device, drafter.awake_cores) == ("cpu", 0)
-    assert "GPU" not in bundle(config, Role.DRAFTER)
-    assert bundle(config, Role.VERIFIER) == {"GPU": 1.0}
+    assert (drafter.device, drafter.busy_polling_cores) == ("cpu", 0)
+    assert "GPU" not in actor_bundle(config, MemberRole.DRAFTER)
+    assert actor_bundle(config, MemberRole.VERIFIER) == {"GPU": 1.0}
 
 
 def test_every_member_of_a_pool_has_a_name_that_the_router_knows(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_every_member_of_a_pool_has_a_name_that_the_router_knows(tmp_path: Path)
 
 def test_a_pool_that_drafts_by_its_verifiers_alone_has_no_drafters() -> None:
     config = config_of(verifiers=2, drafters=3, placement="fused")
-    assert config.counts == (2, 0) and config.most == (2, 0)
+    assert config.counts == (2, 0) and config.max_of == (2, 0)
     assert [len(cell) for cell in config.cells] == [1, 1]
 
 
@@ -119,17 +119,20 @@ def test_a_local_ray_has_room_for_all_that_may_come() -> None:
 
 def test_what_reserves_nothing_still_has_a_bundle() -> None:
     config = config_of(verifier_resource="target_node")
-    assert bundle(config, Role.VERIFIER) == {"target_node": 1.0}
-    sliver = bundle(config, Role.DRAFTER)
+    assert actor_bundle(config, MemberRole.VERIFIER) == {"target_node": 1.0}
+    sliver = actor_bundle(config, MemberRole.DRAFTER)
     assert list(sliver) == ["CPU"] and 0.0 < sliver["CPU"] < 0.01
 
 
 def test_object_refs_are_not_bypassed_by_lanes() -> None:
-    for exchange, lanes in (("grpc", True), ("refs", False)):
+    for exchange, shm_channels in (("grpc", True), ("refs", False)):
         config = config_of(exchange=exchange)
         drafter = drafter_config(config)
         assert drafter is not None
-        assert (verifier_config(config).lanes, drafter.lanes) == (lanes, lanes)
+        assert (verifier_config(config).shared_memory, drafter.shared_memory) == (
+            shm_channels,
+            shm_channels,
+        )
         assert config.ray.exchange == exchange
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from outrider_ray.autoscale import AutoscaleConfig, Create, Drain
-from outrider_ray.config import LaunchConfig
-from outrider_ray.members import Member, Role
-from outrider_ray.scaler import Scaler, drafter_load, verifier_load
+from outrider_ray.config import RayFleetConfig
+from outrider_ray.members import FleetMember, MemberRole
+from outrider_ray.scaler import FleetScaler, drafter_load, verifier_load
 from outrider_router.fleet.compatibility import PeerState
 from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
 
@@ -22,9 +22,9 @@ from outrider.spec.plan import DraftMethod
 AUTOSCALE = AutoscaleConfig(
     max_verifiers=2, max_drafters=2, up_after_s=1.0, down_after_s=1.0, cool_down_s=1.0
 )
-CONFIG = LaunchConfig(model="m", methods=(DraftMethod.NGRAM,), autoscale=AUTOSCALE)
-SECOND = Member(Role.VERIFIER, 1)
-SECOND_DRAFTER = Member(Role.DRAFTER, 1)
+CONFIG = RayFleetConfig(model="m", methods=(DraftMethod.NGRAM,), autoscale=AUTOSCALE)
+SECOND = FleetMember(MemberRole.VERIFIER, 1)
+SECOND_DRAFTER = FleetMember(MemberRole.DRAFTER, 1)
 
 
 def verifier_info(**values: Any) -> Any:
@@ -44,15 +44,15 @@ class FakeFleet:
     room: bool = True
 
     def __post_init__(self) -> None:
-        self.members: dict[Member, None] = dict.fromkeys(CONFIG.members)
+        self.members: dict[FleetMember, None] = dict.fromkeys(CONFIG.members)
 
-    async def add(self, member: Member) -> None:
+    async def add(self, member: FleetMember) -> None:
         if not self.room:
             raise UnavailableError("no places", reason="NO_PLACES")
         self.calls.append(f"add {member.name}")
         self.members[member] = None
 
-    async def remove(self, member: Member, drain_s: float) -> None:
+    async def remove(self, member: FleetMember, drain_timeout_s: float) -> None:
         self.calls.append(f"remove {member.name}")
         del self.members[member]
 
@@ -68,7 +68,9 @@ class FakeRouter:
         self.registry = self
         self.mover = self
         for member in CONFIG.members:
-            (self.add_verifier if member.role is Role.VERIFIER else self.add_drafter)(member.name)
+            (self.add_verifier if member.role is MemberRole.VERIFIER else self.add_drafter)(
+                member.name
+            )
         calls.clear()
 
     def add_verifier(self, address: str) -> None:
@@ -103,7 +105,7 @@ class Rig:
         self.router = FakeRouter(self.fleet.calls)
         fleet: Any = self.fleet
         service: Any = self.router
-        self.scaler = Scaler(CONFIG, fleet, service)
+        self.scaler = FleetScaler(CONFIG, fleet, service)
         self.now = 0.0
 
     async def look(self) -> tuple[object, ...]:
@@ -168,7 +170,7 @@ async def test_a_cluster_without_room_is_asked_again_after_the_cool_down(rig: Ri
 
 
 def test_a_verifiers_load_is_its_scarcer_resource() -> None:
-    member = Member(Role.VERIFIER, 0)
+    member = FleetMember(MemberRole.VERIFIER, 0)
 
     def load(**values: Any) -> float:
         info = verifier_info(**values)

@@ -10,16 +10,16 @@ from zlib import crc32
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.metrics import Metrics
-from outrider_drafter.proposers.eagle import HeadSource
-from outrider_drafter.proposers.interface import DraftSource
+from outrider_drafter.metrics import DrafterMetrics
+from outrider_drafter.proposers.eagle import EagleProposer
+from outrider_drafter.proposers.interface import Proposer
 from outrider_drafter.server.draft_engine import DraftEngine
-from outrider_drafter.state.session import Limits
+from outrider_drafter.state.session import VerdictLimits
 
 from outrider.engine.heads import DraftHead, load_head
 from outrider.ids import SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import (
     Proposal,
@@ -34,8 +34,8 @@ from tests.factories import make_eagle3_head
 
 HIDDEN = 64
 VOCAB = 384
-CHAIN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, top_k=1)
-TREE = Plan(method=DraftMethod.EAGLE3, draft_tokens=12, top_k=4, depth=4)
+CHAIN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, top_k=1)
+TREE = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=12, top_k=4, depth=4)
 
 
 def embedding() -> torch.Tensor:
@@ -46,9 +46,9 @@ def embedding() -> torch.Tensor:
 
 def head_source(
     directory: Path, *, max_rows: int = 4096, dtype: torch.dtype = torch.float64
-) -> HeadSource:
+) -> EagleProposer:
     """A random head of `tests.factories`, in float64 so that it can be compared."""
-    return HeadSource(_head(directory, dtype), max_rows=max_rows, dtype=dtype)
+    return EagleProposer(_head(directory, dtype), max_rows=max_rows, dtype=dtype)
 
 
 @lru_cache(maxsize=4)
@@ -89,7 +89,7 @@ class Script:
     def start(
         self,
         *,
-        plan: Plan = CHAIN,
+        plan: SpeculationPlan = CHAIN,
         sampling: SamplingParams | None = None,
         prompt_len: int = 8,
         max_len: int = 512,
@@ -113,7 +113,7 @@ class Script:
         self, end: int, *, draft_wanted: bool = True, with_features: bool = True
     ) -> Verdicts:
         """The message of `entry` alone."""
-        return Verdicts.of(
+        return Verdicts.of_verdicts(
             [self.entry(end, draft_wanted=draft_wanted, with_features=with_features)]
         )
 
@@ -147,7 +147,7 @@ def repeating(name: str = "s") -> Script:
 
 
 def make_engine(
-    sources: Sequence[DraftSource],
+    sources: Sequence[Proposer],
     *,
     max_sessions: int = 64,
     max_context: int = 4096,
@@ -156,14 +156,14 @@ def make_engine(
     """An engine over some sources. in_time: whether this machine's speed decides how far it looks
     ahead."""
     sizes = [s.feature_size for s in sources if s.feature_size]
-    limits = Limits(
+    limits = VerdictLimits(
         vocab_size=VOCAB, feature_size=sizes[0] if sizes else 0, max_context=max_context
     )
     return DraftEngine(
         sources,
         limits=limits,
         max_sessions=max_sessions,
-        metrics=Metrics(),
+        metrics=DrafterMetrics(),
         in_time=in_time,
     )
 
@@ -177,19 +177,19 @@ def answers(engine: DraftEngine) -> list[Proposal]:
     """Every proposal, also the empty ones that say that no draft comes."""
     proposals = [
         proposal
-        for together in engine.draft()
+        for together in engine.draft_wanted()
         for _, message in together
         if isinstance(message, Proposals)
-        for proposal in message.entries()
+        for proposal in message.iter_proposals()
     ]
     while engine.is_behind:
-        engine.catch_up()
+        engine.catch_up_session()
     return proposals
 
 
 def counted(engine: DraftEngine, name: str, **labels: str) -> float:
     """Value of a metric of this engine."""
-    engine.book()
+    engine.update_metrics()
     value = engine.metrics.registry.get_sample_value(name, labels)
     return 0.0 if value is None else value
 

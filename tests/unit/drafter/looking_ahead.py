@@ -11,18 +11,23 @@ from numpy.typing import NDArray
 from outrider_drafter.gpu.shapes import (
     Buckets,
     batch_sizes,
-    branch_sizes,
-    family,
-    path_rows,
-    score_family,
+    draft_shapes,
+    max_path_rows,
+    outcome_batch_sizes,
+    scoring_shapes,
 )
-from outrider_drafter.proposers.interface import AheadSource, Branches, Live, Outcome
+from outrider_drafter.proposers.interface import (
+    LookAheadProposer,
+    Outcome,
+    OutcomeDrafts,
+    PendingProposal,
+)
 from outrider_drafter.server.draft_engine import DraftEngine
-from outrider_drafter.state.session import Session
+from outrider_drafter.state.session import FollowedSession
 
 from outrider.engine.device.graphs.graph_cache import GraphCache
-from outrider.spec.draft_distribution import DraftLaw
-from outrider.spec.plan import Plan
+from outrider.spec.draft_distribution import DraftDistribution
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree
 from outrider.wire.messages import Proposal, SessionEnd
@@ -39,39 +44,43 @@ class Followed:
     """Sessions that a source follows, and the proposals that it made for them last."""
 
     engine: DraftEngine
-    source: AheadSource
+    source: LookAheadProposer
     scripts: list[Script]
     proposals: dict[str, Proposal]
 
     @classmethod
     def begin(
-        cls, source: AheadSource, mix: Sequence[tuple[Plan, SamplingParams]], *, max_len: int = 512
+        cls,
+        source: LookAheadProposer,
+        mix: Sequence[tuple[SpeculationPlan, SamplingParams]],
+        *,
+        max_len: int = 512,
     ) -> Followed:
         engine = make_engine([source])
         scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(mix))]
         for script, (plan, sampling) in zip(scripts, mix, strict=True):
-            engine.handle(1, script.start(plan=plan, sampling=sampling, max_len=max_len))
+            engine.handle_message(1, script.start(plan=plan, sampling=sampling, max_len=max_len))
         return cls(engine, source, scripts, {})
 
     def tell(self, ends: Sequence[int]) -> None:
         for script, end in zip(self.scripts, ends, strict=True):
-            self.engine.handle(1, script.verdict(end))
+            self.engine.handle_message(1, script.verdict(end))
         self.proposals = {name_of(p): p for p in drain(self.engine)}
 
     def end(self) -> None:
         """Leave nothing in the source."""
         for script in self.scripts:
-            self.engine.handle(1, SessionEnd(handle=script.handle))
+            self.engine.handle_message(1, SessionEnd(handle=script.handle))
 
-    def session(self, i: int) -> Session:
+    def session(self, i: int) -> FollowedSession:
         (found,) = [s for s in self.sessions() if s.key.handle == self.scripts[i].handle]
         return found
 
-    def sessions(self) -> list[Session]:
-        return self.engine._table.of_connection(1)
+    def sessions(self) -> list[FollowedSession]:
+        return self.engine._table.sessions_of_connection(1)
 
-    def lives(self, trees: Sequence[DraftTree]) -> list[Live]:
-        return [Live(self.session(i), tree) for i, tree in enumerate(trees)]
+    def lives(self, trees: Sequence[DraftTree]) -> list[PendingProposal]:
+        return [PendingProposal(self.session(i), tree) for i, tree in enumerate(trees)]
 
     def trees(self) -> list[DraftTree]:
         return [self.proposals[f"s{i}"].tree for i in range(len(self.scripts))]
@@ -94,29 +103,31 @@ def some_outcomes(
 def launches(monkeypatch: pytest.MonkeyPatch) -> set[Hashable]:
     """The keys of all graphs from now on."""
     launched: set[Hashable] = set()
-    run = GraphCache.run
+    run = GraphCache.run_graph
 
     def noted(self: GraphCache, key: Hashable, fn: Callable[[], object]) -> object:
         launched.add(key)
         return run(self, key, fn)
 
-    monkeypatch.setattr(GraphCache, "run", noted)
+    monkeypatch.setattr(GraphCache, "run_graph", noted)
     return launched
 
 
-def look_ahead(source: AheadSource, mix: Sequence[tuple[Plan, SamplingParams]]) -> None:
+def look_ahead(
+    source: LookAheadProposer, mix: Sequence[tuple[SpeculationPlan, SamplingParams]]
+) -> None:
     """Draft, score and branch for sessions, twice."""
     followed = Followed.begin(source, mix)
     for ends in ENDS:
         followed.tell(ends)
         trees = followed.trees()
-        scored = source.score(followed.lives(trees))
-        made(source.branch(some_outcomes(trees, scored.tokens)))
+        scored = source.score_proposals(followed.lives(trees))
+        made(source.draft_outcomes(some_outcomes(trees, scored.tokens)))
 
 
 def assert_captured(launched: set[Hashable], buckets: Buckets) -> None:
     """Each of these is captured at the start of a drafter with such buckets."""
-    drafts, branches = family(buckets.chains), family(buckets.chains, branches=True)
+    drafts, branches = draft_shapes(buckets.chains), draft_shapes(buckets.chains, branches=True)
     captured = {
         *(
             (shape, size, rows, general)
@@ -125,14 +136,14 @@ def assert_captured(launched: set[Hashable], buckets: Buckets) -> None:
             for rows in buckets.rows
         ),
         *(
-            ("branch", shape, size, path_rows(shape, buckets.path_rows), general)
+            ("branch", shape, size, max_path_rows(shape, buckets.path_rows), general)
             for shape, general in branches
-            for size in branch_sizes(shape)
+            for size in outcome_batch_sizes(shape)
         ),
         *(
             ("score", nodes, size, rows, warps)
-            for nodes, warps in score_family()
-            for size in nodes.sizes
+            for nodes, warps in scoring_shapes()
+            for size in nodes.batch_buckets
             for rows in buckets.score_rows
         ),
     }
@@ -150,14 +161,14 @@ class Made:
     """One branch."""
 
     tree: DraftTree
-    law: DraftLaw | None
+    law: DraftDistribution | None
 
 
-def made(parts: Iterator[Branches]) -> dict[int, Made]:
+def made(parts: Iterator[OutcomeDrafts]) -> dict[int, Made]:
     found: dict[int, Made] = {}
     for branches in parts:
         ends = branches.node_counts.cumsum().tolist()
-        laws = iter([] if branches.laws is None else laws_of(branches))
+        distributions = iter([] if branches.distributions is None else laws_of(branches))
         for row, (outcome, begin, end) in enumerate(
             zip(branches.outcomes.tolist(), [0, *ends], ends, strict=False)
         ):
@@ -167,29 +178,31 @@ def made(parts: Iterator[Branches]) -> dict[int, Made]:
                 branches.parents[here].copy(),
                 branches.logprobs[here].copy(),
             )
-            given = branches.laws is not None and bool(branches.laws.given[row])
+            given = branches.distributions is not None and bool(
+                branches.distributions.has_distribution[row]
+            )
             assert outcome not in found, "an outcome is drafted for once"
-            found[outcome] = Made(tree, next(laws) if given else None)
+            found[outcome] = Made(tree, next(distributions) if given else None)
     return found
 
 
-def laws_of(branches: Branches) -> list[DraftLaw]:
-    assert branches.laws is not None
-    sizes = iter(branches.laws.sizes.tolist())
-    first, laws = 0, []
-    for row in np.flatnonzero(branches.laws.given).tolist():
+def laws_of(branches: OutcomeDrafts) -> list[DraftDistribution]:
+    assert branches.distributions is not None
+    sizes = iter(branches.distributions.sizes.tolist())
+    first, distributions = 0, []
+    for row in np.flatnonzero(branches.distributions.has_distribution).tolist():
         own = [next(sizes) for _ in range(int(branches.node_counts[row]) + 1)]
         end = first + sum(own)
         offsets = np.cumsum([0, *own]).astype(np.int32)
-        laws.append(
-            DraftLaw(
+        distributions.append(
+            DraftDistribution(
                 offsets=offsets,
-                ids=branches.laws.ids[first:end],
-                counts=branches.laws.counts[first:end],
+                ids=branches.distributions.ids[first:end],
+                counts=branches.distributions.counts[first:end],
             )
         )
         first = end
-    return laws
+    return distributions
 
 
 def assert_same(ours: Made, theirs: Made, *, counts: int = 1) -> None:

@@ -36,7 +36,7 @@ class Lender:
         self.lent += 1
         weakref.finalize(held, self._write_over, memory)
         lying = np.frombuffer(held.data.toreadonly(), np.float32).reshape(memory.shape)
-        features = FeatureRows(dtype=verdicts.features.dtype, pieces=(lying,))
+        features = FeatureRows(dtype=verdicts.features.dtype, segments=(lying,))
         return [replace(verdicts, features=features, feature_offsets=offsets)]
 
     def _write_over(self, memory: NDArray[np.float32]) -> None:

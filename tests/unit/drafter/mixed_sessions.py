@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from outrider_drafter.server.draft_engine import DraftEngine
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import Proposal, Verdict, Verdicts
 from tests.unit.drafter.helpers import CHAIN, TREE, Script, drain, name_of
@@ -15,10 +15,10 @@ from tests.unit.drafter.helpers import CHAIN, TREE, Script, drain, name_of
 COUPLED = SamplingParams(temperature=0.8, seed=2**64 - 9)
 TARGET_ONLY = SamplingParams(temperature=0.7, rule=Rule.TARGET_ONLY, seed=6)
 REJECTION = SamplingParams(temperature=1.0, rule=Rule.REJECTION, seed=5)
-MIX: list[tuple[Plan, SamplingParams]] = [
+MIX: list[tuple[SpeculationPlan, SamplingParams]] = [
     (CHAIN, SamplingParams()),
     (CHAIN, COUPLED),
-    (Plan(method=DraftMethod.EAGLE3, draft_tokens=7, top_k=1), TARGET_ONLY),
+    (SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=7, top_k=1), TARGET_ONLY),
     (TREE, SamplingParams()),
     (TREE, TARGET_ONLY),
     (TREE, COUPLED),
@@ -52,28 +52,28 @@ Bring = Callable[[Sequence[Verdict]], Sequence[Verdicts]]
 
 def apart(entries: Sequence[Verdict]) -> list[Verdicts]:
     """A message of each session."""
-    return [Verdicts.of([entry]) for entry in entries]
+    return [Verdicts.of_verdicts([entry]) for entry in entries]
 
 
 def together(entries: Sequence[Verdict]) -> list[Verdicts]:
     """One of all."""
-    return [Verdicts.of(entries)]
+    return [Verdicts.of_verdicts(entries)]
 
 
 def told(
     engine: DraftEngine,
-    mix: Sequence[tuple[Plan, SamplingParams]],
+    mix: Sequence[tuple[SpeculationPlan, SamplingParams]],
     ends: Sequence[Sequence[int]],
     bring: Bring = apart,
 ) -> list[dict[str, Proposal]]:
     """Proposals after each round of verdicts, session i being told up to `ends[round][i]`."""
     scripts = [Script(f"s{i}", seed=20 + i) for i in range(len(mix))]
     for script, (plan, sampling) in zip(scripts, mix, strict=True):
-        engine.handle(1, script.start(plan=plan, sampling=sampling))
+        engine.handle_message(1, script.start(plan=plan, sampling=sampling))
     rounds = []
     for round_ends in ends:
         for verdicts in bring([s.entry(end) for s, end in zip(scripts, round_ends, strict=True)]):
-            engine.handle(1, verdicts)
+            engine.handle_message(1, verdicts)
         rounds.append({name_of(p): p for p in drain(engine)})
     return rounds
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from outrider_drafter.gpu.eagle import DeviceHeadSource
+from outrider_drafter.gpu.eagle import GpuEagleProposer
 
 from outrider.engine.heads import DraftHead
 
@@ -15,9 +15,9 @@ def on_device(
     max_context: int = 256,
     bounded: bool = False,
     sweeps: int = 64,
-) -> DeviceHeadSource:
+) -> GpuEagleProposer:
     """A source of at most 16 sessions in float32; with so many sweeps scores are exact."""
-    return DeviceHeadSource(
+    return GpuEagleProposer(
         head,
         max_rows=max_rows,
         max_context=max_context,

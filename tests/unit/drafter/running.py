@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from outrider_drafter.config import DrafterConfig, ReconnectConfig
-from outrider_drafter.proposers.interface import DraftSource
-from outrider_drafter.proposers.ngram import NgramSource
-from outrider_drafter.server.service import DrafterService, Identity
+from outrider_drafter.proposers.interface import Proposer
+from outrider_drafter.proposers.ngram import NgramProposer
+from outrider_drafter.server.service import DrafterService, TargetIdentity
 
 from outrider.spec.plan import DraftMethod
 from outrider.transport.in_process import InprocNetwork
@@ -16,12 +16,14 @@ from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import VOCAB
 
 ADDRESS = "verifier"
-FAST = ReconnectConfig(first_s=0.01, max_s=0.05, handshake_timeout_s=0.3, attach_wait_s=2.0)
+FAST = ReconnectConfig(
+    min_backoff_s=0.01, max_backoff_s=0.05, handshake_timeout_s=0.3, attach_wait_s=2.0
+)
 
 
 @asynccontextmanager
 async def running(
-    *sources: DraftSource, verifier: ScriptedVerifier | None = None, max_sessions: int = 64
+    *sources: Proposer, verifier: ScriptedVerifier | None = None, max_sessions: int = 64
 ) -> AsyncIterator[tuple[DrafterService, ScriptedVerifier, InprocNetwork]]:
     """A service over the given sources, or prompt lookup; its verifier is at ADDRESS."""
     network = InprocNetwork(encoded=True)
@@ -35,12 +37,12 @@ async def running(
     )
     service = DrafterService(
         config,
-        sources or (NgramSource(min_match=1),),
+        sources or (NgramProposer(min_match=1),),
         network.dialer(),
-        identity=Identity(vocab_size=VOCAB, tokenizer_hash="abc"),
+        identity=TargetIdentity(vocab_size=VOCAB, tokenizer_hash="abc"),
     )
     try:
         yield service, verifier, network
     finally:
         await service.close()
-        await network.withdraw(ADDRESS)
+        await network.remove(ADDRESS)

@@ -13,10 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.proposers.eagle import HeadSource
-from outrider_drafter.proposers.interface import AheadSource, Live, Outcome, Scored
-from outrider_drafter.proposers.ngram import NgramSource
-from outrider_drafter.proposers.small_model import SmallModelSource
+from outrider_drafter.proposers.eagle import EagleProposer
+from outrider_drafter.proposers.interface import (
+    LookAheadProposer,
+    Outcome,
+    OutcomeScores,
+    PendingProposal,
+)
+from outrider_drafter.proposers.ngram import NgramProposer
+from outrider_drafter.proposers.small_model import SmallModelProposer
 from outrider_drafter.server.draft_engine import DraftEngine
 
 from outrider.engine.draft_sampling import propose_children
@@ -24,9 +29,9 @@ from outrider.engine.logits_processor import TokenHistory
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
 from outrider.spec.digest import extend_digest
-from outrider.spec.draft_distribution import validate_law
-from outrider.spec.noise import Stream, prefix_keys
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.draft_distribution import validate_distribution
+from outrider.spec.noise import NoiseStream, prefix_keys
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import ROOT, DraftTree, path
 from outrider.wire.messages import Proposal, Proposals
@@ -60,18 +65,22 @@ IDS = ["greedy", "coupled", "penalised", "rejection"]
 
 
 def told(
-    engine: DraftEngine, script: Script, plan: Plan, sampling: SamplingParams, end: int = END
-) -> Live:
+    engine: DraftEngine,
+    script: Script,
+    plan: SpeculationPlan,
+    sampling: SamplingParams,
+    end: int = END,
+) -> PendingProposal:
     """A session's live proposal after a prefix."""
-    engine.handle(1, script.start(plan=plan, sampling=sampling))
-    engine.handle(1, script.verdict(end))
+    engine.handle_message(1, script.start(plan=plan, sampling=sampling))
+    engine.handle_message(1, script.verdict(end))
     found = {p.handle: p for p in answers(engine)}
-    session = engine._table.of_connection(1)[-1]
-    return Live(session, found[script.handle].tree)
+    session = engine._table.sessions_of_connection(1)[-1]
+    return PendingProposal(session, found[script.handle].tree)
 
 
 def expected_candidates(
-    live: Live, node: int, logits: torch.Tensor, target_ids: torch.Tensor | None
+    live: PendingProposal, node: int, logits: torch.Tensor, target_ids: torch.Tensor | None
 ) -> tuple[list[int], list[float]]:
     """The candidates at a place, alone, of these logits [Vd]."""
     session, tree = live
@@ -90,7 +99,9 @@ def expected_candidates(
     return found.tokens[0].tolist(), found.logprobs[0].tolist()
 
 
-def check_scores(scored: Scored, index: int, live: Live, logits: list[torch.Tensor]) -> None:
+def check_scores(
+    scored: OutcomeScores, index: int, live: PendingProposal, logits: list[torch.Tensor]
+) -> None:
     """Row by row; `logits` of each place."""
     target_ids = live_ids(logits[0])
     assert scored.tokens[index].shape == (len(live.tree) + 1, C)
@@ -114,12 +125,12 @@ def head_rows(oracle: HeadOracle, script: Script, end: int = END) -> list[Row]:
 @pytest.mark.parametrize("plan", HEAD_PLANS, ids=["chain", "tree"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
 def test_a_heads_candidates_are_the_oracles_at_every_place(
-    tmp_path: Path, plan: Plan, sampling: SamplingParams
+    tmp_path: Path, plan: SpeculationPlan, sampling: SamplingParams
 ) -> None:
     source, scripts = head_source(tmp_path), [Script("a", seed=3), Script("b", seed=4)]
     engine = make_engine([source])
     lives = [told(engine, script, plan, sampling) for script in scripts]
-    scored = source.score(lives)
+    scored = source.score_proposals(lives)
     oracle = HeadOracle(tmp_path, embedding().numpy())
     assert source.head.target_ids is not None
     _TARGET_IDS[source.head.config.draft_vocab_size] = source.head.target_ids
@@ -135,7 +146,7 @@ def test_a_heads_candidates_are_the_oracles_at_every_place(
         check_scores(scored, index, live, logits)
 
 
-def outcomes_of(live: Live, scored: Scored, index: int) -> list[Outcome]:
+def outcomes_of(live: PendingProposal, scored: OutcomeScores, index: int) -> list[Outcome]:
     """Two of every place."""
     pairs = set(zip(live.tree.parents.tolist(), live.tree.tokens.tolist(), strict=True))
     found = []
@@ -145,15 +156,15 @@ def outcomes_of(live: Live, scored: Scored, index: int) -> list[Outcome]:
     return found
 
 
-def suffix_of(live: Live, outcome: Outcome) -> list[int]:
+def suffix_of(live: PendingProposal, outcome: Outcome) -> list[int]:
     nodes = path(live.tree.parents, outcome.node)
     return [*live.tree.tokens[list(nodes)].tolist(), outcome.token]
 
 
-def branches_of(source: AheadSource, outcomes: Sequence[Outcome]) -> dict[int, Proposal]:
+def branches_of(source: LookAheadProposer, outcomes: Sequence[Outcome]) -> dict[int, Proposal]:
     """The drafts, by index of their outcomes."""
     found: dict[int, Proposal] = {}
-    for made in source.branch(outcomes):
+    for made in source.draft_outcomes(outcomes):
         none = np.zeros(len(made.outcomes), np.int64)
         flat = Proposals(
             handles=none,
@@ -163,21 +174,21 @@ def branches_of(source: AheadSource, outcomes: Sequence[Outcome]) -> dict[int, P
             tokens=made.tokens,
             parents=made.parents,
             logprobs=made.logprobs,
-            laws=made.laws,
+            distributions=made.distributions,
         )
-        found |= dict(zip(made.outcomes.tolist(), flat.entries(), strict=True))
+        found |= dict(zip(made.outcomes.tolist(), flat.iter_proposals(), strict=True))
     return found
 
 
 @pytest.mark.parametrize("plan", HEAD_PLANS, ids=["chain", "tree"])
 def test_a_heads_branches_are_the_trees_that_its_own_features_give(
-    tmp_path: Path, plan: Plan
+    tmp_path: Path, plan: SpeculationPlan
 ) -> None:
     source, scripts = head_source(tmp_path), [Script("a", seed=3), Script("b", seed=8)]
     engine = make_engine([source])
     lives = [told(engine, script, plan, SamplingParams()) for script in scripts]
     before = [[t.clone() for t in source.kv(script.handle, 1)] for script in scripts]
-    scored = source.score(lives)
+    scored = source.score_proposals(lives)
     outcomes = [o for i, live in enumerate(lives) for o in outcomes_of(live, scored, i)]
     # In any order.
     outcomes = outcomes[::2] + outcomes[1::2]
@@ -214,12 +225,12 @@ def test_drafts_after_a_look_ahead_are_those_without(tmp_path: Path) -> None:
         source, script = head_source(tmp_path), Script(seed=5)
         engine = make_engine([source])
         drafted = []
-        engine.handle(1, script.start(plan=HEAD_PLANS[1]))
+        engine.handle_message(1, script.start(plan=HEAD_PLANS[1]))
         for end in (9, 12, 13, 20):
-            engine.handle(1, script.verdict(end))
+            engine.handle_message(1, script.verdict(end))
             drafted += [p.tree.tokens.tolist() for p in answers(engine)]
             if looks:
-                assert sum(len(together) for together in engine.look_ahead())
+                assert sum(len(together) for together in engine.run_look_ahead())
         texts.append(drafted)
         assert source.kv(script.handle, 1)[0].shape[1] == 19
     assert texts[0] == texts[1]
@@ -230,7 +241,7 @@ def test_look_ahead_takes_nothing_of_a_heads_budget(tmp_path: Path) -> None:
     engine = make_engine([source])
     live = told(engine, script, HEAD_PLANS[1], SamplingParams())
     used = source.used_rows
-    outcomes = outcomes_of(live, source.score([live]), 0)
+    outcomes = outcomes_of(live, source.score_proposals([live]), 0)
     assert len(branches_of(source, outcomes)) == len(outcomes)
     assert source.used_rows == used
 
@@ -239,12 +250,12 @@ def test_a_head_says_nothing_of_a_session_that_it_cannot_draft(tmp_path: Path) -
     source, good, bad = head_source(tmp_path), Script("a", seed=1), Script("b", seed=2)
     engine = make_engine([source])
     live = told(engine, good, HEAD_PLANS[0], SamplingParams())
-    engine.handle(1, bad.start(plan=HEAD_PLANS[0]))
-    engine.handle(1, bad.verdict(9, with_features=False))
+    engine.handle_message(1, bad.start(plan=HEAD_PLANS[0]))
+    engine.handle_message(1, bad.verdict(9, with_features=False))
     answers(engine)
-    session = next(s for s in engine._table.of_connection(1) if s.key.handle == bad.handle)
-    lives = [Live(session, DraftTree.chain(np.array([1, 2], np.int32))), live]
-    scored = source.score(lives)
+    session = next(s for s in engine._table.sessions_of_connection(1) if s.key.handle == bad.handle)
+    lives = [PendingProposal(session, DraftTree.chain(np.array([1, 2], np.int32))), live]
+    scored = source.score_proposals(lives)
     assert [len(t) for t in scored.tokens] == [3, 5]
     assert (scored.logprobs[0] == -np.inf).all() and (scored.logprobs[1] > -np.inf).any()
     found = branches_of(source, [Outcome(0, ROOT, 5), Outcome(1, ROOT, 5)])
@@ -255,10 +266,10 @@ def test_a_heads_context_bounds_its_branches(tmp_path: Path) -> None:
     """Outcomes whose drafts would lie beyond it are left out, as fresh drafts are."""
     script = Script(seed=3)
     head = head_source(tmp_path).head
-    source = HeadSource(head, max_rows=4096, max_context=18, dtype=torch.float64)
+    source = EagleProposer(head, max_rows=4096, max_context=18, dtype=torch.float64)
     engine = make_engine([source])
     live = told(engine, script, HEAD_PLANS[0], SamplingParams())
-    outcomes = outcomes_of(live, source.score([live]), 0)
+    outcomes = outcomes_of(live, source.score_proposals([live]), 0)
     found = branches_of(source, outcomes)
     # Rows 0 .. 11 are real; four levels below an outcome end at 12 + path + 4 at most.
     fitting = [i for i, o in enumerate(outcomes) if len(suffix_of(live, o)) + 4 <= 18 - 11]
@@ -266,8 +277,8 @@ def test_a_heads_context_bounds_its_branches(tmp_path: Path) -> None:
 
 
 MODEL_PLANS = [
-    Plan(method=DraftMethod.MODEL, draft_tokens=4, look_ahead=1),
-    Plan(method=DraftMethod.MODEL, draft_tokens=10, top_k=3, depth=4, look_ahead=1),
+    SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=4, look_ahead=1),
+    SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=10, top_k=3, depth=4, look_ahead=1),
 ]
 
 
@@ -280,68 +291,68 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 @pytest.mark.parametrize("plan", MODEL_PLANS, ids=["chain", "tree"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
 def test_a_models_candidates_are_those_of_a_forward_of_each_path(
-    model: TargetModel, plan: Plan, sampling: SamplingParams
+    model: TargetModel, plan: SpeculationPlan, sampling: SamplingParams
 ) -> None:
-    source, script = SmallModelSource(model, vocab_size=VOCAB), Script(seed=2)
+    source, script = SmallModelProposer(model, vocab_size=VOCAB), Script(seed=2)
     engine = make_engine([source])
     live = told(engine, script, plan, sampling)
-    scored = source.score([live])
+    scored = source.score_proposals([live])
     logits = []
     for node in range(-1, len(live.tree)):
         nodes = path(live.tree.parents, node)
         text = [*script.tokens[:END].tolist(), *live.tree.tokens[list(nodes)].tolist()]
         logits.append(logits_after(model, text)[:VOCAB])
     check_scores(scored, 0, live, logits)
-    source.release(live.session)
+    source.release_session(live.session)
 
 
 @pytest.mark.parametrize("plan", MODEL_PLANS, ids=["chain", "tree"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
 def test_a_models_branches_are_what_it_drafts_when_the_outcome_has_happened(
-    model: TargetModel, plan: Plan, sampling: SamplingParams
+    model: TargetModel, plan: SpeculationPlan, sampling: SamplingParams
 ) -> None:
-    source, script = SmallModelSource(model, vocab_size=VOCAB), Script(seed=2)
+    source, script = SmallModelProposer(model, vocab_size=VOCAB), Script(seed=2)
     engine = make_engine([source])
     live = told(engine, script, plan, sampling)
-    outcomes = outcomes_of(live, source.score([live]), 0)
+    outcomes = outcomes_of(live, source.score_proposals([live]), 0)
     found = branches_of(source, outcomes)
     # More of them than there are slots for at a time.
     assert sorted(found) == list(range(len(outcomes)))
-    source.release(live.session)
+    source.release_session(live.session)
     for index in range(0, len(outcomes), 3):
         happened, branch = Script(seed=2), found[index]
         suffix = suffix_of(live, outcomes[index])
         happened.tokens[END : END + len(suffix)] = suffix
         engine = make_engine([source])
-        engine.handle(1, happened.start(plan=plan, sampling=sampling))
-        engine.handle(1, happened.verdict(END + len(suffix)))
+        engine.handle_message(1, happened.start(plan=plan, sampling=sampling))
+        engine.handle_message(1, happened.verdict(END + len(suffix)))
         (fresh,) = answers(engine)
         assert branch.tree.tokens.tolist() == fresh.tree.tokens.tolist()
         assert branch.tree.parents.tolist() == fresh.tree.parents.tolist()
         np.testing.assert_allclose(branch.tree.logprobs, fresh.tree.logprobs, atol=1e-4)
-        assert (branch.law is None) == (fresh.law is None)
-        if branch.law is not None and fresh.law is not None:
-            validate_law(branch.law, branch.tree, VOCAB)
-            assert branch.law.ids.tolist() == fresh.law.ids.tolist()
-        (session,) = engine._table.of_connection(1)
-        source.release(session)
+        assert (branch.distribution is None) == (fresh.distribution is None)
+        if branch.distribution is not None and fresh.distribution is not None:
+            validate_distribution(branch.distribution, branch.tree, VOCAB)
+            assert branch.distribution.ids.tolist() == fresh.distribution.ids.tolist()
+        (session,) = engine._table.sessions_of_connection(1)
+        source.release_session(session)
 
 
 def test_drafts_of_a_model_after_a_look_ahead_are_those_without(model: TargetModel) -> None:
     texts = []
     for looks in (False, True):
-        source, script = SmallModelSource(model, vocab_size=VOCAB), Script(seed=5)
+        source, script = SmallModelProposer(model, vocab_size=VOCAB), Script(seed=5)
         engine = make_engine([source])
         drafted = []
-        engine.handle(1, script.start(plan=MODEL_PLANS[1]))
+        engine.handle_message(1, script.start(plan=MODEL_PLANS[1]))
         for end in (9, 12, 13, 20):
-            engine.handle(1, script.verdict(end))
+            engine.handle_message(1, script.verdict(end))
             drafted += [p.tree.tokens.tolist() for p in answers(engine)]
             if looks:
-                assert sum(len(together) for together in engine.look_ahead())
+                assert sum(len(together) for together in engine.run_look_ahead())
         texts.append(drafted)
-        (session,) = engine._table.of_connection(1)
-        source.release(session)
+        (session,) = engine._table.sessions_of_connection(1)
+        source.release_session(session)
     assert texts[0] == texts[1]
 
 
@@ -349,7 +360,7 @@ def test_each_prefix_has_draft_noise_of_its_own_where_drafts_are_made_ahead(
     tmp_path: Path,
 ) -> None:
     """And the usual one in lock-step: its drafts are as they always were."""
-    rejection, key = SAMPLINGS[3], SAMPLINGS[3].stream_key(Stream.DRAFT)
+    rejection, key = SAMPLINGS[3], SAMPLINGS[3].stream_key(NoiseStream.DRAFT)
     drafted = []
     for plan, own in ((replace(CHAIN, look_ahead=1), True), (CHAIN, False)):
         script = Script(seed=3)
@@ -367,27 +378,32 @@ def test_each_prefix_has_draft_noise_of_its_own_where_drafts_are_made_ahead(
 
 
 def test_a_lookup_goes_on_after_its_whole_proposal() -> None:
-    source, script = NgramSource(min_match=1), Script()
+    source, script = NgramProposer(min_match=1), Script()
     script.tokens[:] = [i % 7 for i in range(len(script.tokens))]
-    plan = Plan(method=DraftMethod.NGRAM, draft_tokens=3, look_ahead=1)
+    plan = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=3, look_ahead=1)
     engine = make_engine([source])
     for end in (10, 14, 18):
-        engine.handle(1, script.start(plan=plan)) if end == 10 else None
-        engine.handle(1, script.verdict(end, with_features=False))
+        engine.handle_message(1, script.start(plan=plan)) if end == 10 else None
+        engine.handle_message(1, script.verdict(end, with_features=False))
         # The first is drafted for, the others were made ahead.
         fresh = answers(engine)
         assert len(fresh) == (end == 10)
-        (ahead,) = [p for together in engine.look_ahead() for _, m in together for p in m.entries()]
+        (ahead,) = [
+            p
+            for together in engine.run_look_ahead()
+            for _, m in together
+            for p in m.iter_proposals()
+        ]
         assert ahead.prefix_digest == script.digest(end + 4)
         assert ahead.tree.tokens.tolist() == script.tokens[end + 4 : end + 7].tolist()
 
 
 def test_a_lookup_that_finds_nothing_looks_no_further() -> None:
-    source, script = NgramSource(min_match=1), Script()
+    source, script = NgramProposer(min_match=1), Script()
     script.tokens[:] = np.arange(len(script.tokens))
-    plan = Plan(method=DraftMethod.NGRAM, draft_tokens=3, look_ahead=1)
+    plan = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=3, look_ahead=1)
     engine = make_engine([source])
-    engine.handle(1, script.start(plan=plan))
-    engine.handle(1, script.verdict(10, with_features=False))
+    engine.handle_message(1, script.start(plan=plan))
+    engine.handle_message(1, script.verdict(10, with_features=False))
     assert [len(p.tree) for p in answers(engine)] == [0]
-    assert not engine.wants_look_ahead
+    assert not engine.has_look_ahead_work

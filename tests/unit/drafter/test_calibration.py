@@ -10,8 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter.look_ahead.calibration import Calibration, FixedSpread, Predictor
-from outrider_drafter.state.outcomes import Layout, Places, best, seen
+from outrider_drafter.look_ahead.calibration import OutcomeCalibration, OutcomePredictor, RankSpread
+from outrider_drafter.state.outcomes import (
+    CandidateLayout,
+    NodeIndex,
+    best_outcomes,
+    follow_verdict,
+)
 
 from outrider.spec.tree import ROOT, DraftTree, children
 
@@ -50,24 +55,24 @@ TREE = np.array([-1, -1, -1, 0, 0, 1, 3, 3, 4, 6], dtype=np.int32)
 
 
 def simulate(
-    world: World, parents: NDArray[np.int32], predictor: Predictor, *, spread: bool = False
+    world: World, parents: NDArray[np.int32], predictor: OutcomePredictor, *, spread: bool = False
 ) -> tuple[float, float]:
     """(expected, realised) hit rate over the second half of ROUNDS; `spread`: every place gets as
     many outcomes as any other."""
     rng = np.random.default_rng(5)
     tokens = np.tile(np.arange(C, dtype=np.int32), (len(parents) + 1, 1))
     tree = tree_of(parents, tokens)
-    layout = Layout.of(Places.of([tree]), tokens)
+    layout = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
     expected = hits = 0.0
     for number in range(ROUNDS):
-        law, logprobs = world.places(rng, layout.depths)
-        gains = predictor.gains(layout, logprobs)
+        distribution, logprobs = world.places(rng, layout.depths)
+        gains = predictor.expected_gains(layout, logprobs)
         if spread:
             gains = 1.0 / (1.0 + np.cumsum(~layout.is_child, axis=1))
-        chosen = best(layout, gains, 0, room=99, count=FAN_OUT)
+        chosen = best_outcomes(layout, gains, 0, room=99, count=FAN_OUT)
         node, emitted = ROOT, list[int]()
         while True:
-            token = int(rng.choice(C, p=law[node + 1]))
+            token = int(rng.choice(C, p=distribution[node + 1]))
             emitted.append(token)
             below = np.flatnonzero((parents == node) & (tree.tokens == token))
             if not len(below):
@@ -76,7 +81,7 @@ def simulate(
         if number >= ROUNDS // 2:
             expected += chosen.gains.sum()
             hits += bool(((chosen.places == node + 1) & (chosen.tokens == token)).any())
-        predictor.learn(layout, logprobs, seen(layout, 0, emitted))
+        predictor.learn_from_verdict(layout, logprobs, follow_verdict(layout, 0, emitted))
     return expected / (ROUNDS - ROUNDS // 2), hits / (ROUNDS - ROUNDS // 2)
 
 
@@ -88,15 +93,15 @@ WORLDS = [World(1.0, 0.0), World(2.0, 0.5), World(0.5, 0.8)]
 def test_the_expected_hit_rate_is_the_realised_one(
     world: World, parents: NDArray[np.int32]
 ) -> None:
-    expected, realised = simulate(world, parents, Calibration())
+    expected, realised = simulate(world, parents, OutcomeCalibration())
     assert abs(expected - realised) < 0.05
-    assert realised > simulate(world, parents, Calibration(), spread=True)[1] + 0.02
+    assert realised > simulate(world, parents, OutcomeCalibration(), spread=True)[1] + 0.02
 
 
 def test_a_new_calibration_says_what_the_source_says() -> None:
     rng = np.random.default_rng(1)
     probs = np.sort(rng.dirichlet([0.2] * C, 6))[:, ::-1]
-    found = Calibration().probs(np.arange(6), np.log(probs).astype(np.float32))
+    found = OutcomeCalibration().probs(np.arange(6), np.log(probs).astype(np.float32))
     np.testing.assert_allclose(found, probs, rtol=1e-4, atol=1e-7)
 
 
@@ -109,16 +114,16 @@ def test_a_source_that_is_timid_or_boastful_everywhere_is_soon_seen_through(
     world: World, least: float, most: float, begins: float
 ) -> None:
     """After 200 places no cell of depth, rank and probability has seen much."""
-    rng, calibration = np.random.default_rng(3), Calibration(begins)
+    rng, calibration = np.random.default_rng(3), OutcomeCalibration(begins)
     for _ in range(200):
         depths = np.zeros(1, dtype=np.int64)
-        law, logprobs = world.places(rng, depths)
-        calibration.observe(depths, logprobs, np.array([rng.choice(C, p=law[0])]))
+        distribution, logprobs = world.places(rng, depths)
+        calibration.observe(depths, logprobs, np.array([rng.choice(C, p=distribution[0])]))
     assert least < calibration.sharpness < most
 
 
 def test_tokens_that_no_candidate_was_soften_the_law() -> None:
-    calibration, depths = Calibration(1.3), np.zeros(40, dtype=np.int64)
+    calibration, depths = OutcomeCalibration(1.3), np.zeros(40, dtype=np.int64)
     logprobs = np.log(np.tile(np.array([0.8, 0.1], dtype=np.float32), (40, 1)))
     calibration.observe(depths, logprobs, np.full(40, -1))
     assert 0.5 <= calibration.sharpness < 1.0
@@ -132,7 +137,7 @@ def test_tokens_that_no_candidate_was_soften_the_law() -> None:
 
 
 def test_what_is_learnt_fades_so_that_a_change_is_followed() -> None:
-    calibration, depths = Calibration(), np.zeros(50, dtype=np.int64)
+    calibration, depths = OutcomeCalibration(), np.zeros(50, dtype=np.int64)
     logprobs = np.log(np.full((50, 2), 0.5, dtype=np.float32))
     for first in (True, False):
         columns = np.full(50, 0 if first else 1)
@@ -147,18 +152,18 @@ def test_the_fixed_spread_knows_no_probability() -> None:
     rng = np.random.default_rng(2)
     tokens = np.tile(np.arange(C, dtype=np.int32), (len(TREE) + 1, 1))
     tree = tree_of(TREE, tokens)
-    layout = Layout.of(Places.of([tree]), tokens)
-    spread = FixedSpread()
+    layout = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
+    spread = RankSpread()
     for emitted in ([0, 0, 9], [1, 20], [5], [0, 1, 0]):
         _, logprobs = WORLDS[0].places(rng, layout.depths)
-        spread.learn(layout, logprobs, seen(layout, 0, emitted))
+        spread.learn_from_verdict(layout, logprobs, follow_verdict(layout, 0, emitted))
     first, second = (
-        spread.gains(layout, WORLDS[0].places(rng, layout.depths)[1]) for _ in range(2)
+        spread.expected_gains(layout, WORLDS[0].places(rng, layout.depths)[1]) for _ in range(2)
     )
     assert (first == second).all()
 
 
 def test_the_fixed_spread_learns_where_paths_end_and_which_ranks_follow() -> None:
-    expected, realised = simulate(WORLDS[2], CHAIN, FixedSpread())
+    expected, realised = simulate(WORLDS[2], CHAIN, RankSpread())
     assert abs(expected - realised) < 0.05
-    assert realised > simulate(WORLDS[2], CHAIN, FixedSpread(), spread=True)[1] + 0.01
+    assert realised > simulate(WORLDS[2], CHAIN, RankSpread(), spread=True)[1] + 0.01

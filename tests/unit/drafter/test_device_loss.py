@@ -8,24 +8,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from outrider_drafter.proposers.interface import Drafted
-from outrider_drafter.proposers.ngram import NgramSource
-from outrider_drafter.state.session import Session
+from outrider_drafter.proposers.interface import SessionDrafts
+from outrider_drafter.proposers.ngram import NgramProposer
+from outrider_drafter.state.session import FollowedSession
 
 from outrider.errors import UnavailableError
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.wire.messages import FeatureLayout
 from tests.unit.drafter.helpers import Script, answers, counted, make_engine
 from tests.unit.drafter.running import ADDRESS, running
 from tests.waiting import until
 
-MODEL = Plan(method=DraftMethod.MODEL, draft_tokens=3)
+MODEL = SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=3)
 NGRAM = replace(MODEL, method=DraftMethod.NGRAM)
 LOSSES = "outrider_drafter_device_losses_total"
 
 
 class OnDevice:
-    """A source whose work fails; `usable` says whether the device is the reason."""
+    """A source whose work fails; `is_usable` says whether the device is the reason."""
 
     method = DraftMethod.MODEL
     feature_layout = FeatureLayout.NONE
@@ -33,18 +33,18 @@ class OnDevice:
     feature_fingerprint = ""
 
     def __init__(self, *, usable: bool, fails_in: str = "drafts") -> None:
-        self.usable = usable
+        self.is_usable = usable
         self._fails_in = fails_in
         self.calls = 0
 
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         self._work("catch_up")
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         self._work("drafts")
         yield from ()
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         self._work("release")
 
     def _work(self, name: str) -> None:
@@ -58,11 +58,11 @@ class OnDevice:
 def test_the_engine_asks_whether_the_device_is_the_reason(
     fails_in: str, usable: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = make_engine([NgramSource(), OnDevice(usable=usable, fails_in=fails_in)])
+    engine = make_engine([NgramProposer(), OnDevice(usable=usable, fails_in=fails_in)])
     for name in ("a", "b"):
         script = Script(name)
-        engine.handle(1, script.start(plan=MODEL))
-        engine.handle(1, script.verdict(10, draft_wanted=fails_in == "drafts"))
+        engine.handle_message(1, script.start(plan=MODEL))
+        engine.handle_message(1, script.verdict(10, draft_wanted=fails_in == "drafts"))
         # Whoever waits for a draft hears at once that none comes.
         found = answers(engine)
         assert [len(answer.tree) for answer in found] == [0] * (fails_in == "drafts")
@@ -75,7 +75,7 @@ def test_the_engine_asks_whether_the_device_is_the_reason(
 @pytest.mark.parametrize("fails_in", ["drafts", "catch_up", "release"])
 async def test_a_drafter_without_a_device_leaves_and_refuses(fails_in: str) -> None:
     source = OnDevice(usable=False, fails_in=fails_in)
-    async with running(source, NgramSource(min_match=1)) as (service, verifier, _):
+    async with running(source, NgramProposer(min_match=1)) as (service, verifier, _):
         await service.attach(ADDRESS)
         await verifier.connected()
         script = Script()
@@ -85,7 +85,7 @@ async def test_a_drafter_without_a_device_leaves_and_refuses(fails_in: str) -> N
             await verifier.say(replace(start, epoch=start.epoch + 1))
         async with asyncio.timeout(10):
             await service.lost.wait()
-        await until(lambda: not service._worker.alive)
+        await until(lambda: not service._worker.is_alive)
         await asyncio.sleep(0.2)
         # Nobody dials again.
         assert len(verifier.hellos) == 1
@@ -100,7 +100,7 @@ async def test_a_drafter_without_a_device_leaves_and_refuses(fails_in: str) -> N
 
 
 async def test_a_drafter_whose_device_works_goes_on() -> None:
-    async with running(OnDevice(usable=True), NgramSource(min_match=1)) as (service, verifier, _):
+    async with running(OnDevice(usable=True), NgramProposer(min_match=1)) as (service, verifier, _):
         await service.attach(ADDRESS)
         await verifier.connected()
         bad, good = Script("bad"), Script("good")

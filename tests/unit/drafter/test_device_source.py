@@ -10,17 +10,23 @@ import pytest
 import torch
 from outrider_drafter.__main__ import parse_args
 from outrider_drafter.gpu import proposer
-from outrider_drafter.gpu.batch import Ready
+from outrider_drafter.gpu.batch import ReadyRows
 from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS
-from outrider_drafter.gpu.shapes import CHAIN_LENGTHS, TREES, Shape, family, score_family
+from outrider_drafter.gpu.shapes import (
+    CHAIN_LENGTHS,
+    TREES,
+    DraftTreeShape,
+    draft_shapes,
+    scoring_shapes,
+)
 from outrider_drafter.proposers import kv_proposer
-from outrider_drafter.proposers.eagle import HeadSource
-from outrider_drafter.proposers.interface import Drafted
+from outrider_drafter.proposers.eagle import EagleProposer
+from outrider_drafter.proposers.interface import SessionDrafts
 from outrider_drafter.server.build import _head_source
 
 from outrider.engine.heads import DraftHead
-from outrider.spec.draft_distribution import validate_law
-from outrider.spec.plan import Plan
+from outrider.spec.draft_distribution import validate_distribution
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import is_chain, validate_tree
@@ -60,14 +66,16 @@ def assert_same(found: Proposal, expected: Proposal) -> None:
     assert found.prefix_len == expected.prefix_len
     assert found.tree.tokens.tolist() == expected.tree.tokens.tolist()
     assert found.tree.parents.tolist() == expected.tree.parents.tolist()
-    atol = 1e-4 if found.law is None else 1e-3
+    atol = 1e-4 if found.distribution is None else 1e-3
     np.testing.assert_allclose(found.tree.logprobs, expected.tree.logprobs, atol=atol)
-    assert (found.law is None) == (expected.law is None)
-    if found.law is not None and expected.law is not None:
-        np.testing.assert_array_equal(found.law.ids, expected.law.ids)
+    assert (found.distribution is None) == (expected.distribution is None)
+    if found.distribution is not None and expected.distribution is not None:
+        np.testing.assert_array_equal(found.distribution.ids, expected.distribution.ids)
         # Logits differ by their order of summation, and so may a count where it is rounded.
         np.testing.assert_allclose(
-            found.law.counts.astype(np.int64), expected.law.counts.astype(np.int64), atol=1
+            found.distribution.counts.astype(np.int64),
+            expected.distribution.counts.astype(np.int64),
+            atol=1,
         )
 
 
@@ -84,7 +92,7 @@ def test_every_session_gets_the_hosts_drafts_round_after_round(head: DraftHead) 
     ends = random_ends(5, seed=1)
     source = on_device(head)
     found = told(make_engine([source]), MIX, ends)
-    expected = told(make_engine([HeadSource(head, max_rows=8192)]), MIX, ends)
+    expected = told(make_engine([EagleProposer(head, max_rows=8192)]), MIX, ends)
     assert_the_hosts(found, expected, len(MIX))
     assert len(source._on_host) == HOSTED
 
@@ -98,17 +106,17 @@ def test_features_that_lie_in_a_lane_are_read_by_the_device_where_they_lie(
     ends = np.cumsum([[12] * len(mix), *rng.integers(1, 5, (6, len(mix)))], axis=0).tolist()
     source, lender = on_device(head), Lender(gap=2)
     lent_while_it_drafts: list[int] = []
-    wait = source._landing.wait
+    wait = source._landing.wait_copy
 
     def count_and_wait(like: torch.Tensor) -> torch.Tensor:
         lent_while_it_drafts.append(lender.lent)
         return wait(like)
 
-    monkeypatch.setattr(source._landing, "wait", count_and_wait)
+    monkeypatch.setattr(source._landing, "wait_copy", count_and_wait)
     found = told(make_engine([source]), mix, ends, lender)
     assert lent_while_it_drafts == [1] * 7, "its memory is used until the launch is over"
     assert lender.lent == 0, "and no longer"
-    expected = told(make_engine([HeadSource(head, max_rows=8192)]), mix, ends, together)
+    expected = told(make_engine([EagleProposer(head, max_rows=8192)]), mix, ends, together)
     assert_the_hosts(found, expected, len(mix))
 
 
@@ -117,13 +125,13 @@ def test_features_in_a_lane_of_sessions_that_are_drafted_apart_are_put_in_order(
 ) -> None:
     ends, lender = random_ends(5, seed=5), Lender(gap=1)
     found = told(make_engine([on_device(head)]), MIX, ends, lender)
-    expected = told(make_engine([HeadSource(head, max_rows=8192)]), MIX, ends, together)
+    expected = told(make_engine([EagleProposer(head, max_rows=8192)]), MIX, ends, together)
     assert lender.lent == 0
     assert_the_hosts(found, expected, len(MIX))
 
 
 def test_stable_rows_are_the_hosts(head: DraftHead) -> None:
-    source, host = on_device(head), HeadSource(head, max_rows=8192)
+    source, host = on_device(head), EagleProposer(head, max_rows=8192)
     for each in (source, host):
         told(make_engine([each]), [(TREE, SamplingParams())], [[22], [23], [40]])
     (ours, theirs) = (each.kv(Script("s0").handle, 1) for each in (source, host))
@@ -136,29 +144,29 @@ def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(
 ) -> None:
     monkeypatch.setattr(kv_proposer, "MAX_ROWS_PER_WRITE", 5)
     proposals = []
-    for source in (on_device(head), HeadSource(head, max_rows=8192)):
+    for source in (on_device(head), EagleProposer(head, max_rows=8192)):
         engine, script = make_engine([source]), Script("s0", seed=9)
-        engine.handle(1, script.start(prompt_len=48, plan=CHAIN, sampling=COUPLED))
+        engine.handle_message(1, script.start(prompt_len=48, plan=CHAIN, sampling=COUPLED))
         for end in (18, 36, 48):
-            engine.handle(1, script.verdict(end, draft_wanted=False))
+            engine.handle_message(1, script.verdict(end, draft_wanted=False))
             assert drain(engine) == []
             assert source.kv(script.handle, 1)[0].shape[1] == end - 1
-        engine.handle(1, script.verdict(49))
+        engine.handle_message(1, script.verdict(49))
         proposals += drain(engine)
     assert_same(*proposals)
 
 
 def test_a_session_that_has_its_prompt_to_read_holds_up_no_other(head: DraftHead) -> None:
     engine, old, new = make_engine([on_device(head)]), Script("s0"), Script("s1", seed=4)
-    engine.handle(1, old.start(prompt_len=20, plan=CHAIN))
-    engine.handle(1, old.verdict(21))
+    engine.handle_message(1, old.start(prompt_len=20, plan=CHAIN))
+    engine.handle_message(1, old.verdict(21))
     (first,) = drain(engine)
-    engine.handle(1, new.start(prompt_len=60, plan=CHAIN))
-    engine.handle(1, new.verdict(61))
-    engine.handle(1, old.verdict(23))
+    engine.handle_message(1, new.start(prompt_len=60, plan=CHAIN))
+    engine.handle_message(1, new.verdict(61))
+    engine.handle_message(1, old.verdict(23))
     batches = [
         message.handles.tolist()
-        for batch in engine.draft()
+        for batch in engine.draft_wanted()
         for _, message in batch
         if isinstance(message, Proposals)
     ]
@@ -168,11 +176,11 @@ def test_a_session_that_has_its_prompt_to_read_holds_up_no_other(head: DraftHead
 
 def test_the_same_verdict_again_gives_the_same_draft(head: DraftHead) -> None:
     engine, script = make_engine([on_device(head)]), Script(seed=11)
-    engine.handle(1, script.start(plan=TREE))
+    engine.handle_message(1, script.start(plan=TREE))
     verdict = script.verdict(15)
     drafts = []
     for _ in range(2):
-        engine.handle(1, verdict)
+        engine.handle_message(1, verdict)
         drafts += drain(engine)
     assert_same(*drafts)
 
@@ -181,14 +189,14 @@ def test_the_same_verdict_again_gives_the_same_draft(head: DraftHead) -> None:
     ("plan", "sampling"), [(CHAIN, SamplingParams()), (TREE, SamplingParams()), (CHAIN, REJECTION)]
 )
 def test_near_its_end_a_session_gets_what_still_fits(
-    head: DraftHead, plan: Plan, sampling: SamplingParams
+    head: DraftHead, plan: SpeculationPlan, sampling: SamplingParams
 ) -> None:
     proposals = []
-    for source in (on_device(head), HeadSource(head, max_rows=8192)):
+    for source in (on_device(head), EagleProposer(head, max_rows=8192)):
         engine, script = make_engine([source]), Script(seed=12)
-        engine.handle(1, script.start(plan=plan, sampling=sampling, max_len=20))
+        engine.handle_message(1, script.start(plan=plan, sampling=sampling, max_len=20))
         for end in (16, 17, 18, 19):
-            engine.handle(1, script.verdict(end))
+            engine.handle_message(1, script.verdict(end))
             proposals += drain(engine)
     assert len(proposals) == 6, "room for 3, 2, 1 and 0 levels"
     for ours, theirs in zip(proposals[:3], proposals[3:], strict=True):
@@ -197,14 +205,14 @@ def test_near_its_end_a_session_gets_what_still_fits(
 
 def test_a_coupled_session_whose_plan_becomes_a_tree_gets_trees(head: DraftHead) -> None:
     proposals = []
-    for source in (on_device(head), HeadSource(head, max_rows=8192)):
+    for source in (on_device(head), EagleProposer(head, max_rows=8192)):
         engine, script = make_engine([source]), Script(seed=13)
-        engine.handle(1, script.start(plan=CHAIN, sampling=COUPLED))
-        engine.handle(1, script.verdict(12))
+        engine.handle_message(1, script.start(plan=CHAIN, sampling=COUPLED))
+        engine.handle_message(1, script.verdict(12))
         (before,) = drain(engine)
         assert len(before.tree) == CHAIN.draft_tokens
-        engine.handle(1, PlanChange(handle=script.handle, plan=TREE))
-        engine.handle(1, script.verdict(14))
+        engine.handle_message(1, PlanChange(handle=script.handle, plan=TREE))
+        engine.handle_message(1, script.verdict(14))
         proposals += drain(engine)
     assert_same(*proposals)
     assert not is_chain(proposals[0].tree.parents)
@@ -213,17 +221,17 @@ def test_a_coupled_session_whose_plan_becomes_a_tree_gets_trees(head: DraftHead)
 def test_a_rejection_session_whose_plan_becomes_a_tree_keeps_its_laws(head: DraftHead) -> None:
     source = on_device(head)
     engine, script = make_engine([source]), Script(seed=13)
-    engine.handle(1, script.start(plan=CHAIN, sampling=REJECTION))
-    engine.handle(1, script.verdict(12))
+    engine.handle_message(1, script.start(plan=CHAIN, sampling=REJECTION))
+    engine.handle_message(1, script.verdict(12))
     (before,) = drain(engine)
-    engine.handle(1, PlanChange(handle=script.handle, plan=TREE))
-    engine.handle(1, script.verdict(14))
+    engine.handle_message(1, PlanChange(handle=script.handle, plan=TREE))
+    engine.handle_message(1, script.verdict(14))
     (after,) = drain(engine)
     assert len(before.tree) == CHAIN.draft_tokens
     assert after.tree.parents.tolist() == [-1, 0, 1, 2], "a chain as deep as the tree"
     for proposal in (before, after):
-        assert proposal.law is not None
-        validate_law(proposal.law, proposal.tree, VOCAB)
+        assert proposal.distribution is not None
+        validate_distribution(proposal.distribution, proposal.tree, VOCAB)
     assert not source._on_host
 
 
@@ -237,8 +245,8 @@ def test_a_session_with_limits_of_its_ids_is_drafted_for_by_the_host(head: Draft
             # All that was drafted before, it may not draft.
             banned = {(int(token),) for token in drafted[0].tree.tokens}
             start = replace(start, token_limits=TokenLimits(bad_words=tuple(sorted(banned))))
-        engine.handle(1, start)
-        engine.handle(1, script.verdict(12))
+        engine.handle_message(1, start)
+        engine.handle_message(1, script.verdict(12))
         drafted += drain(engine)
     before, after = (set(each.tree.tokens.tolist()) for each in drafted)
     assert before and after and not before & after
@@ -253,8 +261,8 @@ def test_features_of_nan_harm_no_other_session(head: DraftHead) -> None:
         if bad:
             scripts[1].features[:] = np.nan
         for script, plan in zip(scripts, (CHAIN, CHAIN, TREE), strict=True):
-            engine.handle(1, script.start(plan=plan))
-            engine.handle(1, script.verdict(15))
+            engine.handle_message(1, script.start(plan=plan))
+            engine.handle_message(1, script.verdict(15))
         found.append({name_of(p): p for p in answers(engine)})
     for name in ("good", "tree"):
         assert_same(found[1][name], found[0][name])
@@ -265,27 +273,27 @@ def test_a_session_beyond_the_budget_is_not_drafted_and_harms_no_other(head: Dra
     source = on_device(head, max_rows=4 * BLOCK_TOKENS)
     engine = make_engine([source])
     small, large = Script("small", seed=1), Script("large", seed=2)
-    engine.handle(1, small.start(max_len=40))
-    engine.handle(1, small.verdict(10))
+    engine.handle_message(1, small.start(max_len=40))
+    engine.handle_message(1, small.verdict(10))
     assert len(drain(engine)) == 1
-    engine.handle(1, large.start(max_len=500))
-    engine.handle(1, large.verdict(60))
-    engine.handle(1, small.verdict(12))
+    engine.handle_message(1, large.start(max_len=500))
+    engine.handle_message(1, large.verdict(60))
+    engine.handle_message(1, small.verdict(12))
     assert [name_of(p) for p in drain(engine)] == ["small"]
-    engine.handle(1, large.verdict(62))
+    engine.handle_message(1, large.verdict(62))
     assert drain(engine) == []
-    engine.handle(1, SessionEnd(handle=small.handle))
+    engine.handle_message(1, SessionEnd(handle=small.handle))
     assert source.used_rows == 0
 
 
 def test_a_session_beyond_the_heads_context_is_not_drafted(head: DraftHead) -> None:
     source = on_device(head, max_context=16)
     engine, script = make_engine([source]), Script(seed=1)
-    engine.handle(1, script.start())
-    engine.handle(1, script.verdict(14))
+    engine.handle_message(1, script.start())
+    engine.handle_message(1, script.verdict(14))
     assert len(drain(engine)) == 1
     for end in (15, 40):
-        engine.handle(1, script.verdict(end))
+        engine.handle_message(1, script.verdict(end))
         assert drain(engine) == []
     assert source.used_rows == 0
 
@@ -295,20 +303,20 @@ def test_more_sessions_than_slots_and_freed_slots_are_used_again(head: DraftHead
     engine = make_engine([source])
     for number in range(20):
         script = Script(f"s{number}", seed=number)
-        engine.handle(1, script.start())
-        engine.handle(1, script.verdict(10))
+        engine.handle_message(1, script.start())
+        engine.handle_message(1, script.verdict(10))
     assert len(drain(engine)) == 16
     for number in range(20):
-        engine.handle(1, SessionEnd(handle=Script(f"s{number}").handle))
+        engine.handle_message(1, SessionEnd(handle=Script(f"s{number}").handle))
     assert source.used_rows == 0
     again = Script("again", seed=3)
-    engine.handle(1, again.start())
-    engine.handle(1, again.verdict(10))
+    engine.handle_message(1, again.start())
+    engine.handle_message(1, again.verdict(10))
     (proposal,) = drain(engine)
-    fresh = make_engine([HeadSource(head, max_rows=999)])
+    fresh = make_engine([EagleProposer(head, max_rows=999)])
     other = Script("again", seed=3)
-    fresh.handle(1, other.start())
-    fresh.handle(1, other.verdict(10))
+    fresh.handle_message(1, other.start())
+    fresh.handle_message(1, other.verdict(10))
     assert_same(proposal, drain(fresh)[0])
 
 
@@ -317,14 +325,14 @@ def test_warming_up_leaves_no_trace(head: DraftHead, monkeypatch: pytest.MonkeyP
     least = {1: min(CHAIN_LENGTHS), TREES[min(TREES)]: min(TREES)}
     kinds = [
         (shape, g)
-        for shape, g in family(CHAIN_LENGTHS)
+        for shape, g in draft_shapes(CHAIN_LENGTHS)
         if shape.num_nodes == least.get(shape.top_k)
     ]
     assert len(kinds) == 6
-    monkeypatch.setattr(proposer, "family", lambda *_, **__: iter(kinds))
-    forms = [(nodes, warps) for nodes, warps in score_family() if nodes.depth <= 4]
-    assert {nodes.chain for nodes, _ in forms} == {True, False}
-    monkeypatch.setattr(proposer, "score_family", lambda: iter(forms))
+    monkeypatch.setattr(proposer, "draft_shapes", lambda *_, **__: iter(kinds))
+    forms = [(nodes, warps) for nodes, warps in scoring_shapes() if nodes.depth <= 4]
+    assert {nodes.is_chain for nodes, _ in forms} == {True, False}
+    monkeypatch.setattr(proposer, "scoring_shapes", lambda: iter(forms))
     source = on_device(head)
     source.warm_up()
     assert source.used_rows == 0
@@ -339,20 +347,20 @@ def test_a_cpu_gets_the_hosts_source_and_graphs_can_be_switched_off(
     config = parse_args(plain)
     assert config.cuda_graphs
     assert not parse_args([*plain, "--no-cuda-graphs"]).cuda_graphs
-    assert type(_head_source(head, config, torch.float32)) is HeadSource
+    assert type(_head_source(head, config, torch.float32)) is EagleProposer
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), COUPLED])
 def test_a_bounded_source_cuts_its_longer_chains_to_what_was_asked(
     head: DraftHead, sampling: SamplingParams
 ) -> None:
-    plan = Plan(method=CHAIN.method, draft_tokens=6)
+    plan = SpeculationPlan(method=CHAIN.method, draft_tokens=6)
     proposals = []
     for bounded in (False, True):
         source = on_device(head, bounded=bounded)
         engine, script = make_engine([source]), Script(seed=13)
-        engine.handle(1, script.start(plan=plan, sampling=sampling))
-        engine.handle(1, script.verdict(12))
+        engine.handle_message(1, script.start(plan=plan, sampling=sampling))
+        engine.handle_message(1, script.verdict(12))
         proposals += drain(engine)
     assert len(proposals[1].tree) == 6
     assert_same(*proposals)
@@ -366,10 +374,10 @@ def test_a_bounded_source_drafts_a_tree_of_few_nodes_as_a_chain(
     """A verifier need not take more nodes than the plan has."""
     proposals = []
     for top_k in (1, 4):
-        plan = Plan(method=CHAIN.method, draft_tokens=nodes, top_k=top_k)
+        plan = SpeculationPlan(method=CHAIN.method, draft_tokens=nodes, top_k=top_k)
         engine, script = make_engine([on_device(head, bounded=True)]), Script(seed=13)
-        engine.handle(1, script.start(plan=plan, sampling=sampling))
-        engine.handle(1, script.verdict(12))
+        engine.handle_message(1, script.start(plan=plan, sampling=sampling))
+        engine.handle_message(1, script.verdict(12))
         proposals += drain(engine)
     assert len(proposals[1].tree) == nodes
     assert_same(*proposals)
@@ -381,30 +389,30 @@ def test_who_is_new_holds_up_nobody(head: DraftHead, monkeypatch: pytest.MonkeyP
     engine = make_engine([source])
     scripts = [Script(f"s{number}", seed=number) for number in range(4)]
     for script in scripts[:3]:
-        engine.handle(1, script.start())
-        engine.handle(1, script.verdict(10))
+        engine.handle_message(1, script.start())
+        engine.handle_message(1, script.verdict(10))
     drain(engine)
     order = list[str]()
-    seat, draft = source._rows.open, source._draft
+    seat, draft = source._rows.open_slot, source._draft
 
     def seated(sampling: SamplingParams) -> int:
         order.append("seated")
         return seat(sampling)
 
-    def drafted(shape: Shape, ready: Ready) -> Drafted:
+    def drafted(shape: DraftTreeShape, ready: ReadyRows) -> SessionDrafts:
         order.append(f"{len(ready)} drafted")
         return draft(shape, ready)
 
-    monkeypatch.setattr(source._rows, "open", seated)
+    monkeypatch.setattr(source._rows, "open_slot", seated)
     monkeypatch.setattr(source, "_draft", drafted)
-    engine.handle(1, scripts[3].start())
-    engine.handle(1, scripts[3].verdict(8))
+    engine.handle_message(1, scripts[3].start())
+    engine.handle_message(1, scripts[3].verdict(8))
     for script in scripts[:3]:
-        engine.handle(1, script.verdict(12))
+        engine.handle_message(1, script.verdict(12))
     assert len(drain(engine)) == 4
     assert order == ["3 drafted", "seated", "1 drafted"]
     order.clear()
     for script in scripts:
-        engine.handle(1, script.verdict(14))
+        engine.handle_message(1, script.verdict(14))
     drain(engine)
     assert order == ["4 drafted"]

@@ -12,14 +12,14 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from outrider_drafter.proposers.growth_driver import Job, grow
-from outrider_drafter.proposers.tree_growth import Draft, Frontier, make_growth
+from outrider_drafter.proposers.growth_driver import GrowthJob, grow_trees
+from outrider_drafter.proposers.tree_growth import ProposedDraft, StepFrontier, make_growth
 from torch import Tensor
 
-from outrider.engine.acceptance import AcceptRow, accept
+from outrider.engine.acceptance import AcceptRow, accept_drafts
 from outrider.engine.logits_processor import TokenHistory
-from outrider.spec.draft_distribution import validate_law
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.draft_distribution import validate_distribution
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import validate_tree
 from tests.reference.goodness import LEAST_P, p_value
@@ -38,7 +38,7 @@ TARGET, DRAFT = markov(1), markov(2)
 
 
 class TableModel:
-    """A draft model that is a table; a `DraftModel`."""
+    """A draft model that is a table; a `TreeDraftModel`."""
 
     target_ids: Tensor | None = None
 
@@ -49,25 +49,29 @@ class TableModel:
     def root_logits(self) -> Tensor:
         return self._table[self._roots]
 
-    def step(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
+    def step(self, frontiers: Sequence[tuple[int, StepFrontier]]) -> Tensor:
         return self._table[torch.tensor([t for _, frontier in frontiers for t in frontier.tokens])]
 
 
 def draft_all(
-    prefixes: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], plan: Plan
-) -> dict[int, Draft]:
+    prefixes: Sequence[Sequence[int]], samplings: Sequence[SamplingParams], plan: SpeculationPlan
+) -> dict[int, ProposedDraft]:
     jobs = []
     for slot, (prefix, sampling) in enumerate(zip(prefixes, samplings, strict=True)):
-        with_law = sampling.effective_rule is Rule.REJECTION
-        growth = make_growth(plan, room=9, with_law=with_law)
+        has_distribution = sampling.effective_rule is Rule.REJECTION
+        growth = make_growth(plan, room=9, has_distribution=has_distribution)
         assert growth is not None
         jobs.append(
-            Job(slot=slot, growth=growth, sampling=sampling, prefix_len=len(prefix), history=None)
+            GrowthJob(
+                slot=slot, growth=growth, sampling=sampling, prefix_len=len(prefix), history=None
+            )
         )
-    return dict(grow(TableModel([prefix[-1] for prefix in prefixes]), jobs))
+    return dict(grow_trees(TableModel([prefix[-1] for prefix in prefixes]), jobs))
 
 
-def one_round(prefixes: list[list[int]], samplings: Sequence[SamplingParams], plan: Plan) -> int:
+def one_round(
+    prefixes: list[list[int]], samplings: Sequence[SamplingParams], plan: SpeculationPlan
+) -> int:
     """Draft, judge, and extend every prefix; the number of accepted draft tokens."""
     drafts = draft_all(prefixes, samplings, plan)
     logits: list[Tensor] = []
@@ -76,21 +80,21 @@ def one_round(prefixes: list[list[int]], samplings: Sequence[SamplingParams], pl
     for slot, (prefix, sampling) in enumerate(zip(prefixes, samplings, strict=True)):
         draft = drafts[slot]
         validate_tree(draft.tree, vocab_size=V, max_nodes=plan.draft_tokens)
-        if draft.law is not None:
-            validate_law(draft.law, draft.tree, V)
+        if draft.distribution is not None:
+            validate_distribution(draft.distribution, draft.tree, V)
         logits.append(TARGET[torch.tensor([prefix[-1], *draft.tree.tokens.tolist()])])
         rows.append(
             AcceptRow(
                 logits_start=start,
                 tree=draft.tree,
-                law=draft.law,
+                distribution=draft.distribution,
                 sampling=sampling,
                 position=len(prefix),
             )
         )
         start += 1 + len(draft.tree)
     accepted = 0
-    for prefix, outcome in zip(prefixes, accept(torch.cat(logits), rows), strict=True):
+    for prefix, outcome in zip(prefixes, accept_drafts(torch.cat(logits), rows), strict=True):
         assert not outcome.used_target_only_fallback
         prefix.extend(outcome.tokens)
         accepted += len(outcome.accepted_nodes)
@@ -100,7 +104,9 @@ def one_round(prefixes: list[list[int]], samplings: Sequence[SamplingParams], pl
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.COUPLED, Rule.TARGET_ONLY])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_several_rounds_follow_the_targets_law(rule: Rule, top_k: int) -> None:
-    plan = Plan(method=DraftMethod.MODEL, draft_tokens=2 if top_k == 1 else 7, top_k=top_k)
+    plan = SpeculationPlan(
+        method=DraftMethod.MODEL, draft_tokens=2 if top_k == 1 else 7, top_k=top_k
+    )
     samplings = [SamplingParams(temperature=0.9, rule=rule, seed=s) for s in range(TRIALS)]
     prefixes = [[0] for _ in range(TRIALS)]
     short = list(range(TRIALS))
@@ -114,11 +120,11 @@ def test_several_rounds_follow_the_targets_law(rule: Rule, top_k: int) -> None:
     for prefix in prefixes:
         counts[tuple(prefix[1 : LENGTH + 1])] += 1
     probs = (TARGET.double() / 0.9).softmax(-1).numpy()
-    law = np.zeros((V,) * LENGTH)
+    distribution = np.zeros((V,) * LENGTH)
     for path in product(range(V), repeat=LENGTH):
-        law[path] = np.prod([probs[a, b] for a, b in zip((0, *path), path, strict=False)])
+        distribution[path] = np.prod([probs[a, b] for a, b in zip((0, *path), path, strict=False)])
     # A shape that depends on the drawn tokens is 15 sigmas off, this is 5.
-    assert p_value(counts, law) > LEAST_P
+    assert p_value(counts, distribution) > LEAST_P
 
 
 def test_at_temperature_zero_the_text_is_the_targets_greedy_text() -> None:
@@ -126,7 +132,7 @@ def test_at_temperature_zero_the_text_is_the_targets_greedy_text() -> None:
     for _ in range(12):
         expected.append(int(TARGET[expected[-1]].argmax()))
     for top_k in (1, 3):
-        plan = Plan(method=DraftMethod.MODEL, draft_tokens=7, top_k=top_k)
+        plan = SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=7, top_k=top_k)
         prefix = [3]
         while len(prefix) < len(expected):
             one_round([prefix], [SamplingParams()], plan)
@@ -143,11 +149,11 @@ def test_coupled_text_is_the_same_with_any_tree() -> None:
                 one_round(
                     [prefix],
                     [sampling],
-                    Plan(method=DraftMethod.MODEL, draft_tokens=nodes, top_k=top_k),
+                    SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=nodes, top_k=top_k),
                 )
             else:
                 row = AcceptRow(logits_start=0, sampling=sampling, position=len(prefix))
-                prefix.extend(accept(TARGET[prefix[-1:]], [row])[0].tokens)
+                prefix.extend(accept_drafts(TARGET[prefix[-1:]], [row])[0].tokens)
         texts.add(tuple(prefix[:30]))
     assert len(texts) == 1
 
@@ -166,13 +172,15 @@ def test_every_guess_of_a_perfect_draft_model_stands(sampling: SamplingParams) -
     """Positions of the noise and histories of the penalties must be those of the verifier."""
     tokens = [0, 4, 1]
     for _ in range(6):
-        plan = Plan(method=DraftMethod.MODEL, draft_tokens=6)
-        growth = make_growth(plan, room=9, with_law=False)
+        plan = SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=6)
+        growth = make_growth(plan, room=9, has_distribution=False)
         assert growth is not None
         prompt, output = np.array(tokens[:2], np.int32), np.array(tokens[2:], np.int32)
         history = TokenHistory(prompt_ids=prompt, output_ids=output)
-        job = Job(slot=0, growth=growth, sampling=sampling, prefix_len=len(tokens), history=history)
-        ((_, draft),) = grow(TableModel(tokens[-1:], TARGET), [job])
+        job = GrowthJob(
+            slot=0, growth=growth, sampling=sampling, prefix_len=len(tokens), history=history
+        )
+        ((_, draft),) = grow_trees(TableModel(tokens[-1:], TARGET), [job])
         row = AcceptRow(
             logits_start=0,
             tree=draft.tree,
@@ -182,6 +190,6 @@ def test_every_guess_of_a_perfect_draft_model_stands(sampling: SamplingParams) -
             output_ids=output,
         )
         logits = TARGET[torch.tensor([tokens[-1], *draft.tree.tokens.tolist()])]
-        (outcome,) = accept(logits, [row])
+        (outcome,) = accept_drafts(logits, [row])
         assert len(outcome.accepted_nodes) == 6
         tokens.extend(outcome.tokens)

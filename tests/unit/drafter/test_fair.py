@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.proposers.ngram import NgramSource
-from outrider_drafter.server.draft_engine import Answers, DraftEngine, SessionMessage
+from outrider_drafter.proposers.ngram import NgramProposer
+from outrider_drafter.server.draft_engine import DraftEngine, OutgoingProposals, SessionMessage
 from outrider_drafter.server.draft_loop import DraftWorker
 from outrider_drafter.state.fair_share import (
-    MOST_LOOKS,
-    MOST_MESSAGES,
-    MOST_TOGETHER,
-    Turns,
-    first_served,
+    MAX_BATCH_SESSIONS,
+    MAX_MESSAGES_PER_TURN,
+    MAX_POLLS,
+    FairQueue,
+    choose_fairly,
 )
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.transport.interface import VerifierConnection
 from outrider.wire.messages import Verdicts
 from tests.fakes.scripted_verifier import ScriptedVerifier
@@ -29,7 +29,7 @@ from tests.unit.drafter.helpers import make_engine, name_of, repeating
 from tests.unit.drafter.running import ADDRESS, running
 from tests.waiting import until
 
-NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
+NGRAM = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=3)
 GREEDY, SMALL = 1, 2
 """Connections of a verifier that wants everything and of one that wants little."""
 
@@ -46,7 +46,7 @@ def test_connections_take_turns_and_within_one_the_oldest_wish_is_first(
 ) -> None:
     connections = np.array([connection for connection, _ in wishes])
     wished_at = np.array([at for _, at in wishes])
-    served = first_served(connections, wished_at, at_most).tolist()
+    served = choose_fairly(connections, wished_at, at_most).tolist()
     assert served == sorted(set(served)) and len(served) == min(at_most, len(wishes))
     left = [place for place in range(len(wishes)) if place not in served]
     shares = Counter(connections[served].tolist())
@@ -61,28 +61,30 @@ def test_connections_take_turns_and_within_one_the_oldest_wish_is_first(
 def wanted(engine: DraftEngine) -> dict[int, list[str]]:
     """Names of the sessions that one pass drafts for, by connection."""
     found: dict[int, list[str]] = {}
-    for together in engine.draft():
+    for together in engine.draft_wanted():
         for connection, message in together:
-            found.setdefault(connection, []).extend(map(name_of, message.entries()))  # type: ignore[union-attr]
+            found.setdefault(connection, []).extend(map(name_of, message.iter_proposals()))  # type: ignore[union-attr]
     return found
 
 
 def test_a_verifier_with_many_sessions_leaves_the_others_their_share_of_every_launch() -> None:
-    engine = make_engine([NgramSource(min_match=1)], max_sessions=256)
+    engine = make_engine([NgramProposer(min_match=1)], max_sessions=256)
     many = [repeating(f"many{number}") for number in range(150)]
     few = [repeating(f"few{number}") for number in range(2)]
     for connection, scripts in ((GREEDY, many), (SMALL, few)):
         for script in scripts:
-            engine.handle(connection, script.start(plan=NGRAM))
-        engine.handle(connection, Verdicts.of([script.entry(10) for script in scripts]))
+            engine.handle_message(connection, script.start(plan=NGRAM))
+        engine.handle_message(
+            connection, Verdicts.of_verdicts([script.entry(10) for script in scripts])
+        )
     first = wanted(engine)
-    assert first[SMALL] == ["few0", "few1"] and len(first[GREEDY]) == MOST_TOGETHER - 2
+    assert first[SMALL] == ["few0", "few1"] and len(first[GREEDY]) == MAX_BATCH_SESSIONS - 2
     # Its next round does not wait until all of the other's were served.
-    assert engine.wants_drafting
-    engine.handle(SMALL, Verdicts.of([script.entry(12) for script in few]))
+    assert engine.has_wanted_drafts
+    engine.handle_message(SMALL, Verdicts.of_verdicts([script.entry(12) for script in few]))
     second, third = wanted(engine), wanted(engine)
     assert second[SMALL] == ["few0", "few1"] and SMALL not in third
-    assert not engine.wants_drafting
+    assert not engine.has_wanted_drafts
     everybody = first[GREEDY] + second[GREEDY] + third[GREEDY]
     assert sorted(everybody) == sorted(script.session_id for script in many)
 
@@ -91,49 +93,49 @@ def test_a_verifier_with_many_sessions_leaves_the_others_their_share_of_every_la
 
 
 def test_messages_are_taken_in_turns_and_in_order() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     assert not turns
-    turns.extend([(1, "a"), (1, "b"), (1, "c"), (2, "x")])
-    assert list(turns.take(2)) == [(1, "a"), (2, "x"), (1, "b")]
-    turns.extend([(2, "y")])
-    taking = turns.take()
+    turns.add_messages([(1, "a"), (1, "b"), (1, "c"), (2, "x")])
+    assert list(turns.take_messages(2)) == [(1, "a"), (2, "x"), (1, "b")]
+    turns.add_messages([(2, "y")])
+    taking = turns.take_messages()
     assert next(taking) == (1, "c")
     taking.close()
-    assert turns and list(turns.take()) == [(2, "y")]
+    assert turns and list(turns.take_messages()) == [(2, "y")]
     assert not turns
 
 
 def test_a_verifier_that_never_stops_talking_does_not_keep_others_from_their_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = make_engine([NgramSource(min_match=1)])
-    found: queue.Queue[tuple[Answers, int]] = queue.Queue()
+    engine = make_engine([NgramProposer(min_match=1)])
+    found: queue.Queue[tuple[OutgoingProposals, int]] = queue.Queue()
     handled: Counter[int] = Counter()
 
-    def deliver(answers: Answers) -> None:
+    def deliver(answers: OutgoingProposals) -> None:
         found.put_nowait((answers, handled[GREEDY]))
 
     worker = DraftWorker(engine, deliver, on_lost=_never)
     chatter, script = repeating("chatter"), repeating("quiet")
-    handle = engine.handle
+    handle = engine.handle_message
 
     def count(connection: int, message: SessionMessage) -> None:
         handled[connection] += 1
         handle(connection, message)
         if connection == GREEDY:
             # There is always one more.
-            worker.submit(GREEDY, chatter.start(plan=NGRAM))
+            worker.submit_messages(GREEDY, chatter.start(plan=NGRAM))
 
-    monkeypatch.setattr(engine, "handle", count)
-    worker.submit(GREEDY, *[chatter.start(plan=NGRAM)] * 5000)
-    worker.submit(SMALL, script.start(plan=NGRAM), script.verdict(10))
+    monkeypatch.setattr(engine, "handle_message", count)
+    worker.submit_messages(GREEDY, *[chatter.start(plan=NGRAM)] * 5000)
+    worker.submit_messages(SMALL, script.start(plan=NGRAM), script.verdict(10))
     worker.start()
     ((connection, _),), before = found.get(timeout=10)
-    worker.submit(SMALL, script.verdict(12))
+    worker.submit_messages(SMALL, script.verdict(12))
     ((again, _),), _ = found.get(timeout=10)
     worker.stop()
     assert connection == again == SMALL
-    assert before <= (MOST_LOOKS + 2) * MOST_MESSAGES
+    assert before <= (MAX_POLLS + 2) * MAX_MESSAGES_PER_TURN
 
 
 def _never() -> None:
@@ -188,7 +190,7 @@ async def test_a_verifier_that_does_not_read_costs_the_others_nothing() -> None:
             await good.say(heard.verdict(end))
             assert (await good.proposal()).prefix_len == end
         outboxes = [len(outbox) for outbox in service._outboxes.values()]
-        assert 0 < max(outboxes) <= service._config.max_outbox
+        assert 0 < max(outboxes) <= service._config.max_unsent_batches
         deaf.listens.set()
         assert (await deaf.proposal()).prefix_len == 10
-        await network.withdraw("deaf")
+        await network.remove("deaf")

@@ -11,49 +11,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from outrider_drafter.proposers.tree_growth import (
     BeamGrowth,
+    CandidateRows,
     ChainGrowth,
-    Children,
-    Draft,
-    Frontier,
-    Growth,
+    ProposedDraft,
     StaticGrowth,
+    StepFrontier,
+    TreeGrowth,
     make_growth,
     static_shape,
 )
 
-from outrider.spec.draft_distribution import LawEntries
-from outrider.spec.plan import DraftMethod, Plan, default_depth
+from outrider.spec.draft_distribution import DistributionEntries
+from outrider.spec.plan import DraftMethod, SpeculationPlan, default_depth
 from outrider.spec.tree import validate_tree
 
 Guess = Callable[[tuple[int, ...]], list[tuple[int, float]]]
 """Candidates (token, logprob) below a path, best first."""
 
 
-def run(growth: Growth, guess: Guess, *, laws: bool = False) -> tuple[Draft, int]:
+def run(
+    growth: TreeGrowth, guess: Guess, *, distributions: bool = False
+) -> tuple[ProposedDraft, int]:
     """Feed a growth from `guess`; the draft, and how many rows were run."""
     paths: list[tuple[int, ...]] = [()]
     rows = 0
     while True:
         below = [guess(path)[: growth.top_k] for path in paths]
-        children = Children(
+        children = CandidateRows(
             tokens=np.array([[t for t, _ in row] for row in below]),
             logprobs=np.array([[s for _, s in row] for row in below], dtype=np.float32),
-            laws=[law_of(row) for row in below] if laws else (),
+            distributions=[law_of(row) for row in below] if distributions else (),
         )
-        frontier: Frontier = growth.extend(children)
+        frontier: StepFrontier = growth.add_level(children)
         if not frontier.tokens:
-            return growth.draft(), rows
+            return growth.finish_draft(), rows
         assert len(frontier.tokens) == len(frontier.parents)
         paths = [
             (*paths[parent], token)
             for token, parent in zip(frontier.tokens, frontier.parents, strict=True)
         ]
-        assert [growth.path(i) for i in range(len(paths))] == paths
+        assert [growth.path_to(i) for i in range(len(paths))] == paths
         rows += len(paths)
         assert rows <= growth.max_rows
 
 
-def law_of(row: list[tuple[int, float]]) -> LawEntries:
+def law_of(row: list[tuple[int, float]]) -> DistributionEntries:
     ids = np.array(sorted(t for t, s in row if s > -math.inf), dtype=np.int32)
     return ids, np.full(len(ids), 7, dtype=np.uint16)
 
@@ -69,7 +71,7 @@ def spread(path: tuple[int, ...]) -> list[tuple[int, float]]:
     return [(i, logprob) for logprob, i in reversed(order)]
 
 
-def assert_valid(draft: Draft, max_nodes: int) -> None:
+def assert_valid(draft: ProposedDraft, max_nodes: int) -> None:
     tree = draft.tree
     validate_tree(tree, vocab_size=1000, max_nodes=max_nodes)
     assert all(p < i for i, p in enumerate(tree.parents))
@@ -118,7 +120,7 @@ def test_leaving_out_hopeless_nodes_changes_no_tree(nodes: int, k: int, depth: i
     assert_valid(draft, nodes)
 
 
-def paths_of(draft: Draft) -> list[tuple[int, ...]]:
+def paths_of(draft: ProposedDraft) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(draft.tree.tokens, draft.tree.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), int(token)))
@@ -173,7 +175,7 @@ def test_the_static_shape_does_not_depend_on_the_drawn_tokens() -> None:
             rng = np.random.default_rng([seed, *path])
             return [(int(t), float(-9.0 * rng.random())) for t in rng.permutation(50)[:4]]
 
-        draft, _ = run(StaticGrowth(static_shape(20, 4, 4)), guess, laws=True)
+        draft, _ = run(StaticGrowth(static_shape(20, 4, 4)), guess, distributions=True)
         assert_valid(draft, 20)
         shapes.add(tuple(draft.tree.parents.tolist()))
     assert len(shapes) == 1
@@ -192,16 +194,16 @@ def test_the_static_shape_has_all_nodes_within_its_bounds() -> None:
 
 
 def test_a_static_tree_ships_the_law_of_every_node_with_children() -> None:
-    draft, _ = run(StaticGrowth(static_shape(12, 3, 3)), spread, laws=True)
-    law, tree = draft.law, draft.tree
-    assert law is not None
-    sizes = np.diff(law.offsets)
+    draft, _ = run(StaticGrowth(static_shape(12, 3, 3)), spread, distributions=True)
+    distribution, tree = draft.distribution, draft.tree
+    assert distribution is not None
+    sizes = np.diff(distribution.offsets)
     assert len(sizes) == len(tree) + 1
     parents = set(tree.parents.tolist())
     for slot, size in enumerate(sizes.tolist()):
         assert (size > 0) == (slot - 1 in parents)
     for node, parent in enumerate(tree.parents.tolist()):
-        ids = law.ids[law.offsets[parent + 1] : law.offsets[parent + 2]]
+        ids = distribution.ids[distribution.offsets[parent + 1] : distribution.offsets[parent + 2]]
         assert tree.tokens[node] in ids
 
 
@@ -210,34 +212,34 @@ def test_a_law_with_few_ids_leaves_places_empty_and_stays_closed() -> None:
         certain = (3 + len(path), -0.1)
         return [certain, (0, -math.inf), (0, -math.inf)]
 
-    draft, _ = run(StaticGrowth(static_shape(15, 3, 4)), guess, laws=True)
+    draft, _ = run(StaticGrowth(static_shape(15, 3, 4)), guess, distributions=True)
     assert draft.tree.tokens.tolist() == [3, 4, 5, 6]
     assert draft.tree.parents.tolist() == [-1, 0, 1, 2]
-    assert draft.law is not None
-    assert draft.law.ids.tolist() == [3, 4, 5, 6]
+    assert draft.distribution is not None
+    assert draft.distribution.ids.tolist() == [3, 4, 5, 6]
     assert_valid(draft, 15)
 
 
-def plan(nodes: int, k: int, depth: int = 0) -> Plan:
-    return Plan(method=DraftMethod.EAGLE3, draft_tokens=nodes, top_k=k, depth=depth)
+def plan(nodes: int, k: int, depth: int = 0) -> SpeculationPlan:
+    return SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=nodes, top_k=k, depth=depth)
 
 
 def test_drafts_end_where_the_session_must_end() -> None:
-    chain = make_growth(plan(8, 1), room=3, with_law=False)
+    chain = make_growth(plan(8, 1), room=3, has_distribution=False)
     assert isinstance(chain, ChainGrowth) and chain.depth == 3
-    tree = make_growth(plan(32, 4), room=2, with_law=False)
+    tree = make_growth(plan(32, 4), room=2, has_distribution=False)
     assert isinstance(tree, BeamGrowth) and tree.depth == 2
-    assert make_growth(plan(8, 1), room=0, with_law=False) is None
-    assert make_growth(plan(0, 1), room=9, with_law=False) is None
+    assert make_growth(plan(8, 1), room=0, has_distribution=False) is None
+    assert make_growth(plan(0, 1), room=9, has_distribution=False) is None
 
 
 def test_the_rejection_rule_always_gets_a_static_tree() -> None:
-    assert isinstance(make_growth(plan(4, 1), room=9, with_law=True), StaticGrowth)
-    assert isinstance(make_growth(plan(32, 4), room=9, with_law=True), StaticGrowth)
+    assert isinstance(make_growth(plan(4, 1), room=9, has_distribution=True), StaticGrowth)
+    assert isinstance(make_growth(plan(32, 4), room=9, has_distribution=True), StaticGrowth)
 
 
 def test_the_plan_chooses_the_depth_or_leaves_it_to_the_number_of_nodes() -> None:
-    chosen = make_growth(plan(32, 4, depth=3), room=99, with_law=False)
+    chosen = make_growth(plan(32, 4, depth=3), room=99, has_distribution=False)
     assert chosen is not None and chosen.depth == 3
-    free = make_growth(plan(32, 4), room=99, with_law=False)
+    free = make_growth(plan(32, 4), room=99, has_distribution=False)
     assert free is not None and free.depth == default_depth(32) == 6

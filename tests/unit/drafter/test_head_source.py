@@ -10,10 +10,10 @@ import pytest
 import torch
 from outrider_drafter.proposers import eagle as head_source_module
 from outrider_drafter.proposers import kv_proposer
-from outrider_drafter.proposers.eagle import HeadSource
+from outrider_drafter.proposers.eagle import EagleProposer
 
-from outrider.spec.draft_distribution import validate_law
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.draft_distribution import validate_distribution
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import ancestor_mask, depths, validate_tree
 from outrider.wire.messages import Proposal, TensorDtype, Verdicts, WireTensor
@@ -34,7 +34,7 @@ from tests.unit.drafter.helpers import (
 
 
 def oracle_tree(
-    directory: Path, script: Script, end: int, plan: Plan
+    directory: Path, script: Script, end: int, plan: SpeculationPlan
 ) -> tuple[list[int], list[int], list[float]]:
     head = HeadOracle(directory, embedding().numpy())
     real = head.real_rows(script.tokens[:end], double(script.features))
@@ -44,23 +44,25 @@ def oracle_tree(
     )
 
 
-def propose(source: HeadSource, script: Script, ends: list[int], plan: Plan) -> Proposal:
+def propose(
+    source: EagleProposer, script: Script, ends: list[int], plan: SpeculationPlan
+) -> Proposal:
     """The proposal after the last of the verdicts."""
     engine = make_engine([source])
-    engine.handle(1, script.start(plan=plan))
+    engine.handle_message(1, script.start(plan=plan))
     proposals: list[Proposal] = []
     for end in ends:
-        engine.handle(1, script.verdict(end))
+        engine.handle_message(1, script.verdict(end))
         proposals = drain(engine)
     assert len(proposals) == 1
     return proposals[0]
 
 
-WIDE = Plan(method=DraftMethod.EAGLE3, draft_tokens=24, top_k=6, depth=4)
+WIDE = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=24, top_k=6, depth=4)
 
 
 @pytest.mark.parametrize(("plan", "seed"), [(CHAIN, 3), (TREE, 3), (WIDE, 5), (WIDE, 8)])
-def test_the_draft_is_the_oracles(tmp_path: Path, plan: Plan, seed: int) -> None:
+def test_the_draft_is_the_oracles(tmp_path: Path, plan: SpeculationPlan, seed: int) -> None:
     script = Script(seed=seed)
     proposal = propose(head_source(tmp_path), script, [9, 12, 13], plan)
     tokens, parents, scores = oracle_tree(tmp_path, script, 13, plan)
@@ -142,7 +144,7 @@ def test_dropping_dead_rows_changes_no_draft(
 
 
 def test_many_sessions_in_one_batch_get_what_each_gets_alone(tmp_path: Path) -> None:
-    plans = [CHAIN, TREE, Plan(method=DraftMethod.EAGLE3, draft_tokens=7, top_k=1), TREE]
+    plans = [CHAIN, TREE, SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=7, top_k=1), TREE]
     samplings = [
         SamplingParams(),
         SamplingParams(temperature=0.8, seed=4),
@@ -156,35 +158,35 @@ def test_many_sessions_in_one_batch_get_what_each_gets_alone(tmp_path: Path) -> 
 
     together = make_engine([head_source(tmp_path)])
     for script, plan, sampling, end in zip(scripts(), plans, samplings, ends, strict=True):
-        together.handle(1, script.start(plan=plan, sampling=sampling))
-        together.handle(1, script.verdict(end))
+        together.handle_message(1, script.start(plan=plan, sampling=sampling))
+        together.handle_message(1, script.verdict(end))
     batched = {name_of(p): p for p in drain(together)}
     assert counted(together, "outrider_drafter_batch_sessions_count") == 1
     assert counted(together, "outrider_drafter_batch_sessions_sum") == 4
     for script, plan, sampling, end in zip(scripts(), plans, samplings, ends, strict=True):
         alone = make_engine([head_source(tmp_path)])
-        alone.handle(1, script.start(plan=plan, sampling=sampling))
-        alone.handle(1, script.verdict(end))
+        alone.handle_message(1, script.start(plan=plan, sampling=sampling))
+        alone.handle_message(1, script.verdict(end))
         (expected,) = drain(alone)
         found = batched[script.session_id]
         assert found.tree.tokens.tolist() == expected.tree.tokens.tolist()
         assert found.tree.parents.tolist() == expected.tree.parents.tolist()
         np.testing.assert_allclose(found.tree.logprobs, expected.tree.logprobs, atol=1e-5)
-        assert (found.law is None) == (expected.law is None)
-        if found.law is not None and expected.law is not None:
-            validate_law(found.law, found.tree, VOCAB)
-            np.testing.assert_array_equal(found.law.ids, expected.law.ids)
+        assert (found.distribution is None) == (expected.distribution is None)
+        if found.distribution is not None and expected.distribution is not None:
+            validate_distribution(found.distribution, found.tree, VOCAB)
+            np.testing.assert_array_equal(found.distribution.ids, expected.distribution.ids)
 
 
 def test_chunks_of_a_prompt_are_taken_in_before_the_draft_is_wanted(tmp_path: Path) -> None:
     source, script = head_source(tmp_path), Script(seed=9)
     engine = make_engine([source])
-    engine.handle(1, script.start(prompt_len=20))
+    engine.handle_message(1, script.start(prompt_len=20))
     for end in (8, 16, 20):
-        engine.handle(1, script.verdict(end, draft_wanted=False))
+        engine.handle_message(1, script.verdict(end, draft_wanted=False))
         assert drain(engine) == []
         assert source.kv(script.handle, 1)[0].shape[1] == end - 1
-    engine.handle(1, script.verdict(21, draft_wanted=True))
+    engine.handle_message(1, script.verdict(21, draft_wanted=True))
     (proposal,) = drain(engine)
     assert proposal.tree.tokens.tolist() == oracle_tree(tmp_path, script, 21, CHAIN)[0]
 
@@ -202,11 +204,11 @@ def test_a_long_prompt_is_written_in_bounded_pieces(
 def test_the_same_verdict_again_gives_the_same_draft(tmp_path: Path) -> None:
     script = Script(seed=11)
     engine = make_engine([head_source(tmp_path)])
-    engine.handle(1, script.start(plan=TREE))
+    engine.handle_message(1, script.start(plan=TREE))
     verdict = script.verdict(15)
-    engine.handle(1, verdict)
+    engine.handle_message(1, verdict)
     (first,) = drain(engine)
-    engine.handle(1, verdict)
+    engine.handle_message(1, verdict)
     (second,) = drain(engine)
     assert first.tree.tokens.tolist() == second.tree.tokens.tolist()
     assert first.prefix_digest == second.prefix_digest
@@ -216,29 +218,29 @@ def test_a_session_beyond_the_budget_is_not_drafted_and_harms_no_other(tmp_path:
     source = head_source(tmp_path, max_rows=300)
     engine = make_engine([source])
     small, large = Script("small", seed=1), Script("large", seed=2)
-    engine.handle(1, small.start(max_len=40))
-    engine.handle(1, small.verdict(10))
+    engine.handle_message(1, small.start(max_len=40))
+    engine.handle_message(1, small.verdict(10))
     assert len(drain(engine)) == 1
-    engine.handle(1, large.start(max_len=500))
-    engine.handle(1, large.verdict(20))
-    engine.handle(1, small.verdict(12))
+    engine.handle_message(1, large.start(max_len=500))
+    engine.handle_message(1, large.verdict(20))
+    engine.handle_message(1, small.verdict(12))
     assert [name_of(p) for p in drain(engine)] == ["small"]
     assert counted(engine, "outrider_drafter_no_proposal_total", method="eagle3") == 1
-    engine.handle(1, large.verdict(22))
+    engine.handle_message(1, large.verdict(22))
     assert drain(engine) == []
 
 
 def test_a_session_beyond_the_heads_context_is_not_drafted(tmp_path: Path) -> None:
-    source = HeadSource(
+    source = EagleProposer(
         head_source(tmp_path).head, max_rows=4096, max_context=16, dtype=torch.float64
     )
     engine = make_engine([source])
     script = Script(seed=1)
-    engine.handle(1, script.start())
-    engine.handle(1, script.verdict(14))
+    engine.handle_message(1, script.start())
+    engine.handle_message(1, script.verdict(14))
     assert len(drain(engine)) == 1
     for end in (15, 30):
-        engine.handle(1, script.verdict(end))
+        engine.handle_message(1, script.verdict(end))
         assert drain(engine) == []
     assert source.used_rows == 0
 
@@ -247,12 +249,12 @@ def test_the_end_of_a_session_frees_its_rows(tmp_path: Path) -> None:
     source, script = head_source(tmp_path), Script(seed=1)
     propose(source, script, [14], CHAIN)
     engine = make_engine([source])
-    engine.handle(2, script.start())
+    engine.handle_message(2, script.start())
     script.told = script.features_told = 0
-    engine.handle(2, script.verdict(14))
+    engine.handle_message(2, script.verdict(14))
     drain(engine)
     before = source.used_rows
-    engine.handle(2, script.start())
+    engine.handle_message(2, script.start())
     assert source.used_rows < before
 
 
@@ -270,8 +272,8 @@ def test_features_in_every_float_type_are_understood(tmp_path: Path) -> None:
     drafts = []
     for wire in wires:
         engine = make_engine([head_source(tmp_path)])
-        engine.handle(1, script.start())
-        engine.handle(1, Verdicts.of([replace(plain, features=wire)]))
+        engine.handle_message(1, script.start())
+        engine.handle_message(1, Verdicts.of_verdicts([replace(plain, features=wire)]))
         drafts.append(drain(engine)[0].tree.tokens.tolist())
     assert drafts[0] == drafts[1] == drafts[2]
 

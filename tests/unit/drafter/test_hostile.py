@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_drafter.proposers.ngram import NgramSource
+from outrider_drafter.proposers.ngram import NgramProposer
 from outrider_drafter.server.draft_engine import ConnectionClosed
 
 from outrider.ids import SessionId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import validate_tree
 from outrider.wire.messages import (
@@ -35,10 +35,12 @@ from tests.unit.drafter.helpers import (
     name_of,
 )
 
-NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
+NGRAM = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=3)
 
 handles = st.sampled_from([handle_of("a"), handle_of("b"), 2**32 - 1])
-plans = st.sampled_from([CHAIN, TREE, NGRAM, Plan(), Plan(method=DraftMethod.MODEL)])
+plans = st.sampled_from(
+    [CHAIN, TREE, NGRAM, SpeculationPlan(), SpeculationPlan(method=DraftMethod.MODEL)]
+)
 small = st.integers(0, 12) | st.just(2**32 - 1)
 
 
@@ -73,7 +75,7 @@ def verdicts(draw: st.DrawFn) -> Verdicts:
     features = None
     if rows:
         piece = np.full((rows, width), fill).astype(held)
-        features = FeatureRows(dtype=dtype, pieces=(piece,))
+        features = FeatureRows(dtype=dtype, segments=(piece,))
     return Verdicts(
         handles=np.array(draw(st.lists(handles, min_size=count, max_size=count))),
         starts=starts,
@@ -112,16 +114,16 @@ def test_no_message_can_break_the_engine(
 ) -> None:
     directory = tmp_path_factory.getbasetemp() / "fuzzed-head"
     source = head_source(directory)
-    engine = make_engine([source, NgramSource(min_match=1)])
+    engine = make_engine([source, NgramProposer(min_match=1)])
     for message in messages:
-        engine.handle(1, message)  # type: ignore[arg-type]
+        engine.handle_message(1, message)  # type: ignore[arg-type]
         for proposal in drain(engine):
             validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=256)
     good = Script("good")
-    engine.handle(1, good.start(plan=CHAIN))
-    engine.handle(1, good.verdict(12))
+    engine.handle_message(1, good.start(plan=CHAIN))
+    engine.handle_message(1, good.verdict(12))
     assert [name_of(p) for p in drain(engine)] == ["good"]
-    engine.handle(1, ConnectionClosed())
+    engine.handle_message(1, ConnectionClosed())
     assert engine.num_sessions == 0
     assert source.used_rows == 0
 
@@ -139,16 +141,16 @@ def test_however_a_prefix_is_cut_into_verdicts_the_draft_is_the_same(
     directory = tmp_path_factory.getbasetemp() / "cut-head"
     length = sum(size for size, _, _ in cuts) + 2
     engine, script = make_engine([head_source(directory)]), Script(seed=seed, length=80)
-    engine.handle(1, script.start(plan=TREE))
+    engine.handle_message(1, script.start(plan=TREE))
     for size, wanted, in_time in cuts:
-        engine.handle(1, script.verdict(script.told + size, draft_wanted=wanted))
+        engine.handle_message(1, script.verdict(script.told + size, draft_wanted=wanted))
         if in_time:
             drain(engine)
-    engine.handle(1, script.verdict(length))
+    engine.handle_message(1, script.verdict(length))
     (proposal,) = drain(engine)
     whole, script = make_engine([head_source(directory)]), Script(seed=seed, length=80)
-    whole.handle(1, script.start(plan=TREE))
-    whole.handle(1, script.verdict(length))
+    whole.handle_message(1, script.start(plan=TREE))
+    whole.handle_message(1, script.verdict(length))
     (expected,) = drain(whole)
     assert proposal.tree.tokens.tolist() == expected.tree.tokens.tolist()
     assert proposal.tree.parents.tolist() == expected.tree.parents.tolist()

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from outrider_drafter.look_ahead import scheduler, time_budget
-from outrider_drafter.proposers.interface import AheadSource
+from outrider_drafter.proposers.interface import LookAheadProposer
 from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine
 
 from outrider.spec.digest import extend_digest
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.tree import path
 from outrider.wire.messages import PlanChange, Proposal, Proposals, SessionEnd
 from tests.unit.drafter.helpers import answers, counted, make_engine
@@ -23,21 +23,21 @@ HITS = "outrider_drafter_outcomes_total"
 
 def looked(engine: DraftEngine) -> list[Proposal]:
     """All drafts for outcomes."""
-    return [p for together in engine.look_ahead() for p in entries(together)]
+    return [p for together in engine.run_look_ahead() for p in entries(together)]
 
 
-def entries(together: scheduler.Answers) -> list[Proposal]:
-    return [p for _, m in together if isinstance(m, Proposals) for p in m.entries()]
+def entries(together: scheduler.OutgoingProposals) -> list[Proposal]:
+    return [p for _, m in together if isinstance(m, Proposals) for p in m.iter_proposals()]
 
 
 def test_the_best_outcomes_of_the_live_proposal_are_drafted_for() -> None:
     script, source = counting(), Scripted()
     engine = started(source, script)
-    assert not engine.wants_look_ahead
+    assert not engine.has_look_ahead_work
     (live,) = answers(engine)
-    assert engine.wants_look_ahead and live.tree.tokens.tolist() == [10, 11]
+    assert engine.has_look_ahead_work and live.tree.tokens.tolist() == [10, 11]
     proposals = looked(engine)
-    assert not engine.wants_look_ahead and len(proposals) == AHEAD.fan_out
+    assert not engine.has_look_ahead_work and len(proposals) == AHEAD.fan_out
     # Below two nodes that stand .6 x .6 x .6, at the root .2 and .12: its best one is a child.
     outcomes = [(o.node, o.token) for o in source.branched[0]]
     assert outcomes[:2] == [(1, 12), (-1, 11)]
@@ -47,7 +47,7 @@ def test_the_best_outcomes_of_the_live_proposal_are_drafted_for() -> None:
         assert proposal.prefix_len == 10 + len(suffix)
         assert proposal.handle == script.handle
         assert proposal.tree.tokens.tolist() == [token + 1, token + 2]
-    assert counted(engine, "outrider_drafter_branches_total", method="ngram") == 3
+    assert counted(engine, "outrider_drafter_outcome_drafts_total", method="ngram") == 3
     assert counted(engine, "outrider_drafter_look_aheads_total", method="ngram") == 1
 
 
@@ -57,15 +57,15 @@ def test_a_hit_is_not_drafted_again_and_is_the_next_to_look_ahead_from() -> None
     answers(engine)
     looked(engine)
     # 10, 11 stand and 12 follows: a leaf's outcome.
-    engine.handle(1, script.verdict(13, with_features=False))
-    assert not engine.wants_drafting and engine.wants_look_ahead
+    engine.handle_message(1, script.verdict(13, with_features=False))
+    assert not engine.has_wanted_drafts and engine.has_look_ahead_work
     assert answers(engine) == []
     proposals = looked(engine)
     assert [live.tree.tokens.tolist() for live in source._lives] == [[13, 14]]
     assert {p.prefix_digest for p in proposals} >= {script.digest(16)}
     assert counted(engine, HITS, result="hit") == 1
-    engine.handle(1, script.verdict(16, with_features=False))
-    assert counted(engine, HITS, result="hit") == 2 and not engine.wants_drafting
+    engine.handle_message(1, script.verdict(16, with_features=False))
+    assert counted(engine, HITS, result="hit") == 2 and not engine.has_wanted_drafts
 
 
 def test_a_miss_is_drafted_as_ever() -> None:
@@ -74,8 +74,8 @@ def test_a_miss_is_drafted_as_ever() -> None:
     engine = started(source, script)
     answers(engine)
     looked(engine)
-    engine.handle(1, script.verdict(12, with_features=False))
-    assert engine.wants_drafting and not engine.wants_look_ahead
+    engine.handle_message(1, script.verdict(12, with_features=False))
+    assert engine.has_wanted_drafts and not engine.has_look_ahead_work
     (proposal,) = answers(engine)
     assert proposal.prefix_digest == script.digest(12)
     assert counted(engine, HITS, result="miss") == 1
@@ -85,10 +85,10 @@ def test_a_miss_is_drafted_as_ever() -> None:
 def test_a_repeated_verdict_is_answered_again() -> None:
     script, source = counting(), Scripted()
     engine = make_engine([source])
-    engine.handle(1, script.start(plan=AHEAD))
+    engine.handle_message(1, script.start(plan=AHEAD))
     verdict = script.verdict(10, with_features=False)
     for _ in range(2):
-        engine.handle(1, verdict)
+        engine.handle_message(1, verdict)
         assert len(answers(engine)) == 1
         assert len(looked(engine)) == 3
     assert counted(engine, HITS, result="miss") == 0
@@ -100,17 +100,17 @@ def test_rounds_that_come_together_are_followed_one_by_one() -> None:
     answers(engine)
     looked(engine)
     for end in (13, 14):
-        engine.handle(1, script.verdict(end, with_features=False))
+        engine.handle_message(1, script.verdict(end, with_features=False))
     assert [p.prefix_len for p in answers(engine)] == [14]
     assert counted(engine, HITS, result="hit") == counted(engine, HITS, result="miss") == 1
 
 
 @pytest.mark.parametrize("plan", [replace(AHEAD, look_ahead=0), replace(AHEAD, draft_tokens=0)])
-def test_a_session_in_lock_step_never_looks_ahead(plan: Plan) -> None:
+def test_a_session_in_lock_step_never_looks_ahead(plan: SpeculationPlan) -> None:
     source = Scripted()
     engine = started(source, counting(), plan=plan)
     answers(engine)
-    assert not engine.wants_look_ahead and looked(engine) == [] and not source.scored
+    assert not engine.has_look_ahead_work and looked(engine) == [] and not source.scored
 
 
 def test_a_source_that_cannot_is_never_asked() -> None:
@@ -118,18 +118,18 @@ def test_a_source_that_cannot_is_never_asked() -> None:
         """Without the two methods."""
 
         def __getattr__(self, name: str) -> Any:
-            if name in ("score", "branch"):
+            if name in ("score_proposals", "draft_outcomes"):
                 raise AttributeError(name)
             return getattr(inner, name)
 
     inner = Scripted()
     source: Any = OnlyDrafts()
-    assert not isinstance(source, AheadSource)
+    assert not isinstance(source, LookAheadProposer)
     engine = make_engine([source])
     script = counting()
-    engine.handle(1, script.start(plan=AHEAD))
-    engine.handle(1, script.verdict(10, with_features=False))
-    assert len(answers(engine)) == 1 and not engine.wants_look_ahead
+    engine.handle_message(1, script.start(plan=AHEAD))
+    engine.handle_message(1, script.verdict(10, with_features=False))
+    assert len(answers(engine)) == 1 and not engine.has_look_ahead_work
 
 
 def test_a_change_of_plan_forgets_what_was_sent_ahead() -> None:
@@ -137,14 +137,14 @@ def test_a_change_of_plan_forgets_what_was_sent_ahead() -> None:
     engine = started(source, script)
     answers(engine)
     looked(engine)
-    engine.handle(1, PlanChange(handle=script.handle, plan=replace(AHEAD, draft_tokens=1)))
-    assert not engine.wants_look_ahead
-    engine.handle(1, script.verdict(13, with_features=False))
-    assert len(answers(engine)) == 1 and engine.wants_look_ahead
+    engine.handle_message(1, PlanChange(handle=script.handle, plan=replace(AHEAD, draft_tokens=1)))
+    assert not engine.has_look_ahead_work
+    engine.handle_message(1, script.verdict(13, with_features=False))
+    assert len(answers(engine)) == 1 and engine.has_look_ahead_work
     engine.handle(1, PlanChange(handle=script.handle, plan=replace(AHEAD, look_ahead=0)))
-    assert not engine.wants_look_ahead
+    assert not engine.has_look_ahead_work
     engine.handle(1, script.verdict(14, with_features=False))
-    assert len(answers(engine)) == 1 and not engine.wants_look_ahead
+    assert len(answers(engine)) == 1 and not engine.has_look_ahead_work
 
 
 @pytest.mark.parametrize("end", ["end", "closed", "lost"])
@@ -153,18 +153,18 @@ def test_a_session_that_is_gone_is_not_looked_ahead_for(end: str) -> None:
     engine = started(source, gone, stays)
     answers(engine)
     if end == "end":
-        engine.handle(1, SessionEnd(handle=gone.handle))
+        engine.handle_message(1, SessionEnd(handle=gone.handle))
     elif end == "closed":
-        engine.handle(1, ConnectionClosed())
+        engine.handle_message(1, ConnectionClosed())
     else:
         gone.told += 5
-        engine.handle(1, gone.verdict(20, with_features=False))
+        engine.handle_message(1, gone.verdict(20, with_features=False))
     handles = {proposal.handle for proposal in looked(engine)}
     assert handles == (set() if end == "closed" else {stays.handle})
     # The handle may be taken by another session; nothing of the old one is a hit there.
     again = counting("a")
-    engine.handle(1, again.start(plan=AHEAD))
-    engine.handle(1, again.verdict(13, with_features=False))
+    engine.handle_message(1, again.start(plan=AHEAD))
+    engine.handle_message(1, again.verdict(13, with_features=False))
     assert again.handle in {proposal.handle for proposal in answers(engine)}
 
 
@@ -181,11 +181,11 @@ def test_an_interrupted_look_ahead_goes_on_with_what_was_not_sent() -> None:
     source.batch = 1
     engine = started(source, script)
     answers(engine)
-    working = engine.look_ahead()
+    working = engine.run_look_ahead()
     assert next(working) == []
     first = entries(next(working))
     working.close()
-    assert engine.wants_look_ahead
+    assert engine.has_look_ahead_work
     rest = looked(engine)
     digests = [p.prefix_digest for p in (*first, *rest)]
     assert len(set(digests)) == len(digests) == AHEAD.fan_out
@@ -198,16 +198,16 @@ def test_messages_never_interrupt_twice_before_anything_was_drafted() -> None:
     engine = started(source, *scripts)
     answers(engine)
     for sent in (0, 9, 0, 9):
-        working = engine.look_ahead()
+        working = engine.run_look_ahead()
         assert len(entries(next(working))) == sent
         working.close()
-        engine.handle(1, scripts[0].verdict(scripts[0].told + 1, with_features=False))
+        engine.handle_message(1, scripts[0].verdict(scripts[0].told + 1, with_features=False))
         answers(engine)
         if sent:
             for script in scripts[1:]:
-                engine.handle(1, script.verdict(script.told + 1, with_features=False))
+                engine.handle_message(1, script.verdict(script.told + 1, with_features=False))
             answers(engine)
-    assert counted(engine, "outrider_drafter_branches_total", method="ngram") == 18
+    assert counted(engine, "outrider_drafter_outcome_drafts_total", method="ngram") == 18
 
 
 def test_outcomes_that_a_verdict_contradicts_are_dropped() -> None:
@@ -216,11 +216,11 @@ def test_outcomes_that_a_verdict_contradicts_are_dropped() -> None:
     source.batch = 1
     engine = started(source, script)
     answers(engine)
-    working = engine.look_ahead()
+    working = engine.run_look_ahead()
     next(working)
     next(working)
     working.close()
-    engine.handle(1, script.verdict(12, with_features=False))
+    engine.handle_message(1, script.verdict(12, with_features=False))
     assert counted(engine, "outrider_drafter_dropped_outcomes_total") == 2
     assert len(answers(engine)) == 1
 
@@ -228,11 +228,11 @@ def test_outcomes_that_a_verdict_contradicts_are_dropped() -> None:
 def test_the_best_outcomes_of_all_sessions_are_drafted_for_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(time_budget, "BRANCH_SIZES", (4,))
+    monkeypatch.setattr(time_budget, "OUTCOME_BATCH_SIZES", (4,))
     scripts, source = [counting(name) for name in "abc"], Scripted()
     engine = started(source, *scripts)
     answers(engine)
-    sizes = [len(entries(together)) for together in engine.look_ahead()]
+    sizes = [len(entries(together)) for together in engine.run_look_ahead()]
     assert sizes == [0, 4, 0, 4, 0, 1]
     assert len(source.scored) == 1 and len(source.scored[0]) == 3
     assert {o.live for o in source.branched[0][:3]} == {0, 1, 2}
@@ -250,15 +250,15 @@ def test_outcomes_that_no_plan_counts_share_one_launch(count: int) -> None:
     assert len(proposals) == len(branched) == min(10 * count, 64)
     assert (np.bincount([outcome.live for outcome in branched]) >= 8).all()
     # What was left out is not waited for.
-    engine.handle(1, scripts[0].verdict(13, with_features=False))
+    engine.handle_message(1, scripts[0].verdict(13, with_features=False))
     assert counted(engine, "outrider_drafter_dropped_outcomes_total") == 0
 
 
 def test_a_plan_that_counts_its_outcomes_gets_them_beside_others() -> None:
     counted_for, left_open, source = counting("a"), counting("b"), Scripted()
     engine = started(source, counted_for, plan=replace(AHEAD, fan_out=7))
-    engine.handle(1, left_open.start(plan=replace(AHEAD, fan_out=0)))
-    engine.handle(1, left_open.verdict(10, with_features=False))
+    engine.handle_message(1, left_open.start(plan=replace(AHEAD, fan_out=0)))
+    engine.handle_message(1, left_open.verdict(10, with_features=False))
     answers(engine)
     handles = [proposal.handle for proposal in looked(engine)]
     assert handles.count(counted_for.handle) == 7
@@ -269,12 +269,12 @@ def test_drafts_for_several_verifiers_go_to_each_its_own() -> None:
     engine = make_engine([Scripted()])
     for connection in (1, 2):
         script = counting("ab"[connection - 1])
-        engine.handle(connection, script.start(plan=AHEAD))
-        engine.handle(connection, script.verdict(10, with_features=False))
+        engine.handle_message(connection, script.start(plan=AHEAD))
+        engine.handle_message(connection, script.verdict(10, with_features=False))
     answers(engine)
     found = [
         (connection, len(message.handles))
-        for together in engine.look_ahead()
+        for together in engine.run_look_ahead()
         for connection, message in together
         if isinstance(message, Proposals)
     ]
@@ -291,15 +291,15 @@ def test_a_failed_look_ahead_leaves_its_sessions_in_lock_step(step: str) -> None
     source.fails_in = ""
     assert counted(engine, "outrider_drafter_look_ahead_failures_total", method="ngram") == 1
     assert not engine.device_lost
-    engine.handle(1, script.verdict(13, with_features=False))
+    engine.handle_message(1, script.verdict(13, with_features=False))
     assert len(answers(engine)) == 1
-    engine.handle(1, PlanChange(handle=script.handle, plan=AHEAD))
-    engine.handle(1, script.verdict(14, with_features=False))
-    assert len(answers(engine)) == 1 and not engine.wants_look_ahead
+    engine.handle_message(1, PlanChange(handle=script.handle, plan=AHEAD))
+    engine.handle_message(1, script.verdict(14, with_features=False))
+    assert len(answers(engine)) == 1 and not engine.has_look_ahead_work
     # Another session is not to blame.
     other = counting("b")
-    engine.handle(1, other.start(plan=AHEAD))
-    engine.handle(1, other.verdict(10, with_features=False))
+    engine.handle_message(1, other.start(plan=AHEAD))
+    engine.handle_message(1, other.verdict(10, with_features=False))
     answers(engine)
     assert looked(engine)
 
@@ -323,9 +323,9 @@ def test_verdicts_teach_which_outcomes_come() -> None:
     for end in range(11, 40):
         looked(engine)
         firsts.append(source.branched[-1][0])
-        engine.handle(1, script.verdict(end, with_features=False))
+        engine.handle_message(1, script.verdict(end, with_features=False))
         answers(engine)
-        engine.book()
+        engine.update_metrics()
     assert (firsts[0].node, firsts[0].token) == (1, 12)
     assert (firsts[-1].node, firsts[-1].token) == (-1, int(script.tokens[38]))
     assert counted(engine, HITS, result="hit") > 10

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from outrider_drafter.server.draft_engine import DraftEngine
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import PlanChange, Proposals, Verdicts
 from tests.fakes.rounds_by_digest import Rounds, Row, ahead, fresh, markov, table_engine
@@ -16,8 +16,8 @@ from tests.grids import thorough
 
 V, PROMPT, MAX_LEN = 6, 2, 16
 TARGET, DRAFT = markov(3, V), markov(3, V) + 0.4 * markov(4, V)
-CHAIN = Plan(method=DraftMethod.MODEL, draft_tokens=3, look_ahead=1, fan_out=4)
-TREE = Plan(method=DraftMethod.MODEL, draft_tokens=6, top_k=3, look_ahead=1, fan_out=4)
+CHAIN = SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=3, look_ahead=1, fan_out=4)
+TREE = SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=6, top_k=3, look_ahead=1, fan_out=4)
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=1.0, rule=Rule.COUPLED)]
 
 
@@ -44,7 +44,7 @@ def plain_texts(sampling: SamplingParams) -> list[list[int]]:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "coupled"])
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 def test_look_ahead_changes_no_text_and_takes_no_more_rounds(
-    sampling: SamplingParams, plan: Plan
+    sampling: SamplingParams, plan: SpeculationPlan
 ) -> None:
     texts, verified = [], []
     for look_ahead in (0, 1):
@@ -87,11 +87,11 @@ class Link:
 def drafter_turn(engine: DraftEngine, link: Link, rng: random.Random) -> None:
     """Some of what a drafting thread does: messages, drafts, and look-ahead until a message."""
     for _ in range(rng.randrange(len(link.verdicts) + 1)):
-        engine.handle(1, link.verdicts.pop(0))
+        engine.handle_message(1, link.verdicts.pop(0))
     for proposals in fresh(engine):
         link.send(proposals)
-    if engine.wants_look_ahead:
-        working = engine.look_ahead()
+    if engine.has_look_ahead_work:
+        working = engine.run_look_ahead()
         for together in working:
             for _, message in together:
                 assert isinstance(message, Proposals)
@@ -101,7 +101,9 @@ def drafter_turn(engine: DraftEngine, link: Link, rng: random.Random) -> None:
         working.close()
 
 
-def run_schedule(seed: int, sampling: SamplingParams, plan: Plan) -> tuple[list[list[int]], Rounds]:
+def run_schedule(
+    seed: int, sampling: SamplingParams, plan: SpeculationPlan
+) -> tuple[list[list[int]], Rounds]:
     rng = random.Random(seed)
     rounds, engine, link = Rounds(TARGET, make_rows(sampling)), table_engine(DRAFT), Link(rng)
     rounds.announce(engine, plan)
@@ -112,7 +114,7 @@ def run_schedule(seed: int, sampling: SamplingParams, plan: Plan) -> tuple[list[
         rows = [row for row in rounds.open if rng.random() < 0.7]
         if rows:
             rounds.round(rows)
-            link.verdicts.append(Verdicts.of([row.verdict() for row in rows]))
+            link.verdicts.append(Verdicts.of_verdicts([row.verdict() for row in rows]))
         if rng.random() < 0.05:
             changed = replace(plan, look_ahead=rng.randrange(2), draft_tokens=rng.randrange(1, 5))
             link.verdicts.append(PlanChange(handle=rng.choice(rounds.rows).handle, plan=changed))
@@ -125,7 +127,7 @@ def run_schedule(seed: int, sampling: SamplingParams, plan: Plan) -> tuple[list[
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("seeds", [range(50), thorough(range(50, 250))], ids=["few", "rest"])
 def test_schedules_of_late_lost_and_reordered_frames_change_no_token(
-    sampling: SamplingParams, plan: Plan, seeds: range
+    sampling: SamplingParams, plan: SpeculationPlan, seeds: range
 ) -> None:
     """A thousand in all. Fifty of a kind find with 95 % what breaks one schedule in seventeen;
     the rest is for what is rarer."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.proposers.ngram import lookup
+from outrider_drafter.proposers.ngram import find_continuation
 
 
 def found(tokens: list[int], count: int = 4, *, longest: int = 3, shortest: int = 1) -> list[int]:
     array = np.array(tokens, dtype=np.int32)
-    return [int(t) for t in lookup(array, count, max_match=longest, min_match=shortest)]
+    return [int(t) for t in find_continuation(array, count, max_match=longest, min_match=shortest)]
 
 
 def test_it_copies_what_followed_the_same_tokens() -> None:

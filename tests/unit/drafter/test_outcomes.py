@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter.look_ahead.calibration import Calibration, FixedSpread
-from outrider_drafter.state.outcomes import BRANCH_SIZES, Layout, Places, best, seen, worth_drafting
+from outrider_drafter.look_ahead.calibration import OutcomeCalibration, RankSpread
+from outrider_drafter.state.outcomes import (
+    OUTCOME_BATCH_SIZES,
+    CandidateLayout,
+    NodeIndex,
+    best_outcomes,
+    follow_verdict,
+    num_worthwhile,
+)
 
 from outrider.spec.digest import extend_digest
 from outrider.spec.tree import DraftTree, depths, path
@@ -59,27 +66,29 @@ def slow_gains(
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_outcomes_of_the_whole_proposal_are_chosen(seed: int) -> None:
     tree, tokens, logprobs = random_case(seed)
-    layout = Layout.of(Places.of([tree]), tokens)
-    chosen = best(layout, Calibration().gains(layout, logprobs), 0, room=99, count=10)
+    layout = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
+    chosen = best_outcomes(
+        layout, OutcomeCalibration().expected_gains(layout, logprobs), 0, room=99, count=10
+    )
     expected = sorted(slow_gains(tree, tokens, logprobs).items(), key=lambda item: -item[1])[:10]
     found = list(zip((chosen.places - 1).tolist(), chosen.tokens.tolist(), strict=True))
     assert found == [outcome for outcome, _ in expected]
     np.testing.assert_allclose(chosen.gains, [gain for _, gain in expected], rtol=1e-6)
 
 
-@pytest.mark.parametrize("predictor", [Calibration(), FixedSpread()], ids=["shares", "fixed"])
+@pytest.mark.parametrize("predictor", [OutcomeCalibration(), RankSpread()], ids=["shares", "fixed"])
 def test_no_child_is_an_outcome_and_none_leaves_less_room_than_a_draft_needs(
-    predictor: Calibration | FixedSpread,
+    predictor: OutcomeCalibration | RankSpread,
 ) -> None:
     tree, tokens, logprobs = random_case(3)
-    layout = Layout.of(Places.of([tree]), tokens)
-    gains = predictor.gains(layout, logprobs)
+    layout = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
+    gains = predictor.expected_gains(layout, logprobs)
     children = set(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
-    assert len(best(layout, gains, 0, room=99, count=10_000).places) == int(
+    assert len(best_outcomes(layout, gains, 0, room=99, count=10_000).places) == int(
         (~layout.is_child).sum()
     )
     for room in range(5):
-        chosen = best(layout, gains, 0, room=room, count=10_000)
+        chosen = best_outcomes(layout, gains, 0, room=room, count=10_000)
         found = set(zip((chosen.places - 1).tolist(), chosen.tokens.tolist(), strict=True))
         assert not found & children
         # The path, its token, and one level below it.
@@ -91,61 +100,67 @@ def test_no_child_is_an_outcome_and_none_leaves_less_room_than_a_draft_needs(
 def test_candidates_that_are_none_are_never_chosen() -> None:
     tree, tokens, logprobs = random_case(4)
     tokens[:, 3:], logprobs[:, 3:] = -1, -np.inf
-    layout = Layout.of(Places.of([tree]), tokens)
-    trained = Calibration()
-    trained.learn(layout, logprobs, seen(layout, 0, tree.tokens[:1].tolist()))
-    for predictor in (Calibration(), trained, FixedSpread()):
-        chosen = best(layout, predictor.gains(layout, logprobs), 0, room=99, count=10_000)
+    layout = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
+    trained = OutcomeCalibration()
+    trained.learn_from_verdict(
+        layout, logprobs, follow_verdict(layout, 0, tree.tokens[:1].tolist())
+    )
+    for predictor in (OutcomeCalibration(), trained, RankSpread()):
+        chosen = best_outcomes(
+            layout, predictor.expected_gains(layout, logprobs), 0, room=99, count=10_000
+        )
         assert len(chosen.tokens) and (chosen.tokens >= 0).all()
 
 
 def test_no_more_are_chosen_than_were_asked_for_and_ties_go_to_the_first() -> None:
     tree, tokens, _ = random_case(5)
-    layout = Layout.of(Places.of([tree]), tokens)
+    layout = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
     gains = np.ones(tokens.shape)
-    chosen = best(layout, gains, 0, room=99, count=5)
+    chosen = best_outcomes(layout, gains, 0, room=99, count=5)
     places = np.argwhere(~layout.is_child)[:5]
     assert chosen.places.tolist() == places[:, 0].tolist()
     assert chosen.tokens.tolist() == [tokens[place, column] for place, column in places]
-    assert not len(best(layout, gains, 0, room=99, count=0).places)
+    assert not len(best_outcomes(layout, gains, 0, room=99, count=0).places)
 
 
 def test_a_verdict_shows_every_place_on_its_path_and_what_followed_there() -> None:
     parents = np.array([-1, -1, 0, 2], np.int32)
     tree = DraftTree(np.array([7, 8, 5, 6], np.int32), parents, np.zeros(4, np.float32))
     tokens = np.array([[8, 7], [5, 1], [0, 1], [9, 6], [3, 2]], np.int32)
-    layout = Layout.of(Places.of([tree]), tokens)
-    whole = seen(layout, 0, [7, 5, 6, 2])
+    layout = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
+    whole = follow_verdict(layout, 0, [7, 5, 6, 2])
     assert whole.places.tolist() == [0, 1, 3, 4]
     assert whole.columns.tolist() == [1, 0, 1, 1]
-    assert whole.stood.tolist() == [True, True, True, False]
+    assert whole.accepted.tolist() == [True, True, True, False]
     # Later rounds of the same message are of other proposals.
-    early = seen(layout, 0, [7, 4, 6, 2])
+    early = follow_verdict(layout, 0, [7, 4, 6, 2])
     assert (early.places.tolist(), early.columns.tolist()) == ([0, 1], [1, -1])
-    assert early.stood.tolist() == [True, False]
+    assert early.accepted.tolist() == [True, False]
 
 
 def test_proposals_together_are_judged_as_each_alone() -> None:
     cases = [random_case(seed, nodes=nodes) for seed, nodes in ((1, 5), (2, 1), (3, 20), (4, 9))]
-    places = Places.of([tree for tree, _, _ in cases])
-    layout = Layout.of(places, np.concatenate([c[1] for c in cases]))
+    places = NodeIndex.of_trees([tree for tree, _, _ in cases])
+    layout = CandidateLayout.of_candidates(places, np.concatenate([c[1] for c in cases]))
     logprobs = np.concatenate([c[2] for c in cases])
     prefixes = np.arange(7, 11, dtype=np.uint64)
-    digests = places.digests(prefixes)
-    for predictor in (Calibration(), FixedSpread()):
-        gains = predictor.gains(layout, logprobs)
+    digests = places.prefix_digests(prefixes)
+    for predictor in (OutcomeCalibration(), RankSpread()):
+        gains = predictor.expected_gains(layout, logprobs)
         for index, (tree, tokens, mine) in enumerate(cases):
-            alone = Layout.of(Places.of([tree]), tokens)
-            expected = best(alone, predictor.gains(alone, mine), 0, room=9, count=6)
-            found = best(layout, gains, index, room=9, count=6)
+            alone = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
+            expected = best_outcomes(
+                alone, predictor.expected_gains(alone, mine), 0, room=9, count=6
+            )
+            found = best_outcomes(layout, gains, index, room=9, count=6)
             first = layout.roots[index]
             assert (found.places - first).tolist() == expected.places.tolist()
             assert found.tokens.tolist() == expected.tokens.tolist()
             np.testing.assert_allclose(found.gains, expected.gains)
             emitted = tree.tokens[list(path(tree.parents, len(tree) - 1))].tolist()
-            assert (seen(layout, index, emitted).places - first).tolist() == seen(
-                alone, 0, emitted
-            ).places.tolist()
+            assert (
+                follow_verdict(layout, index, emitted).places - first
+            ).tolist() == follow_verdict(alone, 0, emitted).places.tolist()
             for node in range(-1, len(tree)):
                 tokens_to = tree.tokens[list(path(tree.parents, node))].tolist()
                 expected_digest = extend_digest(int(prefixes[index]), tokens_to)
@@ -168,6 +183,6 @@ def test_proposals_together_are_judged_as_each_alone() -> None:
 def test_as_many_are_drafted_for_as_fill_the_largest_launch_that_pays(
     gains: list[float], count: int
 ) -> None:
-    found = worth_drafting(np.array(gains))
+    found = num_worthwhile(np.array(gains))
     assert found == count
-    assert found in (0, len(gains), *BRANCH_SIZES)
+    assert found in (0, len(gains), *OUTCOME_BATCH_SIZES)

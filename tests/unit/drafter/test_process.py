@@ -36,13 +36,13 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "drafter.toml"
     file.write_text(
         'model = "m"\nmethods = ["ngram"]\nthreads = 3\n[ngram]\nmax_match = 7\n'
-        "[reconnect]\nmax_s = 9\n"
+        "[reconnect]\nmax_backoff_s = 9\n"
     )
     config = parse_args(["--config", str(file), "--threads", "1", "--drafter-id", "d"])
     assert config.threads == 1
     assert config.drafter_id == "d"
     assert config.ngram.max_match == 7
-    assert config.reconnect == ReconnectConfig(max_s=9.0)
+    assert config.reconnect == ReconnectConfig(max_backoff_s=9.0)
 
 
 def test_methods_are_a_list_separated_by_commas() -> None:
@@ -67,7 +67,7 @@ def test_a_drafter_says_how_it_is_slowed_down() -> None:
         (["--methods", ""], "at least one"),
         (["--methods", "telepathy"], "ngram"),
         (["--methods", "ngram", "--threads", "-1"], "threads"),
-        (["--methods", "ngram", "--drain-s", "-1"], "drain_s"),
+        (["--methods", "ngram", "--drain-timeout-s", "-1"], "drain_timeout_s"),
         (["--methods", "ngram", "--bench-exchange-delay-ms", "-1"], "bench_exchange_delay_ms"),
         (["--methods", "ngram", "--bench-exchange-delay-ms", "500"], "bench_exchange_delay_ms"),
         (["--methods", "ngram", "--bench-exchange-delay-ms", "nan"], "bench_exchange_delay_ms"),

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from outrider_drafter.relay import Direction, Relay, Stream, obey
+from outrider_drafter.relay import Relay, RelayDirection, TcpEndpoint, handle_command
 
 from outrider.errors import ConnectionLostError
-from outrider.transport.shm import Lane
+from outrider.transport.shm import ShmChannel
 from tests.fakes.lanes import lane_pair
 
 DELAY_S = 0.004
@@ -33,7 +33,7 @@ class FakeEnd:
         return 0
 
     @property
-    def unsent(self) -> int:
+    def num_unsent(self) -> int:
         return len(self.kept)
 
     def send(self, *frames: bytes) -> None:
@@ -56,46 +56,46 @@ class FakeEnd:
 
 def test_what_came_together_leaves_together_in_order_and_not_before_its_time() -> None:
     source, sink = FakeEnd(), FakeEnd()
-    direction = Direction(source, sink, 1.0)
+    direction = RelayDirection(source, sink, 1.0)
     assert direction.due is None
     source.coming = [b"a", b"b"]
     direction.take_in(10.0)
     source.coming = [b"c"]
     direction.take_in(10.5)
     assert direction.due == 11.0
-    direction.let_go(10.999)
+    direction.deliver_due(10.999)
     assert sink.sent == []
-    direction.let_go(11.0)
+    direction.deliver_due(11.0)
     assert sink.sent == [b"a", b"b"]
-    direction.let_go(11.5)
+    direction.deliver_due(11.5)
     assert sink.sent == [b"a", b"b", b"c"]
 
 
 def test_the_end_is_held_too_and_comes_after_all_that_was_said() -> None:
     source, sink = FakeEnd(), FakeEnd()
-    direction = Direction(source, sink, 1.0)
+    direction = RelayDirection(source, sink, 1.0)
     source.coming, source.ended = [b"last"], True
     direction.take_in(1.0)
     direction.take_in(1.5)
     assert not direction.reads and not direction.over(2.0)
     sink.room = False
-    direction.let_go(2.5)
+    direction.deliver_due(2.5)
     assert not direction.over(2.5)
     sink.room = True
-    direction.let_go(2.6)
+    direction.deliver_due(2.6)
     assert sink.sent == [b"last"] and direction.over(2.6)
 
 
 def test_a_source_is_read_no_further_while_too_much_of_it_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider_drafter.relay._MOST_HELD", 3)
+    monkeypatch.setattr("outrider_drafter.relay._MAX_HELD", 3)
     source, sink = FakeEnd(), FakeEnd()
-    direction = Direction(source, sink, 1.0)
+    direction = RelayDirection(source, sink, 1.0)
     source.coming = [b"abc"]
     direction.take_in(0.0)
     assert not direction.reads
-    direction.let_go(1.0)
+    direction.deliver_due(1.0)
     assert direction.reads
 
 
@@ -126,7 +126,7 @@ def streams(delay_s: float = DELAY_S) -> Iterator[tuple[Relay, socket.socket, so
     relay = Relay(delay_s)
     one, near = socket.socketpair()
     far, other = socket.socketpair()
-    relay.join(Stream(near), Stream(far))
+    relay.join(TcpEndpoint(near), TcpEndpoint(far))
     with one, other:
         one.settimeout(10.0)
         other.settimeout(10.0)
@@ -135,7 +135,7 @@ def streams(delay_s: float = DELAY_S) -> Iterator[tuple[Relay, socket.socket, so
 
 
 @contextmanager
-def lanes() -> Iterator[tuple[Lane, Lane]]:
+def lanes() -> Iterator[tuple[ShmChannel, ShmChannel]]:
     """Both outer ends of a link of lanes, whose relay is at work."""
     relay = Relay(DELAY_S)
     with lane_pair() as (one, near), lane_pair() as (far, other):
@@ -151,12 +151,12 @@ def until(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < end
 
 
-def heard(lane: Lane, count: int) -> list[bytes]:
+def heard(shm_channel: ShmChannel, count: int) -> list[bytes]:
     """The next frames of a lane."""
     frames: list[bytes] = []
 
     def listen() -> bool:
-        frames.extend(lane.receive())
+        frames.extend(shm_channel.receive())
         return len(frames) >= count
 
     until(listen)
@@ -231,12 +231,12 @@ def test_a_delay_is_kept_to_a_fraction_of_a_millisecond() -> None:
 def test_orders_open_links_and_what_cannot_be_done_is_said() -> None:
     relay, said = Relay(0.0), list[str]()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        obey(relay, f"dial 127.0.0.1:{server.getsockname()[1]}", said.append)
+        handle_command(relay, f"dial 127.0.0.1:{server.getsockname()[1]}", said.append)
         host, _, port = said.pop().partition(":")
         with at_work(relay), socket.create_connection((host, int(port)), 10.0) as caller:
             until(lambda: relay.links == 1)
             server.accept()[0].close()
             assert caller.recv(1) == b""
     for order in ("dial nowhere", "lane x zz", "lane x 00ff", "dial", "hang up"):
-        obey(relay, order, said.append)
+        handle_command(relay, order, said.append)
     assert len(said) == 5 and all(line.startswith("error ") for line in said)

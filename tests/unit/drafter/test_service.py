@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_drafter.proposers.ngram import NgramSource
-from outrider_drafter.server.service import HEARD_S
+from outrider_drafter.proposers.ngram import NgramProposer
+from outrider_drafter.server.service import DRAIN_NOTICE_S
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.tree import validate_tree
 from outrider.transport.framed_connection import FramedConnection
-from outrider.wire.bundles import join
+from outrider.wire.bundles import join_messages
 from outrider.wire.codec import decode_drafter_message, encode_verifier_message
-from outrider.wire.messages import Encoded, FeatureLayout, PlanChange, Proposals, SessionEnd
+from outrider.wire.messages import EncodedMessage, FeatureLayout, PlanChange, Proposals, SessionEnd
 from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source, name_of, repeating
 from tests.unit.drafter.running import ADDRESS, running
 from tests.waiting import PATIENCE_S, until
 
-NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
+NGRAM = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=3)
 
 
 async def test_a_session_is_drafted_round_after_round(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ async def test_a_session_is_drafted_round_after_round(tmp_path: Path) -> None:
 
 async def test_hello_says_what_must_agree(tmp_path: Path) -> None:
     source = head_source(tmp_path)
-    async with running(source, NgramSource()) as (service, verifier, _):
+    async with running(source, NgramProposer()) as (service, verifier, _):
         await service.attach(ADDRESS)
         (hello,) = verifier.hellos
         assert hello.vocab_size == VOCAB and hello.tokenizer_hash == "abc"
@@ -63,7 +63,7 @@ async def test_hello_says_what_must_agree(tmp_path: Path) -> None:
 
 
 async def test_without_a_head_no_features_are_asked_for() -> None:
-    async with running(NgramSource()) as (service, verifier, _):
+    async with running(NgramProposer()) as (service, verifier, _):
         await service.attach(ADDRESS)
         assert verifier.hellos[0].feature_layout is FeatureLayout.NONE
         assert verifier.hellos[0].feature_fingerprint == ""
@@ -102,7 +102,7 @@ async def test_a_verifier_that_comes_later_is_found() -> None:
         network.serve_verifier("later", late)
         await late.connected()
         await until(lambda: service.connected_to("later"))
-        await network.withdraw("later")
+        await network.remove("later")
 
 
 async def test_a_misfit_is_refused_at_once_and_not_tried_again() -> None:
@@ -183,13 +183,13 @@ async def test_two_verifiers_are_served_at_once_and_never_mixed_up() -> None:
         assert (await first.proposal()).prefix_len == 12
         assert (await second.proposal()).prefix_len == 13
         assert sorted((await service.info()).verifiers) == ["second", ADDRESS]
-        await network.withdraw("second")
+        await network.remove("second")
         await until(lambda: not service.connected_to("second"))
         assert service.connected_to(ADDRESS)
 
 
 async def test_the_worst_plan_of_one_session_stops_no_other(tmp_path: Path) -> None:
-    async with running(head_source(tmp_path), NgramSource(min_match=1)) as (service, verifier, _):
+    async with running(head_source(tmp_path), NgramProposer(min_match=1)) as (service, verifier, _):
         await service.attach(ADDRESS)
         await verifier.connected()
         good, odd = repeating("good"), Script("odd")
@@ -204,11 +204,11 @@ async def test_a_round_of_verdicts_is_answered_as_one_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offered: list[int] = []
-    offer = FramedConnection.offer
+    offer = FramedConnection.try_send
 
     def counting(connection: FramedConnection[Any, Any], *messages: Any) -> bool:
         for message in messages:
-            if isinstance(message, Encoded):
+            if isinstance(message, EncodedMessage):
                 drafts = decode_drafter_message(message.data)
                 assert isinstance(drafts, Proposals)
                 offered.append(len(drafts))
@@ -218,10 +218,10 @@ async def test_a_round_of_verdicts_is_answered_as_one_batch(
         await service.attach(ADDRESS)
         connection = await verifier.connected()
         scripts = [repeating(str(number)) for number in range(8)]
-        assert connection.offer(*[script.start(plan=NGRAM) for script in scripts])
-        monkeypatch.setattr(FramedConnection, "offer", counting)
+        assert connection.try_send(*[script.start(plan=NGRAM) for script in scripts])
+        monkeypatch.setattr(FramedConnection, "try_send", counting)
         for end in (12, 14):
-            assert connection.offer(*[script.verdict(end) for script in scripts])
+            assert connection.try_send(*[script.verdict(end) for script in scripts])
             found = [await verifier.proposal() for _ in scripts]
             assert [name_of(p) for p in found] == [script.session_id for script in scripts]
             assert {p.prefix_len for p in found} == {end}
@@ -233,11 +233,11 @@ async def test_a_malformed_verdict_of_a_round_costs_nothing_but_itself() -> None
         await service.attach(ADDRESS)
         connection: Any = await verifier.connected()
         scripts = [repeating(name) for name in "abc"]
-        assert connection.offer(*[script.start(plan=NGRAM) for script in scripts])
+        assert connection.try_send(*[script.start(plan=NGRAM) for script in scripts])
         encoded = [encode_verifier_message(script.verdict(12)) for script in scripts]
         encoded[1] = b"\xff\xffnonsense"
-        (frame,) = join(encoded)
-        assert connection.inner.frames.offer(frame)
+        (frame,) = join_messages(encoded)
+        assert connection.inner.frames.try_send(frame)
         assert {name_of(await verifier.proposal()) for _ in range(2)} == {"a", "c"}
         registry = service.metrics.registry
         ignored = "outrider_drafter_ignored_messages_total"
@@ -257,7 +257,7 @@ async def test_a_drafter_hands_over_before_it_ends() -> None:
         leaving = asyncio.create_task(service.hand_over(20.0))
         await until(lambda: service.draining)
         # It drafts on, and nobody can call it back.
-        await service.drain(False)
+        await service.set_draining(False)
         assert (await service.info()).draining
         await verifier.say(script.verdict(14))
         assert (await verifier.proposal()).prefix_len == 14
@@ -278,13 +278,13 @@ async def test_a_drafter_without_sessions_ends_once_somebody_has_heard_of_it() -
         await asyncio.sleep(0.1)
         assert not leaving.done()
         assert (await service.info()).draining
-        assert await asyncio.wait_for(leaving, HEARD_S / 2)
+        assert await asyncio.wait_for(leaving, DRAIN_NOTICE_S / 2)
 
 
 async def test_a_drafter_of_whom_nobody_asks_ends_all_the_same() -> None:
     async with running() as (service, verifier, _):
         # Nobody counts on it before it is attached.
-        assert await asyncio.wait_for(service.hand_over(20.0), HEARD_S / 2)
+        assert await asyncio.wait_for(service.hand_over(20.0), DRAIN_NOTICE_S / 2)
         await service.attach(ADDRESS)
         await verifier.connected()
         assert await asyncio.wait_for(service.hand_over(20.0), 10.0)
@@ -303,5 +303,5 @@ async def test_a_drafter_whose_sessions_nobody_takes_ends_in_time() -> None:
 async def test_a_drafter_that_was_removed_may_stay_after_all() -> None:
     async with running() as (service, _, _network):
         for draining in (True, True, False):
-            await service.drain(draining)
+            await service.set_draining(draining)
             assert (await service.info()).draining is draining

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_drafter.proposers.interface import (
-    AheadSource,
-    Branches,
-    Drafted,
-    Live,
+    LookAheadProposer,
     Outcome,
-    Scored,
-    no_scores,
+    OutcomeDrafts,
+    OutcomeScores,
+    PendingProposal,
+    SessionDrafts,
+    empty_scores,
 )
-from outrider_drafter.proposers.tree_growth import Draft
-from outrider_drafter.slow_source import slowed, wait
-from outrider_drafter.state.session import Session
+from outrider_drafter.proposers.tree_growth import ProposedDraft
+from outrider_drafter.slow_source import busy_wait, slow_down
+from outrider_drafter.state.session import FollowedSession
 
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree
@@ -48,38 +48,38 @@ class Source:
     feature_layout = FeatureLayout.NONE
     feature_size = 0
     feature_fingerprint = ""
-    usable = True
+    is_usable = True
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.released = 0
 
-    def held_features(self, wire: WireTensor) -> NDArray[np.generic]:
+    def convert_features(self, wire: WireTensor) -> NDArray[np.generic]:
         return wire.data
 
-    def catch_up(self, sessions: Sequence[Session]) -> None:
+    def catch_up(self, sessions: Sequence[FollowedSession]) -> None:
         self._clock.now += 1.0
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         for _ in range(2):
             self._clock.now += 1.0
-            yield Drafted.of([])
+            yield SessionDrafts.of_drafts([])
 
-    def release(self, session: Session) -> None:
+    def release_session(self, session: FollowedSession) -> None:
         self.released += 1
 
 
 class Ahead(Source):
     """The same, ahead of verdicts."""
 
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         self._clock.now += 1.0
-        return no_scores(())
+        return empty_scores(())
 
-    def branch(self, outcomes: Sequence[Outcome]) -> Iterator[Branches]:
+    def draft_outcomes(self, outcomes: Sequence[Outcome]) -> Iterator[OutcomeDrafts]:
         self._clock.now += 1.0
-        nothing = Draft(tree=DraftTree.chain(np.zeros(0, np.int32)))
-        yield Branches(
+        nothing = ProposedDraft(tree=DraftTree.chain(np.zeros(0, np.int32)))
+        yield OutcomeDrafts(
             outcomes=np.zeros(0, np.int64),
             node_counts=np.zeros(0, np.int64),
             tokens=nothing.tree.tokens,
@@ -90,29 +90,29 @@ class Ahead(Source):
 
 def test_every_step_is_followed_by_the_time_that_is_missing() -> None:
     clock = Clock()
-    source = slowed(Ahead(clock), 3.0, now=clock, wait=clock.wait)
-    assert isinstance(source, AheadSource)
-    for _ in source.drafts([]):
+    source = slow_down(Ahead(clock), 3.0, now=clock, wait=clock.wait)
+    assert isinstance(source, LookAheadProposer)
+    for _ in source.draft_sessions([]):
         clock.now += 100.0  # What is done with a draft is not the device's.
     assert clock.waited == [2.0, 2.0, 0.0]
     clock.waited.clear()
     source.catch_up([])
-    source.score([])
-    assert [len(branches.outcomes) for branches in source.branch([])] == [0]
+    source.score_proposals([])
+    assert [len(branches.outcomes) for branches in source.draft_outcomes([])] == [0]
     assert clock.waited == [2.0, 2.0, 2.0, 0.0]
 
 
 def test_a_source_stays_what_it_is() -> None:
     clock = Clock()
     plain = Source(clock)
-    slow = slowed(plain, 1.5, now=clock, wait=clock.wait)
-    assert not isinstance(slow, AheadSource)
-    assert (slow.method, slow.usable, slow.feature_size) == (DraftMethod.NGRAM, True, 0)
-    assert slowed(plain, 1.0) is plain
+    slow = slow_down(plain, 1.5, now=clock, wait=clock.wait)
+    assert not isinstance(slow, LookAheadProposer)
+    assert (slow.method, slow.is_usable, slow.feature_size) == (DraftMethod.NGRAM, True, 0)
+    assert slow_down(plain, 1.0) is plain
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.0001, 0.002])
 def test_a_wait_is_never_too_short(seconds: float) -> None:
     began = time.perf_counter()
-    wait(seconds)
+    busy_wait(seconds)
     assert time.perf_counter() - began >= seconds

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 from outrider_drafter.proposers import small_model
-from outrider_drafter.proposers.small_model import SmallModelSource
+from outrider_drafter.proposers.small_model import SmallModelProposer
 from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine
 
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
-from outrider.spec.draft_distribution import validate_law
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.draft_distribution import validate_distribution
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import validate_tree
 from outrider.wire.messages import Proposal, SessionEnd
 from tests.factories import make_target
 from tests.unit.drafter.helpers import VOCAB, Script, counted, drain, make_engine, name_of
 
-CHAIN = Plan(method=DraftMethod.MODEL, draft_tokens=4)
-TREE = Plan(method=DraftMethod.MODEL, draft_tokens=10, top_k=3, depth=4)
+CHAIN = SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=4)
+TREE = SpeculationPlan(method=DraftMethod.MODEL, draft_tokens=10, top_k=3, depth=4)
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +36,23 @@ def model(checkpoint: Path) -> TargetModel:
 
 
 def engine_of(model: TargetModel, vocab_size: int = VOCAB) -> DraftEngine:
-    return make_engine([SmallModelSource(model, vocab_size=vocab_size)])
+    return make_engine([SmallModelProposer(model, vocab_size=vocab_size)])
 
 
 def told(
-    engine: DraftEngine, script: Script, ends: list[int], plan: Plan, rule: SamplingParams
+    engine: DraftEngine,
+    script: Script,
+    ends: list[int],
+    plan: SpeculationPlan,
+    rule: SamplingParams,
 ) -> Proposal:
-    engine.handle(1, script.start(plan=plan, sampling=rule))
+    engine.handle_message(1, script.start(plan=plan, sampling=rule))
     proposals: list[Proposal] = []
     for end in ends:
-        engine.handle(1, script.verdict(end, with_features=False))
+        engine.handle_message(1, script.verdict(end, with_features=False))
         proposals = drain(engine)
     (proposal,) = proposals
-    engine.handle(1, SessionEnd(handle=script.handle))
+    engine.handle_message(1, SessionEnd(handle=script.handle))
     return proposal
 
 
@@ -100,8 +104,8 @@ def test_a_rejection_draft_carries_its_law(model: TargetModel) -> None:
     rejection = SamplingParams(temperature=1.0, rule=Rule.REJECTION, seed=7)
     for plan in (CHAIN, TREE):
         proposal = told(engine_of(model), Script(seed=4), [12], plan, rejection)
-        assert proposal.law is not None
-        validate_law(proposal.law, proposal.tree, VOCAB)
+        assert proposal.distribution is not None
+        validate_distribution(proposal.distribution, proposal.tree, VOCAB)
         assert len(proposal.tree) == plan.draft_tokens
 
 
@@ -109,10 +113,10 @@ def test_many_sessions_in_one_batch_get_what_each_gets_alone(model: TargetModel)
     engine = engine_of(model)
     for i in range(3):
         script = Script(f"s{i}", seed=i)
-        engine.handle(1, script.start(plan=[CHAIN, TREE, CHAIN][i]))
-        engine.handle(1, script.verdict(10 + i, with_features=False))
+        engine.handle_message(1, script.start(plan=[CHAIN, TREE, CHAIN][i]))
+        engine.handle_message(1, script.verdict(10 + i, with_features=False))
     batched = {name_of(p): p for p in drain(engine)}
-    engine.handle(1, ConnectionClosed())
+    engine.handle_message(1, ConnectionClosed())
     for i in range(3):
         script = Script(f"s{i}", seed=i)
         alone = told(engine_of(model), script, [10 + i], [CHAIN, TREE, CHAIN][i], SamplingParams())
@@ -136,14 +140,14 @@ def test_a_session_that_does_not_fit_is_drafted_once_there_is_room(model: Target
     engine = engine_of(model)
     first, second = Script("first", seed=1), Script("second", seed=2)
     for script in (first, second):
-        engine.handle(1, script.start(plan=CHAIN, max_len=1600))
-        engine.handle(1, script.verdict(10, with_features=False))
+        engine.handle_message(1, script.start(plan=CHAIN, max_len=1600))
+        engine.handle_message(1, script.verdict(10, with_features=False))
     assert [name_of(p) for p in drain(engine)] == ["first"]
     assert counted(engine, "outrider_drafter_no_proposal_total", method="model") == 1
-    engine.handle(1, SessionEnd(handle=first.handle))
-    engine.handle(1, second.verdict(11, with_features=False))
+    engine.handle_message(1, SessionEnd(handle=first.handle))
+    engine.handle_message(1, second.verdict(11, with_features=False))
     assert [name_of(p) for p in drain(engine)] == ["second"]
-    engine.handle(1, SessionEnd(handle=second.handle))
+    engine.handle_message(1, SessionEnd(handle=second.handle))
     assert model.pool.free_blocks == model.pool.total_blocks
 
 
@@ -157,11 +161,11 @@ def test_ids_beyond_the_targets_vocabulary_are_never_drafted(model: TargetModel)
 
 def test_the_same_verdict_again_gives_the_same_draft(model: TargetModel) -> None:
     engine, script = engine_of(model), Script(seed=8)
-    engine.handle(1, script.start(plan=TREE))
+    engine.handle_message(1, script.start(plan=TREE))
     verdict = script.verdict(15, with_features=False)
     drafts = []
     for _ in range(2):
-        engine.handle(1, verdict)
+        engine.handle_message(1, verdict)
         drafts += [p.tree.tokens.tolist() for p in drain(engine)]
     assert len(drafts) == 2
     assert drafts[0] == drafts[1]

@@ -8,14 +8,14 @@ from unittest.mock import patch
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outrider_drafter.state.session import Limits, SessionKey
-from outrider_drafter.state.session_table import SessionTable, Taken
+from outrider_drafter.state.session import SessionKey, VerdictLimits
+from outrider_drafter.state.session_table import AppliedVerdicts, SessionTable
 
 from outrider.wire.messages import FeatureRows, TensorDtype, Verdict, Verdicts, WireTensor
 from tests.unit.drafter.helpers import CHAIN, HIDDEN, VOCAB, Script
 
 NAMES = ("a", "b", "c")
-LIMITS = Limits(vocab_size=VOCAB, feature_size=HIDDEN, max_context=64)
+LIMITS = VerdictLimits(vocab_size=VOCAB, feature_size=HIDDEN, max_context=64)
 COLUMNS = ("lengths", "digests", "feature_ends", "followed", "wanting", "behind")
 
 
@@ -23,7 +23,7 @@ def table(scripts: list[Script]) -> SessionTable:
     """A table that follows these sessions."""
     made = SessionTable(8, LIMITS, lambda wire: wire.data)
     for script in scripts:
-        made.add(1, script.start(plan=CHAIN, max_len=60))
+        made.add_session(1, script.start(plan=CHAIN, max_len=60))
     return made
 
 
@@ -44,7 +44,7 @@ def spoilt(verdicts: Verdicts, what: str, entry: int) -> Verdicts:
             tokens[int(verdicts.token_counts[: entry + 1].sum()) - 1] = VOCAB
         case "width" if features is not None:
             rows = features.joined()[:, :-1]
-            features = FeatureRows(dtype=features.dtype, pieces=(rows,))
+            features = FeatureRows(dtype=features.dtype, segments=(rows,))
     return Verdicts(
         **columns,
         token_counts=verdicts.token_counts,
@@ -70,7 +70,7 @@ def scattered(verdicts: Verdicts) -> Verdicts:
         pieces += [np.full((2, features.width), np.nan, mine.dtype), mine]
         offsets.append(end + 2)
         end += 2 + count
-    memory = FeatureRows(dtype=features.dtype, pieces=(np.concatenate(pieces),))
+    memory = FeatureRows(dtype=features.dtype, segments=(np.concatenate(pieces),))
     return replace(verdicts, features=memory, feature_offsets=np.array(offsets[::-1]))
 
 
@@ -94,10 +94,13 @@ def test_whole_messages_are_taken_in_as_their_entries_wherever_features_lie(
     for _ in range(data.draw(st.integers(1, 5))):
         order = data.draw(st.permutations(scripts))[: data.draw(st.integers(1, 3))]
         fed = data.draw(st.booleans())
-        message = Verdicts.of(
+        message = Verdicts.of_verdicts(
             [
                 told(
-                    script, data.draw(st.integers(1, 15)), wanted=data.draw(st.booleans()), fed=fed
+                    script,
+                    data.draw(st.integers(1, 15)),
+                    wanted=data.draw(st.booleans()),
+                    fed=fed,
                 )
                 for script in order
             ]
@@ -105,9 +108,9 @@ def test_whole_messages_are_taken_in_as_their_entries_wherever_features_lie(
         what = data.draw(st.sampled_from(("",) * 6 + MISTAKES))
         message = spoilt(message, what, data.draw(st.integers(0, len(order) - 1)))
         in_place = data.draw(st.booleans())
-        found = ours.take_in(1, scattered(message) if in_place else message)
+        found = ours.apply_verdicts(1, scattered(message) if in_place else message)
         with patch.object(SessionTable, "_take_in_whole", return_value=False):
-            expected = theirs.take_in(1, message)
+            expected = theirs.apply_verdicts(1, message)
         assert names(found) == names(expected)
         for column in COLUMNS:
             np.testing.assert_array_equal(getattr(ours, column), getattr(theirs, column))
@@ -116,12 +119,12 @@ def test_whole_messages_are_taken_in_as_their_entries_wherever_features_lie(
         for script in scripts:
             same_features(ours, theirs, script)
         for session, _ in found.lost:
-            ours.forget(session)
+            ours.forget_session(session)
         for session, _ in expected.lost:
-            theirs.forget(session)
+            theirs.forget_session(session)
 
 
-def names(taken: Taken) -> tuple[list[int], list[tuple[int, str]], int]:
+def names(taken: AppliedVerdicts) -> tuple[list[int], list[tuple[int, str]], int]:
     """What is compared of an outcome."""
     lost = sorted((session.slot, reason) for session, reason in taken.lost)
     return sorted(taken.slots.tolist()), lost, taken.unknown
@@ -135,7 +138,8 @@ def same_features(ours: SessionTable, theirs: SessionTable, script: Script) -> N
     end = int(ours.feature_ends[session.slot])
     if end:
         np.testing.assert_array_equal(
-            ours.features.read(session.slot, 0, end), theirs.features.read(session.slot, 0, end)
+            ours.features.read_rows(session.slot, 0, end),
+            theirs.features.read_rows(session.slot, 0, end),
         )
 
 
@@ -143,8 +147,10 @@ def test_the_usual_message_is_taken_in_as_a_whole() -> None:
     scripts = [Script(name, seed=seed, length=80) for seed, name in enumerate(NAMES)]
     made = table(scripts)
     for size in (5, 3, 4):
-        message = Verdicts.of([script.entry(script.told + size) for script in scripts[::-1]])
-        slots = made._connections[1].find(message.handles)
+        message = Verdicts.of_verdicts(
+            [script.entry(script.told + size) for script in scripts[::-1]]
+        )
+        slots = made._connections[1].find_slots(message.handles)
         assert made._take_in_whole(message, slots)
         assert bool(made.wanting[slots].all())
     for script in scripts:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from outrider_drafter.proposers.ngram import NgramSource
-from outrider_drafter.proposers.small_model import SmallModelSource
+from outrider_drafter.proposers.ngram import NgramProposer
+from outrider_drafter.proposers.small_model import SmallModelProposer
 
 from outrider.engine.model_loader import load_target
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.token_limits import TokenLimits
 from outrider.spec.tree import path
@@ -22,8 +22,8 @@ ALLOWED = tuple(range(30, 50))
 
 
 @pytest.fixture(scope="module")
-def small(tiny_target: Path) -> SmallModelSource:
-    return SmallModelSource(load_target(tiny_target, kv_tokens=2048), vocab_size=VOCAB)
+def small(tiny_target: Path) -> SmallModelProposer:
+    return SmallModelProposer(load_target(tiny_target, kv_tokens=2048), vocab_size=VOCAB)
 
 
 def script_of(*tokens: int) -> Script:
@@ -35,7 +35,7 @@ def script_of(*tokens: int) -> Script:
 @pytest.mark.parametrize("plan", PLANS, ids=["chain", "tree"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_no_path_of_a_draft_has_what_is_forbidden(
-    plan: Plan, sampling: SamplingParams, small: SmallModelSource
+    plan: SpeculationPlan, sampling: SamplingParams, small: SmallModelProposer
 ) -> None:
     script = script_of(3, 1, 4, 31, 32)
     start = script.start(plan=plan, sampling=sampling, prompt_len=3)
@@ -43,8 +43,8 @@ def test_no_path_of_a_draft_has_what_is_forbidden(
     for _ in range(2):
         engine = engine_of(small, None)
         script.told = script.features_told = 0
-        engine.handle(1, replace(start, token_limits=limits))
-        engine.handle(1, script.verdict(len(script.tokens), with_features=False))
+        engine.handle_message(1, replace(start, token_limits=limits))
+        engine.handle_message(1, script.verdict(len(script.tokens), with_features=False))
         (proposal,) = answers(engine)
         tree = proposal.tree
         assert 0 < len(tree) <= plan.draft_tokens
@@ -65,7 +65,7 @@ def test_no_path_of_a_draft_has_what_is_forbidden(
 
 def test_lookups_are_cut_where_they_are_forbidden() -> None:
     script = script_of(7, 8, 9, 10, 7, 8)
-    plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4)
+    plan = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=4)
     start = script.start(plan=plan, prompt_len=4)
     found = []
     for limits in (
@@ -73,10 +73,10 @@ def test_lookups_are_cut_where_they_are_forbidden() -> None:
         TokenLimits(bad_words=((9, 10, 7),)),
         TokenLimits(allowed_ids=(7, 8, 9)),
     ):
-        engine = engine_of(NgramSource(min_match=1), None)
+        engine = engine_of(NgramProposer(min_match=1), None)
         script.told = script.features_told = 0
-        engine.handle(1, replace(start, token_limits=limits))
-        engine.handle(1, script.verdict(len(script.tokens), with_features=False))
+        engine.handle_message(1, replace(start, token_limits=limits))
+        engine.handle_message(1, script.verdict(len(script.tokens), with_features=False))
         (proposal,) = answers(engine)
         found.append(proposal.tree.tokens.tolist())
     assert found == [[9, 10, 7, 8], [9, 10], [9]]

@@ -9,35 +9,37 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from outrider_drafter.proposers.interface import Drafted, Live, Scored
-from outrider_drafter.proposers.ngram import NgramSource
-from outrider_drafter.server.draft_engine import Answers, SessionMessage
+from outrider_drafter.proposers.interface import OutcomeScores, PendingProposal, SessionDrafts
+from outrider_drafter.proposers.ngram import NgramProposer
+from outrider_drafter.server.draft_engine import OutgoingProposals, SessionMessage
 from outrider_drafter.server.draft_loop import DraftWorker
-from outrider_drafter.state.session import Session
+from outrider_drafter.state.session import FollowedSession
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.wire.messages import Proposals, SessionStart
 from tests.unit.drafter.helpers import Script, make_engine, name_of, repeating
 from tests.unit.drafter.scripted_ahead import AHEAD, Scripted, counting
 
-NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=3)
+NGRAM = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=3)
 
 
 def test_verdicts_that_wait_together_are_drafted_once_at_the_newest() -> None:
     script = Script()
     script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
-    found: queue.Queue[Answers] = queue.Queue()
-    worker = DraftWorker(make_engine([NgramSource(min_match=1)]), found.put_nowait, on_lost=_never)
-    worker.submit(7, script.start(plan=NGRAM))
+    found: queue.Queue[OutgoingProposals] = queue.Queue()
+    worker = DraftWorker(
+        make_engine([NgramProposer(min_match=1)]), found.put_nowait, on_lost=_never
+    )
+    worker.submit_messages(7, script.start(plan=NGRAM))
     for end in (10, 12, 15):
-        worker.submit(7, script.verdict(end))
+        worker.submit_messages(7, script.verdict(end))
     worker.start()
     ((connection, message),) = found.get(timeout=10)
-    (proposal,) = message.entries()
+    (proposal,) = message.iter_proposals()
     worker.stop()
     assert (connection, proposal.prefix_len) == (7, 15)
     assert found.empty()
-    assert worker.backlog(7) == 0 and not worker.alive
+    assert worker.backlog(7) == 0 and not worker.is_alive
 
 
 def test_an_error_while_delivering_does_not_end_the_thread(
@@ -47,104 +49,106 @@ def test_an_error_while_delivering_does_not_end_the_thread(
     script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
     found: queue.Queue[int] = queue.Queue()
 
-    def deliver(answers: Answers) -> None:
+    def deliver(answers: OutgoingProposals) -> None:
         ((_, message),) = answers
-        (proposal,) = message.entries()
+        (proposal,) = message.iter_proposals()
         if proposal.prefix_len == 10:
             raise RuntimeError("broken delivery")
         found.put_nowait(proposal.prefix_len)
 
-    worker = DraftWorker(make_engine([NgramSource(min_match=1)]), deliver, on_lost=_never)
+    worker = DraftWorker(make_engine([NgramProposer(min_match=1)]), deliver, on_lost=_never)
     worker.start()
-    worker.submit(1, script.start(plan=NGRAM))
-    worker.submit(1, script.verdict(10))
+    worker.submit_messages(1, script.start(plan=NGRAM))
+    worker.submit_messages(1, script.verdict(10))
     for _ in range(2000):
         if caplog.records:
             break
         time.sleep(0.005)
     assert "unexpected error" in caplog.text
-    worker.submit(1, script.verdict(12))
+    worker.submit_messages(1, script.verdict(12))
     assert found.get(timeout=10) == 12
     worker.stop()
     worker.stop()
 
 
-class Asking(NgramSource):
+class Asking(NgramProposer):
     """Notes whether each step of its drafting is in inference mode."""
 
     def __init__(self) -> None:
         super().__init__(min_match=1)
         self.modes: list[bool] = []
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         self.modes.append(torch.is_inference_mode_enabled())
-        yield from super().drafts(sessions)
+        yield from super().draft_sessions(sessions)
         self.modes.append(torch.is_inference_mode_enabled())
 
 
 def test_all_drafting_is_in_inference_mode_whatever_a_source_says_of_itself() -> None:
     script, source = Script(), Asking()
-    found: queue.Queue[Answers] = queue.Queue()
+    found: queue.Queue[OutgoingProposals] = queue.Queue()
     worker = DraftWorker(make_engine([source]), found.put_nowait, on_lost=_never)
-    worker.submit(1, script.start(plan=NGRAM))
-    worker.submit(1, script.verdict(10))
+    worker.submit_messages(1, script.start(plan=NGRAM))
+    worker.submit_messages(1, script.verdict(10))
     worker.start()
     found.get(timeout=10)
     worker.stop()
     assert source.modes and all(source.modes)
 
 
-class Counting(NgramSource):
+class Counting(NgramProposer):
     """Notes how many sessions each batch has."""
 
     def __init__(self) -> None:
         super().__init__(min_match=1)
         self.sizes: list[int] = []
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         self.sizes.append(len(sessions))
-        return super().drafts(sessions)
+        return super().draft_sessions(sessions)
 
 
 def test_verdicts_submitted_together_are_drafted_and_delivered_together() -> None:
     source, scripts = Counting(), [repeating(name) for name in "abc"]
-    found: queue.Queue[Answers] = queue.Queue()
+    found: queue.Queue[OutgoingProposals] = queue.Queue()
     worker = DraftWorker(make_engine([source]), found.put_nowait, on_lost=_never)
     worker.start()
-    worker.submit(1, *[script.start(plan=NGRAM) for script in scripts])
+    worker.submit_messages(1, *[script.start(plan=NGRAM) for script in scripts])
     for end in (10, 12):
-        worker.submit(1, *[script.verdict(end) for script in scripts])
+        worker.submit_messages(1, *[script.verdict(end) for script in scripts])
         answers = found.get(timeout=10)
-        assert [(c, name_of(p), p.prefix_len) for c, m in answers for p in m.entries()] == [
+        assert [(c, name_of(p), p.prefix_len) for c, m in answers for p in m.iter_proposals()] == [
             (1, name, end) for name in "abc"
         ]
     worker.stop()
     assert source.sizes == [3, 3] and found.empty()
 
 
-class OneByOne(NgramSource):
+class OneByOne(NgramProposer):
     """Has a draft ready only when the one before it was taken."""
 
-    def __init__(self, taken: queue.Queue[Answers]) -> None:
+    def __init__(self, taken: queue.Queue[OutgoingProposals]) -> None:
         super().__init__(min_match=1)
         self._taken = taken
 
-    def drafts(self, sessions: Sequence[Session]) -> Iterator[Drafted]:
+    def draft_sessions(self, sessions: Sequence[FollowedSession]) -> Iterator[SessionDrafts]:
         for place, session in enumerate(sessions):
             assert self._taken.qsize() == place
-            yield from super().drafts([session])
+            yield from super().draft_sessions([session])
 
 
 def test_a_draft_that_is_ready_early_leaves_early() -> None:
     scripts = [repeating(name) for name in "ab"]
-    found: queue.Queue[Answers] = queue.Queue()
+    found: queue.Queue[OutgoingProposals] = queue.Queue()
     worker = DraftWorker(make_engine([OneByOne(found)]), found.put_nowait, on_lost=_never)
-    worker.submit(1, *[script.start(plan=NGRAM) for script in scripts])
-    worker.submit(1, *[script.verdict(10) for script in scripts])
+    worker.submit_messages(1, *[script.start(plan=NGRAM) for script in scripts])
+    worker.submit_messages(1, *[script.verdict(10) for script in scripts])
     worker.start()
     drafts = [found.get(timeout=10) for _ in scripts]
     worker.stop()
-    assert [[len(p.tree) for _, m in answers for p in m.entries()] for answers in drafts] == [
+    assert [
+        [len(p.tree) for _, m in answers for p in m.iter_proposals()] for answers in drafts
+    ] == [
         [3],
         [3],
     ]
@@ -154,22 +158,22 @@ def test_a_message_that_breaks_the_engine_costs_only_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = repeating("good"), repeating("bad")
-    engine = make_engine([NgramSource(min_match=1)])
-    handle = engine.handle
+    engine = make_engine([NgramProposer(min_match=1)])
+    handle = engine.handle_message
 
     def fragile(connection: int, message: SessionMessage) -> None:
         if isinstance(message, SessionStart) and message.session_id == "bad":
             raise RuntimeError("injected")
         handle(connection, message)
 
-    monkeypatch.setattr(engine, "handle", fragile)
-    found: queue.Queue[Answers] = queue.Queue()
+    monkeypatch.setattr(engine, "handle_message", fragile)
+    found: queue.Queue[OutgoingProposals] = queue.Queue()
     worker = DraftWorker(engine, found.put_nowait, on_lost=_never)
-    worker.submit(1, bad.start(plan=NGRAM), good.start(plan=NGRAM), good.verdict(10))
+    worker.submit_messages(1, bad.start(plan=NGRAM), good.start(plan=NGRAM), good.verdict(10))
     assert worker.backlog(1) == 3 and worker.backlog(2) == 0
     worker.start()
     ((_, message),) = found.get(timeout=10)
-    (proposal,) = message.entries()
+    (proposal,) = message.iter_proposals()
     worker.stop()
     assert name_of(proposal) == "good" and worker.backlog(1) == 0
     assert "unexpected error" in caplog.text
@@ -177,20 +181,20 @@ def test_a_message_that_breaks_the_engine_costs_only_itself(
 
 def test_metrics_are_written_once_nobody_waits() -> None:
     script = Script()
-    found: queue.Queue[Answers] = queue.Queue()
-    drafting = make_engine([NgramSource(min_match=1)])
+    found: queue.Queue[OutgoingProposals] = queue.Queue()
+    drafting = make_engine([NgramProposer(min_match=1)])
     written: list[float | None] = []
 
     def verdicts() -> float | None:
         return drafting.metrics.registry.get_sample_value("outrider_drafter_verdicts_total")
 
-    def deliver(answers: Answers) -> None:
+    def deliver(answers: OutgoingProposals) -> None:
         written.append(verdicts())
         found.put_nowait(answers)
 
     worker = DraftWorker(drafting, deliver, on_lost=_never)
-    worker.submit(1, script.start(plan=NGRAM))
-    worker.submit(1, script.verdict(10))
+    worker.submit_messages(1, script.start(plan=NGRAM))
+    worker.submit_messages(1, script.verdict(10))
     worker.start()
     found.get(timeout=10)
     deadline = time.monotonic() + 10
@@ -202,14 +206,14 @@ def test_metrics_are_written_once_nobody_waits() -> None:
 
 def test_outcomes_are_drafted_for_when_nothing_else_waits() -> None:
     script, source = counting(), Scripted()
-    found: queue.Queue[Answers] = queue.Queue()
+    found: queue.Queue[OutgoingProposals] = queue.Queue()
     worker = DraftWorker(make_engine([source]), found.put_nowait, on_lost=_never)
-    worker.submit(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
+    worker.submit_messages(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
     worker.start()
     assert lengths_of(found.get(timeout=10)) == [10]
     assert lengths_of(found.get(timeout=10))[:2] == [13, 11]
     # A hit: the next thing that leaves is drafted for its outcomes.
-    worker.submit(1, script.verdict(13, with_features=False))
+    worker.submit_messages(1, script.verdict(13, with_features=False))
     assert 16 in lengths_of(found.get(timeout=10))
     worker.stop()
     assert found.empty() and len(source.scored) == 2
@@ -222,16 +226,16 @@ def test_a_message_that_waits_ends_a_look_ahead() -> None:
     found: list[list[int]] = []
     done = threading.Event()
 
-    def deliver(answers: Answers) -> None:
+    def deliver(answers: OutgoingProposals) -> None:
         found.append(lengths_of(answers))
         if len(found) == 2:
             # The first draft for an outcome has left: now a verdict contradicts the others.
-            worker.submit(1, script.verdict(12, with_features=False))
+            worker.submit_messages(1, script.verdict(12, with_features=False))
         if len(found) == 6:
             done.set()
 
     worker = DraftWorker(make_engine([source]), deliver, on_lost=_never)
-    worker.submit(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
+    worker.submit_messages(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
     worker.start()
     assert done.wait(10)
     worker.stop()
@@ -239,12 +243,12 @@ def test_a_message_that_waits_ends_a_look_ahead() -> None:
     assert all(length > 12 for (length,) in found[3:])
 
 
-def lengths_of(answers: Answers) -> list[int]:
+def lengths_of(answers: OutgoingProposals) -> list[int]:
     return [
         proposal.prefix_len
         for _, message in answers
         if isinstance(message, Proposals)
-        for proposal in message.entries()
+        for proposal in message.iter_proposals()
     ]
 
 
@@ -255,9 +259,9 @@ def _never() -> None:
 class SlowToScore(Scripted):
     """Scores take far longer than its verdicts."""
 
-    def score(self, lives: Sequence[Live]) -> Scored:
+    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         time.sleep(0.1)
-        return super().score(lives)
+        return super().score_proposals(lives)
 
 
 def test_look_ahead_that_verdicts_never_wait_for_is_left() -> None:
@@ -268,16 +272,16 @@ def test_look_ahead_that_verdicts_never_wait_for_is_left() -> None:
     lengths: list[int] = []
     over = threading.Event()
 
-    def deliver(answers: Answers) -> None:
+    def deliver(answers: OutgoingProposals) -> None:
         lengths.extend(lengths_of(answers))
         if script.told == 50:
             over.set()
         elif lengths[-1] == script.told:
             verdict = script.verdict(script.told + 1, with_features=False)
-            threading.Timer(0.005, worker.submit, (1, verdict)).start()
+            threading.Timer(0.005, worker.submit_messages, (1, verdict)).start()
 
     worker = DraftWorker(engine, deliver, on_lost=_never)
-    worker.submit(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
+    worker.submit_messages(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
     worker.start()
     assert over.wait(30)
     worker.stop()

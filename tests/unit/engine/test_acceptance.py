@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.acceptance import Acceptance, AcceptRow, accept
+from outrider.engine.acceptance import AcceptanceResult, AcceptRow, accept_drafts
 from outrider.engine.draft_sampling import propose_children
 from outrider.engine.logits_processor import plain_argmax
-from outrider.spec.draft_distribution import DraftLaw, make_law, validate_law
+from outrider.spec.draft_distribution import (
+    DraftDistribution,
+    make_distribution,
+    validate_distribution,
+)
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree, children, path, validate_tree
 from tests.reference.acceptance_oracle import judge, penalised, softmax, warped_probs
@@ -40,13 +44,13 @@ def _peaks(*best: int) -> Tensor:
 PLAIN = AcceptRow(logits_start=0, sampling=SamplingParams(), position=5)
 
 
-def _judged(logits: Tensor, tree: DraftTree | None, row: AcceptRow = PLAIN) -> Acceptance:
-    return accept(logits, [replace(row, tree=tree)])[0]
+def _judged(logits: Tensor, tree: DraftTree | None, row: AcceptRow = PLAIN) -> AcceptanceResult:
+    return accept_drafts(logits, [replace(row, tree=tree)])[0]
 
 
 def test_a_perfect_match_earns_the_bonus_token() -> None:
     result = _judged(_peaks(4, 7, 2), _chain(4, 7))
-    assert result == Acceptance(
+    assert result == AcceptanceResult(
         accepted_nodes=(0, 1),
         tokens=(4, 7, 2),
         resampled=False,
@@ -74,10 +78,10 @@ def test_a_row_without_a_finite_logit_ends_its_own_walk(
         replace(PLAIN, tree=_chain(4, 7), sampling=sampling),
         replace(PLAIN, tree=_chain(4, 7), sampling=sampling, logits_start=3),
     ]
-    healthy = accept(logits, rows)
+    healthy = accept_drafts(logits, rows)
     assert [h.tokens for h in healthy] == [(4, 7, 2)] * 2
     logits[node] = value
-    found = accept(logits, rows)
+    found = accept_drafts(logits, rows)
     assert found[1] == healthy[1]
     assert found[0].invalid_output and not healthy[0].invalid_output
     assert found[0].tokens == (*(4, 7)[:node], 0)
@@ -123,7 +127,7 @@ def test_ragged_rows_find_their_own_logits() -> None:
         replace(base, logits_start=0, tree=_chain(1, 9)),
         replace(base, logits_start=3),
     ]
-    assert [r.tokens for r in accept(logits, rows)] == [(5, 6), (1, 2), (4,)]
+    assert [r.tokens for r in accept_drafts(logits, rows)] == [(5, 6), (1, 2), (4,)]
 
 
 def test_only_visited_nodes_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +169,12 @@ def test_temperature_zero_is_greedy_whatever_the_rule() -> None:
 def test_the_rejection_rule_without_a_law_says_that_it_fell_back() -> None:
     params = SamplingParams(temperature=1.0, rule=Rule.REJECTION)
     base = AcceptRow(logits_start=0, tree=_chain(4), sampling=params, position=1)
-    law = make_law(1, {0: (np.array([4], np.int32), np.array([9], np.uint16))})
-    without, with_law, undrafted = accept(
-        _peaks(4, 7), [base, replace(base, law=law), replace(base, tree=None)]
+    distribution = make_distribution(1, {0: (np.array([4], np.int32), np.array([9], np.uint16))})
+    without, has_distribution, undrafted = accept_drafts(
+        _peaks(4, 7), [base, replace(base, distribution=distribution), replace(base, tree=None)]
     )
     assert without.used_target_only_fallback
-    assert not with_law.used_target_only_fallback
+    assert not has_distribution.used_target_only_fallback
     assert not undrafted.used_target_only_fallback
 
 
@@ -179,20 +183,22 @@ def test_siblings_have_different_coins_under_rejection() -> None:
     tree = DraftTree(
         np.array([1, 2], np.int32), np.array([-1, -1], np.int32), np.zeros(2, np.float32)
     )
-    law = make_law(2, {0: (np.array([1, 2], np.int32), np.array([60000, 60000], np.uint16))})
+    distribution = make_distribution(
+        2, {0: (np.array([1, 2], np.int32), np.array([60000, 60000], np.uint16))}
+    )
     logits = torch.full((3, VOCAB), -30.0)
     logits[:, 1:4] = torch.tensor([0.0, 1.2, 0.0])
     rows = [
         AcceptRow(
             logits_start=0,
             tree=tree,
-            law=law,
+            distribution=distribution,
             sampling=SamplingParams(temperature=1.0, rule=Rule.REJECTION, seed=seed),
             position=3,
         )
         for seed in range(400)
     ]
-    first = {result.accepted_nodes for result in accept(logits, rows)}
+    first = {result.accepted_nodes for result in accept_drafts(logits, rows)}
     assert first == {(0,), (1,), ()}
 
 
@@ -245,10 +251,10 @@ def test_outcomes_equal_those_of_the_slow_oracle(
     drafts = draft(_RandomModel(seed, 0.5), [params], [position], widths)
     logits = verify_logits(_RandomModel(seed, 0.0), drafts)
     (row,) = accept_rows(drafts, [params], [position], stride=0)
-    (result,) = accept(logits, [row])
+    (result,) = accept_drafts(logits, [row])
     nodes, tokens = judge(
         row.tree or _chain(),
-        row.law,
+        row.distribution,
         params,
         position,
         lambda node: _probs(logits[node + 1], params, drafts, node),
@@ -275,19 +281,23 @@ def test_what_is_drafted_is_valid(scenario: tuple[SamplingParams, list[int], int
     params, widths, position, seed = scenario
     drafts = draft(_RandomModel(seed, 0.5), [params], [position], widths)
     validate_tree(drafts.tree(0), vocab_size=VOCAB, max_nodes=40)
-    law = drafts.law(0)
-    assert (law is not None) is (params.effective_rule is Rule.REJECTION and bool(widths))
-    if law is not None:
-        validate_law(law, drafts.tree(0), VOCAB)
+    distribution = drafts.law(0)
+    assert (distribution is not None) is (params.effective_rule is Rule.REJECTION and bool(widths))
+    if distribution is not None:
+        validate_distribution(distribution, drafts.tree(0), VOCAB)
 
 
 def test_a_token_outside_its_law_never_stands_and_recovery_is_plain() -> None:
     """Only a peer that lies can do this; the output stays the target's."""
-    law: DraftLaw = make_law(1, {0: (np.array([1], np.int32), np.array([5], np.uint16))})
+    distribution: DraftDistribution = make_distribution(
+        1, {0: (np.array([1], np.int32), np.array([5], np.uint16))}
+    )
     for seed in range(40):
         params = SamplingParams(temperature=1.0, rule=Rule.REJECTION, seed=seed)
-        row = AcceptRow(logits_start=0, tree=_chain(4), law=law, sampling=params, position=2)
-        drafted, plain = accept(_peaks(4, 7), [row, replace(row, tree=None)])
+        row = AcceptRow(
+            logits_start=0, tree=_chain(4), distribution=distribution, sampling=params, position=2
+        )
+        drafted, plain = accept_drafts(_peaks(4, 7), [row, replace(row, tree=None)])
         assert drafted.accepted_nodes == ()
         assert drafted.tokens == plain.tokens
 
@@ -306,14 +316,14 @@ def test_children_that_are_not_ids_are_passed_over(rule: Rule) -> None:
                 np.full(len(tokens), -1, np.int32),
                 np.zeros(len(tokens), np.float32),
             ),
-            law=make_law(len(tokens), {0: entries}),
+            distribution=make_distribution(len(tokens), {0: entries}),
             sampling=SamplingParams(temperature=1.0, rule=rule, seed=seed),
             position=9,
         )
         for tokens in ((-1, VOCAB, 3, 5), (3, 5))
         for seed in range(60)
     ]
-    results = accept(logits, rows)
+    results = accept_drafts(logits, rows)
     for padded, plain in zip(results[:60], results[60:], strict=True):
         assert padded.accepted_nodes == tuple(node + 2 for node in plain.accepted_nodes)
         assert (padded.tokens, padded.resampled) == (plain.tokens, plain.resampled)
@@ -328,4 +338,4 @@ def test_coupled_drafts_from_the_targets_own_logits_always_stand() -> None:
             for d in range(4)
         ]
         row = AcceptRow(logits_start=0, tree=_chain(*tokens), sampling=params, position=40)
-        assert accept(logits, [row])[0].accepted_nodes == (0, 1, 2, 3)
+        assert accept_drafts(logits, [row])[0].accepted_nodes == (0, 1, 2, 3)

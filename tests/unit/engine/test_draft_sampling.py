@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from outrider.engine.draft_sampling import (
-    LawLimits,
+    DistributionLimits,
     coupled_logprobs,
-    law_limits_for,
+    distribution_limits_for,
     propose_children,
-    quantise,
+    quantise_distribution,
 )
 from outrider.engine.logits_processor import TokenHistory
-from outrider.spec.noise import Stream, gumbel
+from outrider.spec.noise import NoiseStream, gumbel
 from outrider.spec.sampling import Rule, SamplingParams
 
 GREEDY = SamplingParams()
@@ -41,7 +41,7 @@ def test_a_greedy_chain_is_an_argmax_that_claims_no_log_prob(
     found = propose_children(logits, None, [GREEDY] * 3, [1, 2, 3], 1)
     assert found.tokens[:, 0].tolist() == logits.argmax(-1).tolist()
     assert found.logprobs.tolist() == [[0.0]] * 3
-    assert found.laws == (None, None, None)
+    assert found.distributions == (None, None, None)
 
 
 def test_ties_go_to_the_lower_index() -> None:
@@ -64,7 +64,7 @@ def test_most_probable_children_come_with_their_log_probs(params: SamplingParams
 def test_coupled_children_use_the_targets_noise_under_target_ids(top_k: int, columns: int) -> None:
     logits, target_ids = _logits(1, columns), torch.arange(columns) * 2 + 5
     found = propose_children(logits, target_ids, [COUPLED], [77], top_k)
-    noise = gumbel(COUPLED.seed, Stream.TARGET, 77, target_ids.numpy())
+    noise = gumbel(COUPLED.seed, NoiseStream.TARGET, 77, target_ids.numpy())
     scores = (logits[0] / COUPLED.temperature).numpy() + noise
     best = np.argsort(-scores)[:top_k]
     assert found.draft_ids[0].tolist() == best.tolist()
@@ -98,10 +98,12 @@ def test_the_law_is_what_children_are_drawn_from() -> None:
     rows = 20_000
     logits = _logits(1, 12).repeat(rows, 1)
     params = [SamplingParams(temperature=0.9, rule=Rule.REJECTION, seed=i) for i in range(rows)]
-    found = propose_children(logits, None, params, [5] * rows, 1, law_limits=LawLimits(mass=0.9))
-    law = found.laws[0]
-    assert law is not None and len(law[0]) < 12
-    ids, counts = law
+    found = propose_children(
+        logits, None, params, [5] * rows, 1, distribution_limits=DistributionLimits(mass=0.9)
+    )
+    distribution = found.distributions[0]
+    assert distribution is not None and len(distribution[0]) < 12
+    ids, counts = distribution
     assert ids.dtype == np.int32 and counts.dtype == np.uint16
     seen = np.bincount(found.tokens[:, 0].numpy(), minlength=12)
     assert seen.sum() == seen[ids].sum()
@@ -112,11 +114,11 @@ def test_the_law_is_what_children_are_drawn_from() -> None:
 def test_children_of_a_law_are_distinct_and_in_the_order_drawn() -> None:
     logits, target_ids = _logits(1, 500), torch.arange(500) * 3
     found = propose_children(logits, target_ids, [REJECTION], [5], 6)
-    law = found.laws[0]
-    assert law is not None
-    ids, counts = law
+    distribution = found.distributions[0]
+    assert distribution is not None
+    ids, counts = distribution
     assert (np.diff(ids) > 0).all() and (counts >= 1).all() and counts.max() == 65535
-    noise = gumbel(REJECTION.seed, Stream.DRAFT, 5, ids)
+    noise = gumbel(REJECTION.seed, NoiseStream.DRAFT, 5, ids)
     order = np.argsort(-(np.log(counts.astype(np.float64)) + noise))[:6]
     assert found.tokens[0].tolist() == ids[order].tolist()
     assert found.draft_ids[0].tolist() == (ids[order] // 3).tolist()
@@ -126,31 +128,41 @@ def test_children_of_a_law_are_distinct_and_in_the_order_drawn() -> None:
 
 def test_a_law_is_the_smallest_set_with_the_wanted_mass_within_the_cap() -> None:
     probs = np.array([0.04, 0.3, 0.1, 0.06, 0.5, 0.0], dtype=np.float32)
-    columns, counts = quantise(probs, LawLimits(mass=0.85), at_least=1)
+    columns, counts = quantise_distribution(probs, DistributionLimits(mass=0.85), at_least=1)
     assert columns.tolist() == [1, 2, 4]
     assert counts.tolist() == [39321, 13107, 65535]
-    sizes = [(LawLimits(max_ids=2), 1, 2), (LawLimits(mass=0.1), 4, 4), (LawLimits(mass=1.0), 6, 5)]
+    sizes = [
+        (DistributionLimits(max_ids=2), 1, 2),
+        (DistributionLimits(mass=0.1), 4, 4),
+        (DistributionLimits(mass=1.0), 6, 5),
+    ]
     for limits, at_least, size in sizes:
-        assert len(quantise(probs, limits, at_least=at_least)[0]) == size
+        assert len(quantise_distribution(probs, limits, at_least=at_least)[0]) == size
     flat = np.full(3000, 1.0 / 3000, dtype=np.float32)
-    columns, counts = quantise(flat, LawLimits(max_ids=1000), at_least=1)
+    columns, counts = quantise_distribution(flat, DistributionLimits(max_ids=1000), at_least=1)
     assert columns.tolist() == list(range(1000)) and (counts == 65535).all()
 
 
 def test_every_row_has_its_own_law_limits() -> None:
-    limits = [law_limits_for(4), law_limits_for(200), LawLimits(mass=1.0, max_ids=5)]
+    limits = [
+        distribution_limits_for(4),
+        distribution_limits_for(200),
+        DistributionLimits(mass=1.0, max_ids=5),
+    ]
     assert [limit.max_ids for limit in limits] == [8192, 163, 5]
     found = propose_children(
-        torch.zeros(3, 300), None, [REJECTION] * 3, [0] * 3, 1, law_limits=limits
+        torch.zeros(3, 300), None, [REJECTION] * 3, [0] * 3, 1, distribution_limits=limits
     )
-    assert [len(law[0]) for law in found.laws if law is not None] == [299, 163, 5]
+    assert [len(law[0]) for law in found.distributions if law is not None] == [299, 163, 5]
 
 
 @pytest.mark.parametrize("mass", [0.5, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_a_wide_law_is_cut_where_its_mass_is_reached(mass: float, spread: float) -> None:
     probs = (_logits(1, 5000) * spread).softmax(-1)[0].numpy()
-    columns, _ = quantise(probs, LawLimits(mass=mass, max_ids=5000), at_least=1)
+    columns, _ = quantise_distribution(
+        probs, DistributionLimits(mass=mass, max_ids=5000), at_least=1
+    )
     # All is a matter of counts: each is a probability to within half a step.
     step = float(probs.max()) / 65535
     held, slack = probs[columns].astype(np.float64), len(probs) * step / 2

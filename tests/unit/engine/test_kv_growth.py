@@ -22,7 +22,7 @@ class Sequences(RuleBasedStateMachine):
         self.pool: KVPool = make_pool(num_blocks=BLOCKS, block_tokens=2)
         self.by_tables = by_tables
         if by_tables:
-            self.pool.name_by_tables()
+            self.pool.use_block_tables()
         self.held: list[KVSequence] = []
         self.labels: dict[int, list[int]] = {}
         self.next = 1
@@ -31,10 +31,10 @@ class Sequences(RuleBasedStateMachine):
         return self.held[data.draw(st.integers(0, len(self.held) - 1))]
 
     @precondition(lambda self: len(self.held) < 6)
-    @rule(whole=st.booleans(), slots=st.integers(1, 9))
+    @rule(identity=st.booleans(), slots=st.integers(1, 9))
     def create(self, whole: bool, slots: int) -> None:
         fits = self.pool.blocks_for(slots) <= self.pool.free_blocks
-        sequence = self.pool.allocate(slots) if whole and fits else self.pool.sequence()
+        sequence = self.pool.allocate(slots) if whole and fits else self.pool.new_sequence()
         self.held.append(sequence)
         self.labels[id(sequence)] = []
 
@@ -73,9 +73,9 @@ class Sequences(RuleBasedStateMachine):
     @rule(data=st.data())
     def clear(self, data: st.DataObject) -> None:
         sequence = self._pick(data)
-        sequence.clear()
+        sequence.reset()
         assert (sequence.len, sequence.num_blocks, sequence.capacity) == (0, 0, 0)
-        assert not sequence.released
+        assert not sequence.is_released
         self.labels[id(sequence)] = []
 
     @precondition(lambda self: self.held)
@@ -83,7 +83,7 @@ class Sequences(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         sequence = self._pick(data)
         sequence.release()
-        assert sequence.released
+        assert sequence.is_released
         self.held.remove(sequence)
 
     @invariant()
@@ -111,7 +111,7 @@ TestSequences.settings = settings(max_examples=40, stateful_step_count=30)
 
 def test_a_sequence_grows_in_place_while_it_has_room() -> None:
     pool = make_pool(num_blocks=64, block_tokens=2)
-    sequences = [pool.sequence() for _ in range(4)]
+    sequences = [pool.new_sequence() for _ in range(4)]
     for slots in range(2, 14):
         for sequence in sequences:
             assert sequence.reserve(slots)
@@ -124,12 +124,12 @@ def test_a_sequence_grows_in_place_while_it_has_room() -> None:
 
 def test_a_sequence_that_cannot_grow_in_place_moves_with_what_is_written() -> None:
     pool = make_pool(num_blocks=16, block_tokens=2)
-    sequence = pool.sequence()
+    sequence = pool.new_sequence()
     assert sequence.reserve(4)
     write(sequence, pool, [1, 2, 3])
     sequence.commit([0, 1])
     write(sequence, pool, [7])
-    assert pool.ledger.extend(sequence.blocks[-1] + 1, 1), "somebody else's"
+    assert pool.ledger.allocate_next(sequence.blocks[-1] + 1, 1), "somebody else's"
     before = sequence.start
     assert sequence.reserve(2 * 4)
     assert sequence.start not in (None, before)
@@ -140,18 +140,18 @@ def test_a_sequence_that_cannot_grow_in_place_moves_with_what_is_written() -> No
 
 def test_tables_name_blocks_that_stay_where_they_are() -> None:
     pool = make_pool(num_blocks=8)
-    pool.name_by_tables()
-    assert pool.ledger.by_tables
-    first, second = pool.sequence(), pool.sequence()
+    pool.use_block_tables()
+    assert pool.ledger.uses_block_tables
+    first, second = pool.new_sequence(), pool.new_sequence()
     for slots in (4, 8, 12):
         before = [list(first.blocks), list(second.blocks)]
         assert first.reserve(slots) and second.reserve(slots)
         assert list(first.blocks[:-1]) == before[0] and list(second.blocks[:-1]) == before[1]
-    pool.name_by_tables()
+    pool.use_block_tables()
     assert pool.free_blocks == 2
     first.release()
-    pool.name_by_tables(False)
-    assert not pool.ledger.by_tables
+    pool.use_block_tables(False)
+    assert not pool.ledger.uses_block_tables
     assert pool.free_blocks == 5
     second.release()
     assert pool.allocate(32).start == 0
@@ -159,19 +159,23 @@ def test_tables_name_blocks_that_stay_where_they_are() -> None:
 
 def test_new_sequences_leave_their_neighbours_room() -> None:
     allocator = BlockAllocator(64)
-    first, second, third = allocator.place(4), allocator.place(4), allocator.place(4)
+    first, second, third = (
+        allocator.allocate_contiguous(4),
+        allocator.allocate_contiguous(4),
+        allocator.allocate_contiguous(4),
+    )
     assert first == range(4)
     assert second is not None and second.start - 4 >= 24
     assert third is not None and min(abs(third.start - 4), abs(third.start - second.stop)) >= 10
-    assert allocator.extend(4, 10)
-    assert not allocator.extend(4, 1)
-    assert not allocator.extend(second.start - 1, 2)
+    assert allocator.allocate_next(4, 10)
+    assert not allocator.allocate_next(4, 1)
+    assert not allocator.allocate_next(second.start - 1, 2)
     assert allocator.free == 64 - 12 - 10
 
 
 def test_positions_and_slots_follow_growth() -> None:
     pool = make_pool(num_blocks=8, block_tokens=2)
-    sequence = pool.sequence()
+    sequence = pool.new_sequence()
     for label in range(10):
         assert sequence.reserve(label + 1)
         write(sequence, pool, [label])

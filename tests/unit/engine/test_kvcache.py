@@ -56,20 +56,24 @@ def test_releasing_twice_returns_the_blocks_once() -> None:
     sequence.release()
     sequence.release()
     assert pool.free_blocks == 6
-    assert sequence.released
-    assert not other.released
+    assert sequence.is_released
+    assert not other.is_released
     with pytest.raises(ValueError, match="released"):
         sequence.commit([])
 
 
 def test_the_smallest_extent_that_fits_is_taken() -> None:
     allocator = BlockAllocator(10)
-    first, second, third = allocator.take(2), allocator.take(1), allocator.take(4)
-    allocator.give(first)
-    allocator.give(third)
-    assert allocator.take(2) == [0, 1]
+    first, second, third = (
+        allocator.allocate_blocks(2),
+        allocator.allocate_blocks(1),
+        allocator.allocate_blocks(4),
+    )
+    allocator.free_blocks(first)
+    allocator.free_blocks(third)
+    assert allocator.allocate_blocks(2) == [0, 1]
     assert second == [2]
-    assert allocator.take(7) == [3, 4, 5, 6, 7, 8, 9]
+    assert allocator.allocate_blocks(7) == [3, 4, 5, 6, 7, 8, 9]
 
 
 def test_a_sequence_is_fragmented_only_when_no_extent_fits() -> None:
@@ -167,13 +171,13 @@ def test_sizes_must_be_positive() -> None:
 @pytest.mark.parametrize("by_tables", [True, False])
 def test_a_sequence_begins_with_the_blocks_of_another(by_tables: bool) -> None:
     pool = make_pool()
-    pool.name_by_tables(by_tables)
-    first = pool.sequence()
+    pool.use_block_tables(by_tables)
+    first = pool.new_sequence()
     assert first.reserve(12)
     write(first, pool, list(range(10)))
     first.commit(range(10))
-    second = pool.sequence()
-    assert second.begin_with(first.blocks[:2], 11)
+    second = pool.new_sequence()
+    assert second.attach_blocks(first.blocks[:2], 11)
     assert (second.len, second.capacity) == (8, 12)
     assert (list(second.blocks[:2]) == list(first.blocks[:2])) is by_tables
     assert pool.free_blocks == (4 if by_tables else 2)
@@ -193,12 +197,12 @@ def test_a_sequence_that_finds_no_room_behind_the_blocks_of_another_holds_none(
     by_tables: bool,
 ) -> None:
     pool = make_pool()
-    pool.name_by_tables(by_tables)
+    pool.use_block_tables(by_tables)
     first = pool.allocate(20)
-    second = pool.sequence()
-    assert not second.begin_with(first.blocks[:2], 24)
+    second = pool.new_sequence()
+    assert not second.attach_blocks(first.blocks[:2], 24)
     assert (second.len, second.num_blocks, pool.free_blocks) == (0, 0, 3)
-    assert not pool.ledger.shared(first.blocks)
+    assert not pool.ledger.shared_blocks(first.blocks)
     assert second.reserve(12)
     with pytest.raises(ValueError, match="holds 3 blocks"):
-        second.begin_with(first.blocks[:1], 4)
+        second.attach_blocks(first.blocks[:1], 4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.logprobs import MOST_ROWS, AskedPath, logprobs_of, token_logprobs
+from outrider.engine.logprobs import MAX_ROWS, LogprobPath, path_logprobs, token_logprobs
 from outrider.spec.sampling import LOWEST_LOGPROB
 
 
@@ -21,14 +21,14 @@ def oracle(logits: torch.Tensor) -> np.ndarray:
 
 def test_paths_have_the_logarithms_of_their_rows() -> None:
     logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(1)) * 8
-    laws = oracle(logits)
+    distributions = oracle(logits)
     rng = np.random.default_rng(2)
     paths = [
-        AskedPath(rng.integers(200, size=n).tolist(), rng.integers(50, size=n).tolist(), top)
-        for n, top in ((1, 0), (3, 20), (MOST_ROWS, 5), (MOST_ROWS + 7, 1))
+        LogprobPath(rng.integers(200, size=n).tolist(), rng.integers(50, size=n).tolist(), top)
+        for n, top in ((1, 0), (3, 20), (MAX_ROWS, 5), (MAX_ROWS + 7, 1))
     ]
-    for path, found in zip(paths, logprobs_of(logits, paths), strict=True):
-        rows = laws[path.rows]
+    for path, found in zip(paths, path_logprobs(logits, paths), strict=True):
+        rows = distributions[path.rows]
         assert found.values.shape == (len(path.rows), 1 + path.top)
         assert found.top_ids.shape == (len(path.rows), path.top)
         own = rows[np.arange(len(rows)), path.tokens]
@@ -39,13 +39,13 @@ def test_paths_have_the_logarithms_of_their_rows() -> None:
 
 
 def test_no_more_ids_are_given_than_there_are() -> None:
-    (found,) = logprobs_of(torch.zeros(1, 4), [AskedPath([0], [2], 20)])
+    (found,) = path_logprobs(torch.zeros(1, 4), [LogprobPath([0], [2], 20)])
     assert found.values[0].tolist() == pytest.approx([math.log(0.25)] * 5)
     assert sorted(found.top_ids[0].tolist()) == [0, 1, 2, 3]
 
 
 def test_nobody_who_asks_costs_nothing() -> None:
-    assert logprobs_of(torch.zeros(1, 4), []) == []
+    assert path_logprobs(torch.zeros(1, 4), []) == []
 
 
 @pytest.mark.parametrize(

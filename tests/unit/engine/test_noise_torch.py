@@ -11,17 +11,17 @@ from torch import Tensor
 
 from outrider.engine import noise as engine_noise
 from outrider.spec import noise as spec_noise
-from outrider.spec.noise import SHARED_COIN_ID, Stream, stream_key
+from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream, stream_key
 
 
 @given(
     st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5),
-    st.sampled_from(list(Stream)),
+    st.sampled_from(list(NoiseStream)),
     st.integers(0, 2**31),
-    st.lists(st.integers(SHARED_COIN_ID, 2**31 - 1), min_size=1, max_size=9),
+    st.lists(st.integers(SHARED_DRAW_ID, 2**31 - 1), min_size=1, max_size=9),
 )
 def test_torch_and_numpy_make_identical_bits_and_uniforms(
-    seeds: list[int], stream: Stream, position: int, ids: list[int]
+    seeds: list[int], stream: NoiseStream, position: int, ids: list[int]
 ) -> None:
     seeds = [*seeds, 0, 1, 2**63 - 1, 2**63, 2**64 - 1]
     expected = spec_noise.noise_bits(
@@ -43,13 +43,13 @@ def test_extreme_words_give_finite_noise() -> None:
     assert bool(engine_noise.gumbel_from_bits(words).isfinite().all())
 
 
-def _keys(seeds: list[int], stream: Stream, positions: list[int]) -> Tensor:
+def _keys(seeds: list[int], stream: NoiseStream, positions: list[int]) -> Tensor:
     return engine_noise.noise_keys([stream_key(seed, stream) for seed in seeds], positions)
 
 
 def _expected(scores: Tensor, seeds: list[int], ids: Tensor | None, k: int) -> np.ndarray:
     names = np.arange(scores.shape[1]) if ids is None else ids.numpy()
-    noise = spec_noise.gumbel(np.array(seeds)[:, None], Stream.TARGET, 9, names)
+    noise = spec_noise.gumbel(np.array(seeds)[:, None], NoiseStream.TARGET, 9, names)
     return np.argsort(-(scores.numpy().astype(np.float64) + noise), axis=-1, kind="stable")[:, :k]
 
 
@@ -62,7 +62,7 @@ def test_perturbed_top_k_is_the_top_k_of_scores_plus_noise(
     seeds = [4, 4, 5, 2**62, 4]
     scores = torch.randn(5, columns, generator=torch.Generator().manual_seed(0)) * 3
     ids = torch.arange(columns) * 3 + 2 if mapped else None
-    keys = _keys(seeds, Stream.TARGET, [9] * 5)
+    keys = _keys(seeds, NoiseStream.TARGET, [9] * 5)
     values, chosen = engine_noise.perturbed_topk(scores, keys, k, ids)
     present = min(k, columns)
     assert (chosen[:, :present].numpy() == _expected(scores, seeds, ids, present)).all()
@@ -74,7 +74,7 @@ def test_perturbed_top_k_is_the_top_k_of_scores_plus_noise(
 def test_excluded_columns_are_never_chosen(columns: int) -> None:
     scores = torch.full((3, columns), -torch.inf)
     scores[:, columns - 2 :] = 0.0
-    keys = _keys([1, 2, 3], Stream.TARGET, [0, 0, 0])
+    keys = _keys([1, 2, 3], NoiseStream.TARGET, [0, 0, 0])
     values, chosen = engine_noise.perturbed_topk(scores, keys, 4)
     assert set(chosen[:, :2].flatten().tolist()) == {columns - 2, columns - 1}
     assert bool((chosen[:, 2:] == -1).all()) and bool((values[:, 2:] == -torch.inf).all())
@@ -85,14 +85,14 @@ def test_rows_with_few_possible_columns_choose_as_if_all_noise_were_drawn(k: int
     scores = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)) * 3
     for row, kept in enumerate((5, 300, 900, 2999)):
         scores[row, torch.randperm(3000)[kept:]] = -torch.inf
-    keys = _keys([7] * 4, Stream.TARGET, [9] * 4)
+    keys = _keys([7] * 4, NoiseStream.TARGET, [9] * 4)
     _, chosen = engine_noise.perturbed_topk(scores, keys, k)
     assert (chosen.numpy() == _expected(scores, [7] * 4, None, k)).all()
 
 
 def test_threads_do_not_share_noise_buffers() -> None:
     scores = torch.randn(64, 3000, generator=torch.Generator().manual_seed(1))
-    keys = _keys(list(range(64)), Stream.TARGET, [0] * 64)
+    keys = _keys(list(range(64)), NoiseStream.TARGET, [0] * 64)
     expected = engine_noise.perturbed_argmax(scores, keys)
     wrong: list[int] = []
 

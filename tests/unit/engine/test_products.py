@@ -14,7 +14,7 @@ from outrider.engine import matmul_tuning
 from outrider.engine.linear import PackedLinear, PlainLinear, can_pack, make_linear, min_rows
 from outrider.engine.matmul_tuning import (
     Processor,
-    Single,
+    SingleRowMethod,
     choose_single,
     parse_cpuinfo,
     this_processor,
@@ -32,23 +32,23 @@ LARGE = (640, 512)
 @pytest.mark.parametrize(
     ("processor", "shape", "keep_plain", "expected"),
     [
-        (XEON, LARGE, True, Single.PLAIN),
-        (XEON, LARGE, False, Single.PACKED),
-        (XEON, (64, 64), True, Single.PADDED),
-        (EPYC, LARGE, True, Single.PADDED),
-        (Processor("GenuineIntel", has_avx512=False), LARGE, True, Single.PADDED),
-        (Processor("", has_avx512=False), LARGE, True, Single.PADDED),
+        (XEON, LARGE, True, SingleRowMethod.PLAIN),
+        (XEON, LARGE, False, SingleRowMethod.PACKED),
+        (XEON, (64, 64), True, SingleRowMethod.PADDED),
+        (EPYC, LARGE, True, SingleRowMethod.PADDED),
+        (Processor("GenuineIntel", has_avx512=False), LARGE, True, SingleRowMethod.PADDED),
+        (Processor("", has_avx512=False), LARGE, True, SingleRowMethod.PADDED),
     ],
 )
 def test_shape_and_processor_choose_the_product(
-    processor: Processor, shape: tuple[int, int], keep_plain: bool, expected: Single
+    processor: Processor, shape: tuple[int, int], keep_plain: bool, expected: SingleRowMethod
 ) -> None:
     assert choose_single(shape, torch.float32, processor, keep_plain=keep_plain) is expected
 
 
 def test_bfloat16_keeps_products_that_do_not_depend_on_the_number_of_rows() -> None:
     choice = choose_single((1024, 1024), torch.bfloat16, XEON, keep_plain=True)
-    assert choice is Single.PADDED
+    assert choice is SingleRowMethod.PADDED
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_the_choice_does_not_depend_on_how_long_products_take(
     monkeypatch.setattr(layer, "__call__", delayed(layer.__call__))
     make_linear(torch.ones(656, 512))
     expected = choose_single((656, 512), torch.float32, this_processor(), keep_plain=True)
-    assert matmul_tuning.choices()["656x512 float32"] == str(expected)
+    assert matmul_tuning.measured_choices()["656x512 float32"] == str(expected)
 
 
 @needs_packing
-@pytest.mark.parametrize("choice", list(Single))
+@pytest.mark.parametrize("choice", list(SingleRowMethod))
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_every_choice_computes_the_same_layer(
-    monkeypatch: pytest.MonkeyPatch, choice: Single, has_bias: bool
+    monkeypatch: pytest.MonkeyPatch, choice: SingleRowMethod, has_bias: bool
 ) -> None:
     monkeypatch.setattr("outrider.engine.linear.choose_single", lambda *_, **__: choice)
     generator = torch.Generator().manual_seed(7)
@@ -104,7 +104,7 @@ def test_every_choice_computes_the_same_layer(
 @needs_packing
 def test_a_batch_is_padded_only_if_every_layer_wants_it() -> None:
     weight = torch.ones(8, 8)
-    padded, packed = PackedLinear(weight), PackedLinear(weight, single=Single.PACKED)
+    padded, packed = PackedLinear(weight), PackedLinear(weight, single=SingleRowMethod.PACKED)
     assert min_rows([padded, padded]) == padded.min_rows > 1
     assert min_rows([padded, packed]) == min_rows([PlainLinear(weight)]) == min_rows([]) == 1
 
@@ -113,23 +113,23 @@ def test_a_batch_is_padded_only_if_every_layer_wants_it() -> None:
 def test_the_choice_can_be_read_by_shape() -> None:
     make_linear(torch.ones(LARGE))
     expected = choose_single(LARGE, torch.float32, this_processor(), keep_plain=True)
-    assert matmul_tuning.choices()["640x512 float32"] == str(expected)
+    assert matmul_tuning.measured_choices()["640x512 float32"] == str(expected)
 
 
 def test_the_memory_of_the_machine_bounds_the_plain_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul_tuning, "_total_bytes", lambda: 1000)
-    assert matmul_tuning.room_for_copies(125)
-    assert not matmul_tuning.room_for_copies(126)
+    assert matmul_tuning.has_memory_for_copies(125)
+    assert not matmul_tuning.has_memory_for_copies(126)
     monkeypatch.setattr(matmul_tuning, "_total_bytes", lambda: None)
-    assert not matmul_tuning.room_for_copies(1)
+    assert not matmul_tuning.has_memory_for_copies(1)
 
 
 def test_threads_are_those_asked_for_or_some_up_to_all() -> None:
     before = torch.get_num_threads()
     try:
-        matmul_tuning.set_threads(1, "cpu")
+        matmul_tuning.set_compute_threads(1, "cpu")
         assert torch.get_num_threads() == 1
-        matmul_tuning.set_threads(0, "cpu")
+        matmul_tuning.set_compute_threads(0, "cpu")
         assert torch.get_num_threads() == 1
         assert matmul_tuning.fastest_threads(2) in (1, 2)
         assert torch.get_num_threads() == 1, "measuring leaves the setting as it was"

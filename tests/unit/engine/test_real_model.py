@@ -9,7 +9,7 @@ import torch
 
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import FINAL_NORM, Segment
-from outrider.models import pull
+from outrider.models import pull_model
 from tests.unit.engine.checkpoints import chain, feed, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -19,7 +19,7 @@ TAPS = (1, 14, 26, FINAL_NORM)
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    return pull("smollm2-135m")
+    return pull_model("smollm2-135m")
 
 
 @pytest.fixture(scope="module")

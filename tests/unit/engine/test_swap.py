@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kv_cache import KVPool, KVSequence
-from outrider.engine.swap import Saved, SwapSpace
+from outrider.engine.swap import SavedKV, SwapSpace
 
 BLOCK = 4
 WAYS = pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
@@ -57,14 +57,14 @@ def bits(storage: Tensor, kv: KVSequence) -> Tensor:
 
 
 def holding(pool: KVPool, length: int) -> KVSequence:
-    kv = pool.sequence()
+    kv = pool.new_sequence()
     assert kv.reserve(length + 2)
     kv.advance(length)
     return kv
 
 
-def save(space: SwapSpace, kv: KVSequence) -> Saved:
-    saved = space.save(kv)
+def save(space: SwapSpace, kv: KVSequence) -> SavedKV:
+    saved = space.swap_out_sequence(kv)
     assert saved is not None
     return saved
 
@@ -81,14 +81,14 @@ def test_every_bit_comes_back(dtype: torch.dtype, staged: bool, fetched: bool) -
     before = bits(pool.storage, kv), bits(head, kv)
     saved = save(space, kv)
     assert space.used_bytes == 17 * space.block_bytes
-    kv.clear()
+    kv.reset()
     fill(pool.storage, 3)
     fill(head, 4)
     others = pool.allocate(9)
     assert kv.reserve(80)
     if fetched:
-        assert space.fetch(saved)
-    space.restore(saved, kv)
+        assert space.prefetch(saved)
+    space.swap_in_sequence(saved, kv)
     assert kv.len == 66
     assert torch.equal(bits(pool.storage, kv), before[0])
     assert torch.equal(bits(head, kv), before[1])
@@ -111,7 +111,7 @@ def test_sequences_that_come_and_go_keep_theirs(staged: bool) -> None:
     pool = make_pool()
     space = make_space(pool, staged=staged)
     running: list[tuple[KVSequence, Tensor]] = []
-    waiting: list[tuple[KVSequence, Saved, Tensor]] = []
+    waiting: list[tuple[KVSequence, SavedKV, Tensor]] = []
     for turn in range(300):
         deed = chooser.randrange(5)
         if deed == 0 and pool.free_blocks > 8:
@@ -121,23 +121,23 @@ def test_sequences_that_come_and_go_keep_theirs(staged: bool) -> None:
             running.append((kv, bits(pool.storage, kv)))
         elif deed == 1 and running:
             kv, before = running.pop(chooser.randrange(len(running)))
-            saved = space.save(kv)
-            kv.clear()
+            saved = space.swap_out_sequence(kv)
+            kv.reset()
             if saved is not None:
                 waiting.append((kv, saved, before))
         elif deed == 2 and waiting:
             kv, saved, before = waiting.pop(chooser.randrange(len(waiting)))
             if chooser.random() < 0.2:
-                space.drop(saved)
-                space.drop(saved)
+                space.drop_copy(saved)
+                space.drop_copy(saved)
             elif kv.reserve(saved.length):
-                space.restore(saved, kv)
+                space.swap_in_sequence(saved, kv)
                 assert torch.equal(bits(pool.storage, kv), before), turn
                 running.append((kv, before))
             else:
-                space.drop(saved)
+                space.drop_copy(saved)
         elif deed == 3 and waiting:
-            assert space.fetch(chooser.choice(waiting)[1])
+            assert space.prefetch(chooser.choice(waiting)[1])
         elif running and chooser.random() < 0.5:
             running.pop(chooser.randrange(len(running)))[0].release()
         used = sum(-(-saved.length // BLOCK) for _, saved, _ in waiting)
@@ -150,17 +150,17 @@ def test_the_budget_bounds_what_is_saved() -> None:
     assert space.budget_bytes == 5 * space.block_bytes
     first, second = holding(pool, 12), holding(pool, 12)
     saved = save(space, first)
-    assert not space.fits(9) and space.fits(8)
-    assert space.save(second) is None
-    space.drop(saved)
-    assert space.save(second) is not None
+    assert not space.has_room_for(9) and space.has_room_for(8)
+    assert space.swap_out_sequence(second) is None
+    space.drop_copy(saved)
+    assert space.swap_out_sequence(second) is not None
 
 
 def test_without_a_budget_nothing_is_saved() -> None:
     pool = make_pool()
     space = make_space(pool, blocks=0)
-    assert space.save(holding(pool, 1)) is None
-    assert (space.budget_bytes, space.used_bytes, space.seconds(100)) == (0, 0, 0.0)
+    assert space.swap_out_sequence(holding(pool, 1)) is None
+    assert (space.budget_bytes, space.used_bytes, space.round_trip_s(100)) == (0, 0, 0.0)
 
 
 def test_a_sequence_that_holds_too_little_is_refused_and_the_copy_stays() -> None:
@@ -169,33 +169,33 @@ def test_a_sequence_that_holds_too_little_is_refused_and_the_copy_stays() -> Non
     kv = holding(pool, 20)
     before = bits(pool.storage, kv)
     saved = save(space, kv)
-    kv.clear()
+    kv.reset()
     assert kv.reserve(16)
     with pytest.raises(ValueError, match="20 slots"):
-        space.restore(saved, kv)
+        space.swap_in_sequence(saved, kv)
     assert kv.reserve(20)
-    space.restore(saved, kv)
+    space.swap_in_sequence(saved, kv)
     assert torch.equal(bits(pool.storage, kv), before)
 
 
 def test_what_copies_take_is_known_from_the_start() -> None:
     pool = make_pool()
     space = make_space(pool)
-    assert 0.0 < space.seconds(4) < space.seconds(8) < 1.0
+    assert 0.0 < space.round_trip_s(4) < space.round_trip_s(8) < 1.0
 
 
 def test_positions_come_back() -> None:
     pool = make_pool()
     space = make_space(pool)
-    kv = pool.sequence()
+    kv = pool.new_sequence()
     assert kv.reserve(8)
     kv.begin(torch.tensor([3, 5, 9]))
     kv.commit([0, 1, 2])
     saved = save(space, kv)
-    kv.clear()
+    kv.reset()
     assert kv.reserve(8)
     kv.begin(torch.tensor([1, 1, 1, 1]))
-    kv.clear()
+    kv.reset()
     assert kv.reserve(8)
-    space.restore(saved, kv)
+    space.swap_in_sequence(saved, kv)
     assert kv.positions(0, 3).tolist() == [3, 5, 9]

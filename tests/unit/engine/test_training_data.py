@@ -11,9 +11,9 @@ import pytest
 from outrider.engine.training.data import (
     ChatTokenizer,
     PackShape,
-    Sample,
+    TrainingSample,
     choose_shape,
-    drop_loops,
+    drop_looping_samples,
     epoch_batches,
     load_samples,
     make_batch,
@@ -26,13 +26,13 @@ from outrider.engine.training.vocab import build_vocabulary
 from tests.factories import make_tokenizer
 
 
-def sample(prompt: int, answer: int, first: int = 0) -> Sample:
+def sample(prompt: int, answer: int, first: int = 0) -> TrainingSample:
     """Consecutive token ids, so that every position is recognisable."""
     ids = np.arange(first, first + prompt + answer, dtype=np.int32)
-    return Sample(ids[:prompt], ids[prompt:])
+    return TrainingSample(ids[:prompt], ids[prompt:])
 
 
-def random_samples(count: int) -> list[Sample]:
+def random_samples(count: int) -> list[TrainingSample]:
     rng = np.random.default_rng(0)
     return [
         sample(int(rng.integers(1, 20)), int(rng.integers(2, 30)), 100 * i) for i in range(count)
@@ -65,10 +65,10 @@ def test_prompts_end_with_the_answers_header(tmp_path: Path) -> None:
 
 def test_loops_are_dropped() -> None:
     fine = sample(3, 40)
-    loop = Sample(fine.prompt, np.tile(np.arange(5, dtype=np.int32), 10))
+    loop = TrainingSample(fine.prompt, np.tile(np.arange(5, dtype=np.int32), 10))
     assert repeated_share(fine.answer) == 0.0
     assert repeated_share(loop.answer) > 0.5
-    assert drop_loops([fine, loop, sample(3, 1)]) == [fine]
+    assert drop_looping_samples([fine, loop, sample(3, 1)]) == [fine]
 
 
 def test_samples_survive_storage(tmp_path: Path) -> None:

@@ -17,15 +17,25 @@ from outrider.engine.heads import (
     load_head,
 )
 from outrider.engine.training import parity_check
-from outrider.engine.training.answer_generation import GenerateConfig, Request, generate
-from outrider.engine.training.data import Ids, PackShape, Sample, make_batch, repeated_share
+from outrider.engine.training.answer_generation import (
+    AnswerRequest,
+    GenerateConfig,
+    generate_answers,
+)
+from outrider.engine.training.data import (
+    PackShape,
+    TokenIdArray,
+    TrainingSample,
+    make_batch,
+    repeated_share,
+)
 from outrider.engine.training.drafting import (
     CHAIN,
+    DraftedRows,
     DraftShape,
-    OwnRows,
-    follow,
-    grow,
-    score,
+    grow_drafts,
+    run_paths,
+    score_trees,
     stable_rows,
 )
 from outrider.engine.training.export import save_head
@@ -35,9 +45,9 @@ from outrider.engine.training.held_out_report import (
     step_accuracies,
     tokens_per_round,
 )
-from outrider.engine.training.parity_check import Difference, compare, load_trainable
-from outrider.engine.training.serving_report import Round, serving_report, walk
-from outrider.engine.training.target import Target, load_target, load_target_config
+from outrider.engine.training.parity_check import ParityDifference, compare_forwards, load_trainable
+from outrider.engine.training.serving_report import SimulatedRound, serving_report, simulate_rounds
+from outrider.engine.training.target import TrainingTarget, load_target, load_target_config
 from outrider.engine.training.trainer import TrainConfig, Trainer
 from outrider.engine.training.unrolled_forward import (
     DeepSteps,
@@ -56,18 +66,18 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def target(directories: tuple[Path, Path]) -> Target:
+def target(directories: tuple[Path, Path]) -> TrainingTarget:
     return load_target(directories[0], dtype=torch.float32)
 
 
 def load_pair(
-    directories: tuple[Path, Path], target: Target
-) -> tuple[TrainableHead, parity_check.Pair]:
+    directories: tuple[Path, Path], target: TrainingTarget
+) -> tuple[TrainableHead, parity_check.HeadPair]:
     head = load_head(directories[1], embedding=target.embedding)
     return load_trainable(directories[1], head), (head, load_feature_projection(directories[1]))
 
 
-def next_token(target: Target, ids: list[int]) -> int:
+def next_token(target: TrainingTarget, ids: list[int]) -> int:
     """Greedy next token, everything recomputed."""
     size = len(ids)
     mask = torch.ones(1, size, size, dtype=torch.bool).tril()
@@ -75,12 +85,14 @@ def next_token(target: Target, ids: list[int]) -> int:
     return int(target.logits(final[0, -1]).argmax())
 
 
-def test_refilled_decoding_equals_plain_greedy_decoding(target: Target) -> None:
+def test_refilled_decoding_equals_plain_greedy_decoding(target: TrainingTarget) -> None:
     rng = np.random.default_rng(0)
-    prompts: list[Ids] = [rng.integers(3, 384, size=n).astype(np.int32) for n in (3, 9, 1, 5, 7)]
+    prompts: list[TokenIdArray] = [
+        rng.integers(3, 384, size=n).astype(np.int32) for n in (3, 9, 1, 5, 7)
+    ]
     config = GenerateConfig(max_new_tokens=10, slots=2)
     stop = next_token(target, prompts[0].tolist())
-    answers = generate(target, [Request(p, 0.0) for p in prompts], [stop], config)
+    answers = generate_answers(target, [AnswerRequest(p, 0.0) for p in prompts], [stop], config)
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = prompt.tolist()
         while len(ids) < len(prompt) + 10:
@@ -91,15 +103,17 @@ def test_refilled_decoding_equals_plain_greedy_decoding(target: Target) -> None:
         assert answer.tolist() == ids[len(prompt) :]
 
 
-def test_sampled_answers_repeat_by_seed_and_a_deadline_leaves_the_rest(target: Target) -> None:
-    requests = [Request(np.asarray([5, 6], dtype=np.int32), 1.0)] * 3
+def test_sampled_answers_repeat_by_seed_and_a_deadline_leaves_the_rest(
+    target: TrainingTarget,
+) -> None:
+    requests = [AnswerRequest(np.asarray([5, 6], dtype=np.int32), 1.0)] * 3
     config = GenerateConfig(max_new_tokens=6, slots=3, seed=4)
-    first, second = (generate(target, requests, [2], config) for _ in range(2))
+    first, second = (generate_answers(target, requests, [2], config) for _ in range(2))
     assert [a.tolist() for a in first if a is not None] == [
         a.tolist() for a in second if a is not None
     ]
     late = GenerateConfig(max_new_tokens=6, slots=1, deadline_s=-1.0)
-    assert generate(target, requests, [2], late) == [None, None, None]
+    assert generate_answers(target, requests, [2], late) == [None, None, None]
 
 
 def test_other_skeletons_are_refused(tmp_path: Path) -> None:
@@ -111,7 +125,11 @@ def test_other_skeletons_are_refused(tmp_path: Path) -> None:
 
 
 def run_packed(
-    target: Target, trainable: TrainableHead, samples: list[Sample], shape: PackShape, steps: int
+    target: TrainingTarget,
+    trainable: TrainableHead,
+    samples: list[TrainingSample],
+    shape: PackShape,
+    steps: int,
 ) -> Unrolled:
     batch = make_batch(samples, [list(range(len(samples)))], shape)
     taps = trainable.config.tap_layers
@@ -120,11 +138,13 @@ def run_packed(
     return forward(batch, raw, make_labels(trainable, target, final, batch), steps)
 
 
-def test_packing_does_not_change_the_loss(directories: tuple[Path, Path], target: Target) -> None:
+def test_packing_does_not_change_the_loss(
+    directories: tuple[Path, Path], target: TrainingTarget
+) -> None:
     trainable, _ = load_pair(directories, target)
     rng = np.random.default_rng(1)
     samples = [
-        Sample(*np.split(rng.integers(3, 384, size=p + a).astype(np.int32), [p]))
+        TrainingSample(*np.split(rng.integers(3, 384, size=p + a).astype(np.int32), [p]))
         for p, a in ((4, 12), (7, 9))
     ]
     alone = [
@@ -145,7 +165,7 @@ def test_packing_does_not_change_the_loss(directories: tuple[Path, Path], target
     assert packed.losses[0].item() * sum(labelled) == pytest.approx(total, rel=1e-4)
 
 
-def _counted(target: Target, trainable: TrainableHead, sample: Sample) -> int:
+def _counted(target: TrainingTarget, trainable: TrainableHead, sample: TrainingSample) -> int:
     """Rows of step 0 whose label the target puts inside the draft vocabulary."""
     ids = [*sample.prompt.tolist(), *sample.answer.tolist()]
     first = len(sample.prompt) + 1
@@ -154,15 +174,15 @@ def _counted(target: Target, trainable: TrainableHead, sample: Sample) -> int:
 
 
 def test_training_and_serving_forwards_agree(
-    directories: tuple[Path, Path], target: Target
+    directories: tuple[Path, Path], target: TrainingTarget
 ) -> None:
     trainable, (head, projection) = load_pair(directories, target)
     ids = np.arange(10, 26, dtype=np.int32)
-    assert compare(target, trainable, head, projection, ids) is None
+    assert compare_forwards(target, trainable, head, projection, ids) is None
 
 
 def test_a_shifted_position_is_named(
-    directories: tuple[Path, Path], target: Target, monkeypatch: pytest.MonkeyPatch
+    directories: tuple[Path, Path], target: TrainingTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainable, (head, projection) = load_pair(directories, target)
     keys_of = type(head).kv
@@ -171,13 +191,13 @@ def test_a_shifted_position_is_named(
         return keys_of(self, inputs, features, positions + 1)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(head), "kv", shifted)
-    found = compare(target, trainable, head, projection, np.arange(10, 26, dtype=np.int32))
-    assert isinstance(found, Difference)
+    found = compare_forwards(target, trainable, head, projection, np.arange(10, 26, dtype=np.int32))
+    assert isinstance(found, ParityDifference)
     assert (found.step, found.name) == (0, "key")
 
 
 def test_a_saved_head_reads_back(
-    directories: tuple[Path, Path], target: Target, tmp_path: Path
+    directories: tuple[Path, Path], target: TrainingTarget, tmp_path: Path
 ) -> None:
     trainable, (head, _) = load_pair(directories, target)
     save_head(tmp_path, trainable, dtype=torch.float32)
@@ -187,12 +207,12 @@ def test_a_saved_head_reads_back(
     assert torch.equal(again.target_ids, head.target_ids)
 
 
-def answers_of(target: Target, count: int) -> list[Sample]:
+def answers_of(target: TrainingTarget, count: int) -> list[TrainingSample]:
     """Greedy answers of 24 tokens to prompts of different lengths."""
     prompts = [np.arange(40 + i, 46 + 3 * i, dtype=np.int32) for i in range(count)]
     config = GenerateConfig(max_new_tokens=24, slots=1)
-    answers = generate(target, [Request(p, 0.0) for p in prompts], [], config)
-    return [Sample(p, a) for p, a in zip(prompts, answers, strict=True) if a is not None]
+    answers = generate_answers(target, [AnswerRequest(p, 0.0) for p in prompts], [], config)
+    return [TrainingSample(p, a) for p, a in zip(prompts, answers, strict=True) if a is not None]
 
 
 class Fitted(NamedTuple):
@@ -201,12 +221,12 @@ class Fitted(NamedTuple):
     trainable: TrainableHead
     head: DraftHead
     projection: FeatureProjection
-    samples: list[Sample]
+    samples: list[TrainingSample]
 
 
 @pytest.fixture(scope="module")
 def fitted(
-    directories: tuple[Path, Path], target: Target, tmp_path_factory: pytest.TempPathFactory
+    directories: tuple[Path, Path], target: TrainingTarget, tmp_path_factory: pytest.TempPathFactory
 ) -> Fitted:
     trainable, _ = load_pair(directories, target)
     samples = answers_of(target, 3)
@@ -221,31 +241,31 @@ def fitted(
 
 @pytest.mark.parametrize("look_ahead", [False, True])
 def test_serving_walk_equals_the_teacher_forced_figure(
-    target: Target, fitted: Fitted, look_ahead: bool
+    target: TrainingTarget, fitted: Fitted, look_ahead: bool
 ) -> None:
     trainable, head, projection, samples = fitted
     hits = hits_by_sample(target, trainable, samples, 11)
     rows = stable_rows(target, head, projection, samples)
-    counted = walk(head, rows, samples, CHAIN, look_ahead=look_ahead)
+    counted = simulate_rounds(head, rows, samples, CHAIN, look_ahead=look_ahead)
     for index, found in enumerate(counted):
         expected = tokens_per_round([hits[index]], 5, look_ahead=look_ahead)
         assert found.tokens / found.rounds == pytest.approx(expected)
     assert min(found.rounds for found in counted) < 20
     tree = DraftShape(draft_tokens=12, top_k=4, depth=5)
-    wider = walk(head, rows, samples, tree, look_ahead=look_ahead)
+    wider = simulate_rounds(head, rows, samples, tree, look_ahead=look_ahead)
     assert sum(w.rounds for w in wider) <= sum(c.rounds for c in counted)
 
 
-def test_answers_are_drafted_for_together_as_alone(target: Target, fitted: Fitted) -> None:
+def test_answers_are_drafted_for_together_as_alone(target: TrainingTarget, fitted: Fitted) -> None:
     _, head, projection, samples = fitted
     roots = [len(s.prompt) + 3 for s in samples]
     shape = DraftShape(draft_tokens=9, top_k=3, depth=4)
 
     def drafts(which: Sequence[int]) -> list[DraftTree]:
         rows = stable_rows(target, head, projection, [samples[i] for i in which])
-        own = OwnRows(head, rows, [roots[i] for i in which])
+        own = DraftedRows(head, rows, [roots[i] for i in which])
         paths = [samples[i].answer[4 : 4 + i].tolist() for i in which]
-        return grow(own, follow(own, paths), shape)
+        return grow_drafts(own, run_paths(own, paths), shape)
 
     for index, tree in enumerate(drafts(range(3))):
         alone = drafts([index])[0]
@@ -255,13 +275,19 @@ def test_answers_are_drafted_for_together_as_alone(target: Target, fitted: Fitte
         np.testing.assert_allclose(tree.logprobs, alone.logprobs, rtol=1e-4, atol=1e-5)
 
 
-def test_scoring_a_tree_finds_its_own_probabilities_again(target: Target, fitted: Fitted) -> None:
+def test_scoring_a_tree_finds_its_own_probabilities_again(
+    target: TrainingTarget, fitted: Fitted
+) -> None:
     _, head, projection, samples = fitted
     rows = stable_rows(target, head, projection, samples)
     roots = [len(s.prompt) - 1 for s in samples]
-    own = OwnRows(head, rows, roots)
-    trees = grow(own, follow(own, [[]] * 3), DraftShape(draft_tokens=12, top_k=4, depth=4))
-    for tree, found in zip(trees, score(OwnRows(head, rows, roots), trees, 4), strict=True):
+    own = DraftedRows(head, rows, roots)
+    trees = grow_drafts(
+        own, run_paths(own, [[]] * 3), DraftShape(draft_tokens=12, top_k=4, depth=4)
+    )
+    for tree, found in zip(
+        trees, score_trees(DraftedRows(head, rows, roots), trees, 4), strict=True
+    ):
         assert found.tokens.shape == found.logprobs.shape == (13, 4)
         total = np.concatenate(([0.0], tree.logprobs))
         for node, (token, parent) in enumerate(
@@ -272,9 +298,11 @@ def test_scoring_a_tree_finds_its_own_probabilities_again(target: Target, fitted
             assert found.logprobs[parent + 1, column] == pytest.approx(step, rel=1e-3, abs=1e-5)
 
 
-def test_every_round_is_watched_with_what_came_of_it(target: Target, fitted: Fitted) -> None:
+def test_every_round_is_watched_with_what_came_of_it(
+    target: TrainingTarget, fitted: Fitted
+) -> None:
     _, head, projection, samples = fitted
-    seen: list[Round] = []
+    seen: list[SimulatedRound] = []
     tasks = {"task": samples}
     report = serving_report(
         target, head, projection, tasks, {"chain": CHAIN}, lambda shape, ahead: seen.append
@@ -292,7 +320,7 @@ def test_every_round_is_watched_with_what_came_of_it(target: Target, fitted: Fit
 
 @torch.no_grad()
 def unrolled(
-    target: Target, fitted: Fitted, packed: Sequence[Sequence[int]], **options: Any
+    target: TrainingTarget, fitted: Fitted, packed: Sequence[Sequence[int]], **options: Any
 ) -> Unrolled:
     """Six draft steps over a batch of these rows of samples."""
     trainable, samples = fitted.trainable, fitted.samples
@@ -306,7 +334,7 @@ def unrolled(
 
 
 def test_deep_steps_run_on_the_first_rows_alone(
-    target: Target, fitted: Fitted, monkeypatch: pytest.MonkeyPatch
+    target: TrainingTarget, fitted: Fitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, alone = (unrolled(target, fitted, packed) for packed in ([[0, 1], [2]], [[0, 1]]))
     # Compiled, rows are padded to two fixed shapes; what is computed must not change by that.

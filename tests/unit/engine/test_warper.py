@@ -8,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory, plain_argmax, warp
+from outrider.engine.logits_processor import (
+    EMPTY_HISTORY,
+    TokenHistory,
+    apply_logits_processor,
+    plain_argmax,
+)
 from outrider.spec.sampling import SamplingParams
 from tests.reference.acceptance_oracle import penalised, warped_probs
 
@@ -41,7 +46,7 @@ def test_every_setting_matches_the_written_definition(
         path_ids=(6, 4),
         banned_now=(7,),
     )
-    probs = warp(logits, params, [history] * len(params)).softmax(-1).numpy()
+    probs = apply_logits_processor(logits, params, [history] * len(params)).softmax(-1).numpy()
     for row, row_params in enumerate(params):
         expected = warped_probs(
             logits[row].numpy().astype(np.float64),
@@ -61,7 +66,7 @@ def test_the_nucleus_of_a_wide_row_is_the_smallest_set_with_that_mass(
 ) -> None:
     logits = _logits(2, 9000) * spread
     params = [SamplingParams(temperature=1.0, top_p=top_p)] * 2
-    kept = (warp(logits, params, [EMPTY_HISTORY] * 2) > -math.inf).numpy()
+    kept = (apply_logits_processor(logits, params, [EMPTY_HISTORY] * 2) > -math.inf).numpy()
     for row in range(2):
         probs = logits[row].double().softmax(-1).numpy()
         inside = probs[kept[row]]
@@ -78,7 +83,7 @@ def test_equal_logits_at_a_boundary_are_all_kept() -> None:
         SamplingParams(temperature=1.0, top_p=0.6),
         SamplingParams(temperature=1.0, min_p=math.exp(-1.0) - 1e-6),
     ):
-        kept = warp(logits, [params], [EMPTY_HISTORY]) > -math.inf
+        kept = apply_logits_processor(logits, [params], [EMPTY_HISTORY]) > -math.inf
         assert kept.tolist() == [[True, True, True, True, False]]
 
 
@@ -86,7 +91,7 @@ def test_penalties_count_the_drafts_on_the_path_as_output() -> None:
     params = SamplingParams(temperature=0.0, frequency_penalty=0.5, presence_penalty=0.25)
     logits = torch.ones(1, 5)
     history = TokenHistory(output_ids=np.array([1], np.int32), path_ids=(2, 1))
-    warped = warp(logits, [params], [history])
+    warped = apply_logits_processor(logits, [params], [history])
     assert warped.tolist() == [[1.0, 1.0 - 1.25, 1.0 - 0.75, 1.0, 1.0]]
     assert logits.tolist() == [[1.0] * 5], "the input is left alone"
 
@@ -94,7 +99,7 @@ def test_penalties_count_the_drafts_on_the_path_as_output() -> None:
 def test_greedy_rows_are_neither_scaled_nor_cut() -> None:
     logits = _logits(2, 30)
     params = SamplingParams(temperature=0.0, top_k=3, top_p=0.1, min_p=0.5)
-    assert warp(logits, [params] * 2, [EMPTY_HISTORY] * 2) is logits
+    assert apply_logits_processor(logits, [params] * 2, [EMPTY_HISTORY] * 2) is logits
 
 
 def test_settings_speak_of_target_ids_whatever_the_columns_are() -> None:
@@ -107,7 +112,7 @@ def test_settings_speak_of_target_ids_whatever_the_columns_are() -> None:
         prompt_ids=np.array([20, 999], np.int32), output_ids=np.array([4, 11, 11], np.int32)
     )
     logits = torch.tensor([[1.0, 1.0, -1.0, 4.0]])
-    warped = warp(logits, [params], [history], target_ids=target_ids)
+    warped = apply_logits_processor(logits, [params], [history], target_ids=target_ids)
     assert warped.tolist() == [[1.0, -math.inf, -2.0 - 2.0, 2.0]]
     full = torch.zeros(1, 30)
     full[0, target_ids] = logits[0]
@@ -120,11 +125,11 @@ def test_settings_speak_of_target_ids_whatever_the_columns_are() -> None:
 def test_nan_and_infinities_are_tamed_without_touching_other_rows() -> None:
     params = [SamplingParams(temperature=0.5, banned_ids=(0,))] * 4
     logits = _logits(4, 12)
-    good = warp(logits[3:], params[3:], [EMPTY_HISTORY])
+    good = apply_logits_processor(logits[3:], params[3:], [EMPTY_HISTORY])
     logits[0] = math.nan
     logits[1, 5] = math.nan
     logits[2, 6] = math.inf
-    warped = warp(logits, params, [EMPTY_HISTORY] * 4)
+    warped = apply_logits_processor(logits, params, [EMPTY_HISTORY] * 4)
     assert not bool(warped.isnan().any()) and not bool((warped == math.inf).any())
     assert warped.argmax(-1)[0] == 1, "the first id that is not banned"
     assert warped[1, 5] == -math.inf
@@ -134,7 +139,9 @@ def test_nan_and_infinities_are_tamed_without_touching_other_rows() -> None:
 
 def test_the_tiniest_temperature_does_not_overflow() -> None:
     params = SamplingParams(temperature=5e-324)
-    warped = warp(torch.tensor([[1e20, 3.0, math.inf]]), [params], [EMPTY_HISTORY])
+    warped = apply_logits_processor(
+        torch.tensor([[1e20, 3.0, math.inf]]), [params], [EMPTY_HISTORY]
+    )
     assert bool(warped.isfinite().all())
     assert warped.softmax(-1)[0].tolist() == [0.0, 0.0, 1.0]
 

@@ -16,7 +16,7 @@ import pytest
 from outrider.errors import CancelledRequestError, FailedPreconditionError, InvalidRequestError
 from outrider.grammar import compiler as module
 from outrider.grammar.compiler import Cancellation, GrammarCompiler
-from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.grammar_cache import GrammarCache
 from outrider.grammar.limits import CompileLimits
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.unit.grammar import attacks
@@ -102,8 +102,8 @@ def test_a_grammar_beyond_the_limits_is_refused_in_time(
 def test_what_only_needs_stack_is_compiled_in_both_processes(
     tokenizer_json: str, attack: Callable[[], StructuredOutput]
 ) -> None:
-    grammars = Grammars(tokenizer_json, vocab_size=384)
-    grammars.compile(attack()).begin([2])
+    grammars = GrammarCache(tokenizer_json, vocab_size=384)
+    grammars.compile_grammar(attack()).start_constraint([2])
     grammars.close()
 
 

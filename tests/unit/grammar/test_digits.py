@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.grammar import digit_bound
-from outrider.grammar.constraint import allows, legal, masks_along
+from outrider.grammar.constraint import allowed_mask, is_allowed, masks_along_drafts
 from outrider.grammar.digit_bound import MAX_NUMBER_DIGITS, JsonPosition
-from outrider.grammar.grammar_cache import Grammars
-from outrider.grammar.grammar_constraint import FormConstraint
+from outrider.grammar.grammar_cache import GrammarCache
+from outrider.grammar.grammar_constraint import GrammarConstraint
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
 
@@ -45,21 +45,21 @@ def byte(directory: Path) -> Byte:
 
 
 @pytest.fixture(scope="module")
-def grammars(directory: Path) -> Iterator[Grammars]:
-    found = Grammars.load(directory / "tokenizer.json", vocab_size=320)
+def grammars(directory: Path) -> Iterator[GrammarCache]:
+    found = GrammarCache.from_tokenizer_file(directory / "tokenizer.json", vocab_size=320)
     assert found is not None
     yield found
     found.close()
 
 
-def begun(grammars: Grammars, schema: object) -> FormConstraint:
+def begun(grammars: GrammarCache, schema: object) -> GrammarConstraint:
     form = StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(schema))
-    return grammars.compile(form).begin([EOS_ID])
+    return grammars.compile_grammar(form).start_constraint([EOS_ID])
 
 
-def digits_allowed(constraint: FormConstraint, byte: Byte) -> bool:
-    mask = legal(constraint)
-    return any(allows(mask, token) for token in byte.of(DIGITS))
+def digits_allowed(constraint: GrammarConstraint, byte: Byte) -> bool:
+    mask = allowed_mask(constraint)
+    return any(is_allowed(mask, token) for token in byte.of(DIGITS))
 
 
 @pytest.mark.parametrize(
@@ -72,36 +72,38 @@ def digits_allowed(constraint: FormConstraint, byte: Byte) -> bool:
     ],
 )
 def test_a_number_ends_after_so_many_digits(
-    grammars: Grammars, byte: Byte, schema: object, before: str
+    grammars: GrammarCache, byte: Byte, schema: object, before: str
 ) -> None:
     constraint = begun(grammars, schema)
     tokens = byte.of(before + "6" * (MAX_NUMBER_DIGITS - 1))
-    constraint.follow(np.array(tokens, dtype=np.int32))
-    assert not constraint.failed and digits_allowed(constraint, byte)
+    constraint.advance_to(np.array(tokens, dtype=np.int32))
+    assert not constraint.failure and digits_allowed(constraint, byte)
     # Along drafts, in steps and for good the bound is the same.
     six = byte.of("6")[0]
-    along = masks_along([(constraint, [six, six, six])])[0]
+    along = masks_along_drafts([(constraint, [six, six, six])])[0]
     assert along.entered == 1
-    assert constraint.enter([six]) == 1 and not digits_allowed(constraint, byte)
-    stepped = legal(constraint).copy()
-    constraint.leave(1)
+    assert constraint.push_tokens([six]) == 1 and not digits_allowed(constraint, byte)
+    stepped = allowed_mask(constraint).copy()
+    constraint.pop_tokens(1)
     assert digits_allowed(constraint, byte)
-    constraint.follow(np.array([*tokens, six], dtype=np.int32))
-    assert not constraint.failed and legal(constraint).any()
+    constraint.advance_to(np.array([*tokens, six], dtype=np.int32))
+    assert not constraint.failure and allowed_mask(constraint).any()
     for mask in (along.masks[1], stepped):
-        assert np.array_equal(mask, legal(constraint))
+        assert np.array_equal(mask, allowed_mask(constraint))
 
 
 @pytest.mark.parametrize("before", ["1e", "-1.5E+", "[true, 2e-", '{"e": 1e5, "f": 3e'])
-def test_an_exponent_ends_after_three_digits(grammars: Grammars, byte: Byte, before: str) -> None:
+def test_an_exponent_ends_after_three_digits(
+    grammars: GrammarCache, byte: Byte, before: str
+) -> None:
     constraint = begun(grammars, {})
     tokens = byte.of(before)
     six = byte.of("6")[0]
     for _ in range(3):
-        constraint.follow(np.array(tokens, dtype=np.int32))
-        assert not constraint.failed and digits_allowed(constraint, byte)
+        constraint.advance_to(np.array(tokens, dtype=np.int32))
+        assert not constraint.failure and digits_allowed(constraint, byte)
         tokens.append(six)
-    assert constraint.enter([six]) == 1 and not digits_allowed(constraint, byte)
+    assert constraint.push_tokens([six]) == 1 and not digits_allowed(constraint, byte)
 
 
 class Tokenizer:
@@ -129,7 +131,7 @@ def test_tokens_of_several_digits_keep_the_bound(text: str, allowed: tuple[bytes
     bound = digit_bound.DigitBound(cast(Any, Tokenizer()), 1)
     mask = np.array([(1 << Tokenizer.vocab_size) - 1], dtype=np.uint32)
     bound.restrict(mask, JsonPosition().advance(text.encode()))
-    kept = [text for token, text in enumerate(Tokenizer.texts) if allows(mask, token)]
+    kept = [text for token, text in enumerate(Tokenizer.texts) if is_allowed(mask, token)]
     assert kept == list(allowed)
 
 
@@ -142,33 +144,35 @@ def test_tokens_of_several_digits_keep_the_bound(text: str, allowed: tuple[bytes
     ],
 )
 def test_a_number_beyond_an_exclusive_bound_ends_after_a_digit_that_is_not_zero(
-    grammars: Grammars, byte: Byte, schema: object, before: str
+    grammars: GrammarCache, byte: Byte, schema: object, before: str
 ) -> None:
     constraint = begun(grammars, schema)
     tokens = byte.of(before)
     zero, one = byte.of("01")
-    constraint.follow(np.array(tokens, dtype=np.int32))
-    while allows(legal(constraint), zero):
+    constraint.advance_to(np.array(tokens, dtype=np.int32))
+    while is_allowed(allowed_mask(constraint), zero):
         tokens.append(zero)
-        constraint.follow(np.array(tokens, dtype=np.int32))
+        constraint.advance_to(np.array(tokens, dtype=np.int32))
         assert len(tokens) <= len(before) + MAX_NUMBER_DIGITS
-    assert allows(legal(constraint), one) and not allows(legal(constraint), EOS_ID)
-    constraint.follow(np.array([*tokens, one], dtype=np.int32))
-    assert not constraint.failed and allows(legal(constraint), EOS_ID)
+    assert is_allowed(allowed_mask(constraint), one) and not is_allowed(
+        allowed_mask(constraint), EOS_ID
+    )
+    constraint.advance_to(np.array([*tokens, one], dtype=np.int32))
+    assert not constraint.failure and is_allowed(allowed_mask(constraint), EOS_ID)
     assert not digits_allowed(constraint, byte)
 
 
 def test_digits_that_the_schema_asks_for_are_not_bounded(
-    grammars: Grammars, byte: Byte, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, byte: Byte, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digit_bound, "MAX_NUMBER_DIGITS", 3)
     number = 77_777_777
     constraint = begun(grammars, {"const": number})
-    constraint.follow(np.array(byte.of(str(number)), dtype=np.int32))
-    assert not constraint.failed and allows(legal(constraint), EOS_ID)
+    constraint.advance_to(np.array(byte.of(str(number)), dtype=np.int32))
+    assert not constraint.failure and is_allowed(allowed_mask(constraint), EOS_ID)
     text = begun(grammars, {"type": "string"})
-    text.follow(np.array(byte.of('"' + "7" * 2 * MAX_NUMBER_DIGITS), dtype=np.int32))
-    assert not text.failed and digits_allowed(text, byte), "a string is no number"
+    text.advance_to(np.array(byte.of('"' + "7" * 2 * MAX_NUMBER_DIGITS), dtype=np.int32))
+    assert not text.failure and digits_allowed(text, byte), "a string is no number"
 
 
 @given(

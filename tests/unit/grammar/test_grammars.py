@@ -11,13 +11,13 @@ import pytest
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.grammar import grammar_cache as module
 from outrider.grammar import matcher_compiler
-from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.grammar_cache import GrammarCache
 from outrider.spec.structured_output import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
 
 
 @pytest.fixture
-def grammars(tiny_target: Path) -> Grammars:
-    found = Grammars.load(tiny_target / "tokenizer.json", vocab_size=384)
+def grammars(tiny_target: Path) -> GrammarCache:
+    found = GrammarCache.from_tokenizer_file(tiny_target / "tokenizer.json", vocab_size=384)
     assert found is not None
     return found
 
@@ -41,53 +41,53 @@ def regex(text: str) -> StructuredOutput:
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_the_reason(
-    grammars: Grammars, kind: StructuredKind, text: str, why: str
+    grammars: GrammarCache, kind: StructuredKind, text: str, why: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=why) as refused:
-        grammars.compile(StructuredOutput(kind, text))
+        grammars.compile_grammar(StructuredOutput(kind, text))
     assert refused.value.reason == "INVALID_STRUCTURE" and len(refused.value.message) < 700
-    assert grammars.known(StructuredOutput(kind, text)) is None
+    assert grammars.get_cached(StructuredOutput(kind, text)) is None
 
 
 def test_what_would_take_too_much_work_is_refused(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = {"enum": [{f"key{n}": n} for n in range(300)]}
     schema = StructuredOutput(StructuredKind.JSON_SCHEMA, json.dumps(large))
-    grammars.compile(schema)
+    grammars.compile_grammar(schema)
     monkeypatch.setattr(matcher_compiler, "MAX_GRAMMAR_SYMBOLS", 100)
     with pytest.raises(InvalidRequestError, match="grammar size|too large|limit"):
-        _fresh(grammars).compile(schema)
+        _fresh(grammars).compile_grammar(schema)
     deep = "[" * 100_000
     with pytest.raises(InvalidRequestError, match="not JSON|nested"):
-        grammars.compile(StructuredOutput(StructuredKind.JSON_SCHEMA, deep))
+        grammars.compile_grammar(StructuredOutput(StructuredKind.JSON_SCHEMA, deep))
 
 
-def _fresh(grammars: Grammars) -> Grammars:
-    return Grammars(grammars._json, vocab_size=384)
+def _fresh(grammars: GrammarCache) -> GrammarCache:
+    return GrammarCache(grammars._json, vocab_size=384)
 
 
-def test_a_schema_may_be_true(grammars: Grammars) -> None:
-    assert grammars.compile(StructuredOutput(StructuredKind.JSON_SCHEMA, "true"))
+def test_a_schema_may_be_true(grammars: GrammarCache) -> None:
+    assert grammars.compile_grammar(StructuredOutput(StructuredKind.JSON_SCHEMA, "true"))
 
 
 def test_a_form_is_compiled_once_and_the_oldest_are_dropped(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_KEPT", 2)
-    first = grammars.compile(regex("a+"))
-    assert grammars.compile(regex("a+")) is first is grammars.known(regex("a+"))
-    grammars.compile(regex("b+"))
-    grammars.known(regex("a+"))
-    grammars.compile(regex("c+"))
-    assert grammars.known(regex("b+")) is None
-    assert grammars.known(regex("a+")) is first
+    monkeypatch.setattr(module, "MAX_CACHED_GRAMMARS", 2)
+    first = grammars.compile_grammar(regex("a+"))
+    assert grammars.compile_grammar(regex("a+")) is first is grammars.get_cached(regex("a+"))
+    grammars.compile_grammar(regex("b+"))
+    grammars.get_cached(regex("a+"))
+    grammars.compile_grammar(regex("c+"))
+    assert grammars.get_cached(regex("b+")) is None
+    assert grammars.get_cached(regex("a+")) is first
 
 
-def test_threads_share_what_is_compiled(grammars: Grammars) -> None:
+def test_threads_share_what_is_compiled(grammars: GrammarCache) -> None:
     found: list[object] = []
     threads = [
-        threading.Thread(target=lambda: found.append(grammars.compile(regex("x{3}"))))
+        threading.Thread(target=lambda: found.append(grammars.compile_grammar(regex("x{3}"))))
         for _ in range(6)
     ]
     for thread in threads:
@@ -98,10 +98,10 @@ def test_threads_share_what_is_compiled(grammars: Grammars) -> None:
 
 
 def test_there_are_none_without_a_tokenizer_or_with_one_that_cannot_be_read(tmp_path: Path) -> None:
-    assert Grammars.load(tmp_path / "tokenizer.json", vocab_size=384) is None
-    broken = Grammars('{"no": "tokenizer"}', vocab_size=384)
+    assert GrammarCache.from_tokenizer_file(tmp_path / "tokenizer.json", vocab_size=384) is None
+    broken = GrammarCache('{"no": "tokenizer"}', vocab_size=384)
     with pytest.raises(FailedPreconditionError, match="with this tokenizer"):
-        broken.compile(regex("a"))
+        broken.compile_grammar(regex("a"))
 
 
 def test_a_form_says_what_it_needs() -> None:

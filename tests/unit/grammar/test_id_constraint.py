@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequestError
-from outrider.grammar.constraint import legal, legal_prefix, mask_words, path_masks
-from outrider.grammar.draft_masks import DraftTree, masks_of
-from outrider.grammar.grammar_cache import Grammars
-from outrider.grammar.token_constraint import IdConstraint
+from outrider.grammar.constraint import allowed_mask, allowed_prefix_len, mask_words, masks_of_paths
+from outrider.grammar.draft_masks import ConstrainedTree, masks_of_trees
+from outrider.grammar.grammar_cache import GrammarCache
+from outrider.grammar.token_constraint import TokenConstraint
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import MAX_ALLOWED_IDS, MAX_BAD_WORD_TOKENS, TokenLimits
 from outrider.spec.tree import ROOT, path
@@ -58,20 +58,20 @@ def legal_by_hand(limits: TokenLimits, said: Sequence[int]) -> set[int]:
 def test_masks_of_a_tree_are_those_of_the_definition(
     limits: TokenLimits, output: list[int], tree: list[tuple[int, int]], steps: int
 ) -> None:
-    constraint = IdConstraint(limits, vocab_size=VOCAB)
+    constraint = TokenConstraint(limits, vocab_size=VOCAB)
     tokens = np.array([token for token, _ in tree], dtype=np.int32)
     parents = np.array([at % (n + 1) - 1 for n, (_, at) in enumerate(tree)], dtype=np.int32)
     for seen in range(0, len(output) + 1, steps):
-        constraint.follow(np.array(output[:seen], dtype=np.int32))
-    constraint.follow(np.array(output, dtype=np.int32))
-    (masks,) = masks_of([DraftTree(constraint, tokens, parents)])
+        constraint.advance_to(np.array(output[:seen], dtype=np.int32))
+    constraint.advance_to(np.array(output, dtype=np.int32))
+    (masks,) = masks_of_trees([ConstrainedTree(constraint, tokens, parents)])
     assert masks.shape == (1 + len(tree), mask_words(VOCAB)) and masks.dtype == np.uint32
     paths = [[int(tokens[at]) for at in path(parents, n)] for n in range(ROOT, len(tree))]
     for mask, said in zip(masks, paths, strict=True):
         # Behind what is no id nothing is said.
         if all(0 <= token < VOCAB for token in said):
             wanted = legal_by_hand(limits, [*output, *said])
-            (alone,) = path_masks(constraint, [said])
+            (alone,) = masks_of_paths(constraint, [said])
             assert set(ids_of(mask, VOCAB)) == set(ids_of(alone, VOCAB)) == wanted
 
 
@@ -84,27 +84,27 @@ def test_masks_of_a_tree_are_those_of_the_definition(
 def test_a_walk_along_a_draft_has_its_masks_and_leads_back(
     limits: TokenLimits, output: list[int], draft: list[int], back: int
 ) -> None:
-    constraint = IdConstraint(limits, vocab_size=VOCAB)
-    constraint.follow(np.array(output, dtype=np.int32))
-    wanted = path_masks(constraint, [draft[:depth] for depth in range(len(draft) + 1)])
-    assert (legal(constraint) == wanted[0]).all()
+    constraint = TokenConstraint(limits, vocab_size=VOCAB)
+    constraint.advance_to(np.array(output, dtype=np.int32))
+    wanted = masks_of_paths(constraint, [draft[:depth] for depth in range(len(draft) + 1)])
+    assert (allowed_mask(constraint) == wanted[0]).all()
     for depth, token in enumerate(draft):
-        assert constraint.enter([token]) == 1
-        assert (legal(constraint) == wanted[depth + 1]).all()
+        assert constraint.push_tokens([token]) == 1
+        assert (allowed_mask(constraint) == wanted[depth + 1]).all()
     back = min(back, len(draft))
-    constraint.leave(back)
-    assert (legal(constraint) == wanted[len(draft) - back]).all()
-    constraint.leave(len(draft) - back)
-    assert (legal(constraint) == wanted[0]).all()
+    constraint.pop_tokens(back)
+    assert (allowed_mask(constraint) == wanted[len(draft) - back]).all()
+    constraint.pop_tokens(len(draft) - back)
+    assert (allowed_mask(constraint) == wanted[0]).all()
 
 
 @given(limits=LIMITS, output=st.lists(st.integers(0, 3), max_size=5), draft=st.lists(IDS))
 def test_a_draft_is_legal_up_to_the_first_id_that_is_not(
     limits: TokenLimits, output: list[int], draft: list[int]
 ) -> None:
-    constraint = IdConstraint(limits, vocab_size=VOCAB)
-    constraint.follow(np.array(output, dtype=np.int32))
-    count = legal_prefix(constraint, draft)
+    constraint = TokenConstraint(limits, vocab_size=VOCAB)
+    constraint.advance_to(np.array(output, dtype=np.int32))
+    count = allowed_prefix_len(constraint, draft)
     for index, id_ in enumerate(draft[:count]):
         assert id_ in legal_by_hand(limits, [*output, *draft[:index]])
     if count < len(draft) and all(id_ < VOCAB for id_ in limits.allowed_ids):
@@ -118,18 +118,18 @@ def test_within_a_form_both_hold_and_where_nothing_is_left_the_form_does(
     tiny_target: Path,
 ) -> None:
     vocab, stop = 384, 2
-    grammars = Grammars.load(tiny_target / "tokenizer.json", vocab_size=vocab)
+    grammars = GrammarCache.from_tokenizer_file(tiny_target / "tokenizer.json", vocab_size=vocab)
     assert grammars is not None
     tokenizer = Tokenizer.load(tiny_target)
-    form = grammars.compile(StructuredOutput(StructuredKind.REGEX, "[ab]{2}c"))
+    form = grammars.compile_grammar(StructuredOutput(StructuredKind.REGEX, "[ab]{2}c"))
     a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abc")
 
     def ids_legal(limits: TokenLimits, *said: int) -> NDArray[np.int64]:
-        constraint = IdConstraint(limits, vocab_size=vocab, form=form.begin([stop]))
-        constraint.follow(np.array(said, dtype=np.int32))
-        assert not constraint.failed
-        (mask,) = path_masks(constraint, [()])
-        assert (legal(constraint) == mask).all()
+        constraint = TokenConstraint(limits, vocab_size=vocab, form=form.start_constraint([stop]))
+        constraint.advance_to(np.array(said, dtype=np.int32))
+        assert not constraint.failure
+        (mask,) = masks_of_paths(constraint, [()])
+        assert (allowed_mask(constraint) == mask).all()
         return np.array(sorted(ids_of(mask, vocab)))
 
     anything = set(ids_legal(TokenLimits(bad_words=((7, 8, 9),))).tolist())
@@ -141,16 +141,20 @@ def test_within_a_form_both_hold_and_where_nothing_is_left_the_form_does(
     # The form allows neither: it wins. So does the end, which is none of the allowed ids.
     assert set(ids_legal(TokenLimits(allowed_ids=(7,))).tolist()) == anything
     assert ids_legal(TokenLimits(allowed_ids=(a, c)), a, a, c).tolist() == [stop]
-    bound = IdConstraint(TokenLimits(bad_words=((b,),)), vocab_size=vocab, form=form.begin([stop]))
-    assert legal_prefix(bound, [a, a, c]) == 3 and legal_prefix(bound, [a, b, c]) == 1
-    before = legal(bound)
-    assert bound.enter([a, a]) == 2
-    assert (legal(bound) == path_masks(bound, [()])[0]).all(), "both are where the walk is"
-    assert bound.enter([c, stop]) == 1, "nothing follows the end"
-    bound.leave(3)
-    assert (legal(bound) == before).all()
-    bound.follow(np.array([c], dtype=np.int32))
-    assert "does not fit" in bound.failed
+    bound = TokenConstraint(
+        TokenLimits(bad_words=((b,),)), vocab_size=vocab, form=form.start_constraint([stop])
+    )
+    assert allowed_prefix_len(bound, [a, a, c]) == 3 and allowed_prefix_len(bound, [a, b, c]) == 1
+    before = allowed_mask(bound)
+    assert bound.push_tokens([a, a]) == 2
+    assert (allowed_mask(bound) == masks_of_paths(bound, [()])[0]).all(), (
+        "both are where the walk is"
+    )
+    assert bound.push_tokens([c, stop]) == 1, "nothing follows the end"
+    bound.pop_tokens(3)
+    assert (allowed_mask(bound) == before).all()
+    bound.advance_to(np.array([c], dtype=np.int32))
+    assert "does not fit" in bound.failure
 
 
 @pytest.mark.parametrize(

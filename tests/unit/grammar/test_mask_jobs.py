@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.grammar.constraint import is_slow, legal, masks_along
-from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.constraint import allowed_mask, is_slow, masks_along_drafts
+from outrider.grammar.grammar_cache import GrammarCache
 from outrider.grammar.limits import MaskLimits
 from outrider.grammar.mask_jobs import MaskJob, MaskMeter, MaskWorkers
 from tests.unit.grammar import attacks
@@ -40,8 +40,10 @@ def busy_job(meter: MaskMeter) -> tuple[BusyMatcher, MaskJob]:
 
 
 @pytest.fixture(scope="module")
-def grammars(tiny_target: Path) -> Iterator[Grammars]:
-    found = Grammars.load(tiny_target / "tokenizer.json", vocab_size=384, masks=LIMITS)
+def grammars(tiny_target: Path) -> Iterator[GrammarCache]:
+    found = GrammarCache.from_tokenizer_file(
+        tiny_target / "tokenizer.json", vocab_size=384, masks=LIMITS
+    )
     assert found is not None
     yield found
     found.close()
@@ -80,37 +82,39 @@ def test_slow_masks_are_counted_together() -> None:
     assert not meter.is_slow and not meter.is_alone
 
 
-def test_an_ambiguous_grammar_fails_and_one_beside_it_does_not(grammars: Grammars) -> None:
-    bad = grammars.compile(attacks.ambiguous()).begin([2])
-    good = grammars.compile(attacks.lark('start: ("b" /[a-z]/)*')).begin([2])
-    letter = next(i for i in range(3, 384) if (legal(bad)[i >> 5] >> (i & 31)) & 1)
+def test_an_ambiguous_grammar_fails_and_one_beside_it_does_not(grammars: GrammarCache) -> None:
+    bad = grammars.compile_grammar(attacks.ambiguous()).start_constraint([2])
+    good = grammars.compile_grammar(attacks.lark('start: ("b" /[a-z]/)*')).start_constraint([2])
+    letter = next(i for i in range(3, 384) if (allowed_mask(bad)[i >> 5] >> (i & 31)) & 1)
     output: list[int] = []
-    while not bad.failed and len(output) < 600:
-        masks = masks_along([(bad, ()), (good, ())])
-        assert not good.failed and np.array_equal(masks[1].masks[0], legal(good))
+    while not bad.failure and len(output) < 600:
+        masks = masks_along_drafts([(bad, ()), (good, ())])
+        assert not good.failure and np.array_equal(masks[1].masks[0], allowed_mask(good))
         output.append(letter)
-        bad.follow(np.array(output, dtype=np.int32))
-    assert "took more than" in bad.failed
+        bad.advance_to(np.array(output, dtype=np.int32))
+    assert "took more than" in bad.failure
     # It ends, and nothing touches the matcher, which may still be in use.
-    assert bad.matcher is None and legal(bad)[0] == 1 << 2
-    bad.enter([letter])
-    bad.leave(0)
+    assert bad.matcher is None and allowed_mask(bad)[0] == 1 << 2
+    bad.push_tokens([letter])
+    bad.pop_tokens(0)
 
 
-def test_a_slow_mask_is_computed_in_the_background(grammars: Grammars) -> None:
-    plain = grammars.compile(attacks.lark('start: "a" /[a-z]/*')).begin([2])
-    expected = grammars.compile(attacks.lark('start: "a" /[a-z]/*')).begin([2])
-    letter = next(i for i in range(384) if (legal(expected)[i >> 5] >> (i & 31)) & 1)
+def test_a_slow_mask_is_computed_in_the_background(grammars: GrammarCache) -> None:
+    plain = grammars.compile_grammar(attacks.lark('start: "a" /[a-z]/*')).start_constraint([2])
+    expected = grammars.compile_grammar(attacks.lark('start: "a" /[a-z]/*')).start_constraint([2])
+    letter = next(i for i in range(384) if (allowed_mask(expected)[i >> 5] >> (i & 31)) & 1)
     output = np.array([letter], dtype=np.int32)
-    expected.follow(output)
+    expected.advance_to(output)
     assert not is_slow(plain)
     plain.meter.is_slow = True
     assert is_slow(plain)
     plain.prepare(output)
     wait_until(lambda: plain.prepare(output), timeout_s=10.0, what="the mask")
-    assert plain.here is not None and np.array_equal(plain.here, legal(expected))
-    plain.follow(output)
-    assert np.array_equal(legal(plain), legal(expected))
+    assert plain.current_mask is not None and np.array_equal(
+        plain.current_mask, allowed_mask(expected)
+    )
+    plain.advance_to(output)
+    assert np.array_equal(allowed_mask(plain), allowed_mask(expected))
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:

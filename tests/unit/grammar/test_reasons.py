@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.grammar.error_messages import plain_reason
+from outrider.grammar.error_messages import plain_error_message
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ from outrider.grammar.error_messages import plain_reason
     ],
 )
 def test_reasons_are_told_in_plain_words(why: str, told: str) -> None:
-    assert plain_reason(why) == told
+    assert plain_error_message(why) == told

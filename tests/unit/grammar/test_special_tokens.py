@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from outrider.errors import InvalidRequestError
-from outrider.grammar.constraint import allows, legal
-from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.constraint import allowed_mask, is_allowed
+from outrider.grammar.grammar_cache import GrammarCache
 from outrider.grammar.special_tokens import hide_special_tokens
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
@@ -27,8 +27,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def grammars(directory: Path) -> Iterator[Grammars]:
-    found = Grammars.load(directory / "tokenizer.json", vocab_size=320)
+def grammars(directory: Path) -> Iterator[GrammarCache]:
+    found = GrammarCache.from_tokenizer_file(directory / "tokenizer.json", vocab_size=320)
     assert found is not None
     yield found
     found.close()
@@ -45,24 +45,26 @@ def grammars(directory: Path) -> Iterator[Grammars]:
     ],
 )
 def test_a_literal_that_reads_like_a_special_token_is_text(
-    grammars: Grammars, directory: Path, kind: StructuredKind, form: str, text: str
+    grammars: GrammarCache, directory: Path, kind: StructuredKind, form: str, text: str
 ) -> None:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    constraint = grammars.compile(StructuredOutput(kind, form)).begin([STOP])
+    constraint = grammars.compile_grammar(StructuredOutput(kind, form)).start_constraint([STOP])
     output: list[int] = []
     for character in text:
         (token,) = tokenizer.encode(character).ids
-        mask = legal(constraint)
-        assert allows(mask, token) and not any(allows(mask, special) for special in range(3))
+        mask = allowed_mask(constraint)
+        assert is_allowed(mask, token) and not any(
+            is_allowed(mask, special) for special in range(3)
+        )
         output.append(token)
-        constraint.follow(np.array(output, dtype=np.int32))
-    assert not constraint.failed and allows(legal(constraint), STOP)
+        constraint.advance_to(np.array(output, dtype=np.int32))
+    assert not constraint.failure and is_allowed(allowed_mask(constraint), STOP)
 
 
-def test_a_grammar_that_names_a_special_token_is_refused(grammars: Grammars) -> None:
+def test_a_grammar_that_names_a_special_token_is_refused(grammars: GrammarCache) -> None:
     form = StructuredOutput(StructuredKind.GRAMMAR, 'start: "a" <|im_end|>')
     with pytest.raises(InvalidRequestError, match="grammars cannot name special tokens"):
-        grammars.compile(form)
+        grammars.compile_grammar(form)
 
 
 def test_hidden_special_tokens_keep_their_ids() -> None:

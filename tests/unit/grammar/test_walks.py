@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import ALL, few_ids
-from outrider.grammar.draft_masks import ChainFit, DraftTree, masks_of, side_by_side
+from outrider.grammar.constraint import ALL_TOKENS, small_id_set
+from outrider.grammar.draft_masks import ChainTruncation, ConstrainedTree, masks_of_trees, run_walks
 from outrider.spec.tree import ROOT, path
 from tests.fakes.scripted_grammar import END, Scripted
 
@@ -25,7 +25,7 @@ class Odd(Scripted):
         super().__init__()
         self._seed = seed
 
-    def _legal(self, *tokens: int) -> list[int]:
+    def _allowed_tokens(self, *tokens: int) -> list[int]:
         rng = np.random.default_rng([self._seed, *(t + 2 for t in (*self.path, *tokens))])
         count = int(rng.choice([1, 1, 2, 4]))
         return sorted(rng.choice(12, count, replace=False).tolist())
@@ -33,9 +33,9 @@ class Odd(Scripted):
     def legal_behind(self, tokens: Sequence[int]) -> list[int] | None:
         """What may follow these tokens; None if they cannot be, or nothing follows them."""
         for count, token in enumerate(tokens):
-            if token == END or token not in self._legal(*tokens[:count]):
+            if token == END or token not in self._allowed_tokens(*tokens[:count]):
                 return None
-        return self._legal(*tokens)
+        return self._allowed_tokens(*tokens)
 
 
 @given(
@@ -47,8 +47,8 @@ def test_a_chain_is_settled_as_far_as_it_fits_and_mended_once(
     seed: int, drafted: list[int], others: list[list[int]]
 ) -> None:
     language = Odd(seed)
-    fit = ChainFit(language, others=others)
-    side_by_side([(language, fit.settle(drafted))])
+    fit = ChainTruncation(language, others=others)
+    run_walks([(language, fit.truncate(drafted))])
     fit.close()
     assert language.path == []
     settled, fresh = list[int](), True
@@ -78,18 +78,18 @@ def test_masks_of_trees_are_those_of_their_places(
     languages = [Odd(seed) for seed in seeds]
     tokens = np.array([token for token, _ in nodes], dtype=np.int32)
     parents = np.array([at % (n + 1) - 1 for n, (_, at) in enumerate(nodes)], dtype=np.int32)
-    found = masks_of([DraftTree(language, tokens, parents) for language in languages])
+    found = masks_of_trees([ConstrainedTree(language, tokens, parents) for language in languages])
     for language, masks in zip(languages, found, strict=True):
         assert language.path == []
         for node in range(ROOT, len(nodes)):
             said = [int(tokens[at]) for at in path(parents, node)] if node != ROOT else []
-            legal = language.legal_behind(said)
-            assert_is(masks[node + 1], legal)
+            allowed_tokens = language.legal_behind(said)
+            assert_is(masks[node + 1], allowed_tokens)
 
 
-def assert_is(mask: NDArray[np.uint32], legal: list[int] | None) -> None:
+def assert_is(mask: NDArray[np.uint32], allowed_tokens: list[int] | None) -> None:
     """Below what is not legal, and behind an end, a mask says anything."""
-    if legal is None:
-        assert (mask == ALL).all()
+    if allowed_tokens is None:
+        assert (mask == ALL_TOKENS).all()
     else:
-        assert few_ids(mask, 12) == legal
+        assert small_id_set(mask, 12) == allowed_tokens

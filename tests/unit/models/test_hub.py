@@ -13,7 +13,7 @@ import pytest
 
 from outrider.client.local.model_files import find_model
 from outrider.errors import InvalidRequestError, NotFoundError
-from outrider.models import is_from_hub, resolve
+from outrider.models import is_from_hub, resolve_model
 from tests.fakes.hub import FakeHub
 
 MODEL = {
@@ -28,9 +28,9 @@ MODEL = {
 ASK = """
 import json, sys
 from outrider.errors import OutriderError
-from outrider.models import resolve
+from outrider.models import resolve_model
 try:
-    found = resolve(sys.argv[1], revision=sys.argv[2] or None)
+    found = resolve_model(sys.argv[1], revision=sys.argv[2] or None)
     names = sorted(str(f.relative_to(found)) for f in found.rglob("*") if f.is_file())
     print(json.dumps([str(found), *names]))
 except OutriderError as error:
@@ -56,7 +56,7 @@ def url(hub: FakeHub) -> Iterator[str]:
 
 
 def ask(url: str, home: Path, name: str, revision: str = "", **environment: str) -> list[str]:
-    """What `resolve` gives or raises."""
+    """What `resolve_model` gives or raises."""
     known = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     known |= {"HF_ENDPOINT": url, "HF_HOME": str(home), **environment}
     done = subprocess.run(
@@ -123,7 +123,7 @@ def test_a_revision_is_for_hub_ids_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for name in (str(tmp_path), "smollm2-135m"):
         with pytest.raises(InvalidRequestError, match="a revision is for hub ids"):
-            resolve(name, revision="main")
+            resolve_model(name, revision="main")
     with pytest.raises(InvalidRequestError, match="a revision is for hub ids"):
         find_model(str(tmp_path), head=tmp_path, head_revision="main")
     with pytest.raises(NotFoundError, match="no draft head at"):

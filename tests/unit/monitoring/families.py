@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outrider_drafter.metrics import Metrics as DrafterMetrics
+from outrider_drafter.metrics import DrafterMetrics as DrafterMetrics
 from outrider_router.api.fleet_metrics import FleetMetrics
 from outrider_router.api.vllm_metrics import VllmMetrics
 from outrider_router.base.metrics import RouterMetrics
-from outrider_verifier.server.metrics import Metrics as VerifierMetrics
+from outrider_verifier.server.metrics import VerifierMetrics as VerifierMetrics
 from prometheus_client import CollectorRegistry
 
 from outrider.wire.inference import ServerInfo

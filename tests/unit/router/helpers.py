@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider_router.admission.wait_order import Ticket
+from outrider_router.admission.wait_order import AdmissionRequest
 from outrider_router.requests.service import RouterService
 
 from outrider.ids import RequestId
@@ -32,8 +32,8 @@ async def assert_all_freed(service: RouterService, verifier: FakeVerifier) -> No
     """The router holds nothing, and the verifier nothing that it has not been told to free."""
     await until(lambda: not verifier.live)
     assert len(service.journal) == 0
-    assert service.admission.running == service.admission.waiting == 0
-    assert service.admission.reserved_tokens == service.admission.guests == 0
+    assert service.admission.num_running == service.admission.num_waiting == 0
+    assert service.admission.reserved_tokens == service.admission.num_entries == 0
 
 
 async def collect(service: RouterService, request: GenerateRequest) -> list[StreamEvent]:
@@ -75,9 +75,9 @@ async def emitted(router: RouterService, count: int) -> None:
     await until(lambda: any(len(entry.emitted) >= count for entry in router.journal))
 
 
-def ticket(number: int, kv_tokens: int = 10, **changes: object) -> Ticket:
+def ticket(number: int, kv_tokens: int = 10, **changes: object) -> AdmissionRequest:
     """A ticket; what is not said is the least."""
-    return Ticket(
+    return AdmissionRequest(
         request_id=RequestId(f"r{number}"),
         kv_tokens=kv_tokens,
         sequence=number,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from outrider_router.admission.capacity_ledger import Lease
+from outrider_router.admission.capacity_ledger import CapacityReservation
 from outrider_router.admission.queue import AdmissionQueue
-from outrider_router.admission.wait_order import Ticket
+from outrider_router.admission.wait_order import AdmissionRequest
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.tenants import TenantLimits
 from outrider_router.config import OverloadConfig, RouterConfig
@@ -34,22 +34,22 @@ class Bench:
     emitted: dict[str, int] = field(default_factory=dict)
     now: float = 0.0
 
-    async def place(self, wanted: Ticket) -> Lease:
+    async def place(self, wanted: AdmissionRequest) -> CapacityReservation:
         """A place that must be free."""
-        return await soon(self.queue.acquire(wanted))
+        return await soon(self.queue.reserve_capacity(wanted))
 
-    async def wait(self, wanted: Ticket) -> asyncio.Task[Lease]:
+    async def wait(self, wanted: AdmissionRequest) -> asyncio.Task[CapacityReservation]:
         """A request that waits by now, or was refused."""
-        task = asyncio.create_task(self.queue.acquire(wanted))
+        task = asyncio.create_task(self.queue.reserve_capacity(wanted))
         for _ in range(3):
             await asyncio.sleep(0)
         return task
 
-    def end(self, lease: Lease, emitted: int) -> None:
+    def end(self, lease: CapacityReservation, emitted: int) -> None:
         """A request has ended with so many tokens."""
-        self.emitted[lease.ticket.request_id] = emitted
-        self.queue.release(lease)
-        self.queue.leave(lease.ticket.request_id)
+        self.emitted[lease.admission_request.request_id] = emitted
+        self.queue.release_capacity(lease)
+        self.queue.remove_request(lease.admission_request.request_id)
 
     def look(self, *, used: int = 0, **changes: object) -> None:
         """The verifier says that so many of its blocks are used."""
@@ -57,7 +57,7 @@ class Bench:
         total = values.setdefault("kv_total_blocks", 10_000)
         assert isinstance(total, int)
         info = FakeVerifier.describe(kv_free_blocks=total - used, **values)
-        self.queue.saw_verifier(info)
+        self.queue.update_verifier(info)
 
 
 def bench(
@@ -83,13 +83,15 @@ def bench(
     return made[0]
 
 
-def request(number: int, *, prompt: int = 100, bound: int = 2048, **more: object) -> Ticket:
+def request(
+    number: int, *, prompt: int = 100, bound: int = 2048, **more: object
+) -> AdmissionRequest:
     size = {"kv_tokens": prompt + bound, "prompt_tokens": prompt, "max_new_tokens": bound}
     return ticket(number, **(size | more))  # type: ignore[arg-type]
 
 
 @asynccontextmanager
-async def held(tasks: list[asyncio.Task[Lease]]) -> AsyncGenerator[None]:
+async def held(tasks: list[asyncio.Task[CapacityReservation]]) -> AsyncGenerator[None]:
     try:
         yield
     finally:
@@ -101,18 +103,18 @@ async def held(tasks: list[asyncio.Task[Lease]]) -> AsyncGenerator[None]:
 async def test_four_times_as_many_are_served_at_once_as_if_max_tokens_were_reserved() -> None:
     bed, rng = bench(limit=1000), random.Random(0)
     bed.look(kv_total_blocks=40_960)
-    assert bed.queue.running == 0
+    assert bed.queue.num_running == 0
     for number in range(64):
         bed.end(await bed.place(request(number)), rng.randrange(100, 200))
     tasks = [await bed.wait(request(number)) for number in range(100, 400)]
     async with held(tasks):
         by_reservation = 40_960 // (100 + 2048)
-        assert bed.queue.running >= 4 * by_reservation
+        assert bed.queue.num_running >= 4 * by_reservation
         assert bed.queue.reserved_tokens <= 40_960
 
 
 async def test_the_ledger_grows_with_sessions_that_outgrow_what_was_expected() -> None:
-    bed = bench(assumed_tokens=100)
+    bed = bench(prior_answer_tokens=100)
     bed.look(kv_total_blocks=2000)
     lease = await bed.place(request(1, bound=1000))
     assert bed.queue.reserved_tokens == 200
@@ -142,22 +144,22 @@ async def test_a_lost_verifier_voids_its_places() -> None:
     lease = await bed.place(request(1))
     bed.queue.drop_verifier(VerifierId("v0"))
     bed.look()
-    assert bed.queue.running == 0
+    assert bed.queue.num_running == 0
     again = await bed.place(request(1))
-    bed.queue.release(lease)
-    assert bed.queue.running == 1
+    bed.queue.release_capacity(lease)
+    assert bed.queue.num_running == 1
     bed.end(again, 5)
-    assert bed.queue.guests == bed.queue.running == 0
+    assert bed.queue.num_entries == bed.queue.num_running == 0
 
 
 async def test_a_request_may_hold_two_places_while_it_moves() -> None:
     bed = bench()
     bed.look()
     first, second = await bed.place(request(1)), await bed.place(request(1))
-    bed.queue.release(first)
-    assert bed.queue.guests == bed.queue.running == 1
+    bed.queue.release_capacity(first)
+    assert bed.queue.num_entries == bed.queue.num_running == 1
     bed.end(second, 3)
-    assert bed.queue.guests == bed.queue.running == 0
+    assert bed.queue.num_entries == bed.queue.num_running == 0
 
 
 async def test_a_full_queue_gives_the_place_of_the_least_to_a_higher_priority() -> None:
@@ -184,7 +186,7 @@ async def test_a_request_that_needs_another_place_is_not_refused_by_a_full_queue
     bed.look(max_sessions=1)
     moved = await bed.place(request(1))
     waiting = await bed.wait(request(2))
-    bed.queue.release(moved, refused=True)
+    bed.queue.release_capacity(moved, refused=True)
     again = await bed.wait(request(1))
     async with held([waiting, again]):
         assert not again.done() and not waiting.done()
@@ -212,7 +214,7 @@ async def test_a_tenant_beyond_its_rate_is_told_when_to_come_back() -> None:
 
 async def test_a_tenant_pays_for_what_its_requests_were() -> None:
     limits = TenantLimits(tokens_per_s=100.0, tokens_burst=500.0)
-    bed = bench(tenants={"default": limits}, assumed_tokens=256)
+    bed = bench(tenants={"default": limits}, prior_answer_tokens=256)
     bed.look()
     bed.end(await bed.place(request(1)), 20)
     bed.end(await bed.place(request(2)), 20)
@@ -228,11 +230,11 @@ async def test_a_request_that_leaves_the_queue_unserved_costs_its_tenant_no_toke
     bed = bench(tenants={"default": TenantLimits(tokens_per_s=1.0, tokens_burst=400.0)})
     bed.look(max_sessions=0)
     for number in range(1, 10):
-        task = await bed.wait(request(number, patient_until=9.0))
+        task = await bed.wait(request(number, waits_until=9.0))
         assert not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    assert bed.queue.guests == 0
+    assert bed.queue.num_entries == 0
 
 
 async def test_a_tenant_has_at_most_so_many_running() -> None:
@@ -261,7 +263,7 @@ async def come_back(clients: int, *, returns: bool = True, early: float = 1.0) -
     bed.look(max_sessions=SLOTS)
     numbers = iter(range(1, 1_000_000))
     events: list[tuple[float, int, str, int, int]] = []
-    tasks: dict[int, asyncio.Task[Lease]] = {}
+    tasks: dict[int, asyncio.Task[CapacityReservation]] = {}
     outcomes: list[bool] = []
 
     def schedule(at: float, what: str, client: int, told: int = 0) -> None:
@@ -269,7 +271,7 @@ async def come_back(clients: int, *, returns: bool = True, early: float = 1.0) -
 
     for client in range(clients):
         schedule(rng.random() * 5, "ask", client)
-    serving: dict[int, Lease] = {}
+    serving: dict[int, CapacityReservation] = {}
     while events and bed.now < 150.0:
         bed.now, number, what, client, told = heapq.heappop(events)
         if what == "end":
@@ -277,7 +279,7 @@ async def come_back(clients: int, *, returns: bool = True, early: float = 1.0) -
             schedule(bed.now + rng.expovariate(1.0), "ask", client)
         else:
             name = told or number
-            task = await bed.wait(request(name, returns=returns))
+            task = await bed.wait(request(name, is_client_named=returns))
             if told and bed.now > 20.0:
                 outcomes.append(not (task.done() and task.exception()))
             if task.done() and (error := task.exception()) is not None:

@@ -10,7 +10,7 @@ from outrider_router.admission.arrival_queue import ArrivalQueue
 async def test_one_enters_at_once() -> None:
     queue = ArrivalQueue()
     for _ in range(3):
-        entering = queue.enter()
+        entering = queue.wait_turn()
         # It does not wait: the coroutine ends with its first step.
         try:
             entering.send(None)
@@ -26,7 +26,7 @@ async def test_those_that_come_together_enter_one_a_turn_in_their_order() -> Non
     queue, entered, turns = ArrivalQueue(), list[tuple[int, int]](), 0
 
     async def request(number: int) -> None:
-        await queue.enter()
+        await queue.wait_turn()
         entered.append((number, turns))
 
     tasks = [asyncio.create_task(request(number)) for number in range(50)]
@@ -40,11 +40,11 @@ async def test_those_that_come_together_enter_one_a_turn_in_their_order() -> Non
 
 async def test_one_that_leaves_keeps_nobody_waiting() -> None:
     queue = ArrivalQueue()
-    tasks = [asyncio.create_task(queue.enter()) for _ in range(10)]
+    tasks = [asyncio.create_task(queue.wait_turn()) for _ in range(10)]
     await asyncio.sleep(0)
     for task in tasks[2:8]:
         task.cancel()
     async with asyncio.timeout(5.0):
         await asyncio.gather(*tasks, return_exceptions=True)
-        await queue.enter()
+        await queue.wait_turn()
     assert sum(task.cancelled() for task in tasks) == 6

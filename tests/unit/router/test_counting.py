@@ -7,22 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from outrider_router.base.histogram import BatchHistogram
 from outrider_router.base.metrics import RouterMetrics
-from outrider_router.requests.spec_counters import Tally
+from outrider_router.requests.spec_counters import SpecCounters
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from outrider.spec.decoding_mode import Reason
+from outrider.spec.decoding_mode import DecodingModeReason
 from outrider.wire.messages import (
     FALLBACK,
-    HIT,
+    LOOK_AHEAD_HIT,
     LOOKED_AHEAD,
     PAUSED,
     TARGET_ONLY,
     SessionEvents,
     SpecStats,
 )
-from outrider.wire.spec_stats_accumulator import REASON_FLAGS, add_round, decision_of
+from outrider.wire.spec_stats_accumulator import REASON_FLAGS, add_round, describe_decision
 
-PLANNED = (0, PAUSED | REASON_FLAGS[Reason.PROBE], REASON_FLAGS[Reason.FASTER])
+PLANNED = (
+    0,
+    PAUSED | REASON_FLAGS[DecodingModeReason.PROBE],
+    REASON_FLAGS[DecodingModeReason.FASTER],
+)
 AHEAD = ((False, False), (True, False), (True, True))
 ROUNDS = st.lists(
     st.tuples(
@@ -49,12 +53,12 @@ def expected(rounds: Rounds) -> SpecStats:
 
 def flags_of(fallback: bool, target_only: bool, planned: int, ahead: tuple[bool, bool]) -> int:
     flags = FALLBACK * fallback | TARGET_ONLY * target_only | planned
-    return flags | LOOKED_AHEAD * ahead[0] | HIT * ahead[1]
+    return flags | LOOKED_AHEAD * ahead[0] | LOOK_AHEAD_HIT * ahead[1]
 
 
 @given(ROUNDS)
 def test_a_tally_counts_what_add_round_counts(rounds: Rounds) -> None:
-    tally = Tally()
+    tally = SpecCounters()
     for proposed, accepted, fallback, target_only, planned, ahead in rounds:
         tally.add_round(
             emitted=accepted + 1,
@@ -62,7 +66,7 @@ def test_a_tally_counts_what_add_round_counts(rounds: Rounds) -> None:
             proposed=proposed,
             accepted=accepted,
         )
-    assert tally.stats() == expected(rounds)
+    assert tally.to_stats() == expected(rounds)
 
 
 @given(ROUNDS)
@@ -71,7 +75,7 @@ def test_a_message_of_events_counts_what_its_rounds_count(rounds: Rounds) -> Non
     counts = np.array([r[1] + 1 for r in rounds] + [1], np.uint32)
     metrics = RouterMetrics()
     # The last row is the token that prefill emits: no round.
-    metrics.add_events(
+    metrics.record_events(
         SessionEvents(
             handles=np.arange(rows + 1, dtype=np.uint32),
             round_ids=np.array([*range(1, rows + 1), 0], np.uint32),
@@ -111,9 +115,9 @@ def test_a_batch_histogram_says_what_prometheus_own_says() -> None:
     mine, theirs = CollectorRegistry(), CollectorRegistry()
     batch = BatchHistogram("x_seconds", "Text.", buckets, mine)
     single = Histogram("x_seconds", "Text.", buckets=buckets, registry=theirs)
-    batch.observe()
-    batch.observe(*values[:3])
-    batch.observe(*values[3:])
+    batch.observe_values()
+    batch.observe_values(*values[:3])
+    batch.observe_values(*values[3:])
     for value in values:
         single.observe(value)
     text = generate_latest(theirs).decode()
@@ -122,6 +126,10 @@ def test_a_batch_histogram_says_what_prometheus_own_says() -> None:
 
 
 def test_decisions_are_told_in_words() -> None:
-    assert decision_of(0) == decision_of(PAUSED) == ""
-    assert decision_of(FALLBACK | REASON_FLAGS[Reason.FASTER]) == "speculate/faster"
-    assert decision_of(PAUSED | REASON_FLAGS[Reason.MEASURING]) == "plain/measuring"
+    assert describe_decision(0) == describe_decision(PAUSED) == ""
+    assert (
+        describe_decision(FALLBACK | REASON_FLAGS[DecodingModeReason.FASTER]) == "speculate/faster"
+    )
+    assert (
+        describe_decision(PAUSED | REASON_FLAGS[DecodingModeReason.MEASURING]) == "plain/measuring"
+    )

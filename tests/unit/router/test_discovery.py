@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.base.dns_names import Named, split
+from outrider_router.base.dns_names import ResolvedName, split_addresses
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.compatibility import PeerState
-from outrider_router.fleet.discovery import Discovery, resolve
+from outrider_router.fleet.discovery import PeerDiscovery, resolve
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import InvalidRequestError
@@ -25,7 +25,7 @@ from tests.waiting import until
 
 
 def test_names_are_told_from_addresses() -> None:
-    assert split(["a:1", "dns:///v.outrider.svc:50051", "[::1]:2"]) == (
+    assert split_addresses(["a:1", "dns:///v.outrider.svc:50051", "[::1]:2"]) == (
         ("a:1", "[::1]:2"),
         (("v.outrider.svc", 50051),),
     )
@@ -40,13 +40,13 @@ def test_a_malformed_name_is_refused_with_what_is_allowed(name: str) -> None:
 
 
 def test_an_address_joins_once_and_again_after_it_was_gone() -> None:
-    named = Named()
-    assert named.answer(frozenset({"a", "b"})) == {"a", "b"}
-    assert named.answer(frozenset({"a", "b", "c"})) == {"c"}
-    assert named.answer(frozenset({"c"})) == frozenset()
-    assert named.gone == {"a", "b"}
-    assert named.answer(frozenset({"a", "c"})) == {"a"}
-    assert named.gone == {"b"}
+    named = ResolvedName()
+    assert named.update_addresses(frozenset({"a", "b"})) == {"a", "b"}
+    assert named.update_addresses(frozenset({"a", "b", "c"})) == {"c"}
+    assert named.update_addresses(frozenset({"c"})) == frozenset()
+    assert named.removed_addresses == {"a", "b"}
+    assert named.update_addresses(frozenset({"a", "c"})) == {"a"}
+    assert named.removed_addresses == {"b"}
 
 
 async def test_the_systems_resolver_is_asked() -> None:
@@ -112,9 +112,9 @@ async def following(directory: Path, **first: set[str] | None) -> AsyncGenerator
             router.config,
             verifiers=("dns:///v:1",),
             drafters=("dns:///d:2",),
-            discovery_s=0.01,
+            discovery_interval_s=0.01,
         )
-        discovery = Discovery(config, router.registry, resolve=names.resolve)
+        discovery = PeerDiscovery(config, router.registry, resolve=names.resolve)
         discovery.on_forgotten = names.forget
         discovery.start()
         try:
@@ -130,7 +130,7 @@ async def test_named_peers_of_both_kinds_join_a_running_router(tmp_path: Path) -
         await until(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
         await until(lambda: {"s", "a:1", "b:1"} <= set(names.drafter.attached))
         # Discovery recalls nobody: a drafter that is about to stop says so until it has.
-        names.drafter.change_info(draining=True)
+        names.drafter.change_info(is_draining=True)
         await names.look()
         assert (await names.drafter.info()).draining
 

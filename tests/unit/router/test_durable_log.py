@@ -16,11 +16,11 @@ from outrider_router.requests.durable_log import DurableLog
 from outrider_router.requests.log_records import (
     EMITTED,
     HEADER,
-    MARK,
     MAX_REQUESTS,
-    Row,
-    opened_record,
-    whole_file,
+    RECORD_MARK,
+    EmittedRow,
+    encode_file,
+    encode_opened,
 )
 from outrider_router.requests.log_records import OPENED as OPENED_KIND
 
@@ -45,16 +45,16 @@ def emit(log: DurableLog, number: int, emitted: list[int], new: list[int]) -> No
     """As the sink does: log, and append."""
     start = len(emitted)
     emitted += new
-    log.emitted([Row(number, start, new)])
+    log.append_emitted([EmittedRow(number, start, new)])
 
 
 @pytest.mark.parametrize("fsync", Fsync)
 async def test_what_was_told_to_the_log_is_there_after_a_kill(tmp_path: Path, fsync: Fsync) -> None:
     path = tmp_path / "folder" / "log"
     log = open_log(path, fsync)
-    log.begin()
+    log.start_writing()
     emitted: list[int] = []
-    number = log.opened(OPENED, emitted, [])
+    number = log.append_opened(OPENED, emitted, [])
     emit(log, number, emitted, [1, 2])
     emit(log, number, emitted, [3])
     # What a killed process leaves is the file as it is now.
@@ -64,12 +64,12 @@ async def test_what_was_told_to_the_log_is_there_after_a_kill(tmp_path: Path, fs
     after = open_log(killed)
     (logged,) = after.contents.requests.values()
     assert (logged.opened, logged.emitted, logged.finish) == (OPENED, [1, 2, 3], None)
-    after.adopt(logged)
-    after.begin()
+    after.restore_request(logged)
+    after.start_writing()
     emit(after, logged.number, logged.emitted, [4])
-    other = after.opened(OPENED, [], [])
+    other = after.append_opened(OPENED, [], [])
     assert other > logged.number
-    after.ended(logged.number, FINISH)
+    after.append_ended(logged.number, FINISH)
     await after.close()
     again = open_log(killed)
     assert again.contents.requests[logged.number].emitted == [1, 2, 3, 4]
@@ -89,21 +89,21 @@ async def test_two_routers_never_share_a_journal(tmp_path: Path) -> None:
 async def test_a_journal_that_cannot_be_had_is_served_without_until_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable_log, "TICK_S", 0.02)
+    monkeypatch.setattr(durable_log, "CHECK_INTERVAL_S", 0.02)
     (tmp_path / "file").touch()
     states: list[bool] = []
     path = tmp_path / "file" / "log"
     log = open_log(path, states=states)
-    log.begin()
-    assert log.failing and states == [True] and log.contents.requests == {}
+    log.start_writing()
+    assert log.is_failing and states == [True] and log.contents.requests == {}
     assert [(r.levelname, r.message) for r in caplog.records] == [
         ("ERROR", "the journal cannot be used; serving without")
     ]
     emitted: list[int] = []
-    number = log.opened(OPENED, emitted, [])
+    number = log.append_opened(OPENED, emitted, [])
     emit(log, number, emitted, [1, 2])
     (tmp_path / "file").unlink()
-    await until(lambda: not log.failing)
+    await until(lambda: not log.is_failing)
     assert states == [True, False]
     with pytest.raises(FailedPreconditionError):
         open_log(path)
@@ -130,8 +130,8 @@ async def test_a_lock_that_cannot_be_written_still_tells_of_its_owner(
     assert caught.value.reason == "JOURNAL_LOCKED"
     await log.close()
     after = open_log(tmp_path / "log")
-    after.begin()
-    assert after.failing
+    after.start_writing()
+    assert after.is_failing
     await after.close()
 
 
@@ -144,36 +144,36 @@ async def test_a_crafted_file_holds_the_start_no_longer_than_it_may(
     size = 8 << 20
     if kind == "marks":
         head = struct.Struct("<4sIIB")
-        heads = (head.pack(MARK, size - 13 * i, 1, EMITTED) for i in range(size // 13))
+        heads = (head.pack(RECORD_MARK, size - 13 * i, 1, EMITTED) for i in range(size // 13))
         data = HEADER + b"".join(heads) + bytes(size)
     elif kind == "nested":
         text = b"[" * (1 << 20)
         numbers = struct.pack("<II", 1, len(text))
-        data = whole_file([framed(OPENED_KIND, numbers + text)] * 4)
+        data = encode_file([framed(OPENED_KIND, numbers + text)] * 4)
     elif kind == "rows":
         rows = (size - 4) // 12
-        data = whole_file([framed(EMITTED, struct.pack("<I", rows) + bytes(12 * rows))] * 4)
+        data = encode_file([framed(EMITTED, struct.pack("<I", rows) + bytes(12 * rows))] * 4)
     else:
-        data = whole_file([opened_record(number, OPENED) for number in range(MAX_REQUESTS + 9)])
+        data = encode_file([encode_opened(number, OPENED) for number in range(MAX_REQUESTS + 9)])
     path.write_bytes(data)
     began = time.monotonic()
     log = open_log(path, read_s=1.0)
     assert time.monotonic() - began < 3.0
     assert len(log.contents.requests) <= MAX_REQUESTS
-    assert log.contents.damaged or log.contents.unread_bytes
+    assert log.contents.num_damaged or log.contents.unread_bytes
     await log.close()
 
 
 def framed(kind: int, body: bytes) -> bytes:
     crc = zlib.crc32(body, zlib.crc32(bytes((kind,))))
-    return MARK + struct.pack("<IIB", len(body), crc, kind) + body
+    return RECORD_MARK + struct.pack("<IIB", len(body), crc, kind) + body
 
 
 async def test_a_file_of_something_else_is_put_aside(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"something else")
     log = open_log(path)
-    log.begin()
+    log.start_writing()
     await log.close()
     assert (tmp_path / "log.unreadable").read_bytes() == b"something else"
 
@@ -181,18 +181,18 @@ async def test_a_file_of_something_else_is_put_aside(tmp_path: Path) -> None:
 async def test_the_file_stays_short_and_complete_while_it_is_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable_log, "TICK_S", 0.01)
+    monkeypatch.setattr(durable_log, "CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr(durable_log, "MIN_BYTES", 10_000)
     log = open_log(tmp_path / "log", Fsync.INTERVAL)
-    log.begin()
+    log.start_writing()
     kept: list[int] = []
-    number = log.opened(OPENED, kept, [])
+    number = log.append_opened(OPENED, kept, [])
     for turn in range(300):
         passing: list[int] = []
-        short = log.opened(OPENED, passing, [])
+        short = log.append_opened(OPENED, passing, [])
         emit(log, short, passing, [turn] * 20)
         emit(log, number, kept, [turn])
-        log.ended(short, None)
+        log.append_ended(short, None)
         # Writing it anew may take a while.
         await until(lambda: (tmp_path / "log").stat().st_size < 50_000)
     assert (tmp_path / "log").stat().st_size < 100_000
@@ -201,19 +201,19 @@ async def test_the_file_stays_short_and_complete_while_it_is_written_anew(
     assert {n: logged.emitted for n, logged in after.contents.requests.items()} == {
         number: list(range(300))
     }
-    assert after.contents.damaged == 0
+    assert after.contents.num_damaged == 0
     await after.close()
 
 
 async def test_a_full_disk_is_told_and_mended_without_a_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable_log, "TICK_S", 0.01)
+    monkeypatch.setattr(durable_log, "CHECK_INTERVAL_S", 0.01)
     states: list[bool] = []
     log = open_log(tmp_path / "log", Fsync.INTERVAL, states)
-    log.begin()
+    log.start_writing()
     emitted: list[int] = []
-    number = log.opened(OPENED, emitted, [])
+    number = log.append_opened(OPENED, emitted, [])
     emit(log, number, emitted, [1])
     write, full = os.write, True
 
@@ -225,16 +225,16 @@ async def test_a_full_disk_is_told_and_mended_without_a_gap(
 
     monkeypatch.setattr(os, "write", torn)
     emit(log, number, emitted, [2, 3])
-    assert log.failing and states == [True]
+    assert log.is_failing and states == [True]
     emit(log, number, emitted, [4])
     await asyncio.sleep(0.05)
     assert states == [True]
     full = False
-    await until(lambda: not log.failing)
+    await until(lambda: not log.is_failing)
     emit(log, number, emitted, [5])
     assert states == [True, False]
     await log.close()
     after = open_log(tmp_path / "log")
     assert after.contents.requests[number].emitted == [1, 2, 3, 4, 5]
-    assert after.contents.damaged == 0
+    assert after.contents.num_damaged == 0
     await after.close()

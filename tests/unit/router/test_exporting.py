@@ -11,7 +11,7 @@ from outrider_router.config import MetricsCompat
 from outrider_router.requests.service import RouterService
 from prometheus_client import generate_latest
 
-from outrider.wire.messages import HIT, SessionEvents, SpecStats
+from outrider.wire.messages import LOOK_AHEAD_HIT, SessionEvents, SpecStats
 from tests.fakes.drafter import FakeDrafter
 from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
@@ -30,7 +30,7 @@ def rounds(proposed: list[int], accepted: list[int]) -> SessionEvents:
         counts=counts.astype(np.uint32),
         tokens=np.zeros(int(counts.sum()), np.int32),
         finish_reasons=np.zeros(len(proposed), np.uint8),
-        flags=np.full(len(proposed), HIT, np.uint8),
+        flags=np.full(len(proposed), LOOK_AHEAD_HIT, np.uint8),
         proposed=np.array(proposed, np.uint16),
         accepted=np.array(accepted, np.uint16),
     )
@@ -68,7 +68,7 @@ async def test_vllm_names_are_exported_only_when_asked_for(
 async def test_a_tool_that_reads_vllm_finds_our_acceptance(tmp_path: Path) -> None:
     fleet = {"v": FakeVerifier()}
     async with running_router(tmp_path, fleet, metrics_compat=MetricsCompat.VLLM) as router:
-        router.metrics.add_events(rounds([4, 4, 0, 2], [3, 0, 0, 2]))
+        router.metrics.record_events(rounds([4, 4, 0, 2], [3, 0, 0, 2]))
         assert page_as_vllm_bench_reads_it(router) == (3, 10, 5, {0: 2, 1: 2, 2: 1})
 
 
@@ -115,7 +115,7 @@ async def test_the_model_keeps_its_name_when_the_fleet_is_lost(tmp_path: Path) -
     async with running_router(tmp_path, {"v": verifier}, **config) as router:
         assert sample(router, "vllm:num_requests_running", **LABELS) == 0
         verifier.lost.set()
-        await until(lambda: router.registry.any_info() is None)
+        await until(lambda: router.registry.any_verifier_info() is None)
         page = generate_latest(router.metrics.registry).decode()
         assert 'vllm:num_requests_running{engine="0",model_name="fake"} 0.0' in page
 
@@ -142,7 +142,7 @@ async def test_the_fleet_is_exported_as_it_was_last_seen(
     assert said("draining") == 0
     assert said("preemptions_total", kind=kind) == 4
     verifier.lost.set()
-    await until(lambda: router.registry.any_info() is None)
+    await until(lambda: router.registry.any_verifier_info() is None)
     assert b'outrider_fleet_sessions{verifier="v0"}' not in generate_latest(router.metrics.registry)
 
 

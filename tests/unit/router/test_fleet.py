@@ -8,11 +8,11 @@ import pytest
 from outrider_router.fleet.compatibility import (
     PeerState,
     TokenizerIdentity,
-    check_drafter,
-    check_verifier,
-    fits,
-    judge,
+    can_serve,
+    check_drafter_fits,
+    check_verifier_fits,
     missing_attachments,
+    state_after_failure,
 )
 
 from outrider.errors import FailedPreconditionError
@@ -70,9 +70,9 @@ def attached(*drafters: DrafterInfo) -> VerifierInfo:
 
 
 def test_a_padded_vocabulary_and_an_unknown_hash_pass() -> None:
-    check_verifier(VERIFIER, TOKENIZER)
-    check_verifier(replace(VERIFIER, tokenizer_hash=""), TOKENIZER)
-    check_drafter(DRAFTER, TOKENIZER)
+    check_verifier_fits(VERIFIER, TOKENIZER)
+    check_verifier_fits(replace(VERIFIER, tokenizer_hash=""), TOKENIZER)
+    check_drafter_fits(DRAFTER, TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_verifier_that_does_not_fit_the_tokenizer_is_refused(
     info: VerifierInfo, reason: str
 ) -> None:
     with pytest.raises(FailedPreconditionError) as caught:
-        check_verifier(info, TOKENIZER)
+        check_verifier_fits(info, TOKENIZER)
     assert caught.value.reason == reason
 
 
@@ -100,16 +100,16 @@ def test_a_verifier_that_does_not_fit_the_tokenizer_is_refused(
 )
 def test_a_drafter_of_another_tokenizer_is_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(FailedPreconditionError) as caught:
-        check_drafter(replace(DRAFTER, **changes), TOKENIZER)  # type: ignore[arg-type]
+        check_drafter_fits(replace(DRAFTER, **changes), TOKENIZER)  # type: ignore[arg-type]
     assert caught.value.reason == reason
 
 
 def test_features_must_match_only_where_features_are_fed() -> None:
-    assert fits(DRAFTER, VERIFIER)
-    assert not fits(replace(DRAFTER, feature_fingerprint="head-2"), VERIFIER)
-    assert not fits(replace(DRAFTER, vocab_size=64), VERIFIER)
+    assert can_serve(DRAFTER, VERIFIER)
+    assert not can_serve(replace(DRAFTER, feature_fingerprint="head-2"), VERIFIER)
+    assert not can_serve(replace(DRAFTER, vocab_size=64), VERIFIER)
     featureless = replace(DRAFTER, feature_layout=FeatureLayout.NONE, feature_fingerprint="")
-    assert fits(featureless, VERIFIER)
+    assert can_serve(featureless, VERIFIER)
 
 
 def test_a_restarted_drafter_is_attached_again() -> None:
@@ -136,4 +136,6 @@ def test_a_restarted_drafter_is_attached_again() -> None:
 def test_a_peer_is_lost_by_two_failures_or_by_silence(
     state: PeerState, failures: int, silence_s: float, expected: PeerState
 ) -> None:
-    assert judge(state, failures=failures, silence_s=silence_s, bound_s=3.0) is expected
+    assert (
+        state_after_failure(state, failures=failures, silence_s=silence_s, bound_s=3.0) is expected
+    )

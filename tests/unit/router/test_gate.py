@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from outrider_router.admission.access_control import LOOK_S, Gate, Pass
-from outrider_router.base.api_keys import ANYBODY, Caller
+from outrider_router.admission.access_control import RELOAD_INTERVAL_S, AccessControl, AccessGrant
+from outrider_router.base.api_keys import ANONYMOUS, Caller
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.tenants import TenantSource
 from outrider_router.config import OverloadConfig, RouterConfig
@@ -38,7 +38,7 @@ class Bed:
             default_max_tokens=100,
             overload=OverloadConfig(tenant_from=source),
         )
-        self.gate = Gate(config, self.metrics, clock=lambda: self.now)
+        self.gate = AccessControl(config, self.metrics, clock=lambda: self.now)
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"outrider_{name}", labels) or 0.0
@@ -63,8 +63,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.toml"
 
 
-def enter(bed: Bed, caller: Caller, request: GenerateRequest = REQUEST) -> Pass:
-    (passed,) = bed.gate.enter(caller, [request])
+def enter(bed: Bed, caller: Caller, request: GenerateRequest = REQUEST) -> AccessGrant:
+    (passed,) = bed.gate.enter_requests(caller, [request])
     return passed
 
 
@@ -74,19 +74,19 @@ def bearer(name: str) -> str:
 
 def test_without_keys_everybody_may_come_in() -> None:
     bed = Bed(None)
-    assert bed.gate.authorize(None) == bed.gate.authorize("Bearer x") == ANYBODY
+    assert bed.gate.authorize(None) == bed.gate.authorize("Bearer x") == ANONYMOUS
     bed.gate.authorize_operator(None)
     named = Bed(None, TenantSource.METADATA)
-    assert named.gate.caller([("x-outrider-tenant", "blue")]) == Caller(tenant="blue")
+    assert named.gate.identify_caller([("x-outrider-tenant", "blue")]) == Caller(tenant="blue")
 
 
 def test_a_key_says_whose_tenant_its_caller_is_and_metadata_does_not(path: Path) -> None:
     bed = Bed(write(path, a="", b='tenant = "team"'), TenantSource.METADATA)
-    assert bed.gate.authorize(bearer("a")) == Caller(tenant="a", key="a")
+    assert bed.gate.authorize(bearer("a")) == Caller(tenant="a", key_name="a")
     liar = [("x-outrider-tenant", "a"), ("authorization", bearer("b").encode())]
-    assert bed.gate.caller(liar) == Caller(tenant="team", key="b")
+    assert bed.gate.identify_caller(liar) == Caller(tenant="team", key_name="b")
     with pytest.raises(UnauthenticatedError):
-        bed.gate.caller([("x-outrider-tenant", "a")])
+        bed.gate.identify_caller([("x-outrider-tenant", "a")])
 
 
 def test_who_is_turned_away_is_counted_by_reason(path: Path) -> None:
@@ -128,8 +128,8 @@ def test_a_key_has_so_many_requests_at_once_whoever_uses_it(path: Path) -> None:
     with pytest.raises(ResourceExhaustedError) as refused:
         enter(bed, caller)
     assert refused.value.reason == "KEY_BUSY" and refused.value.retry_after_s
-    first.leave()
-    first.leave()
+    first.release()
+    first.release()
     enter(bed, caller)
     with pytest.raises(ResourceExhaustedError):
         enter(bed, caller)
@@ -138,16 +138,16 @@ def test_a_key_has_so_many_requests_at_once_whoever_uses_it(path: Path) -> None:
 def test_what_is_asked_for_at_once_is_let_in_as_a_whole_or_not_at_all(path: Path) -> None:
     bed = Bed(write(path, a="max_concurrent = 3"))
     caller = bed.gate.authorize(bearer("a"))
-    passes = bed.gate.enter(caller, [REQUEST] * 2)
+    passes = bed.gate.enter_requests(caller, [REQUEST] * 2)
     with pytest.raises(ResourceExhaustedError) as refused:
-        bed.gate.enter(caller, [REQUEST] * 2)
+        bed.gate.enter_requests(caller, [REQUEST] * 2)
     assert refused.value.reason == "KEY_BUSY"
-    passes[0].leave()
-    passes = bed.gate.enter(caller, [REQUEST] * 2)
-    with pytest.raises(ResourceExhaustedError), bed.gate.visit(caller):
+    passes[0].release()
+    passes = bed.gate.enter_requests(caller, [REQUEST] * 2)
+    with pytest.raises(ResourceExhaustedError), bed.gate.limit_call(caller):
         raise AssertionError("there is no room")
-    passes[0].leave()
-    with bed.gate.visit(caller), pytest.raises(ResourceExhaustedError):
+    passes[0].release()
+    with bed.gate.limit_call(caller), pytest.raises(ResourceExhaustedError):
         enter(bed, caller)
     enter(bed, caller)
 
@@ -162,9 +162,9 @@ def test_more_at_once_than_a_key_ever_has_is_no_matter_of_waiting(
     bed = Bed(write(path, a=limits))
     caller = bed.gate.authorize(bearer("a"))
     with pytest.raises(InvalidRequestError, match=f"these are {most + 1}") as refused:
-        bed.gate.enter(caller, [REQUEST] * (most + 1))
+        bed.gate.enter_requests(caller, [REQUEST] * (most + 1))
     assert refused.value.reason == "KEY_TOO_MANY"
-    assert len(bed.gate.enter(caller, [REQUEST] * most)) == most
+    assert len(bed.gate.enter_requests(caller, [REQUEST] * most)) == most
 
 
 def test_a_key_bounds_the_length_that_may_be_asked_for(path: Path) -> None:
@@ -197,20 +197,20 @@ def test_a_changed_file_counts_within_a_second_and_a_bad_one_not_at_all(path: Pa
     bed = Bed(write(path, a=""))
     write(path, b="")
     bed.gate.authorize(bearer("a"))
-    bed.now += LOOK_S
+    bed.now += RELOAD_INTERVAL_S
     with pytest.raises(UnauthenticatedError):
         bed.gate.authorize(bearer("a"))
-    assert bed.gate.authorize(bearer("b")).key == "b"
+    assert bed.gate.authorize(bearer("b")).key_name == "b"
     path.write_text("[keys")
-    bed.now += LOOK_S
-    assert bed.gate.authorize(bearer("b")).key == "b"
+    bed.now += RELOAD_INTERVAL_S
+    assert bed.gate.authorize(bearer("b")).key_name == "b"
     assert bed.count("api_keys_failing") == 1
     path.unlink()
-    bed.gate.reload()
-    assert bed.gate.authorize(bearer("b")).key == "b"
+    bed.gate.reload_keys()
+    assert bed.gate.authorize(bearer("b")).key_name == "b"
     write(path, a="", c="")
-    bed.gate.reload()
-    assert bed.gate.authorize(bearer("c")).key == "c"
+    bed.gate.reload_keys()
+    assert bed.gate.authorize(bearer("c")).key_name == "c"
     assert bed.count("api_keys_failing") == 0
 
 
@@ -222,7 +222,7 @@ def test_a_bad_file_is_told_of_when_it_goes_bad_and_not_at_every_look(
     def told_after_looks(count: int) -> int:
         caplog.clear()
         for _ in range(count):
-            bed.now += LOOK_S
+            bed.now += RELOAD_INTERVAL_S
             bed.gate.authorize(bearer("a"))
         return sum(record.levelname == "ERROR" for record in caplog.records)
 
@@ -230,10 +230,10 @@ def test_a_bad_file_is_told_of_when_it_goes_bad_and_not_at_every_look(
     assert told_after_looks(5) == 1
     path.unlink()
     assert told_after_looks(5) == 1
-    bed.gate.reload()
+    bed.gate.reload_keys()
     assert told_after_looks(1) == 0
     write(path, a="", b="")
-    assert told_after_looks(1) == 0 and bed.gate.authorize(bearer("b")).key == "b"
+    assert told_after_looks(1) == 0 and bed.gate.authorize(bearer("b")).key_name == "b"
     path.unlink()
     assert told_after_looks(2) == 1, "it was well in between"
 
@@ -247,12 +247,12 @@ def test_a_file_that_could_not_be_read_is_tried_again_unchanged(
     def locked(_path: Path) -> None:
         raise NotFoundError("no rights")
 
-    bed.now += LOOK_S
+    bed.now += RELOAD_INTERVAL_S
     with monkeypatch.context() as patched:
         patched.setattr("outrider_router.admission.access_control.read_keys", locked)
-        assert bed.gate.authorize(bearer("a")).key == "a"
-    bed.now += LOOK_S
-    assert bed.gate.authorize(bearer("b")).key == "b"
+        assert bed.gate.authorize(bearer("a")).key_name == "a"
+    bed.now += RELOAD_INTERVAL_S
+    assert bed.gate.authorize(bearer("b")).key_name == "b"
 
 
 def test_new_limits_count_for_the_next_request(path: Path) -> None:
@@ -260,7 +260,7 @@ def test_new_limits_count_for_the_next_request(path: Path) -> None:
     caller = bed.gate.authorize(bearer("a"))
     enter(bed, caller)
     write(path, a="max_concurrent = 2")
-    bed.gate.reload()
+    bed.gate.reload_keys()
     enter(bed, caller)
     with pytest.raises(ResourceExhaustedError):
         enter(bed, caller)

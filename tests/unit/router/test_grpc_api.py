@@ -18,7 +18,7 @@ from outrider_router.requests.service import RouterService
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
 from outrider.transport.grpc import GrpcServer
-from outrider.transport.grpc.error_status import typed_error
+from outrider.transport.grpc.error_status import to_typed_error
 from outrider.wire.inference import (
     GenerateRequest,
     SamplingOptions,
@@ -54,10 +54,10 @@ async def test_readiness_follows_the_verifiers(tmp_path: Path) -> None:
         try:
             assert await status() == health_pb2.HealthCheckResponse.SERVING
             verifier.lost.set()
-            await until(lambda: router.registry.any_info() is None)
+            await until(lambda: router.registry.any_verifier_info() is None)
             assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
             verifier.lost.clear()
-            await until(lambda: router.registry.any_info() is not None)
+            await until(lambda: router.registry.any_verifier_info() is not None)
             assert await status() == health_pb2.HealthCheckResponse.SERVING
         finally:
             await server.stop(0.0)
@@ -96,7 +96,7 @@ async def test_malformed_requests_are_typed_errors_and_leave_nothing_behind(
                 seen.add(await outcome(channel, name, data))
         assert await outcome(channel, "ListModels", b"") == "OK"
     assert {"OK", "INVALID_ARGUMENT"} <= seen <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}
-    assert len(router.journal) == router.admission.running == 0
+    assert len(router.journal) == router.admission.num_running == 0
 
 
 async def test_the_tenant_is_told_by_metadata_and_refused_with_a_retry_delay(
@@ -119,7 +119,7 @@ async def test_the_tenant_is_told_by_metadata_and_refused_with_a_retry_delay(
         method = channel.unary_unary(f"/{INFERENCE_SERVICE}/Generate")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await method(data, metadata=(slow,), timeout=5)
-        error = typed_error(raised.value)
+        error = to_typed_error(raised.value)
         assert isinstance(error, ResourceExhaustedError) and error.reason == "RATE_LIMITED"
         assert error.retry_after_s is not None and 0.0 < error.retry_after_s <= 20.0
         assert sample(router, "outrider_tenant_requests_total", tenant="slow") == 1
@@ -167,6 +167,6 @@ async def test_a_stream_that_is_aborted_while_its_first_message_leaves_hears_of_
             reading = asyncio.create_task(end_of(call))
             await until(lambda: len(router.journal) == 1)
             await asyncio.sleep(pause_s)
-            assert router.abort([RequestId("early")])
+            assert router.abort_requests([RequestId("early")])
             assert await soon(reading) is grpc.StatusCode.CANCELLED
             await until(lambda: len(router.journal) == 0)

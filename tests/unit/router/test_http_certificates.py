@@ -11,7 +11,7 @@ import pytest
 from outrider_router.api.http import HttpServer, server
 from outrider_router.config import HttpConfig
 
-from outrider.transport.tls import Role, TlsConfig
+from outrider.transport.tls import CertificateRole, TlsConfig
 from tests.fakes.certificates import Authority
 from tests.fakes.router import running_router
 from tests.fakes.verifier import FakeVerifier
@@ -30,17 +30,17 @@ async def shown_to(address: str, ca: Path) -> bytes:
 async def test_a_replaced_certificate_is_shown_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "RENEW_S", 0.02)
+    monkeypatch.setattr(server, "CERTIFICATE_CHECK_S", 0.02)
     authority = Authority(tmp_path / "tls")
-    tls = authority.role(Role.ROUTER)
+    tls = authority.role(CertificateRole.ROUTER)
     verifiers = {"v": FakeVerifier()}
-    async with running_router(tmp_path / "model", verifiers, front_tls=tls) as service:
+    async with running_router(tmp_path / "model", verifiers, client_api_tls=tls) as service:
         http = HttpServer("127.0.0.1:0", service)
         address = await http.start()
         try:
             before = await shown_to(address, authority.ca)
             assert await shown_to(address, authority.ca) == before
-            authority.role(Role.ROUTER)
+            authority.role(CertificateRole.ROUTER)
             async with asyncio.timeout(30.0):
                 while await shown_to(address, authority.ca) == before:
                     await asyncio.sleep(0.02)
@@ -52,10 +52,10 @@ async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(
     tmp_path: Path,
 ) -> None:
     authority = Authority(tmp_path / "tls")
-    own = authority.role(Role.ROUTER)
+    own = authority.role(CertificateRole.ROUTER)
     tls = TlsConfig(cert=own.cert, key=own.key, ca=own.ca, client_auth=True)
     verifiers = {"v": FakeVerifier()}
-    async with running_router(tmp_path / "model", verifiers, front_tls=tls) as service:
+    async with running_router(tmp_path / "model", verifiers, client_api_tls=tls) as service:
         http = HttpServer("127.0.0.1:0", service)
         host, _, port = (await http.start()).rpartition(":")
         context = ssl.create_default_context(cafile=str(authority.ca))
@@ -79,11 +79,11 @@ async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(
 
 
 async def test_connections_are_counted_and_timed_before_their_handshake(tmp_path: Path) -> None:
-    tls = Authority(tmp_path / "tls").role(Role.ROUTER)
+    tls = Authority(tmp_path / "tls").role(CertificateRole.ROUTER)
     options = HttpConfig(max_connections=3, handshake_s=0.5)
     verifiers = {"v": FakeVerifier()}
     async with running_router(
-        tmp_path / "model", verifiers, front_tls=tls, http_options=options
+        tmp_path / "model", verifiers, client_api_tls=tls, http_options=options
     ) as service:
         http = HttpServer("127.0.0.1:0", service)
         address = await http.start()

@@ -7,30 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from outrider_router.requests.log_records import (
     HEADER,
-    MARK,
-    Contents,
-    Opened,
-    Row,
-    emitted_record,
-    ended_record,
-    opened_record,
-    read,
-    tick_record,
-    whole_file,
+    RECORD_MARK,
+    EmittedRow,
+    LogContents,
+    OpenedRequest,
+    decode_log,
+    encode_emitted,
+    encode_ended,
+    encode_file,
+    encode_opened,
+    encode_tick,
 )
-from outrider_router.requests.request import Job
+from outrider_router.requests.request import ValidatedRequest
 
 from outrider.config import from_plain
 from outrider.errors import InvalidRequestError
 from outrider.ids import RequestId, TenantId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
 from outrider.wire.inference import FinishInfo, Usage
 from outrider.wire.messages import FinishReason, SpecStats
 
-JOB = Job(
+JOB = ValidatedRequest(
     prompt_ids=(5, 0, 2**24 - 1),
     sampling=SamplingParams(
         temperature=0.1 + 0.2,
@@ -39,7 +39,7 @@ JOB = Job(
         banned_ids=(3, 4),
         logit_bias=((7, -0.1), (8, 100.0)),
     ),
-    plan=Plan(method=DraftMethod.NGRAM, draft_tokens=5, top_k=2),
+    plan=SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=5, top_k=2),
     stop_ids=(2, 9),
     stop_strings=("\n\n", "\u20ac"),
     max_new_tokens=100,
@@ -49,12 +49,14 @@ JOB = Job(
     tenant=TenantId("t"),
     structured_output=StructuredOutput(StructuredKind.JSON_OBJECT),
     token_limits=TokenLimits(allowed_ids=(5, 6), bad_words=((5, 6), (6,))),
-    includes_stop=True,
+    includes_stop_text=True,
     special_tokens=True,
-    returns=True,
+    is_client_named=True,
     model="m",
 )
-OPENED = Opened(request_id=RequestId("r-1"), job=JOB, deadline=1234.5678, tokenizer_hash="hash")
+OPENED = OpenedRequest(
+    request_id=RequestId("r-1"), job=JOB, deadline=1234.5678, tokenizer_hash="hash"
+)
 FINISH = FinishInfo(
     reason=FinishReason.STOP_STRING,
     usage=Usage(prompt_tokens=3, completion_tokens=4),
@@ -62,53 +64,55 @@ FINISH = FinishInfo(
     stop_string="\u20ac",
 )
 RECORDS = [
-    opened_record(1, OPENED),
-    emitted_record([Row(1, 0, [10, 11])]),
-    opened_record(2, OPENED),
-    emitted_record([Row(1, 2, [12]), Row(2, 0, [20, 21, 22])]),
-    tick_record(100.0),
-    ended_record(1, 101.0, FINISH),
-    emitted_record([Row(2, 3, [23])]),
+    encode_opened(1, OPENED),
+    encode_emitted([EmittedRow(1, 0, [10, 11])]),
+    encode_opened(2, OPENED),
+    encode_emitted([EmittedRow(1, 2, [12]), EmittedRow(2, 0, [20, 21, 22])]),
+    encode_tick(100.0),
+    encode_ended(1, 101.0, FINISH),
+    encode_emitted([EmittedRow(2, 3, [23])]),
 ]
 
 
-def emitted(contents: Contents) -> dict[int, list[int]]:
+def emitted(contents: LogContents) -> dict[int, list[int]]:
     return {number: logged.emitted for number, logged in contents.requests.items()}
 
 
 def test_what_is_written_is_read() -> None:
-    contents = read(whole_file(RECORDS))
+    contents = decode_log(encode_file(RECORDS))
     assert emitted(contents) == {1: [10, 11, 12], 2: [20, 21, 22, 23]}
     assert contents.requests[1].opened == OPENED
     assert contents.requests[1].finish == FINISH and contents.requests[2].finish is None
     assert (contents.last_number, contents.alive_at) == (2, 101.0)
-    assert not contents.torn and contents.damaged == 0
+    assert not contents.is_torn and contents.num_damaged == 0
 
 
 def test_a_request_that_ended_without_a_finish_is_gone() -> None:
-    assert emitted(read(whole_file([*RECORDS, ended_record(2, 102.0, None)]))) == {1: [10, 11, 12]}
+    assert emitted(decode_log(encode_file([*RECORDS, encode_ended(2, 102.0, None)]))) == {
+        1: [10, 11, 12]
+    }
 
 
 def test_ids_that_are_written_twice_are_there_once_and_ids_behind_a_gap_not_at_all() -> None:
-    records = [opened_record(1, OPENED), emitted_record([Row(1, 0, [1, 2, 3])])]
-    again = emitted_record([Row(1, 1, [2, 3, 4])])
-    gap = emitted_record([Row(1, 9, [10])])
-    assert emitted(read(whole_file([*records, again, gap]))) == {1: [1, 2, 3, 4]}
+    records = [encode_opened(1, OPENED), encode_emitted([EmittedRow(1, 0, [1, 2, 3])])]
+    again = encode_emitted([EmittedRow(1, 1, [2, 3, 4])])
+    gap = encode_emitted([EmittedRow(1, 9, [10])])
+    assert emitted(decode_log(encode_file([*records, again, gap]))) == {1: [1, 2, 3, 4]}
 
 
 @given(st.data())
 @settings(max_examples=200)
 def test_a_file_cut_anywhere_is_what_was_written_before(data: st.DataObject) -> None:
-    whole = whole_file(RECORDS)
+    whole = encode_file(RECORDS)
     cut = data.draw(st.integers(len(HEADER), len(whole)))
     sizes = [len(HEADER)]
     for record in RECORDS:
         sizes.append(sizes[-1] + len(record))
     complete = sum(size <= cut for size in sizes) - 1
-    found = read(whole[:cut])
-    expected = read(whole_file(RECORDS[:complete]))
-    assert found.requests == expected.requests and found.damaged == 0
-    assert found.torn == (cut not in sizes)
+    found = decode_log(whole[:cut])
+    expected = decode_log(encode_file(RECORDS[:complete]))
+    assert found.requests == expected.requests and found.num_damaged == 0
+    assert found.is_torn == (cut not in sizes)
 
 
 @given(st.data())
@@ -118,27 +122,27 @@ def test_a_damaged_record_costs_itself_and_is_told(data: st.DataObject) -> None:
     record = bytearray(RECORDS[index])
     at = data.draw(st.integers(0, len(record) - 1))
     record[at] ^= data.draw(st.integers(1, 255))
-    found = read(whole_file([*RECORDS[:index], bytes(record), *RECORDS[index + 1 :]]))
-    expected = read(whole_file([*RECORDS[:index], *RECORDS[index + 1 :]]))
+    found = decode_log(encode_file([*RECORDS[:index], bytes(record), *RECORDS[index + 1 :]]))
+    expected = decode_log(encode_file([*RECORDS[:index], *RECORDS[index + 1 :]]))
     assert found.requests == expected.requests
-    assert found.damaged >= 1 and not found.torn
+    assert found.num_damaged >= 1 and not found.is_torn
 
 
 @given(st.binary(max_size=300), st.booleans())
 @settings(max_examples=200)
 def test_no_bytes_make_reading_fail(noise: bytes, marked: bool) -> None:
-    read(HEADER + (MARK if marked else b"") + noise)
-    found = read(whole_file([*RECORDS[:2], noise, *RECORDS[2:]]))
+    decode_log(HEADER + (RECORD_MARK if marked else b"") + noise)
+    found = decode_log(encode_file([*RECORDS[:2], noise, *RECORDS[2:]]))
     assert emitted(found) == {1: [10, 11, 12], 2: [20, 21, 22, 23]}
 
 
 def test_a_record_of_another_version_of_a_request_is_skipped_and_told() -> None:
-    strange = opened_record(3, OPENED).replace(b'"model":"m"', b'"modem":"m"')
+    strange = encode_opened(3, OPENED).replace(b'"model":"m"', b'"modem":"m"')
     body = strange[13:]
     # The checksum is right, the content is not.
     from outrider_router.requests.log_records import _record
 
-    contents = read(whole_file([*RECORDS, _record(1, body)]))
-    assert set(contents.requests) == {1, 2} and contents.damaged == 1
+    contents = decode_log(encode_file([*RECORDS, _record(1, body)]))
+    assert set(contents.requests) == {1, 2} and contents.num_damaged == 1
     with pytest.raises(InvalidRequestError, match="unknown"):
         from_plain(Usage, {"tokens": 1})

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from outrider_router.requests.log_records import (
-    Row,
-    emitted_record,
-    opened_record,
-    read,
-    whole_file,
+    EmittedRow,
+    decode_log,
+    encode_emitted,
+    encode_file,
+    encode_opened,
 )
 
 from outrider.errors import InternalError, InvalidRequestError
@@ -135,17 +135,17 @@ ASKED = replace(OPENED, job=replace(OPENED.job, top_logprobs=2))
 
 
 def test_ids_whose_logprobs_are_lost_are_lost() -> None:
-    opened = opened_record(1, ASKED)
-    both = emitted_record([Row(1, 0, [5, 6], ENTRIES[:2])])
-    more = emitted_record([Row(1, 2, [7, 8], ENTRIES[2:])])
-    ids_alone = emitted_record([Row(1, 2, [7, 8])])
-    logged = read(whole_file([opened, both, more])).requests[1]
+    opened = encode_opened(1, ASKED)
+    both = encode_emitted([EmittedRow(1, 0, [5, 6], ENTRIES[:2])])
+    more = encode_emitted([EmittedRow(1, 2, [7, 8], ENTRIES[2:])])
+    ids_alone = encode_emitted([EmittedRow(1, 2, [7, 8])])
+    logged = decode_log(encode_file([opened, both, more])).requests[1]
     assert (logged.emitted, logged.logprobs) == ([5, 6, 7, 8], ENTRIES)
-    logged = read(whole_file([opened, both, ids_alone])).requests[1]
+    logged = decode_log(encode_file([opened, both, ids_alone])).requests[1]
     assert (logged.emitted, logged.logprobs) == ([5, 6], ENTRIES[:2])
     # A record of ids that is cut off leaves more of the others than there are ids.
-    torn = whole_file([opened, both, more])[:-3]
-    logged = read(torn).requests[1]
+    torn = encode_file([opened, both, more])[:-3]
+    logged = decode_log(torn).requests[1]
     assert logged.emitted == [5, 6] and logged.logprobs[:2] == ENTRIES[:2]
 
 

@@ -97,7 +97,7 @@ def test_clients_of_another_certificate_must_show_theirs_where_that_is_asked_for
         [
             *("--model", "m", "--verifier", "v:1", "--tls-client-auth"),
             *("--tls-cert", "c", "--tls-key", "k", "--tls-ca", "a"),
-            *("--front-tls-cert", "fc", "--front-tls-key", "fk"),
+            *("--client-api-tls-cert", "fc", "--client-api-tls-key", "fk"),
         ]
     )
     served = config.client_tls

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from outrider_router.admission.capacity_ledger import Lease
-from outrider_router.admission.request_group import Party
-from outrider_router.admission.wait_order import Ticket
+from outrider_router.admission.capacity_ledger import CapacityReservation
+from outrider_router.admission.request_group import RequestGroup
+from outrider_router.admission.wait_order import AdmissionRequest
 from outrider_router.base.tenants import TenantLimits
 
 from outrider.errors import CancelledRequestError, InvalidRequestError, OutriderError
@@ -16,13 +16,15 @@ from outrider.ids import RequestId
 from tests.unit.router.helpers import ticket
 from tests.unit.router.test_admission_queue import Bench, bench
 
-Tasks = list[asyncio.Task[Lease]]
+Tasks = list[asyncio.Task[CapacityReservation]]
 
 
-async def together(made: Bench, tickets: Sequence[Ticket]) -> Tasks:
+async def together(made: Bench, admission_requests: Sequence[AdmissionRequest]) -> Tasks:
     """Requests of one party, which wait by now, have places, or were refused."""
-    party = Party(len(tickets))
-    tasks = [asyncio.create_task(made.queue.acquire(each, party)) for each in tickets]
+    group = RequestGroup(len(admission_requests))
+    tasks = [
+        asyncio.create_task(made.queue.reserve_capacity(each, group)) for each in admission_requests
+    ]
     for _ in range(5):
         await asyncio.sleep(0)
     return tasks
@@ -36,7 +38,7 @@ def reasons(tasks: Tasks) -> list[str]:
 
 
 def assert_nobody(made: Bench) -> None:
-    assert made.queue.guests == made.queue.waiting == made.queue.running == 0
+    assert made.queue.num_entries == made.queue.num_waiting == made.queue.num_running == 0
     assert made.queue.reserved_tokens == 0
 
 
@@ -76,9 +78,9 @@ async def test_a_full_queue_takes_all_of_them_or_none() -> None:
     waits = await together(made, [ticket(n) for n in (1, 2)])
     refused = await together(made, [ticket(n) for n in (3, 4, 5)])
     assert reasons(refused) == ["QUEUE_FULL"] * 3
-    assert made.queue.waiting == 2 and made.queue.guests == 3
+    assert made.queue.num_waiting == 2 and made.queue.num_entries == 3
     more = await together(made, [ticket(n) for n in (6, 7)])
-    assert made.queue.waiting == 4 and not any(task.done() for task in [*waits, *more])
+    assert made.queue.num_waiting == 4 and not any(task.done() for task in [*waits, *more])
     made.end(first, 1)
     for task in [*waits, *more]:
         made.end(await asyncio.wait_for(task, 30.0), 1)
@@ -125,14 +127,16 @@ async def test_nobody_makes_way_for_a_party_that_is_refused() -> None:
 
 
 async def test_one_that_is_ended_while_others_are_awaited_ends_them_all() -> None:
-    made, party = bench(), Party(3)
+    made, group = bench(), RequestGroup(3)
     made.look()
-    tasks = [asyncio.create_task(made.queue.acquire(ticket(n), party)) for n in range(2)]
+    tasks = [asyncio.create_task(made.queue.reserve_capacity(ticket(n), group)) for n in range(2)]
     await asyncio.sleep(0)
-    assert not any(task.done() for task in tasks) and made.queue.guests == 0
-    made.queue.fail(RequestId("r0"), CancelledRequestError("it was aborted", reason="ABORTED"))
+    assert not any(task.done() for task in tasks) and made.queue.num_entries == 0
+    made.queue.fail_request(
+        RequestId("r0"), CancelledRequestError("it was aborted", reason="ABORTED")
+    )
     # The last one comes too late for anything.
-    tasks.append(asyncio.create_task(made.queue.acquire(ticket(2), party)))
+    tasks.append(asyncio.create_task(made.queue.reserve_capacity(ticket(2), group)))
     await asyncio.wait(tasks, timeout=30.0)
     assert reasons(tasks) == ["ABORTED"] * 3
     assert_nobody(made)
@@ -142,8 +146,8 @@ async def test_one_that_is_ended_while_others_are_awaited_ends_them_all() -> Non
 async def test_who_leaves_leaves_nothing(size: int) -> None:
     made = bench()
     made.look()
-    party = Party(size)
-    tasks = [asyncio.create_task(made.queue.acquire(ticket(n), party)) for n in range(2)]
+    group = RequestGroup(size)
+    tasks = [asyncio.create_task(made.queue.reserve_capacity(ticket(n), group)) for n in range(2)]
     for _ in range(size):
         # With two of two the places are given, and not taken yet, at some of these turns.
         await asyncio.sleep(0)
@@ -151,19 +155,19 @@ async def test_who_leaves_leaves_nothing(size: int) -> None:
         task.cancel()
     found = await asyncio.gather(*tasks, return_exceptions=True)
     for lease in found:
-        if isinstance(lease, Lease):
+        if isinstance(lease, CapacityReservation):
             made.end(lease, 0)
     assert_nobody(made)
 
 
 async def test_nobody_waits_for_one_who_has_left() -> None:
-    made, party = bench(), Party(2)
+    made, group = bench(), RequestGroup(2)
     made.look()
-    gone = asyncio.create_task(made.queue.acquire(ticket(0), party))
+    gone = asyncio.create_task(made.queue.reserve_capacity(ticket(0), group))
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.wait([gone], timeout=30.0)
-    late = asyncio.create_task(made.queue.acquire(ticket(1), party))
+    late = asyncio.create_task(made.queue.reserve_capacity(ticket(1), group))
     await asyncio.wait([late], timeout=30.0)
     assert isinstance(late.exception(), CancelledRequestError)
     assert_nobody(made)
@@ -178,8 +182,8 @@ async def test_a_party_that_is_refused_takes_no_turn_from_anybody() -> None:
         assert reasons(refused) == ["QUEUE_FULL"] * 6
         assert_nobody(made)
     # As if nobody had come: virtual time stands where it stood.
-    tenant = made.queue.tenants.get(ticket(0).tenant, made.now)
-    assert made.queue.tenants.queued(tenant, 1.0) == 0.0
+    tenant = made.queue.tenants.get_tenant(ticket(0).tenant, made.now)
+    assert made.queue.tenants.record_queued(tenant, 1.0) == 0.0
 
 
 async def test_a_party_of_one_verifiers_places_is_served_one_after_the_other() -> None:
@@ -194,10 +198,10 @@ async def test_a_party_of_one_verifiers_places_is_served_one_after_the_other() -
 async def test_all_of_a_party_go_on_in_the_order_in_which_they_came() -> None:
     made, order = bench(), list[int]()
     made.look()
-    party = Party(4)
+    group = RequestGroup(4)
 
     async def come(number: int) -> None:
-        await made.queue.acquire(ticket(number), party)
+        await made.queue.reserve_capacity(ticket(number), group)
         order.append(number)
 
     await asyncio.gather(*map(come, range(4)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from outrider_router.config import SpeculationDefaults
 from outrider_router.requests.request_options import (
-    drafts_itself,
     make_plan,
     make_sampling,
+    needs_no_drafter,
     output_budget,
-    plan_on,
+    plan_for_verifier,
     stop_ids,
 )
 
@@ -25,7 +25,7 @@ DEFAULTS = SpeculationDefaults(max_draft_tokens=32)
 def test_a_request_without_wishes_gets_the_defaults() -> None:
     plan = make_plan(SpeculationOptions(), DEFAULTS)
     assert (plan.method, plan.draft_tokens, plan.top_k) == (DraftMethod.EAGLE3, 4, 1)
-    assert plan.patience_ms == DEFAULTS.patience_ms
+    assert plan.proposal_timeout_ms == DEFAULTS.proposal_timeout_ms
 
 
 def test_wishes_are_cut_to_the_routers_bound() -> None:
@@ -48,7 +48,7 @@ def test_drafting_ahead_is_allowed_unless_the_request_or_the_router_says_lock_st
 
 def test_an_ngram_miss_is_not_waited_for() -> None:
     plan = make_plan(SpeculationOptions(method=DraftMethod.NGRAM), DEFAULTS)
-    assert plan.patience_ms == DEFAULTS.ngram_patience_ms
+    assert plan.proposal_timeout_ms == DEFAULTS.ngram_proposal_timeout_ms
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_an_ngram_miss_is_not_waited_for() -> None:
     ],
 )
 def test_every_way_of_opting_out_is_plain_decoding(options: SpeculationOptions) -> None:
-    assert not make_plan(options, DEFAULTS).speculative
+    assert not make_plan(options, DEFAULTS).is_speculative
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_impossible_wishes_are_refused(options: SpeculationOptions) -> None:
         make_plan(options, DEFAULTS)
 
 
-OWN = FakeVerifier.describe(own_methods=(DraftMethod.EAGLE3,), own_draft_length=3)
+OWN = FakeVerifier.describe(in_process_methods=(DraftMethod.EAGLE3,), in_process_draft_length=3)
 
 
 def test_a_verifier_that_drafts_itself_does_so_in_chains_of_its_own_length() -> None:
     wish = make_plan(SpeculationOptions(draft_tokens=20, draft_top_k=4, fan_out=8), DEFAULTS)
-    plan = plan_on(wish, OWN)
+    plan = plan_for_verifier(wish, OWN)
     assert (wish.look_ahead, wish.fan_out, plan.look_ahead, plan.fan_out) == (1, 8, 0, 0)
-    assert drafts_itself(plan, OWN)
+    assert needs_no_drafter(plan, OWN)
     assert (plan.method, plan.draft_tokens, plan.top_k) == (DraftMethod.EAGLE3, 3, 1)
 
 
@@ -94,10 +94,10 @@ def test_a_verifier_that_drafts_itself_does_so_in_chains_of_its_own_length() -> 
 )
 def test_other_plans_stay_as_they_are(options: SpeculationOptions) -> None:
     wish = make_plan(options, DEFAULTS)
-    assert plan_on(wish, OWN) is wish
-    assert not drafts_itself(wish, OWN)
+    assert plan_for_verifier(wish, OWN) is wish
+    assert not needs_no_drafter(wish, OWN)
     eagle3 = make_plan(SpeculationOptions(), DEFAULTS)
-    assert plan_on(eagle3, FakeVerifier.describe()) is eagle3
+    assert plan_for_verifier(eagle3, FakeVerifier.describe()) is eagle3
 
 
 def test_sampling_defaults_to_greedy_and_zero_is_a_seed() -> None:

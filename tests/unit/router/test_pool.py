@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from outrider_router.base.reasons import MoveReason
 from outrider_router.fleet.drafter_assignment import (
-    Candidate,
-    Loads,
-    Move,
-    Seat,
-    Why,
-    candidates_of,
-    rebalance,
+    DrafterCandidate,
+    DrafterLoads,
+    MoveSession,
+    SessionPlacement,
+    drafter_candidates,
+    plan_moves,
 )
 
 from outrider.ids import DrafterId, RequestId, VerifierId
@@ -28,13 +28,15 @@ A, B, C = DrafterId("a"), DrafterId("b"), DrafterId("c")
 V, W = VerifierId("v"), VerifierId("w")
 
 
-def candidate(drafter_id: DrafterId, **changes: object) -> Candidate:
-    made = Candidate(drafter_id=drafter_id, methods=(EAGLE,))
+def candidate(drafter_id: DrafterId, **changes: object) -> DrafterCandidate:
+    made = DrafterCandidate(drafter_id=drafter_id, methods=(EAGLE,))
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def seat(number: int, drafter_id: DrafterId | None, verifier_id: VerifierId = V) -> Seat:
-    return Seat(
+def seat(
+    number: int, drafter_id: DrafterId | None, verifier_id: VerifierId = V
+) -> SessionPlacement:
+    return SessionPlacement(
         request_id=RequestId(f"r{number}"),
         verifier_id=verifier_id,
         method=EAGLE,
@@ -43,7 +45,9 @@ def seat(number: int, drafter_id: DrafterId | None, verifier_id: VerifierId = V)
     )
 
 
-def seats(drafter_id: DrafterId | None, count: int, verifier_id: VerifierId = V) -> list[Seat]:
+def seats(
+    drafter_id: DrafterId | None, count: int, verifier_id: VerifierId = V
+) -> list[SessionPlacement]:
     kind = f"{drafter_id}{verifier_id}"
     return [
         replace(seat(n, drafter_id, verifier_id), request_id=RequestId(f"{kind}{n}"))
@@ -51,19 +55,24 @@ def seats(drafter_id: DrafterId | None, count: int, verifier_id: VerifierId = V)
     ]
 
 
-def look(them: Sequence[Seat], candidates: dict[VerifierId, list[Candidate]]) -> list[Move]:
-    return rebalance(them, candidates, others={}, most_homeless=32, most_balanced=4)
+def look(
+    them: Sequence[SessionPlacement], candidates: dict[VerifierId, list[DrafterCandidate]]
+) -> list[MoveSession]:
+    return plan_moves(them, candidates, others={}, max_homeless=32, max_balanced=4)
 
 
-def after(them: Sequence[Seat], moves: Sequence[Move]) -> list[Seat]:
+def after(them: Sequence[SessionPlacement], moves: Sequence[MoveSession]) -> list[SessionPlacement]:
     to = {move.request_id: move.drafter_id for move in moves}
     return [replace(s, drafter_id=to.get(s.request_id, s.drafter_id)) for s in them]
 
 
 def choose(
-    loads: Loads, *candidates: Candidate, verifier_id: VerifierId = V, method: DraftMethod = EAGLE
+    loads: DrafterLoads,
+    *candidates: DrafterCandidate,
+    verifier_id: VerifierId = V,
+    method: DraftMethod = EAGLE,
 ) -> DrafterId | None:
-    return loads.choose(candidates, verifier_id, method)
+    return loads.choose_drafter(candidates, verifier_id, method)
 
 
 def link(
@@ -83,32 +92,32 @@ def link(
 
 
 def test_a_session_goes_where_the_method_is_and_the_sessions_are_few() -> None:
-    loads = Loads([*seats(A, 2), *seats(B, 1)])
+    loads = DrafterLoads([*seats(A, 2), *seats(B, 1)])
     other = candidate(C, methods=(NGRAM,))
     assert choose(loads, candidate(A), candidate(B), other) == B
     assert choose(loads, candidate(A), candidate(B), other, method=NGRAM) == C
     assert choose(loads, candidate(A), candidate(B), other, method=DraftMethod.MODEL) is None
-    assert choose(loads, candidate(B, takes_more=False), candidate(A)) == A
+    assert choose(loads, candidate(B, accepts_sessions=False), candidate(A)) == A
     assert choose(loads) is None
 
 
 def test_sessions_of_other_routers_count() -> None:
-    assert choose(Loads(seats(A, 2), {B: 3}), candidate(A), candidate(B)) == A
+    assert choose(DrafterLoads(seats(A, 2), {B: 3}), candidate(A), candidate(B)) == A
 
 
 def test_a_slow_drafter_gets_fewer_sessions_and_the_same_host_wins_a_tie() -> None:
     slow = candidate(A, weight=2.0)
-    placed: list[Seat] = []
+    placed: list[SessionPlacement] = []
     for number in range(30):
-        chosen = choose(Loads(placed), slow, candidate(B))
+        chosen = choose(DrafterLoads(placed), slow, candidate(B))
         placed.append(seat(number, chosen))
     counts = Counter(s.drafter_id for s in placed)
     assert (counts[A], counts[B]) == (10, 20)
-    assert choose(Loads([]), candidate(A), candidate(B, same_host=True)) == B
+    assert choose(DrafterLoads([]), candidate(A), candidate(B, same_host=True)) == B
 
 
 def test_at_equal_load_the_sessions_of_a_verifier_share_a_drafter() -> None:
-    loads = Loads([*seats(A, 2, V), *seats(B, 2, W)])
+    loads = DrafterLoads([*seats(A, 2, V), *seats(B, 2, W)])
     assert choose(loads, candidate(A), candidate(B), verifier_id=V) == A
     assert choose(loads, candidate(A), candidate(B), verifier_id=W) == B
 
@@ -116,27 +125,27 @@ def test_at_equal_load_the_sessions_of_a_verifier_share_a_drafter() -> None:
 def test_candidates_are_those_that_are_attached_and_were_not_lost_since() -> None:
     drafters = [replace(DRAFTER, drafter_id=each) for each in (A, B, C)]
     verifier = replace(VERIFIER, drafters=(link(A), link(B), link(DrafterId("unknown"))))
-    found = candidates_of(verifier, drafters, detached={A})
+    found = drafter_candidates(verifier, drafters, detached={A})
     assert [c.drafter_id for c in found] == [B]
     restarted = [replace(drafter, incarnation="2") for drafter in drafters]
-    assert candidates_of(verifier, restarted) == ()
-    (leaving, staying) = candidates_of(verifier, drafters, draining={A})
-    assert not leaving.takes_more and staying.takes_more
+    assert drafter_candidates(verifier, restarted) == ()
+    (leaving, staying) = drafter_candidates(verifier, drafters, draining={A})
+    assert not leaving.accepts_sessions and staying.accepts_sessions
 
 
 def test_what_a_place_costs_is_what_a_round_with_its_drafts_takes() -> None:
     drafters = [replace(DRAFTER, drafter_id=each) for each in (A, B, C)]
     links = (link(A, 1.0, same_host=True), link(B, 5.0), link(C))
     verifier = replace(VERIFIER, round_ms_p50=3.0, drafters=links)
-    near, far, unknown = candidates_of(verifier, drafters)
+    near, far, unknown = drafter_candidates(verifier, drafters)
     assert (near.weight, far.weight, unknown.weight) == (1.0, 2.0, 1.0)
     assert near.same_host and not far.same_host
     # Beside a long round the same difference is nothing.
     slow_rounds = replace(verifier, round_ms_p50=100.0)
-    assert [c.weight for c in candidates_of(slow_rounds, drafters)] == [1.0, 1.0, 1.0]
+    assert [c.weight for c in drafter_candidates(slow_rounds, drafters)] == [1.0, 1.0, 1.0]
     # Without rounds nothing is known.
     idle = replace(verifier, round_ms_p50=0.0)
-    assert [c.weight for c in candidates_of(idle, drafters)] == [1.0, 1.0, 1.0]
+    assert [c.weight for c in drafter_candidates(idle, drafters)] == [1.0, 1.0, 1.0]
 
 
 # ---- moving ----------------------------------------------------------------------------------
@@ -145,7 +154,7 @@ def test_what_a_place_costs_is_what_a_round_with_its_drafts_takes() -> None:
 def test_sessions_of_a_lost_drafter_spread_over_the_others() -> None:
     them = [*seats(A, 6), *seats(B, 2), *seats(C, 4)]
     moves = look(them, {V: [candidate(B), candidate(C)]})
-    assert {move.why for move in moves} == {Why.LOST}
+    assert {move.reason for move in moves} == {MoveReason.LOST}
     counts = Counter(s.drafter_id for s in after(them, moves))
     assert counts == {B: 6, C: 6}
 
@@ -159,14 +168,14 @@ def test_sessions_without_a_drafter_get_the_one_that_came() -> None:
 
 def test_the_lost_go_before_those_whose_drafter_leaves_and_a_look_is_bounded() -> None:
     them = [*seats(A, 3), *seats(C, 3)]
-    here = [candidate(A, takes_more=False), candidate(B)]
-    moves = rebalance(them, {V: here}, others={}, most_homeless=4, most_balanced=4)
-    assert [move.why for move in moves] == [Why.LOST] * 3 + [Why.DRAINED]
-    assert look(them, {V: [candidate(A, takes_more=False)]}) == []
+    here = [candidate(A, accepts_sessions=False), candidate(B)]
+    moves = plan_moves(them, {V: here}, others={}, max_homeless=4, max_balanced=4)
+    assert [move.reason for move in moves] == [MoveReason.LOST] * 3 + [MoveReason.DRAINED]
+    assert look(them, {V: [candidate(A, accepts_sessions=False)]}) == []
 
 
 def test_a_session_that_cannot_be_moved_is_let_be() -> None:
-    them = [replace(s, fixed=True) for s in seats(A, 8)]
+    them = [replace(s, is_fixed=True) for s in seats(A, 8)]
     assert look(them, {V: [candidate(B)]}) == []
     assert look(them, {V: [candidate(A), candidate(B)]}) == []
 
@@ -177,7 +186,7 @@ def test_a_drafter_that_joins_takes_over_until_the_load_is_even() -> None:
     first = look(them, candidates)
     # The shortest prefixes go: they cost least to be told.
     assert [m.request_id for m in first] == [f"av{n}" for n in range(4)]
-    assert {m.why for m in first} == {Why.BALANCE}
+    assert {m.reason for m in first} == {MoveReason.BALANCE}
     assert look(after(them, first), candidates) == []
 
 
@@ -185,7 +194,7 @@ def test_a_small_imbalance_and_sessions_that_have_just_moved_are_let_be() -> Non
     candidates = {V: [candidate(A), candidate(B)]}
     assert look(seats(A, 2), candidates) == []
     assert look([*seats(A, 9), *seats(B, 7)], candidates) == []
-    assert look([replace(s, settled=False) for s in seats(A, 8)], candidates) == []
+    assert look([replace(s, is_movable=False) for s in seats(A, 8)], candidates) == []
 
 
 def test_all_verifiers_are_balanced_together() -> None:

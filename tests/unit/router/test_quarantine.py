@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from outrider_router.base.reasons import QuarantineReason
 from outrider_router.fleet.quarantine import (
-    FIRST_S,
-    FORGIVEN_S,
-    JITTER,
-    LONGEST_S,
-    MOST_WRONG,
-    PROBE_ANSWERS,
-    PROBE_S,
-    SLOW_LOOKS,
-    Breaker,
-    Evidence,
+    BREAKER_RESET_S,
+    JITTER_SHARE,
+    MAX_BACKOFF_S,
+    MAX_INVALID_MESSAGES,
+    MAX_PROBE_S,
+    MIN_BACKOFF_S,
+    MIN_PROBE_ANSWERS,
+    MIN_SLOW_POLLS,
+    BreakerState,
+    CircuitBreaker,
+    DrafterEvidence,
     Quarantine,
-    Reason,
-    State,
 )
 
 from outrider.ids import DrafterId, VerifierId
@@ -30,84 +30,93 @@ from tests.unit.router.test_fleet import VERIFIER
 
 MIDDLE = 0.5
 """No jitter."""
-WELL = Evidence(sessions=4, answers=100)
+WELL = DrafterEvidence(sessions=4, answers=100)
 LOOK_S = 0.5
 
 
-def judged(breaker: Breaker, *looks: Evidence, start: float = 0.0) -> list[Reason | None]:
+def judged(
+    breaker: CircuitBreaker, *looks: DrafterEvidence, start: float = 0.0
+) -> list[QuarantineReason | None]:
     """What looks at these find, one after the other."""
     times = (start + LOOK_S * number for number in range(len(looks)))
-    return [breaker.look(seen, now, MIDDLE) for seen, now in zip(looks, times, strict=True)]
+    return [breaker.update(seen, now, MIDDLE) for seen, now in zip(looks, times, strict=True)]
 
 
-def opened(seen: Evidence = WELL) -> Breaker:
+def opened(seen: DrafterEvidence = WELL) -> CircuitBreaker:
     """A breaker that has just opened, at time 0, because its drafter was silent."""
-    breaker = Breaker()
-    assert breaker.look(replace(seen, silent_s=1.0), 0.0, MIDDLE) is Reason.SILENT
+    breaker = CircuitBreaker()
+    assert breaker.update(replace(seen, silent_s=1.0), 0.0, MIDDLE) is QuarantineReason.SILENT
     return breaker
 
 
-def probing(seen: Evidence = WELL) -> Breaker:
-    """A breaker that probes from `FIRST_S` on."""
+def probing(seen: DrafterEvidence = WELL) -> CircuitBreaker:
+    """A breaker that probes from `MIN_BACKOFF_S` on."""
     breaker = opened(seen)
-    assert breaker.look(seen, FIRST_S, MIDDLE) is None
-    assert breaker.state is State.PROBING and breaker.most == 1
+    assert breaker.update(seen, MIN_BACKOFF_S, MIDDLE) is None
+    assert breaker.state is BreakerState.PROBING and breaker.max_sessions == 1
     return breaker
 
 
 def test_a_drafter_that_answers_is_let_be() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     looks = [replace(WELL, answers=100 + 40 * n, missed=3 * n, invalid=n) for n in range(50)]
     assert judged(breaker, *looks) == [None] * 50
-    assert breaker.most is None and breaker.reason is None
+    assert breaker.max_sessions is None and breaker.reason is None
 
 
 def test_what_was_before_the_first_look_is_held_against_nobody() -> None:
-    assert judged(Breaker(), Evidence(sessions=4, answers=3, missed=900, invalid=900)) == [None]
+    assert judged(
+        CircuitBreaker(), DrafterEvidence(sessions=4, answers=3, missed=900, invalid=900)
+    ) == [None]
 
 
 @pytest.mark.parametrize(
     ("worse", "reason"),
     [
-        ({"silent_s": 0.8}, Reason.SILENT),
-        ({"invalid": MOST_WRONG}, Reason.WRONG),
-        ({"answers": 100, "invalid": MOST_WRONG // 2}, Reason.WRONG),
+        ({"silent_s": 0.8}, QuarantineReason.SILENT),
+        ({"invalid": MAX_INVALID_MESSAGES}, QuarantineReason.WRONG),
+        ({"answers": 100, "invalid": MAX_INVALID_MESSAGES // 2}, QuarantineReason.WRONG),
     ],
 )
 def test_one_look_is_enough_for_the_silent_and_the_wrong(
-    worse: dict[str, float], reason: Reason
+    worse: dict[str, float], reason: QuarantineReason
 ) -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     bad = replace(WELL, **{"answers": 101, **worse})  # type: ignore[arg-type]
     assert judged(breaker, WELL, bad) == [None, reason]
-    assert breaker.state is State.OPEN and breaker.most == 0 and breaker.reason is reason
+    assert (
+        breaker.state is BreakerState.OPEN
+        and breaker.max_sessions == 0
+        and breaker.reason is reason
+    )
 
 
 def test_nobody_is_silent_who_has_no_sessions() -> None:
-    assert judged(Breaker(), Evidence(sessions=0, silent_s=100.0)) == [None]
+    assert judged(CircuitBreaker(), DrafterEvidence(sessions=0, silent_s=100.0)) == [None]
 
 
 @pytest.mark.parametrize("kind", ["late", "far"])
 def test_slow_is_who_is_slow_look_after_look(kind: str) -> None:
-    def slow(number: int) -> Evidence:
+    def slow(number: int) -> DrafterEvidence:
         if kind == "late":
-            return Evidence(sessions=4, answers=100 + number, missed=9 * number)
-        return Evidence(sessions=4, answers=100 + number, answer_ms=90.0, soonest_ms=10.0)
+            return DrafterEvidence(sessions=4, answers=100 + number, missed=9 * number)
+        return DrafterEvidence(sessions=4, answers=100 + number, answer_ms=90.0, soonest_ms=10.0)
 
-    breaker = Breaker()
-    looks = [slow(number) for number in range(SLOW_LOOKS + 1)]
-    assert judged(breaker, *looks) == [None] * SLOW_LOOKS + [Reason.SLOW]
+    breaker = CircuitBreaker()
+    looks = [slow(number) for number in range(MIN_SLOW_POLLS + 1)]
+    assert judged(breaker, *looks) == [None] * MIN_SLOW_POLLS + [QuarantineReason.SLOW]
     # A machine that was busy for a moment.
-    calm = Breaker()
+    calm = CircuitBreaker()
     good = replace(slow(2), answers=500, answer_ms=10.0)
-    more = [replace(slow(n), answers=500 + n) for n in range(3, 2 + SLOW_LOOKS)]
-    assert judged(calm, *looks[:2], good, *more) == [None] * (2 + SLOW_LOOKS)
+    more = [replace(slow(n), answers=500 + n) for n in range(3, 2 + MIN_SLOW_POLLS)]
+    assert judged(calm, *looks[:2], good, *more) == [None] * (2 + MIN_SLOW_POLLS)
 
 
 def test_a_drafter_that_is_slower_than_others_by_little_is_for_the_weights() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     near = [
-        Evidence(sessions=4, answers=n, answer_ms=40.0, soonest_ms=1.0) for n in range(100, 120)
+        DrafterEvidence(sessions=4, answers=n, answer_ms=40.0, soonest_ms=1.0)
+        for n in range(100, 120)
     ]
     assert judged(breaker, *near) == [None] * 20
     alone = [replace(seen, answer_ms=900.0, soonest_ms=0.0) for seen in near]
@@ -116,41 +125,48 @@ def test_a_drafter_that_is_slower_than_others_by_little_is_for_the_weights() -> 
 
 def test_a_good_probe_closes_and_a_bad_one_waits_twice_as_long() -> None:
     breaker = probing()
-    assert breaker.look(replace(WELL, sessions=1, answers=100 + PROBE_ANSWERS), 1.5, MIDDLE) is None
-    assert breaker.state is State.CLOSED and breaker.most is None and breaker.reason is None
+    assert (
+        breaker.update(replace(WELL, sessions=1, answers=100 + MIN_PROBE_ANSWERS), 1.5, MIDDLE)
+        is None
+    )
+    assert (
+        breaker.state is BreakerState.CLOSED
+        and breaker.max_sessions is None
+        and breaker.reason is None
+    )
     breaker = probing()
     bad = replace(WELL, sessions=1, silent_s=1.0)
-    assert breaker.look(bad, 2.0, MIDDLE) is Reason.SILENT
-    assert breaker.until == pytest.approx(2.0 + 2.0 * FIRST_S)
-    assert breaker.look(bad, 3.9, MIDDLE) is None and breaker.state is State.OPEN
-    assert breaker.look(bad, 4.0, MIDDLE) is None and breaker.state is State.PROBING
+    assert breaker.update(bad, 2.0, MIDDLE) is QuarantineReason.SILENT
+    assert breaker.until == pytest.approx(2.0 + 2.0 * MIN_BACKOFF_S)
+    assert breaker.update(bad, 3.9, MIDDLE) is None and breaker.state is BreakerState.OPEN
+    assert breaker.update(bad, 4.0, MIDDLE) is None and breaker.state is BreakerState.PROBING
 
 
 def test_a_probe_that_has_not_begun_proves_nothing() -> None:
     breaker = probing()
     empty = replace(WELL, sessions=0)
     for number in range(100):
-        assert breaker.look(empty, FIRST_S + number, MIDDLE) is None
-    assert breaker.state is State.PROBING
+        assert breaker.update(empty, MIN_BACKOFF_S + number, MIDDLE) is None
+    assert breaker.state is BreakerState.PROBING
     # One that wants no drafts is taken for a good one after a while.
     quiet = replace(WELL, sessions=1)
-    assert breaker.look(quiet, 101.0, MIDDLE) is None and breaker.state is State.PROBING
-    assert breaker.look(quiet, 101.0 + PROBE_S, MIDDLE) is None
-    assert breaker.state is State.CLOSED
+    assert breaker.update(quiet, 101.0, MIDDLE) is None and breaker.state is BreakerState.PROBING
+    assert breaker.update(quiet, 101.0 + MAX_PROBE_S, MIDDLE) is None
+    assert breaker.state is BreakerState.CLOSED
 
 
 def test_who_was_well_for_long_begins_anew() -> None:
     breaker = probing()
     good = replace(WELL, sessions=1, answers=200)
-    breaker.look(good, 2.0, MIDDLE)
-    breaker.look(good, 2.0 + FORGIVEN_S, MIDDLE)
-    breaker.look(replace(good, silent_s=1.0), 3.0 + FORGIVEN_S, MIDDLE)
-    assert breaker.until == pytest.approx(3.0 + FORGIVEN_S + FIRST_S)
+    breaker.update(good, 2.0, MIDDLE)
+    breaker.update(good, 2.0 + BREAKER_RESET_S, MIDDLE)
+    breaker.update(replace(good, silent_s=1.0), 3.0 + BREAKER_RESET_S, MIDDLE)
+    assert breaker.until == pytest.approx(3.0 + BREAKER_RESET_S + MIN_BACKOFF_S)
     # And who was not does not.
     breaker = probing()
-    breaker.look(good, 2.0, MIDDLE)
-    breaker.look(replace(good, silent_s=1.0), 3.0, MIDDLE)
-    assert breaker.until == pytest.approx(3.0 + 2.0 * FIRST_S)
+    breaker.update(good, 2.0, MIDDLE)
+    breaker.update(replace(good, silent_s=1.0), 3.0, MIDDLE)
+    assert breaker.until == pytest.approx(3.0 + 2.0 * MIN_BACKOFF_S)
 
 
 COUNTS = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 12))
@@ -173,12 +189,12 @@ COUNTS = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 12))
 def test_every_history_keeps_the_bounds(
     looks: list[tuple[int, tuple[int, int, int], float, float, float, float, float]],
 ) -> None:
-    breaker, now, counts, ill_in_a_row = Breaker(), 0.0, (0, 0, 0), 0
+    breaker, now, counts, ill_in_a_row = CircuitBreaker(), 0.0, (0, 0, 0), 0
     for sessions, new, silent_s, answer_ms, soonest_ms, chance, pause in looks:
         now += pause
         counts = (counts[0] + new[0], counts[1] + new[1], counts[2] + new[2])
         before = breaker.state
-        seen = Evidence(
+        seen = DrafterEvidence(
             sessions=sessions,
             answers=counts[0],
             missed=counts[1],
@@ -187,19 +203,25 @@ def test_every_history_keeps_the_bounds(
             answer_ms=answer_ms,
             soonest_ms=soonest_ms,
         )
-        reason = breaker.look(seen, now, chance)
+        reason = breaker.update(seen, now, chance)
         # It opens for a reason, stays open for the back-off, and goes by the probe alone.
-        assert (reason is not None) == (breaker.state is State.OPEN and before is not State.OPEN)
-        assert (breaker.reason is None) == (breaker.state is State.CLOSED)
-        assert (before, breaker.state) != (State.OPEN, State.CLOSED)
-        if before is State.OPEN:
-            assert (breaker.state is State.PROBING) == (now >= breaker.until)
+        assert (reason is not None) == (
+            breaker.state is BreakerState.OPEN and before is not BreakerState.OPEN
+        )
+        assert (breaker.reason is None) == (breaker.state is BreakerState.CLOSED)
+        assert (before, breaker.state) != (BreakerState.OPEN, BreakerState.CLOSED)
+        if before is BreakerState.OPEN:
+            assert (breaker.state is BreakerState.PROBING) == (now >= breaker.until)
         if reason is not None:
-            ill_in_a_row = ill_in_a_row + 1 if before is State.PROBING else 1
+            ill_in_a_row = ill_in_a_row + 1 if before is BreakerState.PROBING else 1
             backoff_s = breaker.until - now
-            assert (1 - JITTER) * FIRST_S * 0.999 <= backoff_s <= (1 + JITTER) * LONGEST_S * 1.001
-            least_s = min(LONGEST_S, FIRST_S * 2.0 ** (ill_in_a_row - 1))
-            assert backoff_s >= (1 - JITTER) * least_s * 0.999
+            assert (
+                (1 - JITTER_SHARE) * MIN_BACKOFF_S * 0.999
+                <= backoff_s
+                <= (1 + JITTER_SHARE) * MAX_BACKOFF_S * 1.001
+            )
+            least_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2.0 ** (ill_in_a_row - 1))
+            assert backoff_s >= (1 - JITTER_SHARE) * least_s * 0.999
 
 
 @settings(max_examples=50)
@@ -207,17 +229,17 @@ def test_every_history_keeps_the_bounds(
 def test_a_drafter_that_is_well_for_good_is_let_in_again(
     past: list[tuple[int, int, int]], chance: float
 ) -> None:
-    breaker, counts, now = Breaker(), (0, 0, 0), 0.0
+    breaker, counts, now = CircuitBreaker(), (0, 0, 0), 0.0
     for new in past:
         now += LOOK_S
         counts = (counts[0] + new[0], counts[1] + new[1], counts[2] + new[2])
-        seen = Evidence(sessions=1, answers=counts[0], missed=counts[1], invalid=counts[2])
-        breaker.look(seen, now, chance)
-    for _ in range(round((1 + JITTER) * LONGEST_S / LOOK_S) + 4):
+        seen = DrafterEvidence(sessions=1, answers=counts[0], missed=counts[1], invalid=counts[2])
+        breaker.update(seen, now, chance)
+    for _ in range(round((1 + JITTER_SHARE) * MAX_BACKOFF_S / LOOK_S) + 4):
         now += LOOK_S
-        seen = replace(seen, answers=seen.answers + PROBE_ANSWERS)
-        breaker.look(seen, now, chance)
-    assert breaker.state is State.CLOSED
+        seen = replace(seen, answers=seen.answers + MIN_PROBE_ANSWERS)
+        breaker.update(seen, now, chance)
+    assert breaker.state is BreakerState.CLOSED
 
 
 A, B, V = DrafterId("a"), DrafterId("b"), VerifierId("verifier-0")
@@ -237,22 +259,22 @@ def test_each_verifier_judges_for_itself_and_only_those_who_are_known() -> None:
     quarantine = Quarantine(lambda: MIDDLE)
     here = replace(VERIFIER, verifier_id=V, drafters=(link(A, silent_ms=900.0), link(B)))
     there = replace(here, verifier_id=VerifierId("w"), drafters=(link(A), link(B)))
-    assert quarantine.look(here, {A, B}, 0.0) == [(A, Reason.SILENT)]
-    assert quarantine.look(there, {A, B}, 0.0) == []
+    assert quarantine.update(here, {A, B}, 0.0) == [(A, QuarantineReason.SILENT)]
+    assert quarantine.update(there, {A, B}, 0.0) == []
     stranger = replace(here, drafters=(link(DrafterId("x"), silent_ms=900.0),))
-    assert quarantine.look(stranger, {A, B}, 0.0) == []
-    assert quarantine.of(V, DrafterId("x")) is None
-    breaker = quarantine.of(V, A)
-    assert breaker is not None and breaker.state is State.OPEN
+    assert quarantine.update(stranger, {A, B}, 0.0) == []
+    assert quarantine.get_breaker(V, DrafterId("x")) is None
+    breaker = quarantine.get_breaker(V, A)
+    assert breaker is not None and breaker.state is BreakerState.OPEN
     # A new connection of the same process does not heal; another process is another drafter.
-    assert quarantine.look(replace(here, drafters=()), {A, B}, 0.5) == []
-    assert quarantine.of(V, A) is breaker
-    assert quarantine.look(here, {A, B}, 1.0) == [(A, None)]
-    quarantine.forget(A)
-    assert quarantine.of(V, A) is None
+    assert quarantine.update(replace(here, drafters=()), {A, B}, 0.5) == []
+    assert quarantine.get_breaker(V, A) is breaker
+    assert quarantine.update(here, {A, B}, 1.0) == [(A, None)]
+    quarantine.forget_drafter(A)
+    assert quarantine.get_breaker(V, A) is None
 
 
 def test_a_restarted_verifier_begins_to_count_anew() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     looks = [WELL, replace(WELL, answers=2, invalid=0), replace(WELL, answers=3, invalid=1)]
     assert judged(breaker, *looks) == [None] * 3

@@ -14,7 +14,7 @@ from outrider_router.requests.service import RouterService
 
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.ids import RequestId
-from outrider.spans import TracingConfig, exporting
+from outrider.spans import TracingConfig, export_spans
 from outrider.wire.inference import StreamEvent
 from outrider.wire.inference_codec import request_to_pb
 from outrider.wire.v1 import inference_pb2_grpc
@@ -29,7 +29,10 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    with collecting() as running, exporting(TracingConfig(otlp_endpoint=running.address), "router"):
+    with (
+        collecting() as running,
+        export_spans(TracingConfig(otlp_endpoint=running.address), "router"),
+    ):
         yield running
 
 
@@ -124,7 +127,7 @@ async def test_an_internal_error_is_logged_with_the_requests_id_and_why(
         raise error
         yield
 
-    monkeypatch.setattr(router.serving, "events", fail)
+    monkeypatch.setattr(router.serving, "run_request", fail)
     with caplog.at_level(logging.INFO, "outrider_router"), pytest.raises(InternalError):
         await router.generate(replace(text_request(), request_id=RequestId("mine")))
     (ended,) = [r for r in caplog.records if r.getMessage() == "request ended"]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.requests.log_records import opened_record, tick_record, whole_file
+from outrider_router.requests.log_records import encode_file, encode_opened, encode_tick
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError, UnavailableError
@@ -96,7 +96,7 @@ async def test_an_end_that_its_client_did_not_hear_of_is_still_there(
         await reader.task
         assert (reader.text, tuple(reader.ids)) == (whole.text, whole.token_ids)
         assert reader.finish == whole.finish
-        again = router.resumables.get(RequestId("r"))
+        again = router.resumables.get_answer(RequestId("r"))
         assert again is not None and again.result() == whole
         assert len(whole.prompt_token_ids) == (4 if shown else 0)
         assert len(verifier.specs) == 1
@@ -168,7 +168,7 @@ async def test_what_is_not_resumable_is_not_restored_nor_what_was_aborted(tmp_pa
         plain = asyncio.create_task(router.generate(text_request(max_tokens=500)))
         reader = Reader().begin(router, resumable(500))
         await until(lambda: len(verifier.live) == 2 and reader.ids)
-        router.abort([RequestId("r")])
+        router.abort_requests([RequestId("r")])
         await reader.error()
         await killed(tmp_path / "log", tmp_path / "left")
         plain.cancel()
@@ -227,11 +227,11 @@ async def test_restored_requests_wait_for_a_verifier_and_end_without_their_clien
 async def test_a_request_of_another_tokenizer_is_not_taken_up(tmp_path: Path) -> None:
     now = time.time()
     records = [
-        opened_record(1, OPENED),
-        opened_record(2, replace(OPENED, request_id=RequestId("late"), deadline=now - 1.0)),
-        tick_record(now),
+        encode_opened(1, OPENED),
+        encode_opened(2, replace(OPENED, request_id=RequestId("late"), deadline=now - 1.0)),
+        encode_tick(now),
     ]
-    (tmp_path / "log").write_bytes(whole_file(records))
+    (tmp_path / "log").write_bytes(encode_file(records))
     async with journalled(tmp_path, FakeVerifier(), tmp_path / "log") as router:
         assert len(router.journal) == 0
         assert sample(router, "outrider_restored_requests_total", state="dropped") == 2

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from outrider_router.requests.resumable_answers import Answers
-from outrider_router.requests.running_requests import Entry
+from outrider_router.requests.resumable_answers import AnswerStore
+from outrider_router.requests.running_requests import JournalEntry
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import (
@@ -67,13 +67,13 @@ class Reader:
         await asyncio.sleep(0)
 
     def begin(self, service: RouterService, request: GenerateRequest) -> Reader:
-        self.task = asyncio.create_task(service.serve(request, self.write))
+        self.task = asyncio.create_task(service.serve_request(request, self.write))
         self.task.add_done_callback(_look_at)
         return self
 
     def resume(self, service: RouterService, tokens: int = 0, characters: int = 0) -> Reader:
         position = StreamPosition(request_id=RequestId("r"), tokens=tokens, characters=characters)
-        self.task = asyncio.create_task(service.resume(position, self.write))
+        self.task = asyncio.create_task(service.resume_stream(position, self.write))
         self.task.add_done_callback(_look_at)
         return self
 
@@ -217,7 +217,7 @@ async def test_positions_and_requests_that_are_not_there_are_typed_errors(
     assert reader.text == ("abc" * 14)[:40]
     plain = asyncio.create_task(router.generate(text_request(request_id=RequestId("plain"))))
     with pytest.raises(NotFoundError):
-        await router.resume(StreamPosition(request_id=RequestId("plain")), Reader().write)
+        await router.resume_stream(StreamPosition(request_id=RequestId("plain")), Reader().write)
     await plain
 
 
@@ -242,13 +242,13 @@ async def test_abort_ends_it_at_once_and_a_deadline_in_time(
 ) -> None:
     reader = Reader().begin(router, resumable(2000))
     await until(lambda: len(reader.events) > 2)
-    assert router.abort([RequestId("r")]) == (RequestId("r"),)
+    assert router.abort_requests([RequestId("r")]) == (RequestId("r"),)
     assert isinstance(await reader.error(), CancelledRequestError)
     await assert_all_freed(router, verifier)
     assert not len(router.resumables)
     late = Reader()
     with pytest.raises(DeadlineExceededError):
-        await router.serve(resumable(2000), late.write, timeout_s=1.0)
+        await router.serve_request(resumable(2000), late.write, timeout_s=1.0)
     await assert_all_freed(router, verifier)
     # Its end is kept for whoever did not hear of it.
     assert isinstance(await Reader().resume(router).error(), DeadlineExceededError)
@@ -261,11 +261,11 @@ async def test_a_reader_that_takes_nothing_does_not_keep_a_request_from_ending(
     reader = Reader(4)
     timeout_s = 2.0 if end == "deadline" else None
     reader.task = asyncio.create_task(
-        router.serve(resumable(2000), reader.write, timeout_s=timeout_s)
+        router.serve_request(resumable(2000), reader.write, timeout_s=timeout_s)
     )
     await until(lambda: len(reader.events) == 4)
     if end == "abort":
-        router.abort([RequestId("r")])
+        router.abort_requests([RequestId("r")])
     elif end == "close":
         async with asyncio.timeout(PATIENCE_S):
             await router.close()
@@ -300,16 +300,18 @@ async def test_an_error_before_anything_was_said_is_kept_for_nobody(
 
 async def test_ended_answers_are_kept_within_bounds() -> None:
     forgotten: list[str] = []
-    answers = Answers(
+    answers = AnswerStore(
         grace_s=60.0,
         on_forgotten=lambda entry: forgotten.append(entry.request_id),
         max_kept=3,
         max_kept_bytes=100,
     )
     for name, ids in (("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 12), ("f", 1)):
-        answer = answers.add(Entry(request_id=RequestId(name), started=0.0, emitted=[0] * ids))
-        answer.end(None)
-        answers.keep(answer)
+        answer = answers.add_answer(
+            JournalEntry(request_id=RequestId(name), arrived_at=0.0, emitted=[0] * ids)
+        )
+        answer.finish_answer(None)
+        answers.keep_finished(answer)
     # Three are kept at most, and no more than 100 bytes: 12 ids are 96, and one more is too much.
     assert forgotten == ["a", "b", "c", "d", "e"] and len(answers) == 1
-    answers.close()
+    answers.clear()

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from outrider_router.api.server_status import server_info
+from outrider_router.api.server_status import make_server_info
 
 from outrider.errors import UnavailableError
 from tests.fakes.router import running_router, sample
@@ -62,13 +62,13 @@ async def test_without_another_one_sessions_end_where_they_are(tmp_path: Path) -
         task = asyncio.create_task(router.generate(text_request(max_tokens=40)))
         await emitted(router, 5)
         await verifier.drain(10.0)
-        await until(lambda: router.registry.any_info() is None)
+        await until(lambda: router.registry.any_verifier_info() is None)
         with pytest.raises(UnavailableError) as refused:
             await router.generate(text_request())
         assert refused.value.reason == "NO_VERIFIER" and refused.value.retry_after_s
         assert (await soon(task)).text == ("abc" * 14)[:40]
         assert len(verifier.specs) == 1
-        (summary,) = server_info(router).verifiers
+        (summary,) = make_server_info(router).verifiers
         assert summary.draining
         await assert_all_freed(router, verifier)
 
@@ -92,7 +92,7 @@ async def test_what_it_could_not_finish_goes_on_when_it_is_back(tmp_path: Path) 
 async def test_a_session_that_comes_just_then_is_refused_and_goes_elsewhere(tmp_path: Path) -> None:
     async with pair(tmp_path, poll_interval_s=0.29) as both:
         # The message that says so is on its way; the next look is far.
-        both.first.change_info(draining=True)
+        both.first.change_info(is_draining=True)
         results = [await both.router.generate(text_request()) for _ in range(3)]
         assert {result.text for result in results} == {"abcabc"}
         assert not both.first.specs and len(both.second.specs) == 3
@@ -142,7 +142,7 @@ async def test_a_verifier_that_joins_takes_requests_and_one_that_leaves_takes_no
         await registry.forget_verifier(registry.verifiers["a"])
         results = await soon(asyncio.gather(*tasks))
         assert {result.text for result in results} == {"abc" * 20}
-        (left,) = server_info(router).verifiers
+        (left,) = make_server_info(router).verifiers
         assert left.address == "b"
         assert sample(router, "outrider_verifier_up", verifier="v0") == 0
         assert (await router.generate(text_request())).text

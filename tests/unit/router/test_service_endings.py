@@ -59,12 +59,12 @@ async def test_abort_by_id_ends_running_and_queued_requests_and_is_idempotent(
             asyncio.create_task(router.generate(text_request(max_tokens=1000, request_id=id_)))
             for id_ in (running, queued)
         ]
-        await until(lambda: router.admission.waiting == 1 and verifier.live)
-        assert router.abort([running, queued, RequestId("unknown")]) == (running, queued)
+        await until(lambda: router.admission.num_waiting == 1 and verifier.live)
+        assert router.abort_requests([running, queued, RequestId("unknown")]) == (running, queued)
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(outcome, CancelledRequestError)
             assert outcome.reason == "ABORTED"
-        assert router.abort([running, queued]) == ()
+        assert router.abort_requests([running, queued]) == ()
         await assert_all_freed(router, verifier)
 
 
@@ -84,7 +84,7 @@ async def test_a_deadline_ends_a_queued_request(tmp_path: Path) -> None:
         await until(lambda: verifier.live)
         with pytest.raises(DeadlineExceededError):
             await router.generate(text_request(), timeout_s=0.1)
-        assert router.admission.waiting == 0
+        assert router.admission.num_waiting == 0
         holder.cancel()
         await asyncio.gather(holder, return_exceptions=True)
         await assert_all_freed(router, verifier)
@@ -97,13 +97,13 @@ async def test_a_request_that_ends_while_its_prompt_is_tokenized_hears_of_it_at_
         await asyncio.sleep(30.0)
         return (1,)
 
-    monkeypatch.setattr("outrider_router.requests.intake.tokenize", slow)
+    monkeypatch.setattr("outrider_router.requests.intake.tokenize_prompt", slow)
     aborted = asyncio.create_task(router.generate(text_request(request_id=RequestId("long"))))
     cancelled = asyncio.create_task(router.generate(text_request()))
     await until(lambda: len(router.journal) == 2)
     with pytest.raises(DeadlineExceededError):
         await soon(router.generate(text_request(), timeout_s=0.05))
-    router.abort([RequestId("long")])
+    router.abort_requests([RequestId("long")])
     with pytest.raises(CancelledRequestError):
         await soon(aborted)
     cancelled.cancel()

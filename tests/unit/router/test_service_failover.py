@@ -113,7 +113,11 @@ async def test_without_another_one_they_wait_for_it_to_come_back(tmp_path: Path)
         task = asyncio.create_task(router.generate(text_request(max_tokens=30)))
         await emitted(router, 5)
         verifier.lost.set()
-        await until(lambda: router.registry.any_info() is None and router.admission.waiting == 1)
+        await until(
+            lambda: (
+                router.registry.any_verifier_info() is None and router.admission.num_waiting == 1
+            )
+        )
         verifier.restart()
         assert (await soon(task)).text == "abc" * 10
         await assert_all_freed(router, verifier)
@@ -132,8 +136,8 @@ async def test_who_waits_for_a_verifier_can_be_aborted_and_hears_of_its_deadline
         )
         await until(lambda: len(verifier.live) == 2)
         verifier.lost.set()
-        await until(lambda: router.admission.waiting == 2)
-        router.abort([RequestId("aborted")])
+        await until(lambda: router.admission.num_waiting == 2)
+        router.abort_requests([RequestId("aborted")])
         with pytest.raises(CancelledRequestError):
             await soon(aborted)
         with pytest.raises(DeadlineExceededError):

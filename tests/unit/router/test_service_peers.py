@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from outrider_router.api.server_status import server_info
+from outrider_router.api.server_status import make_server_info
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import UnavailableError
@@ -42,7 +42,7 @@ async def test_a_lost_verifier_without_another_is_a_typed_error_in_time_that_say
 ) -> None:
     assert callable(kill)
     verifier = FakeVerifier(round_s=0.01)
-    async with running_router(tmp_path, {"v": verifier}, failover_s=0.5) as router:
+    async with running_router(tmp_path, {"v": verifier}, failover_timeout_s=0.5) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=1000)))
         await until(lambda: any(len(entry.emitted) >= 3 for entry in router.journal))
         (entry,) = router.journal
@@ -51,12 +51,12 @@ async def test_a_lost_verifier_without_another_is_a_typed_error_in_time_that_say
             await soon(task)
         assert caught.value.reason == "VERIFIER_LOST"
         assert f"{len(entry.emitted)} tokens" in caught.value.message
-        await until(lambda: router.registry.any_info() is None)
+        await until(lambda: router.registry.any_verifier_info() is None)
         assert sample(router, "outrider_verifier_losses_total", verifier="v0") == 1
         verifier.lost.clear()
         verifier.hung = False
         verifier.change_info(incarnation="2")
-        await until(lambda: router.registry.any_info() is not None)
+        await until(lambda: router.registry.any_verifier_info() is not None)
         assert (await router.generate(text_request())).text == "abcabc"
         await assert_all_freed(router, verifier)
 
@@ -67,10 +67,10 @@ async def test_a_restart_between_two_looks_is_a_pause_of_its_sessions(
     verifier.gate = asyncio.Event()
     task = asyncio.create_task(router.generate(text_request()))
     await until(lambda: verifier.live)
-    verifier.gate, gate = None, verifier.gate
+    verifier.gate, access_control = None, verifier.gate
     verifier.change_info(incarnation="2")
     assert (await soon(task)).text == "abcabc"
-    gate.set()
+    access_control.set()
     assert [spec.epoch for spec in verifier.specs] == [0, 1]
     await assert_all_freed(router, verifier)
 
@@ -112,7 +112,7 @@ async def test_opting_out_of_speculation_places_no_drafter(tmp_path: Path) -> No
         ):
             await router.generate(text_request(speculation=options))
         assert [spec.drafter_id for spec in verifier.specs] == [None] * 3
-        assert not any(spec.plan.speculative for spec in verifier.specs)
+        assert not any(spec.plan.is_speculative for spec in verifier.specs)
 
 
 async def test_sessions_spread_over_two_verifiers(tmp_path: Path) -> None:
@@ -130,7 +130,9 @@ async def test_a_verifier_that_drafts_itself_gets_its_sessions_without_a_drafter
     tmp_path: Path, verifier: FakeVerifier
 ) -> None:
     verifier.change_info(
-        own_methods=(DraftMethod.EAGLE3,), own_draft_length=3, simulated_acceptance="2.6"
+        in_process_methods=(DraftMethod.EAGLE3,),
+        in_process_draft_length=3,
+        simulated_acceptance="2.6",
     )
     drafter = FakeDrafter({"v": verifier})
     async with running_router(tmp_path, {"v": verifier}, {"d": drafter}) as router:
@@ -145,6 +147,6 @@ async def test_a_verifier_that_drafts_itself_gets_its_sessions_without_a_drafter
         assert remote.plan.draft_tokens == 7
         assert remote.drafter_id is not None
         assert stats.fallback_rounds == 0
-        (summary,) = server_info(router).verifiers
-        assert summary.own_methods == (DraftMethod.EAGLE3,)
+        (summary,) = make_server_info(router).verifiers
+        assert summary.in_process_methods == (DraftMethod.EAGLE3,)
         assert summary.simulated_acceptance == "2.6"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from outrider_router.api.pool_grpc import pool_service
-from outrider_router.api.server_status import server_info
+from outrider_router.api.server_status import make_server_info
 from outrider_router.requests import drafter_rebalancer
 from outrider_router.requests.service import RouterService
 
 from outrider.client.commands import main
 from outrider.client.commands.drafters import add_drafter, remove_drafter
-from outrider.client.commands.status import describe
+from outrider.client.commands.status import describe_server
 from outrider.errors import (
     FailedPreconditionError,
     InvalidRequestError,
@@ -61,7 +61,7 @@ class Pool:
     async def settle(self, **expected: int) -> None:
         await until(lambda: self.sessions() == expected)
         # The router knows it too.
-        await until(lambda: self.router.journal.placed() == expected)
+        await until(lambda: self.router.journal.sessions_by_drafter() == expected)
 
     def lose(self, name: str) -> None:
         self.known[name].lost = True
@@ -87,7 +87,7 @@ async def pool(directory: Path, drafters: int, *, known: int = 3) -> AsyncGenera
 
 @pytest.fixture(autouse=True)
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_rebalancer, "REST_S", 0.0)
+    monkeypatch.setattr(drafter_rebalancer, "MIN_MOVE_INTERVAL_S", 0.0)
 
 
 async def test_a_lost_drafters_sessions_go_on_with_the_others(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_a_lost_drafters_sessions_go_on_with_the_others(tmp_path: Path) ->
         await it.settle(d0=3, d1=3)
         it.lose("d1")
         await it.settle(d0=6)
-        assert sample(it.router, "outrider_session_moves_total", why="lost") == 3
+        assert sample(it.router, "outrider_session_moves_total", reason="lost") == 3
         await until(lambda: sample(it.router, "outrider_drafter_up", drafter="d1") == 0)
         # It comes back and gets its share again.
         it.known["d1"].lost = False
@@ -130,7 +130,7 @@ async def test_a_drafter_that_is_added_takes_over_sessions_that_run(tmp_path: Pa
         it.router.registry.add_drafter("d1")
         it.router.registry.add_drafter("d1")
         await it.settle(d0=4, d1=4)
-        assert sample(it.router, "outrider_session_moves_total", why="balance") == 4
+        assert sample(it.router, "outrider_session_moves_total", reason="balance") == 4
         it.router.registry.add_drafter("d2")
         await until(lambda: max(it.sessions().values()) <= 3)
 
@@ -140,16 +140,16 @@ async def test_a_removed_drafter_hands_over_first_and_is_forgotten(tmp_path: Pat
         await it.run(8)
         await it.settle(d0=4, d1=4)
         peer = it.router.registry.drafters["d0"]
-        removed = await it.router.mover.empty(peer, 5.0)
+        removed = await it.router.mover.drain_drafter(peer, 5.0)
         assert removed == (4, 0)
         assert it.sessions() == {"d1": 8}
-        summary = next(d for d in server_info(it.router).drafters if d.address == "d0")
+        summary = next(d for d in make_server_info(it.router).drafters if d.address == "d0")
         assert summary.draining
         with pytest.raises(FailedPreconditionError):
             it.router.registry.add_drafter("d0")
         await it.router.registry.forget_drafter(peer)
         assert it.known["d0"].detached == ["v"]
-        assert [d.address for d in server_info(it.router).drafters] == ["d1"]
+        assert [d.address for d in make_server_info(it.router).drafters] == ["d1"]
         # It was not lost, and it may come again.
         assert sample(it.router, "outrider_drafter_losses_total", drafter="d0") == 0
         it.router.registry.add_drafter("d0")
@@ -163,7 +163,7 @@ async def test_the_last_drafter_can_be_removed_and_its_sessions_decode_plainly(
         await it.run(2)
         await it.settle(d0=2)
         peer = it.router.registry.drafters["d0"]
-        assert await it.router.mover.empty(peer, 5.0) == (0, 2)
+        assert await it.router.mover.drain_drafter(peer, 5.0) == (0, 2)
         await it.router.registry.forget_drafter(peer)
         assert it.verifier._info.drafters == ()
         it.router.registry.add_drafter("d1")
@@ -176,7 +176,7 @@ async def test_a_drafter_that_does_not_answer_can_be_removed(tmp_path: Path) -> 
         await it.settle(d0=2, d1=2)
         it.lose("d0")
         peer = it.router.registry.drafters["d0"]
-        await it.router.mover.empty(peer, 5.0)
+        await it.router.mover.drain_drafter(peer, 5.0)
         await it.router.registry.forget_drafter(peer)
         await it.settle(d1=4)
 
@@ -189,23 +189,23 @@ async def test_a_verifier_that_refuses_is_not_asked_for_ever(tmp_path: Path) -> 
         it.lose("d1")
         await until(
             lambda: (
-                sample(it.router, "outrider_session_moves_total", why="lost")
-                == drafter_rebalancer.MOST_REFUSALS
+                sample(it.router, "outrider_session_moves_total", reason="lost")
+                == drafter_rebalancer.MAX_REFUSED_MOVES
             )
         )
         await asyncio.sleep(0.2)
-        assert sample(it.router, "outrider_session_moves_total", why="lost") == 3
+        assert sample(it.router, "outrider_session_moves_total", reason="lost") == 3
         assert it.sessions() == {"d0": 1, "d1": 1}
 
 
 async def test_status_tells_who_drafts_for_whom(tmp_path: Path) -> None:
     async with pool(tmp_path, 1) as it:
-        await until(lambda: len(server_info(it.router).drafters[0].links) == 1)
-        (link,) = server_info(it.router).drafters[0].links
+        await until(lambda: len(make_server_info(it.router).drafters[0].links) == 1)
+        (link,) = make_server_info(it.router).drafters[0].links
         assert link.verifier_id == VerifierId("v0")
         peer = it.router.registry.drafters["d0"]
-        peer.draining = True
-        *_, line = describe(server_info(it.router))
+        peer.is_draining = True
+        *_, line = describe_server(make_server_info(it.router))
         assert line.endswith("0 sessions, v0 (0 sessions), leaving")
 
 

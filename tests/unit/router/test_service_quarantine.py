@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.api.server_status import server_info
+from outrider_router.api.server_status import make_server_info
 from outrider_router.fleet import quarantine
 
-from outrider.client.commands.status import describe
+from outrider.client.commands.status import describe_server
 from outrider.ids import DrafterId
 from outrider.wire.messages import AttachedDrafter
 from tests.fakes.router import sample
@@ -21,7 +21,7 @@ __all__ = ["restless"]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "FIRST_S", 0.8)
+    monkeypatch.setattr(quarantine, "MIN_BACKOFF_S", 0.8)
 
 
 def say(it: Pool, name: str, **facts: float) -> None:
@@ -54,8 +54,8 @@ async def test_an_ill_drafters_sessions_go_to_another_and_it_is_probed(tmp_path:
         say(it, "d1", sessions=3, silent_ms=900.0)
         await until(lambda: it.sessions() == {"d0": 6})
         assert quarantines(it, "silent") == 1
-        assert sample(it.router, "outrider_session_moves_total", why="quarantined") == 3
-        (link,) = server_info(it.router).drafters[1].links
+        assert sample(it.router, "outrider_session_moves_total", reason="quarantined") == 3
+        (link,) = make_server_info(it.router).drafters[1].links
         assert link.quarantine == "silent"
         # Its sessions have gone; said still, they would show it to be ill before the probe began.
         say(it, "d1", sessions=0)
@@ -73,7 +73,7 @@ async def test_an_ill_drafters_sessions_go_to_another_and_it_is_probed(tmp_path:
             return it.sessions() == {"d0": 3, "d1": 3}
 
         await until(well)
-        assert server_info(it.router).drafters[1].links[0].quarantine == ""
+        assert make_server_info(it.router).drafters[1].links[0].quarantine == ""
 
 
 async def test_where_there_is_no_other_sessions_decode_plainly_until_the_probe(
@@ -87,7 +87,7 @@ async def test_where_there_is_no_other_sessions_decode_plainly_until_the_probe(
         say(it, "d0", invalid=30)
         await until(lambda: it.sessions() == {None: 3})
         assert quarantines(it, "wrong") == 1
-        *_, line = describe(server_info(it.router))
+        *_, line = describe_server(make_server_info(it.router))
         assert "in quarantine (wrong" in line
         await until(lambda: it.sessions() == {None: 2, "d0": 1})
 
@@ -113,16 +113,16 @@ async def test_a_drafter_that_is_about_to_stop_hands_over_and_is_not_lost(tmp_pa
     async with pool(tmp_path, 2) as it:
         await it.run(4)
         await it.settle(d0=2, d1=2)
-        it.known["d1"].change_info(draining=True)
+        it.known["d1"].change_info(is_draining=True)
         await it.settle(d0=4)
-        assert sample(it.router, "outrider_session_moves_total", why="drained") == 2
-        assert server_info(it.router).drafters[1].draining
+        assert sample(it.router, "outrider_session_moves_total", reason="drained") == 2
+        assert make_server_info(it.router).drafters[1].draining
         it.lose("d1")
-        await until(lambda: not it.router.registry.drafters["d1"].serving)
+        await until(lambda: not it.router.registry.drafters["d1"].is_serving)
         assert sample(it.router, "outrider_drafter_losses_total", drafter="d1") == 0
         # Its successor gets its share.
         it.known["d1"].lost = False
-        it.known["d1"].change_info(incarnation="2", draining=False)
+        it.known["d1"].change_info(incarnation="2", is_draining=False)
         await it.settle(d0=2, d1=2)
         assert sample(it.router, "outrider_drafter_losses_total", drafter="d1") == 0
 
@@ -131,8 +131,8 @@ async def test_the_last_drafter_drafts_on_until_it_stops(tmp_path: Path) -> None
     async with pool(tmp_path, 1) as it:
         await it.run(2)
         await it.settle(d0=2)
-        it.known["d0"].change_info(draining=True)
-        await until(lambda: server_info(it.router).drafters[0].draining)
+        it.known["d0"].change_info(is_draining=True)
+        await until(lambda: make_server_info(it.router).drafters[0].draining)
         await it.run(1)
         assert it.sessions() == {"d0": 2, None: 1}
 
@@ -154,7 +154,7 @@ async def test_a_removed_drafter_tells_other_routers_and_may_come_back(tmp_path:
         await it.settle(d0=2, d1=2)
         registry = it.router.registry
         peer = registry.drafters["d0"]
-        await it.router.mover.empty(peer, 5.0)
+        await it.router.mover.drain_drafter(peer, 5.0)
         # Whoever else polls it sees that.
         assert it.known["d0"]._info.draining
         await registry.forget_drafter(peer)
@@ -167,7 +167,7 @@ async def test_a_drafter_that_another_router_has_removed_can_be_added_again(tmp_
     async with pool(tmp_path, 2) as it:
         await it.run(4)
         await it.settle(d0=2, d1=2)
-        await it.known["d0"].drain(True)
+        await it.known["d0"].set_draining(True)
         await it.settle(d1=4)
         it.router.registry.add_drafter("d0")
         await it.settle(d0=2, d1=2)

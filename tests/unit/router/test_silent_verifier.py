@@ -44,7 +44,7 @@ async def test_without_another_one_the_wait_for_it_counts_as_part_of_the_failove
 ) -> None:
     verifier = FakeVerifier(round_s=0.002)
     async with running_router(
-        tmp_path, {"v": verifier}, verifier_stall_s=STALL_S, failover_s=0.8
+        tmp_path, {"v": verifier}, verifier_stall_s=STALL_S, failover_timeout_s=0.8
     ) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=30)))
         await emitted(router, 10)
@@ -54,10 +54,10 @@ async def test_without_another_one_the_wait_for_it_counts_as_part_of_the_failove
             await soon(task)
         assert refused.value.reason == "VERIFIER_LOST"
         assert asyncio.get_running_loop().time() - began < STALL_S + 0.8
-        assert not router.ready
+        assert not router.is_ready
         verifier.gate.set()
         verifier.restart()
-        await until(lambda: router.ready)
+        await until(lambda: router.is_ready)
         await assert_all_freed(router, verifier)
 
 
@@ -79,4 +79,4 @@ def test_the_defaults_keep_what_is_promised() -> None:
     verifier = VerifierConfig(model="m")
     router = RouterConfig(model=Path("m"), verifiers=("v:1",))
     assert verifier.stall_s < router.verifier_stall_s <= 13.0
-    assert router.failover_s <= 27.0
+    assert router.failover_timeout_s <= 27.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from outrider_router.requests.grammar_check import Forms
+from outrider_router.requests.grammar_check import GrammarChecker
 
 from outrider.errors import InvalidRequestError, ResourceExhaustedError
 from outrider.grammar.limits import MAX_FIRST_TRY_WALL_S, CompileLimits
@@ -17,9 +17,9 @@ from tests.unit.grammar import attacks
 
 
 @pytest.fixture
-def forms(tiny_target: Path, request: pytest.FixtureRequest) -> Iterator[Forms]:
+def forms(tiny_target: Path, request: pytest.FixtureRequest) -> Iterator[GrammarChecker]:
     limits = getattr(request, "param", CompileLimits())
-    found = Forms(tiny_target / "tokenizer.json", vocab_size=384, limits=limits)
+    found = GrammarChecker(tiny_target / "tokenizer.json", vocab_size=384, limits=limits)
     found.prepare()
     yield found
     found.close()
@@ -29,9 +29,9 @@ def regex(text: str) -> StructuredOutput:
     return StructuredOutput(StructuredKind.REGEX, text)
 
 
-def begin_slow(forms: Forms, count: int) -> list[asyncio.Task[None]]:
+def begin_slow(forms: GrammarChecker, count: int) -> list[asyncio.Task[None]]:
     slow = [attacks.large_multiple(99999989 - 2 * n) for n in range(count)]
-    return [asyncio.create_task(forms.check(form, tenant="slow")) for form in slow]
+    return [asyncio.create_task(forms.check_grammar(form, tenant="slow")) for form in slow]
 
 
 async def leave(tasks: list[asyncio.Task[None]]) -> list[BaseException | None]:
@@ -41,12 +41,14 @@ async def leave(tasks: list[asyncio.Task[None]]) -> list[BaseException | None]:
 
 
 @pytest.mark.parametrize("tenant", ["slow", "other"])
-async def test_a_simple_form_is_compiled_while_slow_ones_wait(forms: Forms, tenant: str) -> None:
-    await forms.check(regex("warm"), tenant="slow")
+async def test_a_simple_form_is_compiled_while_slow_ones_wait(
+    forms: GrammarChecker, tenant: str
+) -> None:
+    await forms.check_grammar(regex("warm"), tenant="slow")
     slow = begin_slow(forms, 20)
     await asyncio.sleep(0)
     began = time.monotonic()
-    await forms.check(regex("yes|no"), tenant=tenant)
+    await forms.check_grammar(regex("yes|no"), tenant=tenant)
     waits = 20 if tenant == "slow" else 2
     # A try takes `MAX_FIRST_TRY_S` where a core is free.
     assert time.monotonic() - began < 2.0 + waits * MAX_FIRST_TRY_WALL_S
@@ -54,11 +56,13 @@ async def test_a_simple_form_is_compiled_while_slow_ones_wait(forms: Forms, tena
 
 
 @pytest.mark.parametrize("tenant", ["slow", "other"])
-async def test_a_flood_of_slow_forms_refuses_no_simple_one(forms: Forms, tenant: str) -> None:
-    await forms.check(regex("warm"), tenant="slow")
+async def test_a_flood_of_slow_forms_refuses_no_simple_one(
+    forms: GrammarChecker, tenant: str
+) -> None:
+    await forms.check_grammar(regex("warm"), tenant="slow")
     slow = begin_slow(forms, 67)
     await asyncio.sleep(0)
-    simple = asyncio.create_task(forms.check(regex("yes|no"), tenant=tenant))
+    simple = asyncio.create_task(forms.check_grammar(regex("yes|no"), tenant=tenant))
     if tenant == "slow":
         # It comes last of its own tenant: that its turn comes is the other test's.
         await asyncio.sleep(1.0)
@@ -71,14 +75,14 @@ async def test_a_flood_of_slow_forms_refuses_no_simple_one(forms: Forms, tenant:
 
 
 @pytest.mark.parametrize("forms", [CompileLimits(timeout_s=2.0)], indirect=True)
-async def test_a_form_that_is_slow_is_compiled_with_the_full_limit(forms: Forms) -> None:
+async def test_a_form_that_is_slow_is_compiled_with_the_full_limit(forms: GrammarChecker) -> None:
     (structured,) = [attacks.large_multiple()]
     with pytest.raises(InvalidRequestError, match="longer than 2 s"):
-        await forms.check(structured, tenant="a")
+        await forms.check_grammar(structured, tenant="a")
 
 
 @pytest.mark.parametrize(
     "forms", [CompileLimits(timeout_s=60.0, processes=1)], indirect=True, ids=["one process"]
 )
-async def test_a_form_beyond_the_first_try_is_served(forms: Forms) -> None:
-    await forms.check(attacks.large_multiple(200_003), tenant="a")
+async def test_a_form_beyond_the_first_try_is_served(forms: GrammarChecker) -> None:
+    await forms.check_grammar(attacks.large_multiple(200_003), tenant="a")

@@ -11,13 +11,13 @@ from pathlib import Path
 import grpc
 import pytest
 from outrider_router.api.inference_grpc import INFERENCE_SERVICE
-from outrider_router.base.slow_readers import timely
+from outrider_router.base.slow_readers import with_write_timeout
 from outrider_router.config import OverloadConfig, RouterConfig
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
-from outrider.transport.grpc.error_status import typed_error
+from outrider.transport.grpc.error_status import to_typed_error
 from outrider.wire.inference_codec import stream_request_to_pb
 from tests.fakes.router import grpc_router, running_router, sample
 from tests.fakes.verifier import FakeVerifier
@@ -43,7 +43,7 @@ async def test_a_reader_that_is_slow_but_reads_is_sent_everything(
         await asyncio.sleep(0)
         read.append(number)
 
-    async with timely(write, slow_reader_s=0.1) as timed:
+    async with with_write_timeout(write, slow_reader_timeout_s=0.1) as timed:
         for number in range(8):
             await timed(number)
     assert read == list(range(8))
@@ -55,7 +55,7 @@ async def test_a_pause_between_events_is_not_the_readers() -> None:
     async def write(number: int) -> None:
         read.append(number)
 
-    async with timely(write, slow_reader_s=0.05) as timed:
+    async with with_write_timeout(write, slow_reader_timeout_s=0.05) as timed:
         await timed(1)
         await asyncio.sleep(0.15)
         await timed(2)
@@ -68,20 +68,20 @@ async def never(_: int) -> None:
 
 async def test_a_reader_that_takes_nothing_for_too_long_is_left_with_a_typed_error() -> None:
     with pytest.raises(ResourceExhaustedError, match="took nothing") as raised:
-        async with timely(never, slow_reader_s=0.05) as timed:
+        async with with_write_timeout(never, slow_reader_timeout_s=0.05) as timed:
             await timed(1)
     assert raised.value.reason == "SLOW_READER"
 
 
 async def test_a_timeout_of_the_events_themselves_stays_what_it_is() -> None:
     with pytest.raises(TimeoutError, match="of the events"):
-        async with timely(never, slow_reader_s=5.0):
+        async with with_write_timeout(never, slow_reader_timeout_s=5.0):
             raise TimeoutError("of the events")
 
 
 @asynccontextmanager
 async def slow_router(path: Path, verifier: FakeVerifier) -> AsyncGenerator[RouterService]:
-    overload = OverloadConfig(slow_reader_s=0.5)
+    overload = OverloadConfig(slow_reader_timeout_s=0.5)
     async with running_router(path, {"v": verifier}, overload=overload) as service:
         yield service
 
@@ -112,7 +112,7 @@ async def test_streams_that_nobody_reads_end_and_hold_up_no_other(tmp_path: Path
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             while await slow[0].read() is not grpc.aio.EOF:
                 pass
-        assert typed_error(raised.value).reason == "SLOW_READER"
+        assert to_typed_error(raised.value).reason == "SLOW_READER"
 
 
 async def test_an_answer_that_nobody_reads_gives_its_place_to_others_once_it_is_whole(
@@ -150,10 +150,10 @@ async def test_a_request_that_is_aborted_ends_at_the_verifier_although_its_clien
         await call.read()
         (entry,) = router.journal
         await until(lambda: len(entry.emitted) > 6000)
-        assert router.abort([RequestId("unread")])
+        assert router.abort_requests([RequestId("unread")])
         await until(lambda: not verifier.live)
         assert len(entry.emitted) < 60_000
-        assert router.admission.running == 0
+        assert router.admission.num_running == 0
         call.cancel()
         await until(lambda: len(router.journal) == 0)
         await assert_all_freed(router, verifier)
@@ -161,14 +161,23 @@ async def test_a_request_that_is_aborted_ends_at_the_verifier_although_its_clien
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan, 1e9])
 def test_a_patience_without_end_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="slow_reader_s must be positive and at most 86400"):
-        OverloadConfig(slow_reader_s=seconds)
+    with pytest.raises(
+        ValueError, match="slow_reader_timeout_s must be positive and at most 86400"
+    ):
+        OverloadConfig(slow_reader_timeout_s=seconds)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan])
 @pytest.mark.parametrize(
     "name",
-    ["discovery_s", "poll_interval_s", "silence_s", "failover_s", "resume_grace_s", "drain_s"],
+    [
+        "discovery_interval_s",
+        "poll_interval_s",
+        "peer_timeout_s",
+        "failover_timeout_s",
+        "resume_grace_s",
+        "drain_timeout_s",
+    ],
 )
 def test_times_are_finite(name: str, seconds: float) -> None:
     with pytest.raises(ValueError, match=name):

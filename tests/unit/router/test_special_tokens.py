@@ -43,7 +43,7 @@ async def test_messages_write_special_tokens_only_where_the_router_allows_it(
         tokenizer: Tokenizer = router.tokenizer
         prompts = [spec.token_ids[: spec.prompt_len] for spec in verifier.specs]
         assert prompts == [tuple(told)] * 2
-        names = [tokenizer.name(id_) for id_ in told]
+        names = [tokenizer.token_name(id_) for id_ in told]
         assert [name for name in names if name in SPECIALS] == wanted
         assert CONTENT in tokenizer.decode(told, with_special=True)
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from outrider_router.api.http.app import make_app
-from outrider_router.api.status_page import snapshot, status_router
+from outrider_router.api.status_page import make_snapshot, status_router
 from outrider_router.requests.service import RouterService
 
 from outrider.wire.messages import SpecStats
@@ -64,8 +64,8 @@ async def test_the_state_is_what_the_router_knows(tmp_path: Path) -> None:
             overhead_ms_p50=0.5,
             stats=SpecStats(rounds=8, emitted=20, proposed=16, accepted=12),
         )
-        state = json.loads(json.dumps(snapshot(router)))
-        await until(lambda: snapshot(router)["verifiers"][0]["round_ms"] == 4.5)
+        state = json.loads(json.dumps(make_snapshot(router)))
+        await until(lambda: make_snapshot(router)["verifiers"][0]["round_ms"] == 4.5)
         async with served(router) as client:
             state = (await client.get("/status.json")).json()
     assert state["models"] == ["fake"]
@@ -91,10 +91,10 @@ async def test_errors_are_requests_that_failed_not_those_that_were_cancelled(
     await anext(stream)
     await stream.aclose()
     verifier.gate.set()
-    assert snapshot(router)["totals"]["errors_total"] == 0
+    assert make_snapshot(router)["totals"]["errors_total"] == 0
     with pytest.raises(Exception, match="no tokens"):
         await router.generate(text_request(""))
-    totals = snapshot(router)["totals"]
+    totals = make_snapshot(router)["totals"]
     assert (totals["requests_total"], totals["errors_total"]) == (2, 1)
 
 
@@ -102,7 +102,7 @@ async def test_a_fleet_that_was_never_seen_is_listed_by_its_addresses(tmp_path: 
     verifier = FakeVerifier()
     verifier.lost.set()
     async with running_router(tmp_path, {"v": verifier}, wait=False) as router:
-        state = snapshot(router)
+        state = make_snapshot(router)
     assert state["models"] == []
     (one,) = state["verifiers"]
     assert (one["id"], one["healthy"], one["round_ms"]) == ("v", False, 0.0)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from outrider_router.base.api_keys import Caller
 from outrider_router.base.tenants import TenantLimits
 from outrider_router.requests.log_records import (
-    Opened,
-    Row,
-    emitted_record,
-    ended_record,
-    opened_record,
-    read,
-    tick_record,
-    whole_file,
+    EmittedRow,
+    OpenedRequest,
+    decode_log,
+    encode_emitted,
+    encode_ended,
+    encode_file,
+    encode_opened,
+    encode_tick,
 )
 from outrider_router.requests.output_assembler import OutputAssembler
 from outrider_router.requests.service import RouterService
@@ -54,7 +54,7 @@ TENANT = TenantId("blue")
 def drafting_verifier() -> FakeVerifier:
     """A verifier that drafts by itself, all of whose drafts are accepted."""
     verifier = FakeVerifier(tokens_per_round=DRAFTS + 1)
-    verifier.change_info(own_methods=(DraftMethod.NGRAM,), own_draft_length=DRAFTS)
+    verifier.change_info(in_process_methods=(DraftMethod.NGRAM,), in_process_draft_length=DRAFTS)
     # It does not hear that its router has left, so more rounds come behind the stop.
     verifier.deaf = True
     return verifier
@@ -92,9 +92,9 @@ async def test_every_count_of_a_request_ends_at_its_stop_string(
         assert router.admission.lengths._whole == [5]
         (ended,) = [r for r in caplog.records if r.getMessage() == "request ended"]
         assert ended.tokens == 5  # type: ignore[attr-defined]
-        tenant = router.admission.tenants.get(TENANT, router._clock())
+        tenant = router.admission.tenants.get_tenant(TENANT, router._clock())
         assert tenant.tokens is not None
-        assert 990 < 1000.0 - tenant.tokens.missing(1000.0, router._clock()) < 993.5
+        assert 990 < 1000.0 - tenant.tokens.shortage(1000.0, router._clock()) < 993.5
         for name, count in (
             ("generation_tokens_total", 5),
             ("request_generation_tokens_sum", 5),
@@ -128,7 +128,7 @@ async def test_a_stop_string_ends_the_session_although_nobody_reads(tmp_path: Pa
         events = router.stream(stopping_request())
         await anext(events)
         await until(lambda: verifier.specs and not verifier.live)
-        assert router.admission.running == 0
+        assert router.admission.num_running == 0
         (entry,) = router.journal
         assert len(entry.emitted) == 5
         *_, finish = [event async for event in events]
@@ -141,7 +141,7 @@ async def test_the_journal_holds_nothing_behind_a_stop_string(tmp_path: Path) ->
         tmp_path, {"v": drafting_verifier()}, journal=tmp_path / "log"
     ) as router:
         answer = await router.generate(stopping_request(resumable=True))
-        (logged,) = read((tmp_path / "log").read_bytes()).requests.values()
+        (logged,) = decode_log((tmp_path / "log").read_bytes()).requests.values()
     assert tuple(logged.emitted) == answer.token_ids and len(logged.emitted) == 5
 
 
@@ -157,21 +157,21 @@ async def test_a_journal_of_ids_behind_a_stop_string_is_cut_there(
         max_new_tokens=100,
         min_new_tokens=0,
         top_logprobs=None,
-        includes_stop=False,
+        includes_stop_text=False,
     )
-    opened = Opened(
+    opened = OpenedRequest(
         request_id=RequestId("r"), job=job, deadline=None, tokenizer_hash=tokenizer.hash
     )
     ids = tokenizer.encode("ha ha ha ha")
-    records = [opened_record(1, opened), emitted_record([Row(1, 0, ids)])]
+    records = [encode_opened(1, opened), encode_emitted([EmittedRow(1, 0, ids)])]
     async with running_router(tmp_path, {"v": FakeVerifier()}) as router:
         finish = (await router.generate(stopping_request())).finish
     if ended:
-        records.append(ended_record(1, router.resumables._wall(), finish))
-    (tmp_path / "log").write_bytes(whole_file([tick_record(router.resumables._wall()), *records]))
+        records.append(encode_ended(1, router.resumables._wall(), finish))
+    (tmp_path / "log").write_bytes(encode_file([encode_tick(router.resumables._wall()), *records]))
     verifier = FakeVerifier()
     async with running_router(tmp_path, {"v": verifier}, journal=tmp_path / "log") as router:
-        answer = router.resumables.get(RequestId("r"))
+        answer = router.resumables.get_answer(RequestId("r"))
         assert answer is not None
         await until(lambda: answer.over)
         result = answer.result()
@@ -274,7 +274,11 @@ def test_ids_in_any_rows_end_where_the_definition_says(
     # Whoever writes the text pushes what was kept in rows of its own.
     assembler = OutputAssembler(tokenizer.pieces, stops, min_tokens=minimum)
     middle = sizes[0]
-    written = assembler.push(kept[:middle]) + assembler.push(kept[middle:]) + assembler.finish()
+    written = (
+        assembler.push_tokens(kept[:middle])
+        + assembler.push_tokens(kept[middle:])
+        + assembler.flush()
+    )
     pieces = [bytes([byte]) for byte in text.encode()]
     assert (written, len(kept), assembler.stop_string) == cut_by_hand(pieces, stops, minimum)
     assert checker.is_stopped is (assembler.stop_string is not None)

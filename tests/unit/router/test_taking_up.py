@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from outrider_router.requests.request import Job, make_job, tokenize
+from outrider_router.requests.request import ValidatedRequest, tokenize_prompt, validate_request
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import UnavailableError
@@ -28,10 +28,10 @@ from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.helpers import assert_all_freed, text_request
 
 
-async def job_of(router: RouterService, request: GenerateRequest) -> Job:
-    return make_job(
+async def job_of(router: RouterService, request: GenerateRequest) -> ValidatedRequest:
+    return validate_request(
         request,
-        await tokenize(request.prompt, router.tokenizer),
+        await tokenize_prompt(request.prompt, router.tokenizer),
         info=FakeVerifier.describe(),
         tokenizer=router.tokenizer,
         config=router.config,
@@ -43,13 +43,13 @@ async def taken_up(
     router: RouterService, request: GenerateRequest, emitted: list[int]
 ) -> list[StreamEvent]:
     job = await job_of(router, request)
-    entry = router.journal.open(RequestId("old"), 0.0)
+    entry = router.journal.open_entry(RequestId("old"), 0.0)
     entry.emitted = emitted
     try:
-        async with aclosing(router.serving.events(entry, job, None)) as events:
+        async with aclosing(router.serving.run_request(entry, job, None)) as events:
             return [event async for event in events]
     finally:
-        router.journal.close(entry)
+        router.journal.close_entry(entry)
 
 
 def text_of(events: list[StreamEvent]) -> str:
@@ -105,7 +105,9 @@ async def test_a_text_that_had_come_to_its_end_needs_no_session(
 async def test_it_waits_for_a_verifier_that_is_not_there_yet(tmp_path: Path) -> None:
     verifier = FakeVerifier()
     verifier.lost.set()
-    async with running_router(tmp_path, {"v": verifier}, wait=False, failover_s=10.0) as router:
+    async with running_router(
+        tmp_path, {"v": verifier}, wait=False, failover_timeout_s=10.0
+    ) as router:
         ids = list(router.tokenizer.encode("ab"))
         task = asyncio.create_task(taken_up(router, text_request(max_tokens=4), ids))
         await asyncio.sleep(0.1)
@@ -117,7 +119,9 @@ async def test_it_waits_for_a_verifier_that_is_not_there_yet(tmp_path: Path) -> 
 async def test_when_none_comes_the_error_says_what_was_emitted(tmp_path: Path) -> None:
     verifier = FakeVerifier()
     verifier.lost.set()
-    async with running_router(tmp_path, {"v": verifier}, wait=False, failover_s=0.1) as router:
+    async with running_router(
+        tmp_path, {"v": verifier}, wait=False, failover_timeout_s=0.1
+    ) as router:
         ids = list(router.tokenizer.encode("ab"))
         with pytest.raises(UnavailableError, match="2 tokens were emitted, the answer is inc"):
             await taken_up(router, text_request(max_tokens=4), ids)

@@ -7,13 +7,13 @@ import math
 import pytest
 
 from outrider.errors import InvalidRequestError
-from outrider.spec.noise import Stream, stream_key
+from outrider.spec.noise import NoiseStream, stream_key
 from outrider.spec.sampling import MAX_BIASED_IDS, Rule, SamplingParams
 
 TOLD = {
     Rule.GREEDY: None,
-    Rule.COUPLED: Stream.TARGET,
-    Rule.REJECTION: Stream.DRAFT,
+    Rule.COUPLED: NoiseStream.TARGET,
+    Rule.REJECTION: NoiseStream.DRAFT,
     Rule.TARGET_ONLY: None,
 }
 
@@ -25,9 +25,9 @@ def test_a_drafter_is_told_the_stream_of_its_guesses_and_nothing_else(rule: Rule
     assert told.seed == 0 and (told.temperature, told.rule, told.top_k) == (0.8, rule, 4)
     assert told.draft_key == (0 if stream is None else stream_key(params.seed, stream))
     assert told.for_drafter() == told
-    for other in Stream:
-        assert params.knows(other)
-        assert told.knows(other) is (other is stream)
+    for other in NoiseStream:
+        assert params.has_noise_stream(other)
+        assert told.has_noise_stream(other) is (other is stream)
         if other is stream:
             assert told.stream_key(other) == params.stream_key(other)
         else:

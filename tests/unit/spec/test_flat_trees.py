@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidMessageError
-from outrider.spec.draft_distribution import DraftLaw, validate_law
+from outrider.spec.draft_distribution import DraftDistribution, validate_distribution
 from outrider.spec.tree import DraftTree, validate_tree
-from outrider.wire.rounds import Proposal, Proposals, sound_proposals
+from outrider.wire.rounds import Proposal, Proposals, valid_proposals
 
 VOCAB, MOST = 6, 5
 """Small, so that twins and ids out of range are frequent."""
@@ -28,7 +28,7 @@ def any_trees(draw: st.DrawFn) -> DraftTree:
 
 
 @st.composite
-def any_laws(draw: st.DrawFn, tree: DraftTree) -> DraftLaw:
+def any_laws(draw: st.DrawFn, tree: DraftTree) -> DraftDistribution:
     sizes = [draw(st.integers(0, 3)) for _ in range(len(tree) + 1)]
     ids: list[int] = []
     for size in sizes:
@@ -36,11 +36,11 @@ def any_laws(draw: st.DrawFn, tree: DraftTree) -> DraftLaw:
         ids += sorted(part) if draw(st.booleans()) else part
     counts = [draw(st.integers(0, 3)) for _ in ids]
     offsets = np.cumsum([0, *sizes]).astype(np.int32)
-    return DraftLaw(offsets, np.array(ids, np.int32), np.array(counts, np.uint16))
+    return DraftDistribution(offsets, np.array(ids, np.int32), np.array(counts, np.uint16))
 
 
 @st.composite
-def likely_laws(draw: st.DrawFn, tree: DraftTree) -> DraftLaw:
+def likely_laws(draw: st.DrawFn, tree: DraftTree) -> DraftDistribution:
     """Right but for what chance changes afterwards."""
     slots: list[list[int]] = [[] for _ in range(len(tree) + 1)]
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
@@ -51,15 +51,15 @@ def likely_laws(draw: st.DrawFn, tree: DraftTree) -> DraftLaw:
     if ids and draw(st.integers(0, 3)) == 0:
         ids[draw(st.integers(0, len(ids) - 1))] = draw(st.integers(-1, VOCAB))
     offsets = np.cumsum([0, *sizes]).astype(np.int32)
-    return DraftLaw(offsets, np.array(ids, np.int32), np.array(counts, np.uint16))
+    return DraftDistribution(offsets, np.array(ids, np.int32), np.array(counts, np.uint16))
 
 
-def is_sound(tree: DraftTree, law: DraftLaw | None) -> bool:
+def is_sound(tree: DraftTree, distribution: DraftDistribution | None) -> bool:
     """The judgement of the checks for one tree."""
     try:
         validate_tree(tree, vocab_size=VOCAB, max_nodes=MOST)
-        if law is not None:
-            validate_law(law, tree, VOCAB)
+        if distribution is not None:
+            validate_distribution(distribution, tree, VOCAB)
     except InvalidMessageError:
         return False
     return bool(np.isfinite(tree.logprobs).all())
@@ -71,13 +71,17 @@ def test_many_trees_and_laws_are_judged_as_one_is(data: st.DataObject) -> None:
     drafts: list[Proposal] = []
     for handle in range(data.draw(st.integers(1, 5))):
         tree = data.draw(any_trees())
-        law = None
+        distribution = None
         in_range = bool((tree.parents >= -1).all()) and bool((tree.parents < len(tree)).all())
         if data.draw(st.booleans()) and in_range:
-            law = data.draw(any_laws(tree) | likely_laws(tree))
-        drafts.append(Proposal(handle=handle, prefix_digest=1, prefix_len=1, tree=tree, law=law))
-    found = sound_proposals(Proposals.of(drafts), vocab_size=VOCAB, max_nodes=MOST)
-    assert found.tolist() == [is_sound(draft.tree, draft.law) for draft in drafts]
+            distribution = data.draw(any_laws(tree) | likely_laws(tree))
+        drafts.append(
+            Proposal(
+                handle=handle, prefix_digest=1, prefix_len=1, tree=tree, distribution=distribution
+            )
+        )
+    found = valid_proposals(Proposals.of_proposals(drafts), vocab_size=VOCAB, max_nodes=MOST)
+    assert found.tolist() == [is_sound(draft.tree, draft.distribution) for draft in drafts]
 
 
 def test_laws_come_back_as_they_were() -> None:
@@ -89,19 +93,21 @@ def test_laws_come_back_as_they_were() -> None:
         sizes = rng.integers(0, 4, count + 1)
         offsets = np.cumsum([0, *sizes]).astype(np.int32)
         total = int(offsets[-1])
-        law = DraftLaw(offsets, np.arange(total, dtype=np.int32), np.ones(total, np.uint16))
+        distribution = DraftDistribution(
+            offsets, np.arange(total, dtype=np.int32), np.ones(total, np.uint16)
+        )
         drafts.append(
             Proposal(
                 handle=handle,
                 prefix_digest=handle,
                 prefix_len=1,
                 tree=tree,
-                law=law if handle % 2 else None,
+                distribution=distribution if handle % 2 else None,
             )
         )
-    for ours, theirs in zip(Proposals.of(drafts).entries(), drafts, strict=True):
+    for ours, theirs in zip(Proposals.of_proposals(drafts).iter_proposals(), drafts, strict=True):
         assert ours.tree.tokens.tolist() == theirs.tree.tokens.tolist()
-        assert (ours.law is None) == (theirs.law is None)
-        if ours.law is not None and theirs.law is not None:
-            assert ours.law.offsets.tolist() == theirs.law.offsets.tolist()
-            assert ours.law.ids.tolist() == theirs.law.ids.tolist()
+        assert (ours.distribution is None) == (theirs.distribution is None)
+        if ours.distribution is not None and theirs.distribution is not None:
+            assert ours.distribution.offsets.tolist() == theirs.distribution.offsets.tolist()
+            assert ours.distribution.ids.tolist() == theirs.distribution.ids.tolist()

@@ -7,7 +7,11 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
-from outrider.spec.draft_distribution import DraftLaw, make_law, validate_law
+from outrider.spec.draft_distribution import (
+    DraftDistribution,
+    make_distribution,
+    validate_distribution,
+)
 from outrider.spec.tree import DraftTree
 
 VOCAB = 100
@@ -22,7 +26,7 @@ def _u16(*values: int) -> NDArray[np.uint16]:
 
 
 TREE = DraftTree(_i32(5, 9, 7), _i32(-1, -1, 1), np.zeros(3, np.float32))
-LAW = make_law(3, {2: (_i32(7, 8), _u16(3, 1)), 0: (_i32(2, 5, 9), _u16(1, 65535, 4))})
+LAW = make_distribution(3, {2: (_i32(7, 8), _u16(3, 1)), 0: (_i32(2, 5, 9), _u16(1, 65535, 4))})
 
 
 def test_entries_are_filed_by_slot_and_probabilities_are_count_ratios() -> None:
@@ -32,7 +36,7 @@ def test_entries_are_filed_by_slot_and_probabilities_are_count_ratios() -> None:
     assert probs.tolist() == [1 / 65540, 65535 / 65540, 4 / 65540]
     assert [len(part) for part in LAW.draft_probs(1)] == [0, 0]
     assert LAW.draft_probs(2)[1].tolist() == [0.75, 0.25]
-    validate_law(LAW, TREE, VOCAB)
+    validate_distribution(LAW, TREE, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +61,11 @@ def test_entries_are_filed_by_slot_and_probabilities_are_count_ratios() -> None:
         replace(LAW, counts=LAW.counts[:, None]),
     ],
 )
-def test_a_law_that_does_not_fit_its_tree_is_refused(bad: DraftLaw) -> None:
+def test_a_law_that_does_not_fit_its_tree_is_refused(bad: DraftDistribution) -> None:
     with pytest.raises(InvalidMessageError):
-        validate_law(bad, TREE, VOCAB)
+        validate_distribution(bad, TREE, VOCAB)
 
 
 def test_the_law_of_an_empty_tree_is_empty() -> None:
     tree = DraftTree(_i32(), _i32(), np.zeros(0, np.float32))
-    validate_law(make_law(0, {}), tree, VOCAB)
+    validate_distribution(make_distribution(0, {}), tree, VOCAB)

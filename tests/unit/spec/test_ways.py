@@ -8,37 +8,41 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from outrider.speculation.look_ahead_acceptance import STALE, Share
-from outrider.speculation.look_ahead_probe import Lap, Ways
+from outrider.speculation.look_ahead_acceptance import PRIOR_STALE_SHARE, LogRatioEstimate
+from outrider.speculation.look_ahead_probe import LookAheadTrials, RoundModeObservation
 
 LOCKSTEP_S = 0.007
-KNOWN = Share(math.log(STALE), 0.03**2)
-BEGINNINGS: dict[str, Callable[[], Ways]] = {
-    "ahead": lambda: Ways(ahead=True),
-    "lock-step": lambda: Ways(ahead=False),
-    "lock-step, likely": lambda: Ways(ahead=False, waits=True),
+KNOWN = LogRatioEstimate(math.log(PRIOR_STALE_SHARE), 0.03**2)
+BEGINNINGS: dict[str, Callable[[], LookAheadTrials]] = {
+    "ahead": lambda: LookAheadTrials(ahead=True),
+    "lock-step": lambda: LookAheadTrials(ahead=False),
+    "lock-step, likely": lambda: LookAheadTrials(ahead=False, waits=True),
 }
 
 
-def run(ways: Ways, faster: float, rounds: int, *, seed: int = 0) -> tuple[int, int]:
+def run(ways: LookAheadTrials, faster: float, rounds: int, *, seed: int = 0) -> tuple[int, int]:
     """Rounds of one session, of look-ahead `faster` than those of lock-step; how many were under
     look-ahead, how many of a trial."""
-    rng, looked, tried, before = np.random.default_rng(seed), 0, 0, ways.ahead
+    rng, looked, tried, before = np.random.default_rng(seed), 0, 0, ways.is_ahead
     for _ in range(rounds):
-        ahead = ways.ahead
+        ahead = ways.is_ahead
         took = LOCKSTEP_S / (faster if ahead else 1.0) * math.exp(rng.normal(0.0, 0.08))
         if ahead:
             # Hits and misses.
             took *= float(rng.choice([0.7, 1.3]))
-        looked, tried = looked + ahead, tried + ways.trying
-        ways.observe(Lap(1.0, took, ahead is before, timed=True), KNOWN, ahead=ahead)
+        looked, tried = looked + ahead, tried + ways.is_trial
+        ways.observe_round(
+            RoundModeObservation(1.0, took, ahead is before, is_timed=True), KNOWN, ahead=ahead
+        )
         before = ahead
     return looked, tried
 
 
 @pytest.mark.parametrize("make", BEGINNINGS.values(), ids=BEGINNINGS)
 @pytest.mark.parametrize("faster", [0.5, 0.85, 1.25, 2.0])
-def test_the_faster_way_is_found_and_kept(faster: float, make: Callable[[], Ways]) -> None:
+def test_the_faster_way_is_found_and_kept(
+    faster: float, make: Callable[[], LookAheadTrials]
+) -> None:
     for seed in range(2):
         ways = make()
         run(ways, faster, 500, seed=seed)
@@ -49,18 +53,18 @@ def test_the_faster_way_is_found_and_kept(faster: float, make: Callable[[], Ways
 
 
 def test_a_service_of_a_few_answers_spends_little_on_trials() -> None:
-    tried = [run(Ways(ahead=True), 1.3, 600, seed=seed)[1] for seed in range(4)]
+    tried = [run(LookAheadTrials(ahead=True), 1.3, 600, seed=seed)[1] for seed in range(4)]
     assert np.mean(tried) < 0.03 * 600
 
 
 def test_a_way_that_is_likely_is_compared_only_when_that_is_paid_for() -> None:
-    ways = Ways(ahead=False, waits=True)
+    ways = LookAheadTrials(ahead=False, waits=True)
     assert run(ways, 1.3, 150) == (0, 0)
     assert run(ways, 1.3, 150)[1] > 0
 
 
 def test_look_ahead_that_gets_slower_is_left_before_the_next_trial_is_due() -> None:
-    ways = Ways(ahead=True)
+    ways = LookAheadTrials(ahead=True)
     run(ways, 1.3, 400)
     assert ways.in_force
     run(ways, 0.6, 80)
@@ -69,9 +73,13 @@ def test_look_ahead_that_gets_slower_is_left_before_the_next_trial_is_due() -> N
 
 def test_a_stall_decides_nothing() -> None:
     for stalled in range(0, 40, 3):
-        ways = Ways(ahead=True)
+        ways = LookAheadTrials(ahead=True)
         run(ways, 1.4, stalled)
-        ways.observe(Lap(1.0, 1.0, settled=True, timed=True), KNOWN, ahead=ways.ahead)
+        ways.observe_round(
+            RoundModeObservation(1.0, 1.0, is_settled=True, is_timed=True),
+            KNOWN,
+            ahead=ways.is_ahead,
+        )
         run(ways, 1.4, 40)
         assert ways.in_force, stalled
 
@@ -80,24 +88,30 @@ def test_a_stall_decides_nothing() -> None:
 def test_a_trial_that_meets_a_stall_finds_the_faster_way_all_the_same(stalled: int) -> None:
     """In its round `stalled`, the one that changes the way not counted."""
     for seed in range(4):
-        ways = Ways(ahead=True)
+        ways = LookAheadTrials(ahead=True)
         rng, tried, before = np.random.default_rng(seed), 0, True
         for _ in range(60):
-            ahead = ways.ahead
+            ahead = ways.is_ahead
             took = LOCKSTEP_S * (1.25 if ahead else 1.0) * math.exp(rng.normal(0.0, 0.05))
-            tried += ways.trying
-            stall_s = 5.0 * LOCKSTEP_S * (ways.trying and tried == 1 + stalled)
-            ways.observe(Lap(1.0, took + stall_s, ahead is before, timed=True), KNOWN, ahead=ahead)
+            tried += ways.is_trial
+            stall_s = 5.0 * LOCKSTEP_S * (ways.is_trial and tried == 1 + stalled)
+            ways.observe_round(
+                RoundModeObservation(1.0, took + stall_s, ahead is before, is_timed=True),
+                KNOWN,
+                ahead=ahead,
+            )
             before = ahead
         assert not ways.in_force, (seed, tried)
 
 
 def test_rounds_without_a_time_tell_nothing() -> None:
-    ways = Ways(ahead=True)
+    ways = LookAheadTrials(ahead=True)
     for _ in range(100):
-        ways.observe(Lap(1.0, 0.01, settled=True, timed=False), KNOWN, ahead=True)
-    assert ways.ahead
-    assert not ways.trying
+        ways.observe_round(
+            RoundModeObservation(1.0, 0.01, is_settled=True, is_timed=False), KNOWN, ahead=True
+        )
+    assert ways.is_ahead
+    assert not ways.is_trial
     assert math.isnan(ways.gain)
 
 
@@ -108,9 +122,9 @@ def test_rounds_without_a_time_tell_nothing() -> None:
 def test_another_load_begins_with_what_was_found_and_tries_what_may_differ(
     faster: float, halvings: int, trial: bool
 ) -> None:
-    ways = Ways(ahead=True)
+    ways = LookAheadTrials(ahead=True)
     run(ways, faster, 200)
-    assert not ways.trying
-    near = Ways.beside(ways, halvings)
+    assert not ways.is_trial
+    near = LookAheadTrials.from_other_load(ways, halvings)
     assert near.in_force is (faster > 1.0)
     assert (run(near, faster, 40)[1] > 0) is trial

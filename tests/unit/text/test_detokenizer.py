@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from outrider.errors import FailedPreconditionError
 from outrider.text.detokenizer import Detokenizer
-from outrider.text.token_bytes import PieceTable
+from outrider.text.token_bytes import TokenByteTable
 
 SPECIALS = ["<s>", "</s>"]
 TEXTS = st.text(max_size=40) | st.text(alphabet="a \u00e9\u20ac\U0001f680\u0301", max_size=20)
@@ -62,11 +62,11 @@ def stream(
     fast: FastTokenizer, ids: Sequence[int], cuts: Sequence[int], *, special: bool = False
 ) -> list[str]:
     """Text of each chunk of `ids`, cut at `cuts`, then of the end."""
-    pieces = PieceTable.from_tokenizer(fast)
-    detokenizer = Detokenizer(pieces.with_special() if special else pieces)
+    pieces = TokenByteTable.from_tokenizer(fast)
+    detokenizer = Detokenizer(pieces.including_special() if special else pieces)
     edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     pairs = itertools.pairwise(edges)
-    return [*(detokenizer.push(ids[a:b]) for a, b in pairs), detokenizer.finish()]
+    return [*(detokenizer.push_tokens(ids[a:b]) for a, b in pairs), detokenizer.flush()]
 
 
 CUTS = st.lists(st.integers(0, 200), max_size=8)
@@ -130,4 +130,4 @@ def test_a_decoder_that_cannot_be_streamed_is_refused() -> None:
     fast = byte_level()
     fast.decoder = decoders.CTC()
     with pytest.raises(FailedPreconditionError, match="CTC"):
-        PieceTable.from_tokenizer(fast)
+        TokenByteTable.from_tokenizer(fast)

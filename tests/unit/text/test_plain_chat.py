@@ -157,7 +157,7 @@ def rendered(name: str, messages: list[dict[str, str]]) -> str:
 
 
 def special_ids(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[str]:
-    return [tokenizer.name(id_) for id_ in ids if tokenizer.name(id_) in SPECIAL]
+    return [tokenizer.token_name(id_) for id_ in ids if tokenizer.token_name(id_) in SPECIAL]
 
 
 def squeezed(text: str) -> str:
@@ -211,7 +211,7 @@ def test_a_message_is_encoded_as_its_text_without_special_tokens(tmp_path: Path)
     assert ids[0] == start and [id_ for id_ in ids if id_ in (start, end)] == [start, end, start]
     plain = byte_level([])
     spelled = [plain.id_to_token(id_) for id_ in plain.encode(f"user\n{content}").ids]
-    assert [tokenizer.name(id_) for id_ in inner] == spelled
+    assert [tokenizer.token_name(id_) for id_ in inner] == spelled
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.text.stop_strings import StopStrings
+from outrider.text.stop_strings import StopStringFilter
 
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 TEXT = st.text(alphabet="abc\n", max_size=24)
@@ -30,38 +30,38 @@ def cut_by_hand(text: str, stops: list[str], *, include: bool) -> tuple[str, str
 def test_any_chunking_cuts_where_the_definition_says(
     text: str, stops: list[str], sizes: list[int], include: bool
 ) -> None:
-    matcher, shown, rest = StopStrings(stops, include=include), "", text
+    matcher, shown, rest = StopStringFilter(stops, include=include), "", text
     for size in sizes:
-        shown += matcher.push(rest[:size])
+        shown += matcher.push_text(rest[:size])
         rest = rest[size:]
     if matcher.matched is None:
-        shown += matcher.finish()
+        shown += matcher.flush()
     assert (shown, matcher.matched) == cut_by_hand(text, stops, include=include)
 
 
 def test_only_what_could_begin_a_stop_string_is_held_back() -> None:
-    matcher = StopStrings(["\n\nUser:"])
-    assert matcher.push("Hello.\n") == "Hello."
-    assert matcher.push("\nUse") == ""
-    assert matcher.push("d it") == "\n\nUsed it"
+    matcher = StopStringFilter(["\n\nUser:"])
+    assert matcher.push_text("Hello.\n") == "Hello."
+    assert matcher.push_text("\nUse") == ""
+    assert matcher.push_text("d it") == "\n\nUsed it"
     assert matcher.matched is None
 
 
 def test_nothing_is_held_back_where_stop_strings_are_included() -> None:
-    matcher = StopStrings(["END"], include=True)
-    assert matcher.push("a E") == "a E"
-    assert matcher.push("N") == "N"
-    assert matcher.push("D b") == "D"
-    assert (matcher.matched, matcher.push("more"), matcher.finish()) == ("END", "", "")
+    matcher = StopStringFilter(["END"], include=True)
+    assert matcher.push_text("a E") == "a E"
+    assert matcher.push_text("N") == "N"
+    assert matcher.push_text("D b") == "D"
+    assert (matcher.matched, matcher.push_text("more"), matcher.flush()) == ("END", "", "")
 
 
 def test_nothing_comes_out_after_a_match() -> None:
-    matcher = StopStrings(["END"])
-    assert matcher.push("a END b") == "a "
+    matcher = StopStringFilter(["END"])
+    assert matcher.push_text("a END b") == "a "
     assert matcher.matched == "END"
-    assert matcher.push("more") == ""
-    assert matcher.finish() == ""
+    assert matcher.push_text("more") == ""
+    assert matcher.flush() == ""
 
 
 def test_without_stop_strings_text_passes_at_once() -> None:
-    assert StopStrings([]).push("text") == "text"
+    assert StopStringFilter([]).push_text("text") == "text"

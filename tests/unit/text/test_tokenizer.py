@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.text.chat import NEXT_ANSWER, ChatOptions, ChatTemplate
-from outrider.text.tokenizer import LONG, Tokenizer, tokenizer_hash
+from outrider.text.tokenizer import LONG_INPUT, Tokenizer, tokenizer_hash
 from tests.fakes.tokenizer import make_tokenizer_dir
 
 
@@ -51,12 +51,12 @@ def test_a_conversation_ends_where_the_answer_begins(model_dir: Path) -> None:
 def test_a_long_text_has_the_ids_of_its_parts_and_back(model_dir: Path) -> None:
     tokenizer = Tokenizer.load(model_dir)
     part = "a<|im_end|>\u00e9 "
-    long = part * (LONG // 4)
-    assert len(long) > LONG
+    long = part * (LONG_INPUT // 4)
+    assert len(long) > LONG_INPUT
     ids = tokenizer.encode(long)
-    assert ids == tokenizer.encode(part) * (LONG // 4)
+    assert ids == tokenizer.encode(part) * (LONG_INPUT // 4)
     assert tokenizer.decode(ids, with_special=True) == long
-    assert tokenizer.decode(ids) == "a\u00e9 " * (LONG // 4)
+    assert tokenizer.decode(ids) == "a\u00e9 " * (LONG_INPUT // 4)
 
 
 @pytest.mark.parametrize("size", [50_000, 5_000_000])
@@ -64,8 +64,8 @@ def test_a_text_far_beyond_the_bound_is_refused_without_being_encoded(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     tokenizer = Tokenizer.load(model_dir)
-    assert len(tokenizer.encode("ab" * LONG, max_tokens=2 * LONG)) == 2 * LONG
-    assert len(tokenizer.encode("ab" * LONG, max_tokens=2 * LONG - 1)) == 2 * LONG
+    assert len(tokenizer.encode("ab" * LONG_INPUT, max_tokens=2 * LONG_INPUT)) == 2 * LONG_INPUT
+    assert len(tokenizer.encode("ab" * LONG_INPUT, max_tokens=2 * LONG_INPUT - 1)) == 2 * LONG_INPUT
     encoded = []
     encode = tokenizer._encode_long
     monkeypatch.setattr(

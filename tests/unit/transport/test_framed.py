@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConnectionLostError, InvalidMessageError
-from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.bounded_queue import BoundedQueue
 from outrider.transport.framed_connection import FramedConnection
-from outrider.wire.bundles import join, split
+from outrider.wire.bundles import join_messages, split_frame
 from outrider.wire.codec import (
     decode_verifier_messages,
     encode_verifier_message,
@@ -26,18 +26,18 @@ class Loop:
     peer = "loop"
 
     def __init__(self) -> None:
-        self.wire: Mailbox[bytes] = Mailbox(max_items=4)
+        self.wire: BoundedQueue[bytes] = BoundedQueue(max_items=4)
 
     async def send(self, frame: bytes) -> None:
         await self.wire.put(frame)
 
-    def offer(self, *frames: bytes) -> bool:
-        return self.wire.offer(*frames)
+    def try_send(self, *frames: bytes) -> bool:
+        return self.wire.try_put(*frames)
 
     async def receive(self) -> bytes:
         return await self.wire.get()
 
-    def ready(self) -> list[bytes]:
+    def receive_ready(self) -> list[bytes]:
         return self.wire.take_all()
 
     async def close(self) -> None:
@@ -55,57 +55,59 @@ def beats(*numbers: int) -> list[Heartbeat]:
 
 def with_garbage(*messages: VerifierMessage | None) -> bytes:
     """One frame; None is a malformed message."""
-    (frame,) = join([b"\xff\xff" if m is None else encode_verifier_message(m) for m in messages])
+    (frame,) = join_messages(
+        [b"\xff\xff" if m is None else encode_verifier_message(m) for m in messages]
+    )
     return frame
 
 
 async def test_what_is_offered_together_is_one_frame_in_order() -> None:
     loop, connection = looped()
-    assert connection.offer(*beats(1, 2, 3))
+    assert connection.try_send(*beats(1, 2, 3))
     assert len(loop.wire) == 1
     assert await connection.receive() == Heartbeat(1)
-    assert connection.ready() == beats(2, 3)
-    assert connection.ready() == []
+    assert connection.receive_ready() == beats(2, 3)
+    assert connection.receive_ready() == []
 
 
 async def test_ready_gives_what_has_arrived_in_all_frames() -> None:
     _loop, connection = looped()
-    assert connection.offer(*beats(1, 2))
+    assert connection.try_send(*beats(1, 2))
     await connection.send(Heartbeat(3))
-    assert connection.offer(*beats(4, 5))
+    assert connection.try_send(*beats(4, 5))
     assert await connection.receive() == Heartbeat(1)
-    assert connection.ready() == beats(2, 3, 4, 5)
+    assert connection.receive_ready() == beats(2, 3, 4, 5)
 
 
 async def test_what_is_too_large_for_a_frame_takes_several_of_them() -> None:
     loop, connection = looped()
     verdicts = [echo(proposal(number), rows=1024) for number in range(10)]
-    assert connection.offer(*verdicts)
+    assert connection.try_send(*verdicts)
     frames = loop.wire.take_all()
-    assert [len(split(frame)) for frame in frames] == [3, 3, 3, 1]
-    assert loop.offer(*frames)
-    received: list[Any] = [await connection.receive(), *connection.ready()]
+    assert [len(split_frame(frame)) for frame in frames] == [3, 3, 3, 1]
+    assert loop.try_send(*frames)
+    received: list[Any] = [await connection.receive(), *connection.receive_ready()]
     assert [int(verdicts.digests[0]) for verdicts in received] == list(range(10))
 
 
 async def test_a_full_connection_takes_all_or_none() -> None:
     loop, connection = looped()
     for number in range(4):
-        assert connection.offer(Heartbeat(number))
-    assert not connection.offer(*beats(4, 5))
+        assert connection.try_send(Heartbeat(number))
+    assert not connection.try_send(*beats(4, 5))
     assert len(loop.wire) == 4
 
 
 async def test_a_malformed_message_is_raised_in_its_place_and_costs_itself() -> None:
     loop, connection = looped()
-    loop.offer(with_garbage(Heartbeat(1), Heartbeat(2), None, None, Heartbeat(3)))
-    loop.offer(b"\xff\xff", encode_verifier_message(Heartbeat(4)))
+    loop.try_send(with_garbage(Heartbeat(1), Heartbeat(2), None, None, Heartbeat(3)))
+    loop.try_send(b"\xff\xff", encode_verifier_message(Heartbeat(4)))
     assert await connection.receive() == Heartbeat(1)
-    assert connection.ready() == beats(2)
+    assert connection.receive_ready() == beats(2)
     for _ in range(2):
         with pytest.raises(InvalidMessageError):
             await connection.receive()
-        assert connection.ready() in ([], beats(3))
+        assert connection.receive_ready() in ([], beats(3))
     with pytest.raises(InvalidMessageError):
         await connection.receive()
     assert await connection.receive() == Heartbeat(4)
@@ -115,30 +117,30 @@ async def test_a_cancelled_receive_loses_nothing_of_a_bundle() -> None:
     _loop, connection = looped()
     receiving = asyncio.create_task(connection.receive())
     await asyncio.sleep(0)
-    assert connection.offer(*beats(1, 2, 3))
+    assert connection.try_send(*beats(1, 2, 3))
     receiving.cancel()
     await asyncio.wait((receiving,))
     assert receiving.cancelled()
     assert await connection.receive() == Heartbeat(1)
-    assert connection.ready() == beats(2, 3)
+    assert connection.receive_ready() == beats(2, 3)
 
 
 async def test_what_arrived_before_a_loss_is_read_before_it_is_raised() -> None:
     loop, connection = looped()
-    assert connection.offer(*beats(1, 2, 3))
+    assert connection.try_send(*beats(1, 2, 3))
     loop.wire.close(ConnectionLostError("lost", reason="PEER_LOST"))
     assert await connection.receive() == Heartbeat(1)
-    assert connection.ready() == beats(2, 3)
-    assert connection.ready() == []
+    assert connection.receive_ready() == beats(2, 3)
+    assert connection.receive_ready() == []
     with pytest.raises(ConnectionLostError):
         await connection.receive()
 
 
 async def test_a_closed_connection_gives_nothing_that_was_unread() -> None:
     _loop, connection = looped()
-    assert connection.offer(*beats(1, 2, 3))
+    assert connection.try_send(*beats(1, 2, 3))
     assert await connection.receive() == Heartbeat(1)
     await connection.close()
-    assert connection.ready() == []
+    assert connection.receive_ready() == []
     with pytest.raises(ConnectionLostError):
         await connection.receive()

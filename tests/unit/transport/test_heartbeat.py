@@ -6,11 +6,11 @@ import time
 import pytest
 
 from outrider.errors import ConnectionLostError, InvalidMessageError
-from outrider.transport.bounded_queue import Mailbox
+from outrider.transport.bounded_queue import BoundedQueue
 from outrider.transport.heartbeat import (
     HeartbeatConfig,
     HeartbeatConnection,
-    unless_silent,
+    cancel_if_silent,
     with_heartbeat,
 )
 from outrider.wire.messages import Heartbeat
@@ -25,14 +25,14 @@ class Pipe:
     peer = "pipe"
 
     def __init__(self) -> None:
-        self.incoming: Mailbox[int | Heartbeat | Exception] = Mailbox()
-        self.outgoing: Mailbox[int | Heartbeat] = Mailbox()
+        self.incoming: BoundedQueue[int | Heartbeat | Exception] = BoundedQueue()
+        self.outgoing: BoundedQueue[int | Heartbeat] = BoundedQueue()
 
     async def send(self, message: int | Heartbeat) -> None:
         await self.outgoing.put(message)
 
-    def offer(self, *messages: int | Heartbeat) -> bool:
-        return self.outgoing.offer(*messages)
+    def try_send(self, *messages: int | Heartbeat) -> bool:
+        return self.outgoing.try_put(*messages)
 
     async def receive(self) -> int | Heartbeat:
         message = await self.incoming.get()
@@ -40,7 +40,7 @@ class Pipe:
             raise message
         return message
 
-    def ready(self) -> list[int | Heartbeat]:
+    def receive_ready(self) -> list[int | Heartbeat]:
         found = self.incoming.take_all()
         return [message for message in found if not isinstance(message, Exception)]
 
@@ -72,11 +72,11 @@ async def test_received_heartbeats_are_hidden() -> None:
 
 async def test_heartbeats_are_hidden_among_what_is_ready() -> None:
     pipe, connection = connected()
-    pipe.incoming.offer(Heartbeat(1), 7, Heartbeat(2), 8, Heartbeat(3))
+    pipe.incoming.try_put(Heartbeat(1), 7, Heartbeat(2), 8, Heartbeat(3))
     assert await soon(connection.receive()) == 7
-    assert connection.ready() == [8]
-    assert connection.ready() == []
-    assert connection.offer(1, 2)
+    assert connection.receive_ready() == [8]
+    assert connection.receive_ready() == []
+    assert connection.try_send(1, 2)
     assert pipe.outgoing.take_all() == [1, 2]
     await connection.close()
 
@@ -146,10 +146,10 @@ async def test_unless_silent_gives_the_result_or_up() -> None:
         await asyncio.sleep(delay_s)
         return 5
 
-    assert await unless_silent(asyncio.create_task(after(0.05)), "peer", FAST) == 5
+    assert await cancel_if_silent(asyncio.create_task(after(0.05)), "peer", FAST) == 5
     hanging = asyncio.create_task(after(60))
     with pytest.raises(ConnectionLostError, match="nothing heard from peer"):
-        await unless_silent(hanging, "peer", FAST)
+        await cancel_if_silent(hanging, "peer", FAST)
     await asyncio.wait((hanging,))
     assert hanging.cancelled()
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["inproc", "grpc", "ray"])
+@pytest.mark.parametrize("module", ["in_process", "grpc", "ray"])
 def test_a_transport_imports_neither_torch_nor_a_foreign_runtime(module: str) -> None:
-    forbidden = {"inproc": ["torch", "ray", "grpc"], "grpc": ["torch", "ray"]}.get(
+    forbidden = {"in_process": ["torch", "ray", "grpc"], "grpc": ["torch", "ray"]}.get(
         module, ["torch", "ray"]
     )
     code = (

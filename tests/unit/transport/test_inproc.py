@@ -21,7 +21,7 @@ class Recorder(FakeVerifier):
     async def exchange(self, connection: VerifierConnection) -> None:
         self.messages.append(await connection.receive())
         if self._together:
-            self.messages += connection.ready()
+            self.messages += connection.receive_ready()
 
 
 @pytest.mark.parametrize("encoded", [True, False])
@@ -36,7 +36,7 @@ async def test_unencoded_messages_are_handed_over_as_they_are(encoded: bool) -> 
     assert isinstance(arrived, Proposals) and arrived.digests.tolist() == [3]
     assert (arrived is sent) is not encoded
     await connection.close()
-    await network.withdraw("v")
+    await network.remove("v")
 
 
 async def test_an_unencoded_exchange_answers() -> None:
@@ -47,7 +47,7 @@ async def test_an_unencoded_exchange_answers() -> None:
     verdict = await soon(connection.receive())
     assert isinstance(verdict, Verdicts) and verdict.digests.tolist() == [5]
     await connection.close()
-    await network.withdraw("v")
+    await network.remove("v")
 
 
 async def test_an_address_serves_one_endpoint_of_a_kind() -> None:
@@ -65,7 +65,7 @@ async def test_a_withdrawn_address_is_unreachable_and_may_be_reused() -> None:
     network.serve_drafter("d", FakeDrafter())
     drafter = await network.dialer().drafter("d")
     await drafter.info()
-    await network.withdraw("d")
+    await network.remove("d")
     with pytest.raises(UnavailableError):
         await drafter.info()
     network.serve_drafter("d", FakeDrafter())
@@ -77,8 +77,8 @@ async def test_messages_offered_together_are_ready_together(encoded: bool) -> No
     network, recorder = InprocNetwork(encoded=encoded), Recorder(together=True)
     network.serve_verifier("v", recorder)
     connection = await network.dialer().exchange("v")
-    assert connection.offer(*map(proposal, range(5)))
+    assert connection.try_send(*map(proposal, range(5)))
     await until(lambda: len(recorder.messages) == 5)
     assert [m.digests[0] for m in recorder.messages if isinstance(m, Proposals)] == list(range(5))
     await connection.close()
-    await network.withdraw("v")
+    await network.remove("v")

@@ -14,13 +14,13 @@ import pytest
 from outrider.errors import ConnectionLostError, OutriderError
 from outrider.transport.bounded_queue import MAX_BYTES
 from outrider.transport.grpc import GrpcConfig, GrpcDialer, GrpcServer, verifier_services
-from outrider.transport.grpc.shm_frames import LanedFrames
-from outrider.transport.grpc.shm_negotiation import join_offered, offering
+from outrider.transport.grpc.shm_frames import ShmFrames
+from outrider.transport.grpc.shm_negotiation import join_offered_channel, offer_metadata
 from outrider.transport.grpc.streams import FLUSH_TIMEOUT_S, StreamFrames
 from outrider.transport.heartbeat import HeartbeatConnection
-from outrider.transport.shm import Lane, LaneListener, lane_pair
+from outrider.transport.shm import ShmChannel, ShmListener, make_channel_pair
 from outrider.wire.limits import MAX_BUNDLE_BYTES
-from outrider.wire.messages import LaneOffer
+from outrider.wire.messages import ShmOffer
 from tests.integration.fake_endpoints import FakeVerifier
 from tests.waiting import until
 
@@ -48,9 +48,9 @@ class Rig:
     """Our end, and the bare lane of its peer."""
 
     def __init__(self) -> None:
-        ours, self.peer = lane_pair()
+        ours, self.peer = make_channel_pair()
         self.call = Call()
-        self.frames = LanedFrames(self.call.frames, ours)
+        self.frames = ShmFrames(self.call.frames, ours)
 
 
 @asynccontextmanager
@@ -61,15 +61,15 @@ async def rig() -> AsyncIterator[Rig]:
     finally:
         await made.frames.close()
         made.peer.close()
-        assert made.frames._lane.closed
+        assert made.frames._shm_channel.closed
 
 
-async def told(lane: Lane, count: int) -> list[bytes]:
+async def told(shm_channel: ShmChannel, count: int) -> list[bytes]:
     """So many frames that have come to a bare lane."""
     found: list[bytes] = []
     async with asyncio.timeout(10.0):
         while len(found) < count:
-            found += lane.receive()
+            found += shm_channel.receive()
             await asyncio.sleep(0)
     return found
 
@@ -84,7 +84,7 @@ async def test_frames_of_all_sizes_cross_in_order_both_ways() -> None:
         assert await reading == frames
         for frame in frames[:8]:
             made.peer.send(frame)
-            while made.peer.unsent:
+            while made.peer.num_unsent:
                 made.peer.flush()
                 await asyncio.sleep(0)
             assert await made.frames.receive() == frame
@@ -92,12 +92,12 @@ async def test_frames_of_all_sizes_cross_in_order_both_ways() -> None:
 
 async def test_what_is_offered_together_crosses_together_and_is_there_without_waiting() -> None:
     async with rig() as made:
-        assert made.frames.offer(b"a", b"b", b"c")
+        assert made.frames.try_send(b"a", b"b", b"c")
         assert made.peer.receive() == [b"a", b"b", b"c"]
         made.peer.send(b"1", b"2", b"3")
         assert await made.frames.receive() == b"1"
-        assert made.frames.ready() == [b"2", b"3"]
-        assert made.frames.ready() == []
+        assert made.frames.receive_ready() == [b"2", b"3"]
+        assert made.frames.receive_ready() == []
 
 
 async def test_a_peer_that_does_not_read_makes_the_sender_wait_and_then_hears_all() -> None:
@@ -106,13 +106,13 @@ async def test_a_peer_that_does_not_read_makes_the_sender_wait_and_then_hears_al
         sending = asyncio.create_task(_send_all(made.frames, frames))
         await asyncio.sleep(0.05)
         assert not sending.done()
-        assert not made.frames.offer(b"more")
-        assert made.frames._lane.unsent_bytes <= MAX_BUNDLE_BYTES + len(frames[0])
+        assert not made.frames.try_send(b"more")
+        assert made.frames._shm_channel.unsent_bytes <= MAX_BUNDLE_BYTES + len(frames[0])
         assert await told(made.peer, len(frames)) == frames
         await sending
 
 
-async def _send_all(frames: LanedFrames, sent: list[bytes]) -> None:
+async def _send_all(frames: ShmFrames, sent: list[bytes]) -> None:
     for frame in sent:
         await frames.send(frame)
 
@@ -145,7 +145,7 @@ async def test_what_a_peer_said_before_its_end_is_heard(by_call: bool) -> None:
         with pytest.raises(ConnectionLostError):
             await made.frames.send(b"too late")
         with pytest.raises(ConnectionLostError):
-            made.frames.offer(b"too late")
+            made.frames.try_send(b"too late")
 
 
 async def test_a_sender_learns_of_the_end_and_loses_nothing_that_was_said() -> None:
@@ -153,7 +153,7 @@ async def test_a_sender_learns_of_the_end_and_loses_nothing_that_was_said() -> N
         made.peer.send(b"last")
         made.peer.close()
         with pytest.raises(ConnectionLostError):
-            made.frames.offer(b"to nobody")
+            made.frames.try_send(b"to nobody")
         assert await made.frames.receive() == b"last"
 
 
@@ -196,16 +196,16 @@ async def test_what_waits_is_bounded_in_bytes() -> None:
 async def test_a_full_ring_is_looked_at_now_and_then() -> None:
     async with rig() as made:
         looks = 0
-        flush = made.frames._lane.flush
+        flush = made.frames._shm_channel.flush
 
         def counted() -> None:
             nonlocal looks
             looks += 1
             flush()
 
-        made.frames._lane.flush = counted  # type: ignore[method-assign]
-        assert made.frames.offer(*[bytes(1_000_000)] * 20)
-        assert made.frames._lane.ring_full
+        made.frames._shm_channel.flush = counted  # type: ignore[method-assign]
+        assert made.frames.try_send(*[bytes(1_000_000)] * 20)
+        assert made.frames._shm_channel.ring_full
         await asyncio.sleep(0.1)
         assert looks <= 120
         await told(made.peer, 20)
@@ -213,12 +213,12 @@ async def test_a_full_ring_is_looked_at_now_and_then() -> None:
 
 async def test_closing_that_is_cancelled_lets_go_all_the_same() -> None:
     async with rig() as made:
-        assert made.frames.offer(*[bytes(1_000_000)] * 20)
+        assert made.frames.try_send(*[bytes(1_000_000)] * 20)
         closing = asyncio.create_task(made.frames.close())
         await asyncio.sleep(0.01)
         closing.cancel()
         await asyncio.wait((closing,))
-        assert made.frames._lane.closed
+        assert made.frames._shm_channel.closed
 
 
 async def test_a_frame_that_no_lane_carries_ends_the_stream(
@@ -227,9 +227,9 @@ async def test_a_frame_that_no_lane_carries_ends_the_stream(
     monkeypatch.setattr("outrider.transport.shm.channel.MAX_MESSAGE_BYTES", 1000)
     async with rig() as made:
         with pytest.raises(ConnectionLostError):
-            made.frames.offer(bytes(1001))
+            made.frames.try_send(bytes(1001))
         with pytest.raises(ConnectionLostError):
-            made.frames.offer(b"small")
+            made.frames.try_send(b"small")
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
@@ -243,8 +243,8 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
 async def test_closing_sends_what_is_left_first() -> None:
     frames = [bytes([number]) * 1_000_000 for number in range(18)]
     async with rig() as made:
-        assert made.frames.offer(*frames)
-        assert made.frames._lane.unsent
+        assert made.frames.try_send(*frames)
+        assert made.frames._shm_channel.num_unsent
         closing = asyncio.create_task(made.frames.close())
         assert await told(made.peer, len(frames)) == frames
         await closing
@@ -265,32 +265,34 @@ async def test_aborting_ends_both_directions_at_once() -> None:
     "offer", ["", "x", "a:b", f"{'0' * 32}:{'g' * 32}", f"{'0' * 33}:{'0' * 32}", b"\xff"]
 )
 async def test_an_offer_that_is_none_is_no_offer(offer: str | bytes) -> None:
-    assert await join_offered([("outrider-lane", offer)]) is None
+    assert await join_offered_channel([("outrider-lane", offer)]) is None
 
 
 async def test_a_server_that_finds_no_such_listener_has_no_lane() -> None:
-    assert await join_offered(offering(LaneOffer(name="0" * 32, token=bytes(16)))) is None
-    listener = LaneListener()
+    assert (
+        await join_offered_channel(offer_metadata(ShmOffer(name="0" * 32, token=bytes(16)))) is None
+    )
+    listener = ShmListener()
     try:
-        stranger = LaneOffer(name=listener.offer().name, token=bytes(16))
-        assert await join_offered(offering(stranger)) is None
+        stranger = ShmOffer(name=listener.make_offer().name, token=bytes(16))
+        assert await join_offered_channel(offer_metadata(stranger)) is None
     finally:
         listener.close()
 
 
 async def test_a_call_that_ends_while_its_lane_is_joined_leaves_nothing_open() -> None:
-    listener = LaneListener()
+    listener = ShmListener()
     before = len(os.listdir("/proc/self/fd"))
     for turns in range(12):
-        offer = listener.offer()
-        joining = asyncio.create_task(join_offered(offering(offer)))
+        offer = listener.make_offer()
+        joining = asyncio.create_task(join_offered_channel(offer_metadata(offer)))
         for _ in range(turns):
             await asyncio.sleep(0)
         joining.cancel()
-        (lane,) = await asyncio.gather(joining, return_exceptions=True)
-        if isinstance(lane, Lane):
-            lane.close()
-        listener.withdraw(offer)
+        (shm_channel,) = await asyncio.gather(joining, return_exceptions=True)
+        if isinstance(shm_channel, ShmChannel):
+            shm_channel.close()
+        listener.withdraw_offer(offer)
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     listener.close()
 
@@ -300,24 +302,24 @@ async def test_listeners_that_take_in_nobody_hold_up_nobody_else() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.bind(f"\0outrider-{name}")
         silent.listen(1)
-        metadata = offering(LaneOffer(name=name, token=bytes(16)))
-        joining = [asyncio.create_task(join_offered(metadata)) for _ in range(40)]
+        metadata = offer_metadata(ShmOffer(name=name, token=bytes(16)))
+        joining = [asyncio.create_task(join_offered_channel(metadata)) for _ in range(40)]
         await asyncio.sleep(0.01)
-        listener = LaneListener()
-        offer = listener.offer()
-        lane = await join_offered(offering(offer))
-        assert lane is not None
+        listener = ShmListener()
+        offer = listener.make_offer()
+        shm_channel = await join_offered_channel(offer_metadata(offer))
+        assert shm_channel is not None
         assert any(not task.done() for task in joining)
         assert await asyncio.to_thread(lambda: 3) == 3
         assert any(not task.done() for task in joining)
         assert set(await asyncio.gather(*joining)) == {None}
-        lane.close()
-        (await listener.joined(offer)).close()
+        shm_channel.close()
+        (await listener.wait_joined(offer)).close()
         listener.close()
 
 
 async def test_an_offer_to_nobody_is_withdrawn() -> None:
-    dialer = GrpcDialer(GrpcConfig(lanes=True, connect_timeout_s=0.3))
+    dialer = GrpcDialer(GrpcConfig(shm_channels=True, connect_timeout_s=0.3))
     verifier = await dialer.verifier("127.0.0.1:1")
     with pytest.raises(OutriderError):
         await verifier.sessions()
@@ -328,15 +330,15 @@ async def test_an_offer_to_nobody_is_withdrawn() -> None:
 @pytest.mark.parametrize("client", [False, True])
 @pytest.mark.parametrize("server", [False, True])
 async def test_a_stream_goes_by_a_lane_where_both_ends_wish_so(client: bool, server: bool) -> None:
-    serving = GrpcConfig(lanes=server)
+    serving = GrpcConfig(shm_channels=server)
     running = GrpcServer("127.0.0.1:0", verifier_services(FakeVerifier(), serving), config=serving)
-    dialer = GrpcDialer(GrpcConfig(lanes=client))
+    dialer = GrpcDialer(GrpcConfig(shm_channels=client))
     try:
         verifier = await dialer.verifier(await running.start())
         stream = await verifier.sessions()
         assert isinstance(stream, HeartbeatConnection)
         frames = stream.inner.frames  # type: ignore[attr-defined]
-        assert isinstance(frames, LanedFrames) is (client and server)
+        assert isinstance(frames, ShmFrames) is (client and server)
         await stream.close()
     finally:
         await dialer.close()

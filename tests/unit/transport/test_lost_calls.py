@@ -11,7 +11,7 @@ from grpc.aio import AioRpcError, Metadata
 
 from outrider.errors import ConnectionLostError
 from outrider.transport.grpc.dialer import GrpcVerifier
-from outrider.transport.grpc.error_status import lost_call_error
+from outrider.transport.grpc.error_status import to_lost_error
 from outrider.transport.grpc.options import GrpcConfig
 
 
@@ -29,14 +29,12 @@ def made_by_grpc(code: grpc.StatusCode, details: str) -> AioRpcError:
     ],
 )
 def test_its_own_errors_are_lost_connections(code: grpc.StatusCode, details: str) -> None:
-    error = lost_call_error(made_by_grpc(code, details), peer="10.0.0.1:5")
+    error = to_lost_error(made_by_grpc(code, details), peer="10.0.0.1:5")
     assert isinstance(error, ConnectionLostError) and "10.0.0.1:5" in error.message
 
 
 def test_another_code_stays_what_it_is() -> None:
-    found = lost_call_error(
-        made_by_grpc(grpc.StatusCode.RESOURCE_EXHAUSTED, "too large"), peer="x:1"
-    )
+    found = to_lost_error(made_by_grpc(grpc.StatusCode.RESOURCE_EXHAUSTED, "too large"), peer="x:1")
     assert not isinstance(found, ConnectionLostError)
 
 

@@ -11,27 +11,27 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.transport.shm import INLINE_BYTES, Lane
-from outrider.transport.shm.ring_buffer import HEAD_BYTES, MOST_RESERVED, RING_BYTES
-from outrider.wire.messages import Encoded
+from outrider.transport.shm import MAX_INLINE_BYTES, ShmChannel
+from outrider.transport.shm.ring_buffer import FRAME_HEADER_BYTES, MAX_RESERVED_BYTES, RING_BYTES
+from outrider.wire.messages import EncodedMessage
 from tests.fakes.lanes import lane_pair
 
 SIZE = 300_000
 
 
-def opened(lane: Lane) -> None:
-    lane.open_for(lambda memory: True)
+def opened(shm_channel: ShmChannel) -> None:
+    shm_channel.allow_reservations(lambda memory: True)
 
 
-def place_in(lane: Lane, size: int = SIZE, *, fill: int = 0) -> NDArray[np.uint8]:
-    place = lane.reserve(size)
+def place_in(shm_channel: ShmChannel, size: int = SIZE, *, fill: int = 0) -> NDArray[np.uint8]:
+    place = shm_channel.reserve_frame(size)
     assert place is not None
     place[:] = fill
     return place
 
 
-def framed(place: NDArray[Any], head: bytes = b"head") -> Encoded:
-    return Encoded((head, memoryview(place).cast("B")))
+def framed(place: NDArray[Any], head: bytes = b"head") -> EncodedMessage:
+    return EncodedMessage((head, memoryview(place).cast("B")))
 
 
 def test_what_lies_in_a_place_is_sent_without_being_copied() -> None:
@@ -40,7 +40,7 @@ def test_what_lies_in_a_place_is_sent_without_being_copied() -> None:
         place = place_in(left, fill=7)
         assert place.ctypes.data % 64 == 0
         left.send(framed(place[:-10]))
-        (frame,) = right.borrow()
+        (frame,) = right.receive_views()
         assert bytes(frame) == b"head" + bytes([7]) * (SIZE - 10)
         place[100] = 9
         assert frame[104] == 9
@@ -58,7 +58,7 @@ def test_frames_cross_in_the_order_of_sending_wherever_they_lie() -> None:
         for _ in range(600):
             match rng.randrange(5):
                 case 0:
-                    place = left.reserve(rng.choice([70_000, 800_000, 2_000_000]))
+                    place = left.reserve_frame(rng.choice([70_000, 800_000, 2_000_000]))
                     if place is not None:
                         content = rng.randbytes(len(place))
                         place[:] = np.frombuffer(content, np.uint8)
@@ -76,7 +76,7 @@ def test_frames_cross_in_the_order_of_sending_wherever_they_lie() -> None:
                     left.send(frame)
                     sent.append(frame)
                 case 3:
-                    found += map(bytes, right.borrow())
+                    found += map(bytes, right.receive_views())
                     left.flush()
                 case _:
                     held.clear()
@@ -86,7 +86,7 @@ def test_frames_cross_in_the_order_of_sending_wherever_they_lie() -> None:
         held.clear()
         while len(found) < len(sent):
             left.flush()
-            found += map(bytes, right.borrow())
+            found += map(bytes, right.receive_views())
         assert found == sent
         assert placed > 50
 
@@ -97,12 +97,12 @@ def test_a_place_is_used_again_once_both_sides_have_let_go_of_it() -> None:
 
         def room() -> int:
             places = []
-            while (place := left.reserve(2_000_000)) is not None:
+            while (place := left.reserve_frame(2_000_000)) is not None:
                 places.append(place)
             return len(places)
 
         whole = room()
-        assert whole == RING_BYTES // (2_000_000 + HEAD_BYTES + 64)
+        assert whole == RING_BYTES // (2_000_000 + FRAME_HEADER_BYTES + 64)
         place = place_in(left, 2_000_000)
         view = place[5:]
         del place
@@ -111,25 +111,25 @@ def test_a_place_is_used_again_once_both_sides_have_let_go_of_it() -> None:
         assert room() == whole
         place = place_in(left, 2_000_000)
         left.send(framed(place))
-        (frame,) = right.borrow()
+        (frame,) = right.receive_views()
         del place
         assert room() < whole
         del frame
         assert room() == whole
 
 
-@pytest.mark.parametrize("size", [10, INLINE_BYTES, MOST_RESERVED + 1])
+@pytest.mark.parametrize("size", [10, MAX_INLINE_BYTES, MAX_RESERVED_BYTES + 1])
 def test_what_is_small_or_too_large_has_no_place(size: int) -> None:
     with lane_pair() as (left, _):
         opened(left)
-        assert left.reserve(size) is None
+        assert left.reserve_frame(size) is None
 
 
 def test_without_pinned_memory_there_are_no_places() -> None:
     with lane_pair() as (left, _):
-        assert left.reserve(SIZE) is None
-        left.open_for(lambda memory: False)
-        assert left.reserve(SIZE) is None
+        assert left.reserve_frame(SIZE) is None
+        left.allow_reservations(lambda memory: False)
+        assert left.reserve_frame(SIZE) is None
 
 
 def test_nothing_overtakes_what_waits_for_room() -> None:
@@ -138,7 +138,7 @@ def test_nothing_overtakes_what_waits_for_room() -> None:
         place = place_in(left, fill=1)
         frames = [bytes([number]) * 3_000_000 for number in range(8)]
         left.send(*frames)
-        assert left.unsent and left.reserve(SIZE) is None
+        assert left.num_unsent and left.reserve_frame(SIZE) is None
         left.send(framed(place))
         place[:] = 2
         # What is behind it waits for whoever looks at it.
@@ -156,16 +156,22 @@ def test_a_place_is_sent_once_and_copied_after_that() -> None:
         place = place_in(left, fill=3)
         left.send(framed(place, b"first"), framed(place, b"second"))
         place[:] = 4
-        assert [bytes(frame)[-1] for frame in right.borrow()] == [4, 3]
+        assert [bytes(frame)[-1] for frame in right.receive_views()] == [4, 3]
 
 
 def test_a_head_that_finds_no_room_before_the_place_is_copied_with_it() -> None:
     with lane_pair() as (left, right):
         opened(left)
         place = place_in(left, fill=3)
-        left.send(framed(place, bytes(HEAD_BYTES)), framed(place[:100_000], bytes(HEAD_BYTES + 1)))
-        found = [bytes(frame) for frame in right.borrow()]
-        assert found == [bytes(HEAD_BYTES) + bytes(place), bytes(HEAD_BYTES + 1) + b"\3" * 100_000]
+        left.send(
+            framed(place, bytes(FRAME_HEADER_BYTES)),
+            framed(place[:100_000], bytes(FRAME_HEADER_BYTES + 1)),
+        )
+        found = [bytes(frame) for frame in right.receive_views()]
+        assert found == [
+            bytes(FRAME_HEADER_BYTES) + bytes(place),
+            bytes(FRAME_HEADER_BYTES + 1) + b"\3" * 100_000,
+        ]
 
 
 def test_memory_stays_pinned_until_the_last_place_is_let_go_after_the_lane_closed() -> None:
@@ -177,9 +183,9 @@ def test_memory_stays_pinned_until_the_last_place_is_let_go_after_the_lane_close
         return True
 
     with lane_pair() as (left, _):
-        left.open_for(pin)
+        left.allow_reservations(pin)
         place = place_in(left, fill=5)
-    assert left.reserve(SIZE) is None
+    assert left.reserve_frame(SIZE) is None
     gc.collect()
     assert pinned[0]() is not None and int(place.sum()) == 5 * SIZE
     del place

@@ -43,10 +43,10 @@ class Heard:
         self.error: OutriderError | None = None
         self.drafters: list[DrafterId | None] = []
 
-    def moved(self, drafter_id: DrafterId | None) -> None:
+    def handle_drafter_change(self, drafter_id: DrafterId | None) -> None:
         self.drafters.append(drafter_id)
 
-    def fail(self, error: OutriderError) -> None:
+    def fail_session(self, error: OutriderError) -> None:
         assert self.error is None
         self.error = error
 
@@ -104,8 +104,8 @@ class Far:
 async def test_each_listener_hears_of_its_own_session() -> None:
     far, first, second = Far(), Heard(), Heard()
     stream = SessionStream(far.connect, deliver)
-    stream.open(spec("a"), first)
-    stream.open(spec("b"), second)
+    stream.open_session(spec("a"), first)
+    stream.open_session(spec("b"), second)
     openings = [await far.said(), await far.said()]
     one, two = (message.handle for message in openings if isinstance(message, SessionOpen))
     await far.say(events((one, [1, 2], 0), (two, [3], 3)))
@@ -124,8 +124,8 @@ async def test_each_listener_hears_of_its_own_session() -> None:
 async def test_a_row_without_sense_ends_its_session_alone() -> None:
     far, bad, good = Far(), Heard(), Heard()
     stream = SessionStream(far.connect, deliver)
-    stream.open(spec("a"), bad)
-    stream.open(spec("b"), good)
+    stream.open_session(spec("a"), bad)
+    stream.open_session(spec("b"), good)
     await far.said()
     await far.said()
     await far.say(events((1, [-1], 0), (2, [7], 0)))
@@ -138,12 +138,12 @@ async def test_a_row_without_sense_ends_its_session_alone() -> None:
 async def test_columns_that_do_not_fit_lose_the_stream_and_the_next_opening_makes_another() -> None:
     far, first, second = Far(), Heard(), Heard()
     stream = SessionStream(far.connect, deliver)
-    stream.open(spec("a"), first)
+    stream.open_session(spec("a"), first)
     await far.said()
     await far.say(replace(events((1, [7], 0)), flags=np.zeros(2, np.uint8)))
     assert isinstance(first.error, ConnectionLostError)
     far.end = None
-    stream.open(spec("b"), second)
+    stream.open_session(spec("b"), second)
     opening = await far.said()
     assert isinstance(opening, SessionOpen) and far.connections == 2
     await far.say(events((opening.handle, [8], 0)))
@@ -156,10 +156,10 @@ async def test_what_is_left_before_there_is_a_connection_is_left_on_it() -> None
     far, heard = Far(), Heard()
     far.up.clear()
     stream = SessionStream(far.connect, deliver)
-    opened = stream.open(spec("a"), heard)
+    opened = stream.open_session(spec("a"), heard)
     await asyncio.sleep(0)
-    opened.leave()
-    opened.leave()
+    opened.leave_session()
+    opened.leave_session()
     far.up.set()
     assert isinstance(await far.said(), SessionOpen)
     assert await far.said() == SessionLeave(1)
@@ -170,16 +170,16 @@ async def test_what_is_left_before_there_is_a_connection_is_left_on_it() -> None
 async def test_who_moves_a_session_hears_whose_it_is_and_nothing_after_leaving() -> None:
     far, heard = Far(), Heard()
     stream = SessionStream(far.connect, deliver)
-    opened = stream.open(spec("a"), heard)
+    opened = stream.open_session(spec("a"), heard)
     assert isinstance(await far.said(), SessionOpen)
-    opened.move(DrafterId("d"))
+    opened.request_drafter(DrafterId("d"))
     assert await far.said() == SessionMove(1, DrafterId("d"))
     await far.say(SessionMoved(1, DrafterId("d")))
     await far.say(SessionMoved(1, None))
     await far.say(SessionMoved(99, DrafterId("d")))
     assert heard.drafters == ["d", None]
-    opened.leave()
-    opened.move(DrafterId("e"))
+    opened.leave_session()
+    opened.request_drafter(DrafterId("e"))
     await far.say(SessionMoved(1, DrafterId("d")))
     assert await far.said() == SessionLeave(1)
     await stream.close()
@@ -191,7 +191,7 @@ async def test_a_verifier_that_cannot_be_reached_fails_the_opening() -> None:
         raise UnavailableError("nobody there", reason="UNREACHABLE")
 
     stream, heard = SessionStream(refused, deliver), Heard()
-    stream.open(spec("a"), heard)
+    stream.open_session(spec("a"), heard)
     await until(lambda: heard.error is not None)
     assert heard.error is not None and heard.error.reason == "UNREACHABLE"
     await stream.close()
@@ -200,25 +200,25 @@ async def test_a_verifier_that_cannot_be_reached_fails_the_opening() -> None:
 async def test_a_stream_that_need_not_last_ends_with_its_last_session() -> None:
     far = Far()
     stream = SessionStream(far.connect, deliver, lasting=False)
-    first, second = stream.open(spec("a"), Heard()), stream.open(spec("b"), Heard())
+    first, second = stream.open_session(spec("a"), Heard()), stream.open_session(spec("b"), Heard())
     await far.said()
     before = len(asyncio.all_tasks())
-    first.leave()
+    first.leave_session()
     await asyncio.sleep(0.01)
     assert len(asyncio.all_tasks()) == before
-    second.leave()
+    second.leave_session()
     await until(lambda: len(asyncio.all_tasks()) == 1)
 
 
 async def test_late_frames_of_a_session_that_was_left_reach_nobody() -> None:
     far, old, new = Far(), Heard(), Heard()
     stream = SessionStream(far.connect, deliver)
-    opened = stream.open(spec("a"), old)
+    opened = stream.open_session(spec("a"), old)
     first = await far.said()
     assert isinstance(first, SessionOpen)
     await far.say(events((first.handle, [1, 2], 0)))
-    opened.leave()
-    stream.open(replace(spec("a"), epoch=1), new)
+    opened.leave_session()
+    stream.open_session(replace(spec("a"), epoch=1), new)
     assert isinstance(await far.said(), SessionLeave)
     second = await far.said()
     assert isinstance(second, SessionOpen) and second.handle != first.handle
@@ -233,17 +233,17 @@ async def test_late_frames_of_a_stream_that_was_dropped_reach_nobody() -> None:
     far, old, new = Far(), Heard(), Heard()
     drains: list[float] = []
     stream = SessionStream(far.connect, deliver, on_draining=drains.append)
-    stream.open(spec("a"), old)
+    stream.open_session(spec("a"), old)
     opening = await far.said()
     assert isinstance(opening, SessionOpen)
     end = far.end
     # These are in the pipe, or read but not looked at, when the stream is given up.
     for message in (events((opening.handle, [1], 0)), SessionsDraining(5.0)):
         await end.send(encode_sessions_message(message))
-    stream.drop()
+    stream.close_in_background()
     assert isinstance(old.error, ConnectionLostError)
     far.end = None
-    stream.open(replace(spec("a"), epoch=1), new)
+    stream.open_session(replace(spec("a"), epoch=1), new)
     again = await far.said()
     assert isinstance(again, SessionOpen) and again.handle != opening.handle
     assert old.tokens == [] and drains == []
@@ -257,18 +257,18 @@ async def test_who_watches_hears_of_a_loss_before_the_sessions_do_and_of_no_clos
     far, order = Far(), list[str]()
 
     class Noting(Heard):
-        def fail(self, error: OutriderError) -> None:
+        def fail_session(self, error: OutriderError) -> None:
             order.append("session")
 
     stream = SessionStream(far.connect, deliver, on_lost=lambda error: order.append("stream"))
-    stream.open(spec("a"), Noting())
+    stream.open_session(spec("a"), Noting())
     await far.said()
     await far.end.close()
     await until(lambda: order == ["stream", "session"])
     far.end = None
-    stream.open(spec("b"), Noting())
+    stream.open_session(spec("b"), Noting())
     await far.said()
-    stream.drop()
+    stream.close_in_background()
     await asyncio.sleep(0.01)
     assert order == ["stream", "session", "session"]
     await stream.close()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from outrider.errors import ConnectionLostError
-from outrider.transport.grpc.eager_coroutine import Begun
+from outrider.transport.grpc.eager_coroutine import EagerCoroutine
 from outrider.transport.grpc.streams import StreamFrames
 from tests.waiting import soon
 
@@ -46,12 +46,12 @@ async def test_an_offered_frame_reaches_an_idle_call_before_anything_else_runs()
     call = Call()
     frames = call.frames()
     await until_parked()
-    assert frames.offer(b"1")
+    assert frames.try_send(b"1")
     assert call.started == [b"1"]
     call.may_write.set()
     await until_parked()
     assert call.written == [b"1"]
-    assert frames.offer(b"2")
+    assert frames.try_send(b"2")
     assert call.started == [b"1", b"2"]
     await frames.close()
     assert call.written == [b"1", b"2"]
@@ -61,10 +61,10 @@ async def test_frames_offered_together_are_written_in_order_the_first_at_once() 
     call = Call()
     frames = call.frames()
     await until_parked()
-    assert frames.offer(b"1", b"2", b"3")
+    assert frames.try_send(b"1", b"2", b"3")
     assert call.started == [b"1"]
-    assert frames.offer(b"4", b"5")
-    assert frames.offer()
+    assert frames.try_send(b"4", b"5")
+    assert frames.try_send()
     call.may_write.set()
     await frames.close()
     assert call.written == [b"1", b"2", b"3", b"4", b"5"]
@@ -73,17 +73,17 @@ async def test_frames_offered_together_are_written_in_order_the_first_at_once() 
 async def test_frames_that_have_arrived_are_ready() -> None:
     call = Call()
     frames = call.frames()
-    assert frames.ready() == []
+    assert frames.receive_ready() == []
     for frame in (b"1", b"2", b"3"):
         call.incoming.put_nowait(frame)
     assert await soon(frames.receive()) == b"1"
     await until_parked()
-    assert frames.ready() == [b"2", b"3"]
+    assert frames.receive_ready() == [b"2", b"3"]
     call.incoming.put_nowait(b"4")
     call.incoming.put_nowait(None)
     await until_parked()
-    assert frames.ready() == [b"4"]
-    assert frames.ready() == []
+    assert frames.receive_ready() == [b"4"]
+    assert frames.receive_ready() == []
     with pytest.raises(ConnectionLostError):
         await frames.receive()
     await frames.close()
@@ -94,7 +94,7 @@ async def test_one_write_at_a_time_in_order() -> None:
     frames = call.frames()
     await until_parked()
     for frame in (b"1", b"2"):
-        assert frames.offer(frame)
+        assert frames.try_send(frame)
     await frames.send(b"3")
     await until_parked()
     assert call.started == [b"1"]
@@ -110,7 +110,7 @@ async def test_a_frame_offered_while_a_write_ends_does_not_overtake() -> None:
     await until_parked()
     sent = [bytes([number]) for number in range(50)]
     for frame in sent:
-        assert frames.offer(frame)
+        assert frames.try_send(frame)
         await asyncio.sleep(0)
     await frames.close()
     assert call.written == sent
@@ -121,11 +121,11 @@ async def test_a_write_that_fails_at_once_ends_the_stream() -> None:
     frames = call.frames()
     await until_parked()
     call.refuses = True
-    assert frames.offer(b"1")
+    assert frames.try_send(b"1")
     with pytest.raises(ConnectionLostError):
         await soon(frames.receive())
     with pytest.raises(ConnectionLostError):
-        frames.offer(b"2")
+        frames.try_send(b"2")
     await frames.close()
 
 
@@ -133,7 +133,7 @@ async def test_a_write_that_hangs_is_cancelled_by_close() -> None:
     call = Call()
     frames = call.frames()
     await until_parked()
-    frames.offer(b"1")
+    frames.try_send(b"1")
     await frames.close()
     assert call.started == [b"1"] and call.cancelled == [b"1"]
 
@@ -144,7 +144,7 @@ async def test_a_closed_stream_writes_nothing() -> None:
     await until_parked()
     frames.abort(ConnectionLostError("lost peer", reason="PEER_LOST"))
     with pytest.raises(ConnectionLostError):
-        frames.offer(b"1")
+        frames.try_send(b"1")
     assert call.started == []
     await frames.close()
 
@@ -156,7 +156,7 @@ async def test_what_a_begun_coroutine_raises_is_raised_by_the_await() -> None:
         raise ConnectionLostError("lost", reason="PEER_LOST")
 
     for steps in range(3):
-        begun = Begun(fails(steps))
+        begun = EagerCoroutine(fails(steps))
         with pytest.raises(ConnectionLostError, match="lost"):
             await begun
 
@@ -172,10 +172,10 @@ async def test_a_begun_coroutine_may_outlive_a_cancellation() -> None:
         await asyncio.sleep(0)
         steps.append("done")
 
-    async def wait_for(begun: Begun) -> None:
+    async def wait_for(begun: EagerCoroutine) -> None:
         await begun
 
-    task = asyncio.create_task(wait_for(Begun(stubborn())))
+    task = asyncio.create_task(wait_for(EagerCoroutine(stubborn())))
     await asyncio.sleep(0)
     task.cancel()
     await task

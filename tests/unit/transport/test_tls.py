@@ -11,7 +11,7 @@ import pytest
 from outrider.config import from_plain
 from outrider.errors import FailedPreconditionError, InvalidRequestError, PermissionDeniedError
 from outrider.transport.tls import (
-    Role,
+    CertificateRole,
     RoleNames,
     TlsConfig,
     TlsFiles,
@@ -54,23 +54,23 @@ def test_between_processes_both_ends_need_all_three_files(tmp_path: Path) -> Non
 def test_a_role_is_a_name_in_the_certificate() -> None:
     config = TlsConfig()
     for name in ("drafter.outrider.internal", "spiffe://outrider/role/drafter"):
-        config.check_caller(["somewhere.example", name], [Role.DRAFTER])
+        config.check_caller(["somewhere.example", name], [CertificateRole.DRAFTER])
         with pytest.raises(PermissionDeniedError, match="role router") as refused:
-            config.check_caller([name], [Role.ROUTER])
+            config.check_caller([name], [CertificateRole.ROUTER])
         assert refused.value.reason == "WRONG_ROLE"
     with pytest.raises(PermissionDeniedError):
-        config.check_caller([], [Role.ROUTER, Role.OPERATOR])
+        config.check_caller([], [CertificateRole.ROUTER, CertificateRole.OPERATOR])
 
 
 def test_names_of_a_role_can_be_given_and_then_count_alone() -> None:
     config = TlsConfig(
         names=RoleNames(router=("router.example", "spiffe://example/ns/a/sa/router"))
     )
-    config.check_caller(["spiffe://example/ns/a/sa/router"], [Role.ROUTER])
+    config.check_caller(["spiffe://example/ns/a/sa/router"], [CertificateRole.ROUTER])
     with pytest.raises(PermissionDeniedError):
-        config.check_caller(["router.outrider.internal"], [Role.ROUTER])
-    assert config.names_of(Role.ROUTER)[0] == "router.example"
-    assert config.names_of(Role.DRAFTER)[0] == "drafter.outrider.internal"
+        config.check_caller(["router.outrider.internal"], [CertificateRole.ROUTER])
+    assert config.names_of(CertificateRole.ROUTER)[0] == "router.example"
+    assert config.names_of(CertificateRole.DRAFTER)[0] == "drafter.outrider.internal"
 
 
 def test_files_that_are_missing_or_no_good_say_which(authority: Authority, tmp_path: Path) -> None:
@@ -94,20 +94,20 @@ def test_a_changed_pair_is_taken_up_when_all_of_it_is_there(authority: Authority
     config = authority.issue("router")
     assert config.cert is not None and config.key is not None
     files = TlsFiles(config)
-    before = files.current()
-    assert files.current() is before
+    before = files.current_material()
+    assert files.current_material() is before
     cert, key = config.cert.read_bytes(), config.key.read_bytes()
     authority.issue("router")
     new_cert, new_key = config.cert.read_bytes(), config.key.read_bytes()
     config.key.write_bytes(key)
     _touch(config.cert, 1)
     # Half of it: the old pair stands.
-    assert files.current() == before and before.cert == cert
+    assert files.current_material() == before and before.cert == cert
     config.key.write_bytes(new_key)
     _touch(config.key, 2)
-    assert files.current().cert == new_cert
+    assert files.current_material().cert == new_cert
     config.cert.unlink()
-    assert files.current().cert == new_cert
+    assert files.current_material().cert == new_cert
 
 
 def test_other_servers_get_the_same_certificates(authority: Authority) -> None:

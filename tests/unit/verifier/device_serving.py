@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 from outrider_verifier.server.service import VerifierService
 
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.linear import PlainLinear
 from outrider.engine.model_loader import load_target
-from outrider.grammar.grammar_cache import Grammars
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.grammar.grammar_cache import GrammarCache
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.transport.in_process import InprocNetwork
 from outrider.wire.messages import SpecStats
@@ -39,7 +39,7 @@ SAMPLINGS = {
     ),
     "biased mode": SamplingParams(logit_bias=((7, 2.5), (40, -50.0)), frequency_penalty=0.7),
 }
-OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
+OWN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=3)
 
 
 @asynccontextmanager
@@ -69,7 +69,7 @@ async def serving(
                 device=place,
                 make_linear=PlainLinear,
             )
-            settings["features_from"] = str(head_dir)
+            settings["feature_head"] = str(head_dir)
     defaults: dict[str, Any] = {
         "max_tree_nodes": 16,
         "prefill_tokens_per_round": 16,
@@ -78,7 +78,7 @@ async def serving(
         "swap_space_gb": 0.05,
     }
     config = VerifierConfig(model="tiny", max_sessions=8, device=place, **(defaults | settings))
-    runner = DeviceRoundEngine.build(config, target, projection, head) if device else None
+    runner = GpuModelRunner.build(config, target, projection, head) if device else None
     held = target.pool.free_blocks
     service = VerifierService(
         config,
@@ -87,7 +87,9 @@ async def serving(
         runner=runner,
         pool=target.pool,
         max_context_len=target.config.max_position_embeddings,
-        grammars=Grammars.load(target_dir / "tokenizer.json", vocab_size=target.vocab_size),
+        grammars=GrammarCache.from_tokenizer_file(
+            target_dir / "tokenizer.json", vocab_size=target.vocab_size
+        ),
     )
     try:
         yield service
@@ -98,7 +100,7 @@ async def serving(
 
 async def run_all(
     service: VerifierService,
-    plan: Plan,
+    plan: SpeculationPlan,
     sampling: SamplingParams,
     drafter: Any = None,
     prompts: tuple[tuple[int, ...], ...] = PROMPTS,
@@ -132,13 +134,15 @@ def plain_texts(target_dir: Path) -> dict[str, list[list[int]]]:
         found = {}
         async with serving(target_dir, device=None) as service:
             for name, sampling in SAMPLINGS.items():
-                found[name] = [tokens for tokens, _ in await run_all(service, Plan(), sampling)]
+                found[name] = [
+                    tokens for tokens, _ in await run_all(service, SpeculationPlan(), sampling)
+                ]
         return found
 
     return asyncio.run(collect())
 
 
-def follow(text: dict[tuple[int, ...], list[int]], plan: Plan) -> ProposeFn:
+def follow(text: dict[tuple[int, ...], list[int]], plan: SpeculationPlan) -> ProposeFn:
     """A chain, or a tree with wrong siblings, along a known text."""
 
     def propose(followed: Followed) -> Draft:
@@ -154,7 +158,7 @@ def follow(text: dict[tuple[int, ...], list[int]], plan: Plan) -> ProposeFn:
 async def run_drafted(
     service: VerifierService,
     known: dict[tuple[int, ...], list[int]],
-    plan: Plan,
+    plan: SpeculationPlan,
     sampling: SamplingParams,
     **other: Any,
 ) -> list[tuple[list[int], SpecStats]]:
@@ -165,7 +169,7 @@ async def run_drafted(
 async def run_proposed(
     service: VerifierService,
     propose: ProposeFn,
-    plan: Plan,
+    plan: SpeculationPlan,
     sampling: SamplingParams,
     **other: Any,
 ) -> list[tuple[list[int], SpecStats]]:
@@ -192,4 +196,4 @@ async def attached(service: VerifierService, propose: ProposeFn) -> AsyncIterato
     await until(lambda: service._core.counters["attached"] > 0)
     yield
     await drafter.detach()
-    await network.withdraw(ADDRESS)
+    await network.remove(ADDRESS)

@@ -13,11 +13,11 @@ import numpy as np
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.server.service import VerifierService
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.errors import OutriderError
 from outrider.ids import DrafterId, SessionId
-from outrider.spec.noise import Stream
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.noise import NoiseStream
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.transport.heartbeat import HeartbeatConfig
@@ -30,9 +30,11 @@ from tests.waiting import until
 
 ADDRESS = "verifier:1"
 DRAFTER = DrafterId("drafter-0")
-CHAIN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
-TREE = Plan(method=DraftMethod.EAGLE3, draft_tokens=12, top_k=3, patience_ms=30_000)
-LONG = replace(CHAIN, patience_ms=20_000)
+CHAIN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=30_000)
+TREE = SpeculationPlan(
+    method=DraftMethod.EAGLE3, draft_tokens=12, top_k=3, proposal_timeout_ms=30_000
+)
+LONG = replace(CHAIN, proposal_timeout_ms=20_000)
 
 
 def make_spec(
@@ -41,7 +43,7 @@ def make_spec(
     prompt: Sequence[int] = (3, 1, 4, 1, 5),
     max_new_tokens: int = 16,
     drafter: DrafterId | None = DRAFTER,
-    plan: Plan = CHAIN,
+    plan: SpeculationPlan = CHAIN,
     sampling: SamplingParams | None = None,
     **other: Any,
 ) -> SessionSpec:
@@ -125,8 +127,12 @@ class Rig:
         assert self.service._core.num_proposals == 0
         store = self.service._core.store
         assert store is None or store.used_bytes == 0
-        room = self.service._core.room
-        assert not room.running and not room.waiting and room.swapped_bytes == 0
+        block_manager = self.service._core.room
+        assert (
+            not block_manager.running
+            and not block_manager.waiting
+            and block_manager.swapped_bytes == 0
+        )
 
 
 @asynccontextmanager
@@ -136,7 +142,7 @@ async def verifier(
     features: bool = True,
     runner: FakeRunner | None = None,
     heartbeat: HeartbeatConfig | None = None,
-    awake: AwakeCores | None = None,
+    busy_cores: BusyCores | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running verifier; everything is stopped at the end."""
@@ -152,7 +158,7 @@ async def verifier(
         runner=runner,
         pool=target.pool,
         max_context_len=4096,
-        awake=awake,
+        busy_cores=busy_cores,
     )
     network = InprocNetwork(heartbeat=heartbeat)
     network.serve_verifier(ADDRESS, service)
@@ -165,7 +171,7 @@ async def verifier(
             with contextlib.suppress(OutriderError):
                 await drafter.detach()
             assert drafter.broken is None, drafter.broken
-        await network.withdraw(ADDRESS)
+        await network.remove(ADDRESS)
         await service.stop()
 
 
@@ -184,7 +190,9 @@ def truth(target: FakeTarget, followed: Followed, depth: int) -> list[int]:
     """What the target will emit after the session's present prefix; where that depends on coins,
     which a drafter does not know, the most probable text."""
     sampling = followed.start.sampling
-    if not (sampling.effective_rule is Rule.GREEDY or sampling.knows(Stream.TARGET)):
+    if not (
+        sampling.effective_rule is Rule.GREEDY or sampling.has_noise_stream(NoiseStream.TARGET)
+    ):
         sampling = replace(sampling, temperature=0.0, draft_key=0)
     return target.decode(followed.tokens, depth, sampling)
 

@@ -15,41 +15,41 @@ from outrider.ids import SessionId
 def preempt_often(service: VerifierService, *, every: int = 3, most: int = 4) -> None:
     """Before every so many rounds, have the session preempted that was least often, `most` times
     at most; a round in flight with it is settled first. The policy lets it in again."""
-    room: Any = service._core.room
-    ready, rounds = room.ready, count(1)
+    block_manager: Any = service._core.room
+    ready, rounds = block_manager.prepare_round, count(1)
 
-    def restless(now: float, *, touched: int, flying: Container[SessionId]) -> bool:
-        running = [s for s in room.running.values() if s.preemptions < most]
-        due = room.pressed or next(rounds) % every == 0
+    def restless(now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
+        running = [s for s in block_manager.running.values() if s.preemptions < most]
+        due = block_manager.pressed or next(rounds) % every == 0
         if due and running:
             victim = min(running, key=lambda session: session.preemptions)
-            room.pressed = victim.session_id in flying
-            if room.pressed:
+            block_manager.pressed = victim.session_id in in_flight
+            if block_manager.pressed:
                 return False
-            room._preempt(victim, now)
-        return bool(ready(now, touched=touched, flying=flying))
+            block_manager._preempt(victim, now)
+        return bool(ready(now, touched=touched, in_flight=in_flight))
 
-    room.ready = restless
+    block_manager.prepare_round = restless
 
 
 def hold(service: VerifierService, since: Callable[[], bool]) -> Callable[[], None]:
     """Begin no round while `since()` is true, which the engine's thread asks; what is asked of the
     verifier is done, but nobody is let in or preempted. To be called to let rounds begin again:
     however late a test's loop is, its sessions are where it wants them."""
-    room: Any = service._core.room
-    ready, over = room.ready, False
+    block_manager: Any = service._core.room
+    ready, over = block_manager.prepare_round, False
 
-    def holding(now: float, *, touched: int, flying: Container[SessionId]) -> bool:
+    def holding(now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
         if not over and since():
             time.sleep(0.001)
             return False
-        return bool(ready(now, touched=touched, flying=flying))
+        return bool(ready(now, touched=touched, in_flight=in_flight))
 
     def release() -> None:
         nonlocal over
         over = True
 
-    room.ready = holding
+    block_manager.prepare_round = holding
     return release
 
 

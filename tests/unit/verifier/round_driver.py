@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
-from outrider_verifier.model_runner.cpu_runner import RoundEngine
-from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
-from outrider_verifier.model_runner.interface import Flight, RoundRunner
-from outrider_verifier.model_runner.rows import Draft
+from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
+from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
+from outrider_verifier.model_runner.interface import ModelRunner, RoundHandle
+from outrider_verifier.model_runner.rows import VerifyDraft
 from outrider_verifier.state.session import Session
 
 from outrider.engine.heads import load_feature_projection, load_head
@@ -28,10 +28,10 @@ PIECE = 16
 MAX_NODES = 12
 
 
-def host_runner(target_dir: Path, *, blocks: int = 64, **_: Any) -> tuple[RoundRunner, KVPool]:
+def host_runner(target_dir: Path, *, blocks: int = 64, **_: Any) -> tuple[ModelRunner, KVPool]:
     """The host's engine on the tiny target, with so many blocks of 16 tokens."""
     target = load_target(target_dir, kv_tokens=16 * blocks, packed=False)
-    return RoundEngine(target, None, max_nodes=MAX_NODES), target.pool
+    return CpuModelRunner(target, None, max_nodes=MAX_NODES), target.pool
 
 
 def device_runner(
@@ -42,7 +42,7 @@ def device_runner(
     device: str = "cpu",
     weights: torch.dtype = torch.float32,
     **settings: Any,
-) -> tuple[RoundRunner, KVPool]:
+) -> tuple[ModelRunner, KVPool]:
     """The device's engine, with an own head if there is one."""
     place: dict[str, Any] = {"device": device, "dtype": weights}
     target = load_target(target_dir, kv_tokens=16 * blocks, packed=False, **place)
@@ -56,18 +56,18 @@ def device_runner(
             make_linear=PlainLinear,
             **place,
         )
-        settings = {"placement": "fused", "features_from": str(head_dir), **settings}
+        settings = {"placement": "fused", "feature_head": str(head_dir), **settings}
     config = VerifierConfig(
         model="tiny", max_sessions=4, device=device, max_tree_nodes=MAX_NODES, **settings
     )
-    return DeviceRoundEngine.build(config, target, projection, head), target.pool
+    return GpuModelRunner.build(config, target, projection, head), target.pool
 
 
 @dataclass(eq=False)
 class Driver:
     """Runs rounds of its sessions, all of them at once."""
 
-    runner: RoundRunner
+    runner: ModelRunner
     pool: KVPool
     swap: SwapSpace | None = None
     ahead: bool = False
@@ -78,7 +78,7 @@ class Driver:
     """Tokens that are run before a session decodes, by ticket."""
     whole: bool = False
     """Whether sessions hold at once all the blocks that they may ever need."""
-    draft: Callable[[Session], Draft | None] = lambda session: None
+    draft: Callable[[Session], VerifyDraft | None] = lambda session: None
     """Drafts from outside."""
     counts: list[int] = field(default_factory=list)
     """Tokens that each row emitted, round after round."""
@@ -86,26 +86,28 @@ class Driver:
     """Nodes of own drafts that each round verified, by ticket."""
     gone: set[bool] = field(default_factory=set)
     """Whether sessions were suspended with a copy, and without."""
-    flights: deque[tuple[Flight, list[PrefillRow], list[VerifyRow]]] = field(default_factory=deque)
+    flights: deque[tuple[RoundHandle, list[PrefillRow], list[VerifyRow]]] = field(
+        default_factory=deque
+    )
 
     def open(self, spec: SessionSpec) -> Session:
         """A session that waits."""
         session = Session.create(
             spec,
             ticket=len(self.sessions) + len(self.waiting),
-            kv=self.pool.sequence(),
+            kv=self.pool.new_sequence(),
             now=0.0,
             keeps_features=False,
         )
-        session.own_draft = self.runner.drafts_itself
-        self.runner.open(session)
+        session.in_process_draft_length = self.runner.in_process_draft_length
+        self.runner.open_session(session)
         self.waiting.append(session)
         return session
 
     def resume(self, session: Session) -> bool:
         """With blocks for what is written; more come as it goes on."""
         assert session.kv.reserve(max(1, session.length - 1))
-        kept = self.runner.resume(session)
+        kept = self.runner.resume_session(session)
         session.prefill_sent = session.kv.len
         self.ends[session.ticket] = session.length - int(session.emitted > 0)
         self.waiting.remove(session)
@@ -117,7 +119,7 @@ class Driver:
         self.settle_all()
         self.sessions.remove(session)
         self.waiting.append(session)
-        kept = self.runner.suspend(session, self.swap if swap else None)
+        kept = self.runner.suspend_session(session, self.swap if swap else None)
         assert session.kv.num_blocks == 0
         self.gone.add(kept)
         return kept
@@ -141,34 +143,36 @@ class Driver:
                 session.prefill_sent = row.end
             else:
                 draft = self.draft(session)
-                verify.append(VerifyRow(session, draft=draft, own_depth=session.own_depth))
+                verify.append(
+                    VerifyRow(session, draft=draft, in_process_depth=session.in_process_depth)
+                )
                 nodes = verify[-1].nodes
             self._reserve(session, nodes)
         if prefill or verify:
-            self.flights.append((self.runner.submit(prefill, verify), prefill, verify))
+            self.flights.append((self.runner.submit_round(prefill, verify), prefill, verify))
         while len(self.flights) > int(self.ahead and bool(prefill or verify)):
             self.settle()
 
     def _reserve(self, session: Session, nodes: int) -> None:
         """No more than the next round may write."""
         base = session.max_len if self.whole else max(session.kv.len, session.prefill_sent)
-        slack = self.runner.slack
-        need = base + (slack.most if self.whole else slack.beyond(session, nodes))
+        slack = self.runner.slot_headroom
+        need = base + (slack.max_slots if self.whole else slack.slots_beyond(session, nodes))
         if session.kv.blocks_missing(need):
             assert session.kv.reserve(need)
-            self.runner.grown(session)
+            self.runner.record_new_blocks(session)
 
     def settle(self) -> None:
         """Collect the oldest round."""
         flight, prefill, verify = self.flights.popleft()
-        outcome = self.runner.collect(flight)
-        results = [*outcome.prefill, *outcome.decoded.rows()]
+        outcome = self.runner.collect_round(flight)
+        results = [*outcome.prefill, *outcome.decoded.all_rows()]
         for row, result in zip([*prefill, *verify], results, strict=True):
             session = row.session
             if result.tokens:
                 self.counts.append(len(result.tokens))
-                self.drafted.setdefault(session.ticket, []).append(result.drafted)
-                session.append(result.tokens[: session.remaining], 0.0)
+                self.drafted.setdefault(session.ticket, []).append(result.draft_nodes)
+                session.commit_tokens(result.tokens[: session.remaining], 0.0)
 
     def settle_all(self) -> None:
         """Nothing is in flight any more."""
@@ -185,8 +189,8 @@ class Driver:
         self.settle_all()
         for session in [*self.sessions, *self.waiting]:
             session.kv.release()
-            session.ended = True
-            self.runner.close(session)
+            session.is_ended = True
+            self.runner.close_session(session)
         self.sessions.clear()
         self.waiting.clear()
 

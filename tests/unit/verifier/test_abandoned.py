@@ -6,20 +6,20 @@ from typing import Any
 
 import numpy as np
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.engine.core import Core
-from outrider_verifier.exchange.feature_store import FEW
+from outrider_verifier.engine.core import EngineCore
+from outrider_verifier.exchange.feature_store import MAX_SINGLE_ROWS
 from outrider_verifier.server.service import VerifierService
-from outrider_verifier.state.commands import Open
+from outrider_verifier.state.commands import OpenSession
 from outrider_verifier.state.session import Session
 
 from tests.fakes.target import FakeProjection, FakeTarget
 from tests.unit.verifier.harness import make_spec
 
 
-def _opened(core: Core, ticket: int, name: str) -> Session:
+def _opened(core: EngineCore, ticket: int, name: str) -> Session:
     spec = make_spec(name)
     nobody: Any = None
-    core.handle(Open(ticket, spec, nobody), 0.0)
+    core.handle_command(OpenSession(ticket, spec, nobody), 0.0)
     return core.sessions[spec.session_id]
 
 
@@ -33,11 +33,11 @@ def test_what_a_round_still_has_of_an_abandoned_session_is_nobodys() -> None:
     assert store is not None
     left = _opened(core, 1, "left")
     before = left.handle
-    core.abandon()
-    assert left.ended and not core.sessions
+    core.drop_all_sessions()
+    assert left.is_ended and not core.sessions
     next_one = _opened(core, 2, "next")
-    assert next_one.handle == before and store.complete(next_one.handle)
-    rows = np.ones((FEW, FakeProjection().hidden_size), store._dtype)
-    store.append_each([left.handle] * FEW, rows)
+    assert next_one.handle == before and store.is_complete(next_one.handle)
+    rows = np.ones((MAX_SINGLE_ROWS, FakeProjection().hidden_size), store._dtype)
+    store.append_each([left.handle] * MAX_SINGLE_ROWS, rows)
     store.append(left.handle, rows)
     assert store.used_bytes == 0

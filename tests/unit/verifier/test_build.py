@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
-from outrider_verifier.model_runner.cpu_runner import RoundEngine
-from outrider_verifier.server.service_builder import build_service, uses_device_engine
+from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
+from outrider_verifier.server.service_builder import build_service, uses_gpu_runner
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
 from outrider.spec.plan import DraftMethod
@@ -28,15 +28,15 @@ def config(model: Path, **settings: Any) -> VerifierConfig:
     ("settings", "device"),
     [
         ({}, False),
-        ({"features_from": "h"}, False),
-        ({"features_from": "h", "placement": "colocated"}, True),
-        ({"features_from": "h", "placement": "fused"}, True),
+        ({"feature_head": "h"}, False),
+        ({"feature_head": "h", "placement": "colocated"}, True),
+        ({"feature_head": "h", "placement": "fused"}, True),
         ({"simulated_acceptance": "2.6"}, True),
         ({"device": "cuda:0"}, True),
     ],
 )
 def test_the_device_engine_runs_what_only_it_can(settings: dict[str, Any], device: bool) -> None:
-    assert uses_device_engine(config(Path("m"), **settings)) is device
+    assert uses_gpu_runner(config(Path("m"), **settings)) is device
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_device_engine_runs_what_only_it_can(settings: dict[str, Any], devic
     [
         ({"device": "no such"}, InvalidRequestError, "device"),
         ({"device": "cuda:99"}, FailedPreconditionError, "cuda:99 is not there"),
-        ({"placement": "fused", "features_from": "h"}, FailedPreconditionError, "triton"),
+        ({"placement": "fused", "feature_head": "h"}, FailedPreconditionError, "triton"),
     ],
 )
 def test_what_this_installation_cannot_compute_on_is_refused_before_anything_is_loaded(
@@ -60,10 +60,14 @@ def test_what_this_installation_cannot_compute_on_is_refused_before_anything_is_
 
 async def test_on_a_cpu_the_hosts_engine_runs_over_the_default_budget(tiny_target: Path) -> None:
     service = build_service(config(tiny_target, kv_tokens=0))
-    assert isinstance(service._rounds._engine, RoundEngine)
+    assert isinstance(service._rounds._engine, CpuModelRunner)
     info = await service.info()
     assert info.kv_total_blocks * info.kv_block_tokens == DEFAULT_KV_TOKENS
-    assert (info.own_methods, info.own_draft_length, info.simulated_acceptance) == ((), 0, "")
+    assert (info.in_process_methods, info.in_process_draft_length, info.simulated_acceptance) == (
+        (),
+        0,
+        "",
+    )
 
 
 @pytest.mark.parametrize("placement", ["colocated", "fused"])
@@ -71,10 +75,10 @@ async def test_a_head_in_this_process_is_told_to_the_router(
     placement: str, tiny_target: Path, tiny_head: Path
 ) -> None:
     service = build_service(
-        config(tiny_target, features_from=str(tiny_head), placement=placement, draft_length=4)
+        config(tiny_target, feature_head=str(tiny_head), placement=placement, draft_length=4)
     )
     info = await service.info()
-    assert (info.own_methods, info.own_draft_length) == ((DraftMethod.EAGLE3,), 4)
+    assert (info.in_process_methods, info.in_process_draft_length) == ((DraftMethod.EAGLE3,), 4)
     # What the engine holds for itself is no capacity.
     assert info.kv_free_blocks == info.kv_total_blocks
 
@@ -84,7 +88,7 @@ async def test_simulated_acceptance_is_said_in_the_log_and_in_the_info(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         service = build_service(
-            config(tiny_target, features_from=str(tiny_head), simulated_acceptance="2.6")
+            config(tiny_target, feature_head=str(tiny_head), simulated_acceptance="2.6")
         )
     assert "SIMULATED ACCEPTANCE" in caplog.text
     assert (await service.info()).simulated_acceptance == "2.6"
@@ -93,14 +97,14 @@ async def test_simulated_acceptance_is_said_in_the_log_and_in_the_info(
 def test_a_head_that_cannot_draft_here_is_refused(
     tiny_target: Path, tiny_head: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="features_from"):
-        build_service(config(tiny_target, features_from=str(tmp_path), placement="fused"))
+    with pytest.raises(InvalidRequestError, match="feature_head"):
+        build_service(config(tiny_target, feature_head=str(tmp_path), placement="fused"))
     other = tmp_path / "head"
     shutil.copytree(tiny_head, other)
     shape = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(shape | {"vocab_size": 512}))
     with pytest.raises((InvalidRequestError, FailedPreconditionError)):
-        build_service(config(tiny_target, features_from=str(other), placement="fused"))
+        build_service(config(tiny_target, feature_head=str(other), placement="fused"))
 
 
 def test_a_cpu_is_served_without_triton() -> None:

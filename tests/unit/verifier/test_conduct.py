@@ -5,92 +5,92 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from outrider_verifier.exchange.drafter_health import (
-    BURST,
-    MAX_KNOWN,
-    NODES,
-    PER_SESSION,
-    PER_WISH,
-    REFILL,
-    Conduct,
-    Conducts,
+    BURST_ENTRIES,
+    ENTRIES_PER_RELEASE,
+    ENTRIES_PER_REQUEST,
+    MAX_DRAFTERS,
+    NODES_PER_ENTRY,
+    REFILL_ENTRIES_PER_S,
+    DrafterHealth,
+    DrafterHealthRegistry,
 )
 
 from outrider.ids import DrafterId
 
 
-def hear(conduct: Conduct, now: float, entries: int = 1, **kind: int) -> bool:
+def hear(drafter_health: DrafterHealth, now: float, entries: int = 1, **kind: int) -> bool:
     """Proposals that could be of use, unless told otherwise."""
     facts = {"nodes": 0, "useful": entries, "unsound": 0, "strays": 0} | kind
-    return conduct.heard(now, entries=entries, **facts)
+    return drafter_health.record_proposals(now, entries=entries, **facts)
 
 
 def test_silence_begins_with_a_wait_during_which_nothing_was_heard() -> None:
-    conduct = Conduct()
-    hear(conduct, 5.0)
+    drafter_health = DrafterHealth()
+    hear(drafter_health, 5.0)
     # Somebody was answered while this one waited.
-    assert not conduct.failed(since=4.0)
-    assert not conduct.silent
-    assert conduct.failed(since=6.0)
-    assert conduct.silent and conduct.silent_s(8.5) == 2.5
+    assert not drafter_health.record_timeout(since=4.0)
+    assert not drafter_health.is_silent
+    assert drafter_health.record_timeout(since=6.0)
+    assert drafter_health.is_silent and drafter_health.silent_s(8.5) == 2.5
     # It is told once.
-    assert not conduct.failed(since=7.0)
-    assert conduct.silent_s(9.0) == 3.0
-    assert conduct.missed == 3
-    assert hear(conduct, 9.5)
-    assert not conduct.silent and conduct.silent_s(20.0) == 0.0
-    assert not hear(conduct, 9.6)
+    assert not drafter_health.record_timeout(since=7.0)
+    assert drafter_health.silent_s(9.0) == 3.0
+    assert drafter_health.missed == 3
+    assert hear(drafter_health, 9.5)
+    assert not drafter_health.is_silent and drafter_health.silent_s(20.0) == 0.0
+    assert not hear(drafter_health, 9.6)
 
 
 def test_whoever_connects_anew_has_said_something() -> None:
-    conduct = Conduct()
-    conduct.failed(since=1.0)
-    conduct.attached()
-    assert not conduct.silent
+    drafter_health = DrafterHealth()
+    drafter_health.record_timeout(since=1.0)
+    drafter_health.record_attach()
+    assert not drafter_health.is_silent
 
 
 def test_what_was_on_its_way_is_no_fault() -> None:
-    conduct = Conduct()
-    hear(conduct, 1.0, 3, useful=0, strays=3)
-    assert conduct.invalid == 3
-    conduct.released()
-    hear(conduct, 1.0, PER_SESSION + 5, useful=0, strays=PER_SESSION + 5)
-    assert conduct.invalid == 3 + 5
-    hear(conduct, 1.0, 2, useful=1, unsound=1)
-    assert conduct.invalid == 9 and conduct.answers == 1
-    conduct.babbled(1.0)
-    assert conduct.invalid == 10
+    drafter_health = DrafterHealth()
+    hear(drafter_health, 1.0, 3, useful=0, strays=3)
+    assert drafter_health.invalid == 3
+    drafter_health.record_release()
+    hear(drafter_health, 1.0, ENTRIES_PER_RELEASE + 5, useful=0, strays=ENTRIES_PER_RELEASE + 5)
+    assert drafter_health.invalid == 3 + 5
+    hear(drafter_health, 1.0, 2, useful=1, unsound=1)
+    assert drafter_health.invalid == 9 and drafter_health.answers == 1
+    drafter_health.record_malformed(1.0)
+    assert drafter_health.invalid == 10
 
 
 def test_a_drafter_may_send_what_it_was_asked_for_and_some_more() -> None:
-    conduct = Conduct()
+    drafter_health = DrafterHealth()
     for number in range(1000):
-        conduct.asked(8)
-        hear(conduct, 0.01 * number, 8 * 65, useful=8, nodes=8 * 65 * 8)
-    assert not conduct.floods
-    idle = Conduct()
+        drafter_health.record_requests(8)
+        hear(drafter_health, 0.01 * number, 8 * 65, useful=8, nodes=8 * 65 * 8)
+    assert not drafter_health.is_flooding
+    idle = DrafterHealth()
     for number in range(30_000):
-        hear(idle, number / (REFILL / 2.0), 1, useful=0)
-    assert not idle.floods
+        hear(idle, number / (REFILL_ENTRIES_PER_S / 2.0), 1, useful=0)
+    assert not idle.is_flooding
 
 
 def test_who_sends_more_than_anybody_asked_for_floods() -> None:
-    conduct = Conduct()
-    for _ in range(round(BURST)):
-        conduct.babbled(0.0)
-    assert not conduct.floods
-    conduct.babbled(0.0)
-    assert conduct.floods
-    quitter = Conduct()
-    quitter.gave_up(round(BURST), 0.0)
-    assert quitter.floods and not quitter.invalid
+    drafter_health = DrafterHealth()
+    for _ in range(round(BURST_ENTRIES)):
+        drafter_health.record_malformed(0.0)
+    assert not drafter_health.is_flooding
+    drafter_health.record_malformed(0.0)
+    assert drafter_health.is_flooding
+    quitter = DrafterHealth()
+    quitter.record_lost_sessions(round(BURST_ENTRIES), 0.0)
+    assert quitter.is_flooding and not quitter.invalid
     # Neither a wish nor much of a moment makes up for it, and no connection does.
-    large = Conduct()
-    hear(large, 0.0, 1, useful=0, nodes=round(2 * BURST * NODES))
-    large.asked(1)
-    large.attached()
-    assert large.floods
+    large = DrafterHealth()
+    hear(large, 0.0, 1, useful=0, nodes=round(2 * BURST_ENTRIES * NODES_PER_ENTRY))
+    large.record_requests(1)
+    large.record_attach()
+    assert large.is_flooding
     hear(large, 1.0, 1)
-    assert large.floods
+    assert large.is_flooding
 
 
 @given(
@@ -104,32 +104,32 @@ def test_who_sends_more_than_anybody_asked_for_floods() -> None:
 def test_whatever_comes_what_is_allowed_is_bounded(
     steps: list[tuple[float, int, int, bool, bool]],
 ) -> None:
-    conduct, now, asked, cost = Conduct(), 0.0, 0, 0.0
+    drafter_health, now, asked, cost = DrafterHealth(), 0.0, 0, 0.0
     for pause, wishes, entries, useful, sound in steps:
         now += pause
-        conduct.asked(wishes)
+        drafter_health.record_requests(wishes)
         asked += wishes
-        before = conduct.invalid
+        before = drafter_health.invalid
         hear(
-            conduct,
+            drafter_health,
             now,
             entries,
             useful=entries * useful * sound,
             unsound=entries * (not sound),
         )
         cost += 1 + entries * (not (useful and sound))
-        assert conduct.invalid - before == entries * (not sound)
-        if cost > BURST + REFILL * now + PER_WISH * asked:
-            assert conduct.floods
-        if cost <= BURST:
-            assert not conduct.floods
+        assert drafter_health.invalid - before == entries * (not sound)
+        if cost > BURST_ENTRIES + REFILL_ENTRIES_PER_S * now + ENTRIES_PER_REQUEST * asked:
+            assert drafter_health.is_flooding
+        if cost <= BURST_ENTRIES:
+            assert not drafter_health.is_flooding
 
 
 def test_a_name_is_remembered_and_the_number_of_names_is_bounded() -> None:
-    conducts = Conducts()
-    first = conducts.of(DrafterId("d"))
-    assert conducts.of(DrafterId("d")) is first
-    for number in range(MAX_KNOWN):
-        conducts.of(DrafterId(f"other {number}"))
-    assert len(conducts._known) == MAX_KNOWN
-    assert conducts.of(DrafterId("d")) is not first
+    health_registry = DrafterHealthRegistry()
+    first = health_registry.get_health(DrafterId("d"))
+    assert health_registry.get_health(DrafterId("d")) is first
+    for number in range(MAX_DRAFTERS):
+        health_registry.get_health(DrafterId(f"other {number}"))
+    assert len(health_registry._known) == MAX_DRAFTERS
+    assert health_registry.get_health(DrafterId("d")) is not first

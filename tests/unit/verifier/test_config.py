@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from outrider_verifier.__main__ import parse_args
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.model_runner.gpu_runner.shape_family import family_of
+from outrider_verifier.model_runner.gpu_runner.shape_family import shape_family_for
 
 from outrider.config import load_config
-from outrider.engine.device.graphs.shapes import Drafts
+from outrider.engine.device.graphs.shapes import DraftKind
 from outrider.errors import InvalidRequestError
 
 
@@ -34,15 +34,15 @@ def test_flags_of_the_verifier_fill_its_configuration(tmp_path: Path) -> None:
         {"metrics_port": 70000},
         {"placement": "elsewhere"},
         {"placement": "fused"},
-        {"placement": "colocated", "features_from": ""},
-        {"placement": "fused", "features_from": "h", "draft_length": 20, "max_tree_nodes": 16},
+        {"placement": "colocated", "feature_head": ""},
+        {"placement": "fused", "feature_head": "h", "draft_length": 20, "max_tree_nodes": 16},
         {"draft_length": 0},
         {"draft_length": 65},
-        {"draft_topk": 0},
-        {"draft_topk": 4, "simulated_acceptance": "2.0"},
-        {"prompt_stretch": 0.9},
-        {"gather_ms": -2},
-        {"gather_ms": -0.5},
+        {"draft_top_k": 0},
+        {"draft_top_k": 4, "simulated_acceptance": "2.0"},
+        {"max_prefill_slowdown": 0.9},
+        {"batch_wait_ms": -2},
+        {"batch_wait_ms": -0.5},
         {"memory_fraction": 0.0},
         {"memory_fraction": 1.1},
         {"simulated_acceptance": "often"},
@@ -63,27 +63,31 @@ def test_a_verifier_configuration_out_of_range_is_refused(changes: dict[str, obj
     [
         ({}, 0.0, 2.0),
         ({"device": "cuda"}, 0.005, 0.0),
-        ({"device": "cuda:1", "gather_ms": -1}, 0.005, 0.0),
-        ({"device": "cuda:1", "gather_ms": 2}, 0.002, 0.0),
-        ({"gather_ms": 0}, 0.0, 0.0),
-        ({"gather_ms": 2}, 0.002, 0.0),
+        ({"device": "cuda:1", "batch_wait_ms": -1}, 0.005, 0.0),
+        ({"device": "cuda:1", "batch_wait_ms": 2}, 0.002, 0.0),
+        ({"batch_wait_ms": 0}, 0.0, 0.0),
+        ({"batch_wait_ms": 2}, 0.002, 0.0),
     ],
 )
 def test_how_long_rows_are_gathered_follows_the_device(
     settings: dict[str, object], seconds: float, rounds: float
 ) -> None:
     config = load_config(VerifierConfig, None, settings)
-    assert (config.gather_s, config.gather_rounds) == (seconds, rounds)
+    assert (config.batch_wait_s, config.batch_wait_rounds) == (seconds, rounds)
 
 
 def test_flags_place_the_head_and_simulate() -> None:
-    flags = "--model m --features-from h --placement fused --draft-length 5 --no-cuda-graphs"
+    flags = "--model m --feature-head h --placement fused --draft-length 5 --no-cuda-graphs"
     config = parse_args([*flags.split(), "--simulated-acceptance", "3.2"])
-    assert (config.placement, config.draft_length, config.drafts_itself) == ("fused", 5, True)
+    assert (config.placement, config.draft_length, config.has_in_process_drafter) == (
+        "fused",
+        5,
+        True,
+    )
     assert not config.cuda_graphs
     assert len(config.simulated_rates) == 5
     plain = parse_args(["--model", "m"])
-    assert plain.cuda_graphs and not plain.drafts_itself and plain.simulated_rates == ()
+    assert plain.cuda_graphs and not plain.has_in_process_drafter and plain.simulated_rates == ()
     separate = parse_args(["--model", "m", "--simulated-acceptance", "0.8,0.6,0.4"])
     assert separate.simulated_rates == (0.8, 0.6, 0.4)
 
@@ -97,11 +101,14 @@ def test_parsing_flags_imports_no_torch() -> None:
 
 
 def test_where_it_is_simulated_what_stands_no_shape_is_of_trees() -> None:
-    settings: dict[str, Any] = {"placement": "fused", "features_from": "h", "draft_length": 3}
+    settings: dict[str, Any] = {"placement": "fused", "feature_head": "h", "draft_length": 3}
     simulated = VerifierConfig(model="m", simulated_acceptance="2.6", **settings)
     usual = VerifierConfig(model="m", **settings)
     found = [
-        {shape.drafts for shape in family_of(config, own_nodes=4, features=False).shapes()}
+        {
+            shape.draft_kind
+            for shape in shape_family_for(config, in_process_nodes=4, features=False).all_shapes()
+        }
         for config in (simulated, usual)
     ]
-    assert found == [{Drafts.NONE, Drafts.OWN}, set(Drafts)]
+    assert found == [{DraftKind.NONE, DraftKind.IN_PROCESS}, set(DraftKind)]

@@ -10,11 +10,11 @@ from itertools import cycle
 
 import pytest
 from outrider_verifier.engine.schedule_policy import plan_round
-from outrider_verifier.model_runner.gpu_runner.round_times import RoundTimes
-from outrider_verifier.state.round_plan import Limits, RowState
+from outrider_verifier.model_runner.gpu_runner.round_times import MeasuredRoundTimes
+from outrider_verifier.state.round_plan import RoundLimits, RowState
 
 from outrider.engine.device.graphs.shape_family import ShapeFamily
-from outrider.engine.device.graphs.shapes import PIECE_BUCKETS, PIECE_TOKENS
+from outrider.engine.device.graphs.shapes import CHUNK_BUCKETS, CHUNK_TOKENS
 from outrider.ids import SessionId
 
 NODES = 5
@@ -23,8 +23,8 @@ ROUNDS_OF_AN_ANSWER = 21
 FEW_ROUNDS = 14
 """Of answers of 42."""
 PROMPTS = (60, 110, 90, 190, 130, 70, 240, 120)
-FAMILY = ShapeFamily(max_rows=64, max_nodes=1, own_nodes=NODES, features=False, judges=False)
-SECONDS = {shape: 5.3e-3 + 19e-6 * shape.token_rows for shape in FAMILY.shapes()}
+FAMILY = ShapeFamily(max_rows=64, max_nodes=1, in_process_nodes=NODES, features=False, judges=False)
+SECONDS = {shape: 5.3e-3 + 19e-6 * shape.token_rows for shape in FAMILY.all_shapes()}
 
 
 def shares(
@@ -32,14 +32,14 @@ def shares(
 ) -> tuple[float, float]:
     """Of a steady service: the mean share of the sessions that decode, and the longest round over
     the median one."""
-    known = RoundTimes(FAMILY, drafts_itself=True, prompt_stretch=2.0)
-    known.learn(SECONDS)
-    limits = Limits(
-        prefill_tokens=PIECE_BUCKETS[-1] * PIECE_TOKENS,
-        prefill_beside=lambda rows, crowded: known.prompt_tokens_beside(rows, crowds and crowded),
-        piece_tokens=PIECE_TOKENS,
+    known = MeasuredRoundTimes(FAMILY, drafts_itself=True, max_prefill_slowdown=2.0)
+    known.set_measurements(SECONDS)
+    limits = RoundLimits(
+        prefill_tokens=CHUNK_BUCKETS[-1] * CHUNK_TOKENS,
+        prefill_limit=lambda rows, crowded: known.prompt_tokens_beside(rows, crowds and crowded),
+        chunk_tokens=CHUNK_TOKENS,
         decode_tokens=1024,
-        gather_s=0.005,
+        batch_wait_s=0.005,
     )
     prompts, left = cycle(PROMPTS), dict[int, tuple[int, int]]()
     now, lasted, decoding = 0.0, list[float](), list[int]()
@@ -48,8 +48,8 @@ def shares(
     for _ in range(600):
         rows = [_row(session, *each) for session, each in left.items()]
         plan = plan_round(rows, now, limits)
-        pieces = sum(-(-chunk.num_tokens // PIECE_TOKENS) for chunk in plan.prefill)
-        took = known.plain_s(len(plan.decode), own=True, pieces=pieces)
+        chunks = sum(-(-chunk.num_tokens // CHUNK_TOKENS) for chunk in plan.prefill)
+        took = known.plain_s(len(plan.decode), own=True, chunks=chunks)
         assert took is not None
         now += took
         lasted.append(took)
@@ -72,8 +72,8 @@ def _row(session: int, prompt: int, rounds: int) -> RowState:
         session_id=SessionId(str(session)),
         prefill_left=prompt,
         nodes=None,
-        since=0.0,
-        own_nodes=NODES - 1,
+        root_known_at=0.0,
+        in_process_nodes=NODES - 1,
     )
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outrider_verifier.exchange.verdict_builder import Followed
-from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+from outrider_verifier.exchange.verdict_builder import AdvancedBatch
+from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 from outrider_verifier.server.service import VerifierService
 from torch import Tensor
 
-from outrider.engine.device.drafting.in_process_drafter import OwnHead
+from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter
 from outrider.engine.device.graphs.shape_family import ShapeFamily
-from outrider.engine.device.graphs.shapes import PIECE_TOKENS
-from outrider.engine.kernels.logits_processor.process import warp_drafts
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.engine.device.graphs.shapes import CHUNK_TOKENS
+from outrider.engine.kernels.logits_processor.process import process_draft_logits
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import TensorDtype, Verdicts, WireTensor
 from tests.grids import thorough
@@ -46,7 +46,7 @@ async def test_plain_text_is_the_hosts(
     name: str, tiny_target: Path, texts: dict[str, list[list[int]]]
 ) -> None:
     async with serving(tiny_target) as service:
-        results = await run_all(service, Plan(), SAMPLINGS[name])
+        results = await run_all(service, SpeculationPlan(), SAMPLINGS[name])
     assert [tokens for tokens, _ in results] == texts[name]
 
 
@@ -98,9 +98,9 @@ async def test_own_trees_change_no_text(
         placement=placement,
         max_tree_nodes=nodes,
         draft_length=nodes,
-        draft_topk=16,
+        draft_top_k=16,
     ) as service:
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=nodes)
+        plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=nodes)
         results = await run_all(service, plan, SAMPLINGS[name])
     assert [tokens for tokens, _ in results] == texts[name]
     stats = [stats for _, stats in results]
@@ -123,7 +123,7 @@ async def test_own_drafts_serve_the_sampled_rules(
     rule: Rule, topk: int, tiny_target: Path, tiny_head: Path
 ) -> None:
     sampling = SamplingParams(temperature=1.0, seed=4, rule=rule)
-    async with serving(tiny_target, tiny_head, placement="fused", draft_topk=topk) as service:
+    async with serving(tiny_target, tiny_head, placement="fused", draft_top_k=topk) as service:
         results = await run_all(service, OWN, sampling)
         again = await run_all(service, OWN, sampling)
     assert [tokens for tokens, _ in results] == [tokens for tokens, _ in again]
@@ -131,7 +131,9 @@ async def test_own_drafts_serve_the_sampled_rules(
     assert all(stats.proposed > 0 for _, stats in results)
 
 
-async def stopped_text(service: VerifierService, stops: tuple[int, ...], plan: Plan) -> list[int]:
+async def stopped_text(
+    service: VerifierService, stops: tuple[int, ...], plan: SpeculationPlan
+) -> list[int]:
     """An answer that may stop at these ids from its tenth token on."""
     spec = make_spec(
         prompt=PROMPTS[0],
@@ -152,7 +154,7 @@ async def test_a_minimum_length_ends_inside_a_round(
     plain = texts["coupled"][0]
     stops = (plain[2], plain[5], plain[14])
     async with serving(tiny_target, device=None) as service:
-        expected = await stopped_text(service, stops, Plan())
+        expected = await stopped_text(service, stops, SpeculationPlan())
     assert len(expected) >= 9 and not set(stops) & set(expected[:9])
     for placement in ("colocated", "fused"):
         async with serving(tiny_target, tiny_head, placement=placement) as service:
@@ -165,22 +167,22 @@ async def test_the_heads_drafts_are_warped_too(
 ) -> None:
     """By the same history as the target's, in columns of their own."""
     changed = 0
-    draft = OwnHead.draft
+    draft = InProcessDrafter.draft_round
 
     def spy(logits: Tensor, *args: Any) -> Tensor:
         nonlocal changed
         before = logits.float().clone()
-        found = warp_drafts(logits, *args)
+        found = process_draft_logits(logits, *args)
         changed += int((found != before).any(dim=-1).sum())
         return found
 
-    def compare(self: OwnHead, *args: Any, **options: Any) -> None:
+    def compare(self: InProcessDrafter, *args: Any, **options: Any) -> None:
         ids = self.weights.target_ids
         assert torch.equal(self.warp.state.counts, self._slots.warp.state.counts[:, ids])
         draft(self, *args, **options)
 
-    monkeypatch.setattr("outrider.engine.device.drafting.draft_program.warp_drafts", spy)
-    monkeypatch.setattr(OwnHead, "draft", compare)
+    monkeypatch.setattr("outrider.engine.device.drafting.draft_program.process_draft_logits", spy)
+    monkeypatch.setattr(InProcessDrafter, "draft_round", compare)
     async with serving(tiny_target, tiny_head, placement="fused") as service:
         await run_all(service, OWN, SAMPLINGS[name])
     assert changed > 20
@@ -190,7 +192,7 @@ async def test_the_heads_drafts_are_warped_too(
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_drafts_from_outside_change_no_text(
     name: str,
-    plan: Plan,
+    plan: SpeculationPlan,
     tiny_target: Path,
     tiny_head: Path,
     texts: dict[str, list[list[int]]],
@@ -204,27 +206,27 @@ async def test_drafts_from_outside_change_no_text(
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 async def test_a_round_of_many_launches_keeps_them_apart(
-    plan: Plan,
+    plan: SpeculationPlan,
     tiny_target: Path,
     tiny_head: Path,
     texts: dict[str, list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More launches than a ring has places, of one shape: each session its own outcome."""
-    monkeypatch.setattr(ShapeFamily, "most_rows", lambda family, nodes: 1)
-    monkeypatch.setattr("outrider.engine.device.transfer.buffers.RING", 1)
+    monkeypatch.setattr(ShapeFamily, "max_rows", lambda family, nodes: 1)
+    monkeypatch.setattr("outrider.engine.device.transfer.buffers.NUM_STAGING_BUFFERS", 1)
     prompts = (*PROMPTS, *PROMPTS)
     most: list[int] = []
-    submit = DeviceRoundEngine.submit
+    submit = GpuModelRunner.submit_round
 
     def noted(engine: Any, *rows: Any) -> Any:
         flight = submit(engine, *rows)
         most.append(len(flight.groups))
         return flight
 
-    monkeypatch.setattr(DeviceRoundEngine, "submit", noted)
+    monkeypatch.setattr(GpuModelRunner, "submit_round", noted)
     known = dict(zip(PROMPTS, texts["greedy"], strict=True))
-    async with serving(tiny_target, tiny_head, gather_ms=200.0) as service:
+    async with serving(tiny_target, tiny_head, batch_wait_ms=200.0) as service:
         results = await run_drafted(
             service, known, plan, SAMPLINGS["greedy"], prompts=prompts, max_new_tokens=20
         )
@@ -242,7 +244,7 @@ def long_texts(tiny_target: Path) -> list[list[int]]:
 
     async def collect() -> list[list[int]]:
         async with serving(tiny_target, device=None) as service:
-            results = await run_all(service, Plan(), SAMPLINGS["coupled"], prompts=LONG)
+            results = await run_all(service, SpeculationPlan(), SAMPLINGS["coupled"], prompts=LONG)
         return [tokens for tokens, _ in results]
 
     return asyncio.run(collect())
@@ -255,7 +257,7 @@ async def test_prompts_of_many_pieces_give_the_hosts_text(
 ) -> None:
     head = {} if placement == "separate" else {"placement": placement}
     accepted = []
-    for chunk in (7, PIECE_TOKENS, 1024):  # less than a piece, one, and all of them at once
+    for chunk in (7, CHUNK_TOKENS, 1024):  # less than a piece, one, and all of them at once
         async with serving(
             tiny_target, tiny_head, prefill_tokens_per_round=chunk, **head
         ) as service:
@@ -286,18 +288,18 @@ async def test_a_bucket_of_pieces_that_is_not_full_harms_nothing(
 
 
 async def told_features(
-    target_dir: Path, head_dir: Path, known: list[list[int]], plan: Plan, **options: Any
+    target_dir: Path, head_dir: Path, known: list[list[int]], plan: SpeculationPlan, **options: Any
 ) -> dict[str, list[WireTensor]]:
     """The features of each session's verdicts after its prompt, on a drafted run."""
     told: dict[str, list[WireTensor]] = {}
     async with serving(target_dir, head_dir, **options) as service:
-        made = service._core.handover.verdicts
+        made = service._core.handover.build_verdicts
 
-        def spy(followed: Followed) -> list[tuple[int, Verdicts]]:
+        def spy(followed: AdvancedBatch) -> list[tuple[int, Verdicts]]:
             result = made(followed)
-            by_handle = {session.handle: session for session in followed.told.sessions}
+            by_handle = {session.handle: session for session in followed.batch.sessions}
             for _, verdicts in result:
-                for verdict in verdicts.entries():
+                for verdict in verdicts.iter_verdicts():
                     assert verdict.features is not None
                     session = by_handle[verdict.handle]
                     if verdict.start >= session.spec.prompt_len + 1:
@@ -307,7 +309,7 @@ async def told_features(
                         told.setdefault(session.session_id, []).append(features)
             return result
 
-        service._core.handover.verdicts = spy  # type: ignore[method-assign]
+        service._core.handover.build_verdicts = spy  # type: ignore[method-assign]
         # Wrong now and then, so that there are many rounds, of all lengths.
         drafted = [[t if i % 3 else (t + 1) % 384 for i, t in enumerate(text)] for text in known]
         texts = dict(zip(PROMPTS, drafted, strict=True))
@@ -318,7 +320,7 @@ async def told_features(
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 async def test_features_are_the_hosts(
-    plan: Plan, tiny_target: Path, tiny_head: Path, texts: dict[str, list[list[int]]]
+    plan: SpeculationPlan, tiny_target: Path, tiny_head: Path, texts: dict[str, list[list[int]]]
 ) -> None:
     """Also once their memory on the way from the device was used again."""
     known = texts["greedy"]

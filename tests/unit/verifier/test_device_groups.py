@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from outrider_verifier.exchange.proposal_inbox import Held
+from outrider_verifier.exchange.proposal_inbox import HeldProposal
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
-from outrider_verifier.model_runner.gpu_runner.device_slots import Seat
+from outrider_verifier.model_runner.gpu_runner.device_slots import DeviceSlot
 from outrider_verifier.model_runner.gpu_runner.launch_groups import (
-    Group,
+    LaunchGroup,
     add_prompts,
     group_rows,
     round_rows,
 )
-from outrider_verifier.model_runner.rows import Draft
+from outrider_verifier.model_runner.rows import VerifyDraft
 from outrider_verifier.state.session import Session
 
 from outrider.engine.device.graphs.shape_family import ShapeFamily
-from outrider.engine.device.graphs.shapes import Drafts, Judge
-from outrider.spec.draft_distribution import make_law
+from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind
+from outrider.spec.draft_distribution import make_distribution
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import Proposal, Proposals
 from tests.fakes.scripted_drafter import make_tree
@@ -34,7 +34,10 @@ CHAIN, BRANCHES = (-1, 0, 1), (-1, -1, 0)
 
 
 def row(
-    sampling: SamplingParams = GREEDY, *, parents: Sequence[int] | None = None, own_depth: int = 0
+    sampling: SamplingParams = GREEDY,
+    *,
+    parents: Sequence[int] | None = None,
+    in_process_depth: int = 0,
 ) -> VerifyRow:
     """A row of a decoding session, with a draft of the given form or none."""
     session = Session.create(
@@ -46,8 +49,8 @@ def row(
     )
     draft = None
     if parents is not None:
-        draft = Draft(tree=make_tree(range(len(parents)), parents), law=None)
-    return VerifyRow(session, draft=draft, own_depth=own_depth)
+        draft = VerifyDraft(tree=make_tree(range(len(parents)), parents), distribution=None)
+    return VerifyRow(session, draft=draft, in_process_depth=in_process_depth)
 
 
 def on_link(link_id: int | None) -> VerifyRow:
@@ -76,8 +79,8 @@ def test_only_a_launch_of_one_drafters_sessions_may_be_seen_by_it(
     if prompt != "nobody":
         session = on_link(prompt if isinstance(prompt, int) else None).session
         chunk = PrefillRow(session=session, start=0, num_tokens=3, last=False)
-        mine = Seat.of(session, len(rows), warped=False)
-        add_prompts(groups, [(0, chunk, mine)], own_head=False, mixes=lambda drafts: True)
+        mine = DeviceSlot.create(session, len(rows), warped=False)
+        add_prompts(groups, [(0, chunk, mine)], in_process_drafter=False, mixes=lambda drafts: True)
     (group,) = groups
     assert group.link_id == expected
 
@@ -91,10 +94,12 @@ def warps(row: VerifyRow) -> bool:
     return row.session.spec.sampling is PENALTY
 
 
-def seats(rows: Sequence[VerifyRow], drafted: Sequence[int] = ()) -> list[Seat]:
-    found = [Seat.of(row.session, slot, warped=warps(row)) for slot, row in enumerate(rows)]
+def seats(rows: Sequence[VerifyRow], drafted: Sequence[int] = ()) -> list[DeviceSlot]:
+    found = [
+        DeviceSlot.create(row.session, slot, warped=warps(row)) for slot, row in enumerate(rows)
+    ]
     for place in drafted:
-        found[place].drafted = True
+        found[place].has_current_draft = True
     return found
 
 
@@ -102,44 +107,48 @@ def test_rows_of_one_kind_are_one_group_in_order() -> None:
     rows = [row(parents=CHAIN), row(), row(parents=CHAIN)]
     places = seats(rows)
     (group,) = group_rows(rows, places, any_number)
-    assert (group.places, group.rows, group.seats) == ([0, 1, 2], rows, places)
-    assert (group.drafts, group.judge, group.own) == (Drafts.CHAIN, Judge.MATCH, False)
+    assert (group.round_indices, group.rows, group.device_slots) == ([0, 1, 2], rows, places)
+    assert (group.drafts, group.acceptance_mode, group.has_in_process_drafts) == (
+        DraftKind.CHAIN,
+        AcceptanceMode.MATCH,
+        False,
+    )
 
 
 def test_rows_are_split_by_judge_and_by_whose_drafts_they_verify() -> None:
     rows = [
-        row(PENALTY, own_depth=3),
-        row(own_depth=3),
+        row(PENALTY, in_process_depth=3),
+        row(in_process_depth=3),
         row(PENALTY),
         row(),
-        row(own_depth=3),
-        row(REJECTION, own_depth=3),
+        row(in_process_depth=3),
+        row(REJECTION, in_process_depth=3),
     ]
     groups = group_rows(rows, seats(rows, drafted=[0, 1, 2, 5]), any_number)
     # Row 2 stands for nothing of its draft, row 4 has none that follows its prefix.
-    assert [(g.places, g.drafts, g.judge) for g in groups] == [
-        ([2, 3, 4], Drafts.NONE, Judge.SAMPLED),
-        ([0, 1, 5], Drafts.OWN, Judge.SAMPLED),
+    assert [(g.round_indices, g.drafts, g.acceptance_mode) for g in groups] == [
+        ([2, 3, 4], DraftKind.NONE, AcceptanceMode.SAMPLED),
+        ([0, 1, 5], DraftKind.IN_PROCESS, AcceptanceMode.SAMPLED),
     ]
     for group in groups:
-        assert [seat.slot for seat in group.seats] == group.places
-        assert group.rows == [rows[place] for place in group.places]
+        assert [seat.slot for seat in group.device_slots] == group.round_indices
+        assert group.rows == [rows[place] for place in group.round_indices]
 
 
 @pytest.mark.parametrize(
     ("forms", "drafts"),
     [
-        ([None, ()], Drafts.NONE),
-        ([None, CHAIN, (-1,)], Drafts.CHAIN),
-        ([CHAIN, BRANCHES], Drafts.TREE),
-        ([(-1, -1)], Drafts.TREE),
+        ([None, ()], DraftKind.NONE),
+        ([None, CHAIN, (-1,)], DraftKind.CHAIN),
+        ([CHAIN, BRANCHES], DraftKind.TREE),
+        ([(-1, -1)], DraftKind.TREE),
     ],
 )
 def test_one_branch_makes_trees_of_a_groups_drafts(
-    forms: list[Sequence[int] | None], drafts: Drafts
+    forms: list[Sequence[int] | None], drafts: DraftKind
 ) -> None:
     rows = [row(parents=form) for form in forms]
-    assert round_rows(rows, seats(rows)).drafts is drafts
+    assert round_rows(rows, seats(rows)).draft_kind is drafts
 
 
 @pytest.mark.parametrize("lengths", [(3, 3), (2, 0, 3), (0, 0)])
@@ -148,18 +157,18 @@ def test_drafts_of_one_message_are_told_as_single_ones_are(
     lengths: Sequence[int], backwards: bool
 ) -> None:
     drafts = [make_tree(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths)]
-    message = Proposals.of(
+    message = Proposals.of_proposals(
         [
             Proposal(handle=i, prefix_digest=1, prefix_len=9, tree=draft)
             for i, draft in enumerate(drafts)
         ]
     )
-    held = [Held(message, i, n) for i, n in enumerate(lengths)]
+    held = [HeldProposal(message, i, n) for i, n in enumerate(lengths)]
     order = list(range(len(lengths)))[:: -1 if backwards else 1]
     sessions = [row().session for _ in order]
     together = [VerifyRow(session, held[i]) for session, i in zip(sessions, order, strict=True)]
     alone = [
-        VerifyRow(session, draft=Draft(tree=drafts[i], law=None))
+        VerifyRow(session, draft=VerifyDraft(tree=drafts[i], distribution=None))
         for session, i in zip(sessions, order, strict=True)
     ]
     # And a row without a draft.
@@ -169,44 +178,55 @@ def test_drafts_of_one_message_are_told_as_single_ones_are(
     assert found.slots == expected.slots
     for ours, theirs in zip(found[1:4], expected[1:4], strict=True):
         assert ours.tolist() == theirs.tolist()  # type: ignore[union-attr]
-    assert found.drafts is expected.drafts and found.most_nodes == max(lengths)
+    assert found.draft_kind is expected.draft_kind and found.max_nodes == max(lengths)
 
 
 def test_what_a_message_says_of_laws_and_cuts_is_told_row_by_row() -> None:
-    law = make_law(2, {0: (np.array([0], np.int32), np.array([5], np.uint16))})
+    distribution = make_distribution(2, {0: (np.array([0], np.int32), np.array([5], np.uint16))})
     tree = make_tree([0, 7])
-    message = Proposals.of([Proposal(handle=0, prefix_digest=1, prefix_len=9, tree=tree, law=law)])
-    judged = VerifyRow(row(REJECTION).session, Held(message, 0, 2))
+    message = Proposals.of_proposals(
+        [Proposal(handle=0, prefix_digest=1, prefix_len=9, tree=tree, distribution=distribution)]
+    )
+    judged = VerifyRow(row(REJECTION).session, HeldProposal(message, 0, 2))
     found = round_rows([judged], seats([judged]))
-    assert found.laws is not None and found.laws[0] is not None
-    assert found.laws[0].ids.tolist() == [0]
-    short = VerifyRow(judged.session, judged.held, draft=Draft(tree=make_tree([0]), law=None))
+    assert found.distributions is not None and found.distributions[0] is not None
+    assert found.distributions[0].ids.tolist() == [0]
+    short = VerifyRow(
+        judged.session, judged.held, draft=VerifyDraft(tree=make_tree([0]), distribution=None)
+    )
     assert round_rows([short], seats([short])).tokens.tolist() == [0]
 
 
-def with_prompt(groups: list[Group], *, own_nodes: int) -> Group:
+def with_prompt(groups: list[LaunchGroup], *, in_process_nodes: int) -> LaunchGroup:
     """The launch that a prompt of a session without own drafts joins."""
-    family = ShapeFamily(max_rows=8, max_nodes=9, own_nodes=own_nodes, features=False, judges=True)
-    prompt = PrefillRow.next_of(row().session, 2)
-    seat = Seat.of(prompt.session, 7, warped=False)
-    add_prompts(groups, [(0, prompt, seat)], own_head=own_nodes > 0, mixes=family.mixes)
-    (joined,) = [group for group in groups if group.chunks]
+    family = ShapeFamily(
+        max_rows=8, max_nodes=9, in_process_nodes=in_process_nodes, features=False, judges=True
+    )
+    prompt = PrefillRow.from_next_tokens(row().session, 2)
+    device_slot = DeviceSlot.create(prompt.session, 7, warped=False)
+    add_prompts(
+        groups,
+        [(0, prompt, device_slot)],
+        in_process_drafter=in_process_nodes > 0,
+        mixes=family.allows_prefill,
+    )
+    (joined,) = [group for group in groups if group.prompts]
     return joined
 
 
 def test_prompts_share_the_launch_of_rows_with_drafts_from_outside() -> None:
     rows = [row(parents=CHAIN)]
-    assert with_prompt(group_rows(rows, seats(rows), any_number), own_nodes=0).rows == rows
+    assert with_prompt(group_rows(rows, seats(rows), any_number), in_process_nodes=0).rows == rows
 
 
 def test_beside_an_own_head_prompts_keep_out_of_launches_with_drafts_from_outside() -> None:
     rows = [row(parents=CHAIN)]
     groups = group_rows(rows, seats(rows), any_number)
-    joined = with_prompt(groups, own_nodes=5)
+    joined = with_prompt(groups, in_process_nodes=5)
     assert len(groups) == 2
-    assert (joined.rows, joined.drafts) == ([], Drafts.NONE)
+    assert (joined.rows, joined.drafts) == ([], DraftKind.NONE)
 
 
 def test_beside_an_own_head_prompts_join_plain_rows() -> None:
     rows = [row()]
-    assert with_prompt(group_rows(rows, seats(rows), any_number), own_nodes=5).rows == rows
+    assert with_prompt(group_rows(rows, seats(rows), any_number), in_process_nodes=5).rows == rows

@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from outrider.engine.device.health import device_works
+from outrider.engine.device.health import is_device_usable
 from outrider.errors import InternalError, UnavailableError
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.wire.messages import SessionSpec
 from tests.fakes.runner import FakeFlight, FakeRunner, Verify
 from tests.fakes.target import FakeTarget
@@ -29,7 +29,7 @@ from tests.unit.verifier.harness import (
 )
 from tests.waiting import PATIENCE_S, soon, until
 
-OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
+OWN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=3)
 LOST = "DEVICE_LOST"
 
 
@@ -50,8 +50,8 @@ def break_in_collect(runner: FakeRunner, number: int, *, decoding: int = 0) -> N
 
     def fail(flight: FakeFlight) -> None:
         ready = len(flight.verify) >= decoding and runner.flights.index(flight) >= number
-        if ready or not runner.usable:
-            runner.usable = False
+        if ready or not runner.is_usable:
+            runner.is_usable = False
             raise RuntimeError("an illegal memory access was encountered")
 
     runner.before_collect = fail
@@ -97,7 +97,7 @@ async def test_sessions_outside_the_failed_round_fail_as_well() -> None:
 
         def fail(verify: Verify) -> None:
             assert all(row.session.session_id != "waits" for row in verify)
-            runner.usable = False
+            runner.is_usable = False
             raise RuntimeError("launch failed")
 
         runner.before_submit = fail
@@ -139,7 +139,7 @@ async def test_calls_that_wait_when_the_device_is_lost_are_answered() -> None:
             if len(runner.flights) > 4:
                 held.set()
                 assert gate.wait(5)
-                runner.usable = False
+                runner.is_usable = False
                 raise RuntimeError("launch failed")
 
         runner.before_collect = fail
@@ -161,7 +161,7 @@ async def test_a_device_lost_between_rounds_is_noticed_by_the_next_session() -> 
     async with on_a_device() as (rig, runner):
         first = await rig.run(own_spec("first", max_new_tokens=9))
         assert first.error is None
-        runner.usable = False
+        runner.is_usable = False
         assert reasons([await rig.run(own_spec("next"))]) == {LOST}
         await soon(rig.service.lost.wait())
         assert rig.service._core.counters["failed_rounds"] == 0
@@ -209,7 +209,7 @@ async def test_stopping_a_lost_verifier_is_quick() -> None:
 
 
 def test_a_cpu_always_works() -> None:
-    assert device_works(torch.device("cpu"))
+    assert is_device_usable(torch.device("cpu"))
 
 
 def test_a_failing_synchronisation_means_that_the_device_is_lost(
@@ -219,6 +219,6 @@ def test_a_failing_synchronisation_means_that_the_device_is_lost(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    assert not device_works(torch.device("cuda:0"))
+    assert not is_device_usable(torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert device_works(torch.device("cuda:0"))
+    assert is_device_usable(torch.device("cuda:0"))

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_verifier.state.effects import Answer, Tell
+from outrider_verifier.state.effects import CompleteCommand, SendMessage
 
 from outrider.errors import FailedPreconditionError
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.transport.framed_connection import FramedConnection
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.wire.codec import decode_verifier_message
-from outrider.wire.messages import Encoded, FeatureLayout, SessionEnd, SessionsLost, Verdicts
+from outrider.wire.messages import EncodedMessage, FeatureLayout, SessionEnd, SessionsLost, Verdicts
 from tests.fakes.scripted_drafter import Draft, Followed, ScriptedDrafter
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
@@ -32,9 +32,11 @@ from tests.unit.verifier.harness import (
 )
 from tests.waiting import until
 
-PLAIN = Plan()
-LONG_PATIENCE = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
-SHORT_PATIENCE = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=150)
+PLAIN = SpeculationPlan()
+LONG_PATIENCE = SpeculationPlan(
+    method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=30_000
+)
+SHORT_PATIENCE = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=150)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ async def test_a_mute_drafter_costs_one_patience() -> None:
         elapsed = time.monotonic() - began
         assert result.tokens == rig.reference(spec)
         assert elapsed >= 0.15
-        assert rig.service._core.counters["patience_over"] == 1
+        assert rig.service._core.counters["proposal_timeouts"] == 1
         assert result.last.stats.fallback_rounds == result.last.stats.rounds - 1
 
 
@@ -242,14 +244,14 @@ async def test_a_plan_change_turns_speculation_off_and_on() -> None:
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
         session = rig.service._core.sessions[SessionId("s")]
-        assert session.pace is not None
+        assert session.speculation_state is not None
         await rig.service.set_plan(SessionId("s"), PLAIN)
-        assert session.pace is None
+        assert session.speculation_state is None
         await until(lambda: SessionId("s") not in drafter.sessions)
         rounds = session.round_id
         await until(lambda: session.round_id > rounds + 3)
         await rig.service.set_plan(SessionId("s"), CHAIN)
-        assert session.pace is not None
+        assert session.speculation_state is not None
         result = await running
         assert result.tokens == rig.reference(spec)
         assert drafter.starts == 2
@@ -265,7 +267,7 @@ async def test_a_plan_change_of_the_same_method_is_passed_on() -> None:
         drafter = await rig.attach(half_good_chain(rig.target))
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=60)))
         await mid_stream(rig)
-        wider = Plan(method=DraftMethod.EAGLE3, draft_tokens=9, top_k=3)
+        wider = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=9, top_k=3)
         await rig.service.set_plan(SessionId("s"), wider)
         await until(lambda: drafter.sessions[SessionId("s")].plan == wider)
         await running
@@ -278,7 +280,7 @@ async def test_a_drafter_that_does_not_read_is_disconnected() -> None:
         await drafter.stall()
         link = rig.service._hub.links[0].link_id
         for _ in range(8000):
-            rig.service._hub.tell(link, SessionEnd(handle=7))
+            rig.service._hub.send_messages(link, SessionEnd(handle=7))
         await until(lambda: not rig.service._hub.links)
         assert rig.service._hub.counters["drafters_overflowed"] == 1
 
@@ -304,11 +306,21 @@ async def test_what_a_round_says_to_a_drafter_leaves_at_once_and_in_order(
     async with verifier() as rig:
         told: list[tuple[int, ...]] = []
         monkeypatch.setattr(
-            rig.service._hub, "tell", lambda link, *messages: told.append((link, *messages))
+            rig.service._hub,
+            "send_messages",
+            lambda link, *messages: told.append((link, *messages)),
         )
         a, b, c, d = (SessionEnd(handle=number) for number in range(4))
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        rig.service._dispatch([Tell(7, a), Answer(answer), Tell(2, b), Tell(7, c), Tell(7, d)])
+        rig.service._dispatch(
+            [
+                SendMessage(7, a),
+                CompleteCommand(answer),
+                SendMessage(2, b),
+                SendMessage(7, c),
+                SendMessage(7, d),
+            ]
+        )
         assert told == [(7, a, c, d), (2, b)]
         assert answer.done()
 
@@ -317,18 +329,18 @@ async def test_verdicts_of_sessions_that_share_a_round_are_one_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offered: list[int] = []
-    offer = FramedConnection.offer
+    offer = FramedConnection.try_send
 
     def counting(connection: FramedConnection[Any, Any], *messages: Any) -> bool:
         for message in messages:
-            if isinstance(message, Encoded):
+            if isinstance(message, EncodedMessage):
                 told = decode_verifier_message(message.data)
                 assert isinstance(told, Verdicts)
                 offered.append(len(told))
         return offer(connection, *messages)
 
-    monkeypatch.setattr(FramedConnection, "offer", counting)
-    async with verifier(gather_ms=50.0) as rig:
+    monkeypatch.setattr(FramedConnection, "try_send", counting)
+    async with verifier(batch_wait_ms=50.0) as rig:
         rig.target.forward_s = 0.01
         await rig.attach(good_chain(rig.target))
         specs = [make_spec(f"s{number}", max_new_tokens=30) for number in range(4)]

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.draft_sampling import LawLimits
-from outrider.spec.plan import Plan
+from outrider.engine.draft_sampling import DistributionLimits
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, make_tree
 from tests.reference.rounds import draft
@@ -36,12 +36,12 @@ def texts(tiny_target: Path) -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("plan", [CHAIN, TREE, OWN], ids=["chain", "tree", "own"])
 async def test_coupled_text_in_bfloat16_is_the_plain_text(
-    plan: Plan, tiny_target: Path, tiny_head: Path
+    plan: SpeculationPlan, tiny_target: Path, tiny_head: Path
 ) -> None:
     """At this width the CPU's products do not depend on how many rows share them."""
     sampling = SamplingParams(temperature=1.3, seed=5)
     async with serving(tiny_target, weights=torch.bfloat16) as service:
-        plain = [tokens for tokens, _ in await run_all(service, Plan(), sampling)]
+        plain = [tokens for tokens, _ in await run_all(service, SpeculationPlan(), sampling)]
     settings = {"placement": "fused"} if plan is OWN else {}
     async with serving(tiny_target, tiny_head, weights=torch.bfloat16, **settings) as service:
         if plan is OWN:
@@ -109,7 +109,9 @@ def drawn(*widths: int) -> ProposeFn:
             return DRAFT_LOGITS[torch.from_numpy(last)]
 
         sampling, position = followed.start.sampling, len(followed.tokens)
-        found = draft(logits, [sampling], [position], widths, limits=LawLimits(max_ids=300))
+        found = draft(
+            logits, [sampling], [position], widths, limits=DistributionLimits(max_ids=300)
+        )
         return found.tree(0), found.law(0)
 
     return propose
@@ -120,7 +122,11 @@ def drawn(*widths: int) -> ProposeFn:
 )
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 async def test_laws_from_outside_are_judged_as_the_host_judges_them(
-    plan: Plan, widths: tuple[int, ...], temperature: float, tiny_target: Path, tiny_head: Path
+    plan: SpeculationPlan,
+    widths: tuple[int, ...],
+    temperature: float,
+    tiny_target: Path,
+    tiny_head: Path,
 ) -> None:
     sampling = SamplingParams(temperature=temperature, seed=21, rule=Rule.REJECTION)
     found = []

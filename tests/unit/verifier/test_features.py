@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from outrider_verifier.exchange.feature_store import CHUNK, FeatureStore
+from outrider_verifier.exchange.feature_store import FEATURE_BLOCK_TOKENS, FeatureStore
 
 A, B = 3, 0
 
@@ -39,8 +39,8 @@ def test_a_session_past_the_budget_loses_its_features_and_the_others_keep_theirs
     kept.open(B)
     kept.append(A, rows(3))
     kept.append(B, rows(3))
-    assert kept.complete(A)
-    assert not kept.complete(B)
+    assert kept.is_complete(A)
+    assert not kept.is_complete(B)
     kept.append(B, rows(1, 3))
     assert kept.used_bytes == 24
 
@@ -52,7 +52,7 @@ def test_closing_frees_the_bytes_and_may_be_repeated() -> None:
     kept.close(A)
     kept.close(A)
     assert kept.used_bytes == 0
-    assert not kept.complete(A)
+    assert not kept.is_complete(A)
 
 
 def test_any_part_is_read_back_whatever_the_appends() -> None:
@@ -62,8 +62,8 @@ def test_any_part_is_read_back_whatever_the_appends() -> None:
         kept.close(session)
         kept.open(session)
         total = 0
-        while total < 5 * CHUNK:
-            count = int(rng.integers(1, 2 * CHUNK))
+        while total < 5 * FEATURE_BLOCK_TOKENS:
+            count = int(rng.integers(1, 2 * FEATURE_BLOCK_TOKENS))
             kept.append(session, rows(count, total))
             total += count
             start, stop = sorted(rng.choice(total + 1, 2, replace=False).tolist())
@@ -73,18 +73,18 @@ def test_any_part_is_read_back_whatever_the_appends() -> None:
 
 
 def test_memory_is_used_again() -> None:
-    kept = store(budget_rows=4 * CHUNK)
+    kept = store(budget_rows=4 * FEATURE_BLOCK_TOKENS)
     kept.open(A)
-    kept.append(A, rows(3 * CHUNK))
-    (before,) = kept.read(A, 0, CHUNK)
+    kept.append(A, rows(3 * FEATURE_BLOCK_TOKENS))
+    (before,) = kept.read(A, 0, FEATURE_BLOCK_TOKENS)
     kept.close(A)
     kept.open(B)
-    kept.append(B, rows(3 * CHUNK))
+    kept.append(B, rows(3 * FEATURE_BLOCK_TOKENS))
     assert any(
-        np.shares_memory(before, kept.read(B, start, start + CHUNK)[0])
-        for start in range(0, 3 * CHUNK, CHUNK)
+        np.shares_memory(before, kept.read(B, start, start + FEATURE_BLOCK_TOKENS)[0])
+        for start in range(0, 3 * FEATURE_BLOCK_TOKENS, FEATURE_BLOCK_TOKENS)
     )
-    kept.append(B, rows(CHUNK, 3 * CHUNK))
+    kept.append(B, rows(FEATURE_BLOCK_TOKENS, 3 * FEATURE_BLOCK_TOKENS))
     kept.close(B)
     assert kept.used_bytes == 0
 
@@ -92,7 +92,10 @@ def test_memory_is_used_again() -> None:
 def test_rows_of_a_round_are_kept_as_one_by_one() -> None:
     """Sessions come and go, some without features, some gone, in as many slabs as there are."""
     rng = np.random.default_rng(5)
-    kept, slow = store(budget_rows=100_000, slab_rows=2 * CHUNK), dict[int, list[int]]()
+    kept, slow = (
+        store(budget_rows=100_000, slab_rows=2 * FEATURE_BLOCK_TOKENS),
+        dict[int, list[int]](),
+    )
     for _ in range(60):
         handle = int(rng.integers(12))
         if handle in slow:
@@ -110,7 +113,7 @@ def test_rows_of_a_round_are_kept_as_one_by_one() -> None:
             for each, value in zip(handles.tolist(), values.tolist(), strict=True):
                 if each in slow:
                     slow[each].append(value)
-    assert sum(map(len, slow.values())) > 5 * CHUNK and len(kept._slabs) > 2
+    assert sum(map(len, slow.values())) > 5 * FEATURE_BLOCK_TOKENS and len(kept._slabs) > 2
     assert kept.used_bytes == 8 * sum(map(len, slow.values()))
     for handle, values in slow.items():
         if values:
@@ -125,10 +128,10 @@ def test_a_round_past_the_budget_and_sessions_without_features() -> None:
     kept.append_each(handles, rows(4))
     kept.append_each(handles, rows(4, 4))
     # The third one does not fit; what it had is free for the fourth.
-    assert [kept.complete(handle) for handle in range(4)] == [True, True, False, True]
+    assert [kept.is_complete(handle) for handle in range(4)] == [True, True, False, True]
     assert kept.used_bytes == 48
     kept.append_each([17, 0, 1, 3], rows(4, 8))
-    assert [kept.complete(handle) for handle in range(4)] == [False, True, False, True]
+    assert [kept.is_complete(handle) for handle in range(4)] == [False, True, False, True]
     assert np.array_equal(np.concatenate(kept.read(1, 0, 3)), rows(11)[[1, 5, 10]])
 
 
@@ -142,17 +145,17 @@ def test_what_is_left_for_later_is_there_for_whoever_looks_and_before_what_comes
         kept.append(A, rows(2, start))
 
     kept.open(A)
-    kept.later(lambda: add(0))
+    kept.defer(lambda: add(0))
     assert done == [] and kept.used_bytes == 0
-    kept.later(lambda: add(2))
+    kept.defer(lambda: add(2))
     assert done == [0]
     kept.append(A, rows(1, 4))
     assert done == [0, 2]
-    kept.later(lambda: add(5))
+    kept.defer(lambda: add(5))
     assert np.array_equal(np.concatenate(kept.read(A, 0, 7)), rows(7))
-    kept.later(lambda: add(7))
-    kept.catch_up()
-    kept.catch_up()
+    kept.defer(lambda: add(7))
+    kept.run_deferred()
+    kept.run_deferred()
     assert done == [0, 2, 5, 7]
 
 
@@ -160,7 +163,7 @@ def test_what_is_left_for_sessions_that_end_or_do_without_is_not_kept() -> None:
     kept = store()
     kept.open(A)
     kept.append(A, rows(2))
-    kept.later(lambda: kept.append(A, rows(2, 2)))
+    kept.defer(lambda: kept.append(A, rows(2, 2)))
     kept.close(A)
-    kept.catch_up()
-    assert not kept.complete(A) and kept.used_bytes == 0
+    kept.run_deferred()
+    assert not kept.is_complete(A) and kept.used_bytes == 0

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_verifier.model_runner.gpu_runner import grammar_drafts
-from outrider_verifier.model_runner.gpu_runner.form_chains import FormChain, ask
-from outrider_verifier.model_runner.gpu_runner.grammar_drafts import Emitted
-from outrider_verifier.model_runner.gpu_runner.launch_groups import Group
+from outrider_verifier.model_runner.gpu_runner.form_chains import GrammarChain, request_masks
+from outrider_verifier.model_runner.gpu_runner.grammar_drafts import GrammarEmission
+from outrider_verifier.model_runner.gpu_runner.launch_groups import LaunchGroup
 
 from outrider.engine.device.drafting.draft_masks import Masks
-from outrider.engine.device.drafting.grammar_drafts import FormDrafts
-from outrider.engine.device.graphs.shapes import Drafts
-from outrider.grammar.constraint import allows
+from outrider.engine.device.drafting.grammar_drafts import GrammarDraftBuffer
+from outrider.engine.device.graphs.shapes import DraftKind
+from outrider.grammar.constraint import is_allowed
 from outrider.spec.sampling import Rule
 from tests.fakes.scripted_grammar import END, WORDS, Scripted
 
@@ -45,36 +45,44 @@ class Head:
         self.amended: list[list[int]] = []
         """Slots whose drafts were replaced on the way."""
 
-    def begin(self, slots: list[int], legal: list[Masks | None], *, seen: bool = False) -> None:
+    def start_drafts(
+        self, slots: list[int], allowed_tokens: list[Masks | None], *, seen: bool = False
+    ) -> None:
         self._slots, self.seen = slots, seen
-        self.told = {slot: told_of(masks) for slot, masks in zip(slots, legal, strict=True)}
+        self.told = {
+            slot: told_of(masks) for slot, masks in zip(slots, allowed_tokens, strict=True)
+        }
 
-    def has_begun(self, slots: list[int]) -> bool:
+    def has_started(self, slots: list[int]) -> bool:
         return set(slots) <= set(self._slots)
 
-    def drafted(self) -> dict[int, int]:
+    def read_chains(self) -> dict[int, int]:
         self.waits += 1
         return {slot: self._drafts[slot][self._level] for slot in self._slots}
 
-    def knows(self, token: int) -> bool:
+    def has_token(self, token: int) -> bool:
         return token != UNKNOWN
 
-    def choose(self, slots: list[int], level: int, legal: list[Masks | None]) -> None:
+    def choose_level(
+        self, slots: list[int], level: int, allowed_tokens: list[Masks | None]
+    ) -> None:
         self._slots, self._level = slots, level
-        self.asked.append({s: told_of(masks) for s, masks in zip(slots, legal, strict=True)})
+        self.asked.append(
+            {s: told_of(masks) for s, masks in zip(slots, allowed_tokens, strict=True)}
+        )
         for slot in slots:
             chain = self.tokens[slot]
             assert chain[level - 1] >= 0, "the head thinks behind what is there"
             only = self.asked[-1][slot] or []
-            given = len(only) == 1 and self.knows(only[0])
+            given = len(only) == 1 and self.has_token(only[0])
             chain[level] = only[0] if given else self._drafts[slot][level]
 
-    def amend(self, slots: list[int], tokens: NDArray[np.int32], level: int) -> None:
+    def replace_tokens(self, slots: list[int], tokens: NDArray[np.int32], level: int) -> None:
         assert level == self._level
         self.amended.append(slots)
-        self.write(slots, tokens)
+        self.write_chains(slots, tokens)
 
-    def write(self, slots: list[int], tokens: NDArray[np.int32]) -> None:
+    def write_chains(self, slots: list[int], tokens: NDArray[np.int32]) -> None:
         for slot, chain in zip(slots, tokens.tolist(), strict=True):
             self.tokens[slot] = chain
 
@@ -96,17 +104,17 @@ def session_of(rule: Rule) -> Any:
     )
 
 
-def followed(head: Head, *rules: Rule, blank: frozenset[int] = frozenset()) -> Group:
+def followed(head: Head, *rules: Rule, blank: frozenset[int] = frozenset()) -> LaunchGroup:
     """The rows' launch, once forms were followed."""
     sessions = [session_of(rule) for rule in rules]
-    group = Group(
+    group = LaunchGroup(
         list(range(len(rules))),
         cast(Any, [SimpleNamespace(session=session) for session in sessions]),
         cast(Any, [SimpleNamespace(slot=slot) for slot in range(len(rules))]),
-        blank=blank,
+        undrafted_rows=blank,
     )
-    group.drafts = Drafts.OWN
-    grammar_drafts.follow_forms(group, cast(FormDrafts, head))
+    group.drafts = DraftKind.IN_PROCESS
+    grammar_drafts.apply_grammars(group, cast(GrammarDraftBuffer, head))
     assert all(not session.constraint.path for session in sessions)
     return group
 
@@ -114,9 +122,12 @@ def followed(head: Head, *rules: Rule, blank: frozenset[int] = frozenset()) -> G
 def told(*emitted: list[int], undrafted: bool = False) -> dict[int, list[int] | None]:
     """What the head is told once sessions have emitted so."""
     head, sessions = Head(), [session_of(Rule.GREEDY) for _ in emitted]
-    grammar_drafts.begin_under_masks(
-        [Emitted(*each) for each in zip(sessions, range(len(emitted)), emitted, strict=True)],
-        cast(FormDrafts, head),
+    grammar_drafts.start_masked_drafts(
+        [
+            GrammarEmission(*each)
+            for each in zip(sessions, range(len(emitted)), emitted, strict=True)
+        ],
+        cast(GrammarDraftBuffer, head),
         undrafted=undrafted,
     )
     for session in sessions:
@@ -126,12 +137,12 @@ def told(*emitted: list[int], undrafted: bool = False) -> dict[int, list[int] | 
 
 
 def ids(mask: NDArray[np.uint32]) -> list[int]:
-    return [i for i in range(32 * WORDS) if allows(mask, i)]
+    return [i for i in range(32 * WORDS) if is_allowed(mask, i)]
 
 
-def masks_of(group: Group, row: int = 0) -> list[list[int]]:
-    assert group.inputs.legal is not None
-    masks = group.inputs.legal[row]
+def masks_of(group: LaunchGroup, row: int = 0) -> list[list[int]]:
+    assert group.inputs.allowed_tokens is not None
+    masks = group.inputs.allowed_tokens[row]
     assert masks is not None
     return [ids(mask) for mask in masks]
 
@@ -150,16 +161,18 @@ def test_a_head_that_has_not_drafted_yet_is_told_of_everybody() -> None:
 
 def test_a_session_that_has_failed_is_not_drafted_for() -> None:
     session = session_of(Rule.GREEDY)
-    session.constraint.failed = "it left its grammar"
+    session.constraint.failure = "it left its grammar"
     head = Head()
-    grammar_drafts.begin_under_masks([Emitted(session, 0, [2])], cast(FormDrafts, head))
+    grammar_drafts.start_masked_drafts(
+        [GrammarEmission(session, 0, [2])], cast(GrammarDraftBuffer, head)
+    )
     assert head.told == {}
 
 
 def test_each_level_is_drafted_under_the_mask_of_what_stands_before_it() -> None:
     head = Head([2, 5, 6])
     group = followed(head, Rule.GREEDY)
-    assert head.tokens == [[2, 5, 6]] and not group.cut
+    assert head.tokens == [[2, 5, 6]] and not group.draft_limits
     assert head.asked == [{0: [5, 6]}, {0: [5, 6]}] and head.waits == 3
     assert masks_of(group) == [[1, 2], [5, 6], [5, 6], [5, 6]]
 
@@ -167,7 +180,7 @@ def test_each_level_is_drafted_under_the_mask_of_what_stands_before_it() -> None
 def test_where_one_id_is_left_it_is_the_draft_and_nobody_waits_for_it() -> None:
     head = Head([1, 9, 9, 5])
     group = followed(head, Rule.GREEDY)
-    assert head.tokens == [[1, 3, 4, 5]] and head.waits == 2 and not group.cut
+    assert head.tokens == [[1, 3, 4, 5]] and head.waits == 2 and not group.draft_limits
     assert head.asked == [{0: [3]}, {0: [4]}, {0: [5, 6]}]
     assert head.amended == [[0]], "the head does not know it, but goes on behind it"
     assert masks_of(group) == [[1, 2], [3], [4], [5, 6], [7, 8]]
@@ -183,7 +196,7 @@ def test_a_chain_ends_where_the_head_knows_nothing_that_may_follow() -> None:
     head = Head([2, 9, 5], [9, 5, 5], [-1, 5, 5], [64, 5, 5])
     group = followed(head, *[Rule.GREEDY] * 4)
     assert head.tokens == [[2, -1, -1], [-1, -1, -1], [-1, -1, -1], [-1, -1, -1]]
-    assert group.cut == {0: 1, 1: 0, 2: 0, 3: 0}, "what is verified is counted"
+    assert group.draft_limits == {0: 1, 1: 0, 2: 0, 3: 0}, "what is verified is counted"
     assert masks_of(group)[1] == [5, 6]
 
 
@@ -192,13 +205,13 @@ def test_chains_of_many_lengths_grow_side_by_side() -> None:
     group = followed(head, *[Rule.GREEDY] * 4)
     assert head.tokens == [[-1, -1, -1], [2, 5, 5], [2, 6, 9], [1, 3, 4]]
     assert [list(level) for level in head.asked] == [[1, 2, 3], [1, 2, 3]]
-    assert group.cut == {0: 0}
+    assert group.draft_limits == {0: 0}
 
 
 def test_behind_an_end_nothing_is_drafted() -> None:
     head = Head([2, 6, 9, 4, 4])
     group = followed(head, Rule.COUPLED)
-    assert head.tokens == [[2, 6, 9, -1, -1]] and group.cut == {0: 3}
+    assert head.tokens == [[2, 6, 9, -1, -1]] and group.draft_limits == {0: 3}
     assert len(head.asked) == 2
 
 
@@ -235,9 +248,9 @@ def test_a_row_without_a_draft_has_the_mask_of_its_root() -> None:
 
 def test_a_chain_that_is_closed_twice_leads_back_once() -> None:
     session = session_of(Rule.GREEDY)
-    chain = FormChain(session)
-    ask([chain])
-    chain.take(1, cast(FormDrafts, Head()))
+    chain = GrammarChain(session)
+    request_masks([chain])
+    chain.extend_chain(1, cast(GrammarDraftBuffer, Head()))
     assert session.constraint.path
     chain.close()
     chain.close()

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_verifier.engine.loop import EngineLoop
-from outrider_verifier.model_runner.cpu_runner import RoundEngine
+from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 from outrider_verifier.model_runner.gpu_runner import grammar_drafts
-from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
-from outrider_verifier.state.effects import Emits
+from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
+from outrider_verifier.state.effects import EventBatch
 
 from outrider.engine.device.drafting.draft_masks import Masks
-from outrider.engine.device.drafting.grammar_drafts import FormDrafts
-from outrider.engine.device.graphs.shapes import Drafts
-from outrider.engine.device.round_launcher import DeviceRounds, Launched
+from outrider.engine.device.drafting.grammar_drafts import GrammarDraftBuffer
+from outrider.engine.device.graphs.shapes import DraftKind
+from outrider.engine.device.round_launcher import DeviceRounds, LaunchedRound
 from outrider.engine.kernels.attention.layout import PADDING_NODE
-from outrider.grammar.constraint import allows
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.grammar.constraint import is_allowed
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
@@ -36,12 +36,12 @@ TREE_NODES = 6
 Results = list[tuple[list[int], SpecStats]]
 
 
-def plan_of(topk: int) -> tuple[Plan, dict[str, Any]]:
+def plan_of(topk: int) -> tuple[SpeculationPlan, dict[str, Any]]:
     """A chain, or a tree, and the verifier's settings for it."""
     if topk == 1:
         return OWN, {}
-    plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=TREE_NODES)
-    return plan, {"draft_length": TREE_NODES, "draft_topk": topk}
+    plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=TREE_NODES)
+    return plan, {"draft_length": TREE_NODES, "draft_top_k": topk}
 
 
 def texts_by_sampling(target: Path, *names: str) -> dict[str, list[list[int]]]:
@@ -50,7 +50,7 @@ def texts_by_sampling(target: Path, *names: str) -> dict[str, list[list[int]]]:
     async def collect() -> dict[str, list[list[int]]]:
         async with serving(target, device=None) as service:
             return {
-                name: texts_of(await run_all(service, Plan(), SAMPLINGS[name], **SPEC))
+                name: texts_of(await run_all(service, SpeculationPlan(), SAMPLINGS[name], **SPEC))
                 for name in names
             }
 
@@ -145,12 +145,12 @@ async def test_drafts_that_a_round_leaves_out_are_those_that_it_would_have_made(
     same."""
     sampling, (plan, settings) = SamplingParams(temperature=0.9, seed=4, rule=rule), plan_of(topk)
     launched: list[bool] = []
-    launch = DeviceRounds.launch
+    launch = DeviceRounds.launch_round
 
-    def noted(rounds: DeviceRounds, *args: Any, **kwargs: Any) -> Launched:
+    def noted(rounds: DeviceRounds, *args: Any, **kwargs: Any) -> LaunchedRound:
         found = launch(rounds, *args, **kwargs)
-        if kwargs["drafts"] is Drafts.OWN:
-            launched.append(found.undrafted)
+        if kwargs["drafts"] is DraftKind.IN_PROCESS:
+            launched.append(found.is_undrafted)
         return found
 
     async def run() -> Results:
@@ -158,11 +158,11 @@ async def test_drafts_that_a_round_leaves_out_are_those_that_it_would_have_made(
         async with serving(tiny_target, tiny_head, placement=placement, **settings) as service:
             return [await run_one(service, "alone", plan, sampling, **SPEC)]
 
-    monkeypatch.setattr(DeviceRounds, "launch", noted)
+    monkeypatch.setattr(DeviceRounds, "launch_round", noted)
     late = await run()
     assert launched and all(launched)
     monkeypatch.setattr(
-        "outrider_verifier.model_runner.gpu_runner.runner.leaves_drafts_out", lambda group: False
+        "outrider_verifier.model_runner.gpu_runner.runner.can_skip_drafts", lambda group: False
     )
     at_once = await run()
     assert launched and not any(launched)
@@ -179,30 +179,32 @@ class Levels:
         """Whether tokens are, chain by chain,"""
         self.apart = list[float]()
         """and how far probabilities are from each other where they are."""
-        begin = FormDrafts.begin
+        begin = GrammarDraftBuffer.start_drafts
 
         def again(
-            drafts: FormDrafts,
+            drafts: GrammarDraftBuffer,
             slots: Sequence[int],
-            legal: Sequence[Masks | None],
+            allowed_tokens: Sequence[Masks | None],
             *,
             seen: bool,
         ) -> None:
             assert not seen
             head, rows = drafts._head, list(slots)
-            assert head.law is not None
-            tokens, laws = head.tokens[rows].clone(), head.law.probs[rows].clone()
+            assert head.distribution is not None
+            tokens, distributions = head.tokens[rows].clone(), head.distribution.probs[rows].clone()
             begin(drafts, slots, [None] * len(rows))
             for level in range(1, drafts.length):
-                drafts.choose(slots, level, [None] * len(rows))
+                drafts.choose_level(slots, level, [None] * len(rows))
             same = (head.tokens[rows] == tokens).all(dim=1)
             self.same += same.tolist()
-            self.apart.append(float((head.law.probs[rows] - laws)[same].abs().max()))
-            begin(drafts, slots, legal)
+            self.apart.append(
+                float((head.distribution.probs[rows] - distributions)[same].abs().max())
+            )
+            begin(drafts, slots, allowed_tokens)
 
-        monkeypatch.setattr(FormDrafts, "begin", again)
+        monkeypatch.setattr(GrammarDraftBuffer, "start_drafts", again)
         monkeypatch.setattr(
-            "outrider_verifier.model_runner.gpu_runner.runner.leaves_drafts_out",
+            "outrider_verifier.model_runner.gpu_runner.runner.can_skip_drafts",
             lambda group: False,
         )
 
@@ -262,18 +264,18 @@ async def test_the_next_round_is_submitted_before_tokens_are_handed_out(
     flush = EngineLoop._flush
 
     def telling(loop: EngineLoop) -> bool:
-        if any(isinstance(effect, Emits) for effect in loop._outbox):
+        if any(isinstance(effect, EventBatch) for effect in loop._outbox):
             order.append("tell")
         return flush(loop)
 
     monkeypatch.setattr(EngineLoop, "_flush", telling)
     on_device = placement is not None
-    runner = DeviceRoundEngine if on_device else RoundEngine
-    noted("submit", runner, "submit")
-    noted("collect", runner, "collect")
+    runner = GpuModelRunner if on_device else CpuModelRunner
+    noted("submit", runner, "submit_round")
+    noted("collect", runner, "collect_round")
     where: dict[str, Any] = {"placement": placement} if on_device else {"device": None}
     async with serving(tiny_target, tiny_head if on_device else None, **where) as service:
-        plan = OWN if on_device else Plan()
+        plan = OWN if on_device else SpeculationPlan()
         tokens, _ = await run_one(service, "alone", plan, SAMPLINGS["greedy"], **SPEC)
     assert len(tokens) > 4 and order[0] == "submit" and order[-2:] == ["collect", "tell"]
     wanted = ["submit", "tell"] if on_device else ["tell", "submit"]
@@ -290,21 +292,25 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.first, self.nodes = list[bool](), list[bool]()
-        follow = grammar_drafts.follow_forms
+        follow = grammar_drafts.apply_grammars
 
-        def spy(group: Any, drafts: FormDrafts | None) -> None:
+        def spy(group: Any, drafts: GrammarDraftBuffer | None) -> None:
             follow(group, drafts)
-            if drafts is not None and group.own and group.inputs.legal is not None:
+            if (
+                drafts is not None
+                and group.has_in_process_drafts
+                and group.inputs.allowed_tokens is not None
+            ):
                 head = drafts._head
                 tokens = head.tokens.numpy()
                 chain = np.arange(-1, drafts.length - 1, dtype=np.int32)
-                for number, masks in enumerate(group.inputs.legal):
-                    if masks is not None and number not in group.blank:
-                        slot = group.seats[number].slot
+                for number, masks in enumerate(group.inputs.allowed_tokens):
+                    if masks is not None and number not in group.undrafted_rows:
+                        slot = group.device_slots[number].slot
                         parents = chain if head.parents is None else head.parents.numpy()[slot]
                         self._note(tokens[slot], parents, masks)
 
-        monkeypatch.setattr("outrider_verifier.model_runner.gpu_runner.runner.follow_forms", spy)
+        monkeypatch.setattr("outrider_verifier.model_runner.gpu_runner.runner.apply_grammars", spy)
 
     def _note(
         self, tokens: NDArray[np.int32], parents: NDArray[np.int32], masks: NDArray[np.uint32]
@@ -312,10 +318,10 @@ class Seen:
         assert len(masks) == 1 + len(tokens)
         for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
             if parent != PADDING_NODE and token >= 0:
-                legal = allows(masks[parent + 1], token)
-                self.nodes.append(legal)
+                allowed_tokens = is_allowed(masks[parent + 1], token)
+                self.nodes.append(allowed_tokens)
                 if parent < 0:
-                    self.first.append(legal)
+                    self.first.append(allowed_tokens)
 
 
 @pytest.mark.parametrize(("rule", "topk"), [("coupled", 1), ("rejection", 1), ("coupled", 3)])

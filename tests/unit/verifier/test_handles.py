@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from outrider_verifier.state.handles import Handles
+from outrider_verifier.state.handles import SessionHandles
 from outrider_verifier.state.session import Session
 
 from tests.fakes.target import FakeTarget
@@ -16,26 +16,26 @@ def session(ticket: int) -> Session:
 
 
 def test_the_lowest_free_handle_is_the_next_one() -> None:
-    handles, sessions = Handles(4), [session(ticket) for ticket in range(6)]
+    handles, sessions = SessionHandles(4), [session(ticket) for ticket in range(6)]
     for each in sessions[:4]:
-        handles.give(each)
+        handles.assign(each)
     assert [each.handle for each in sessions[:4]] == [0, 1, 2, 3]
-    assert handles.owner(2) is sessions[2]
+    assert handles.get_owner(2) is sessions[2]
     for place in (3, 1):
-        handles.take_back(sessions[place])
+        handles.release(sessions[place])
         assert sessions[place].handle == -1
     for each in sessions[4:]:
-        handles.give(each)
+        handles.assign(each)
     assert [each.handle for each in sessions[4:]] == [1, 3]
-    assert handles.owner(1) is sessions[4]
+    assert handles.get_owner(1) is sessions[4]
 
 
 def test_nobody_owns_what_was_given_back_or_cleared() -> None:
-    handles, first = Handles(2), session(1)
-    handles.give(first)
+    handles, first = SessionHandles(2), session(1)
+    handles.assign(first)
     handles.clear()
     with pytest.raises(AssertionError):
-        handles.owner(0)
+        handles.get_owner(0)
     second = session(2)
-    handles.give(second)
-    assert second.handle == 0 and handles.owner(0) is second
+    handles.assign(second)
+    assert second.handle == 0 and handles.get_owner(0) is second

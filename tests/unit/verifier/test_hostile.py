@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from outrider.errors import OutriderError
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
-from outrider.wire.bundles import join
+from outrider.wire.bundles import join_messages
 from outrider.wire.codec import encode_drafter_message
 from outrider.wire.messages import Proposal, Proposals
 from tests.fakes.scripted_drafter import (
@@ -34,7 +34,9 @@ from tests.unit.verifier.harness import (
 )
 from tests.waiting import PATIENCE_S, until
 
-LONG_PATIENCE = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
+LONG_PATIENCE = SpeculationPlan(
+    method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=30_000
+)
 
 
 def bad_trees(vocab_size: int) -> dict[str, ProposeFn]:
@@ -59,7 +61,7 @@ async def test_an_invalid_proposal_costs_only_itself(kind: str) -> None:
         bad = bad_trees(rig.target.vocab_size)[kind]
         chain = good_chain(rig.target)
         await rig.attach(lambda f: bad(f) if len(f.verdicts) == 2 else chain(f))
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=300)
+        plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=300)
         spec = make_spec(max_new_tokens=30, plan=plan)
         result = await rig.run(spec)
         assert result.tokens == rig.reference(spec)
@@ -119,10 +121,13 @@ async def test_malformed_proposals_of_a_bundle_cost_only_themselves() -> None:
         stray = Proposal(handle=9, prefix_digest=1, prefix_len=1, tree=make_tree([1]))
         beyond = replace(stray, tree=make_tree([rig.target.vocab_size]))
         encoded = [
-            encode_drafter_message(Proposals.of([draft])) for draft in (stray, beyond, stray)
+            encode_drafter_message(Proposals.of_proposals([draft]))
+            for draft in (stray, beyond, stray)
         ]
-        (frame,) = join([encoded[0], b"\xff\xff", *encoded[1:], b"", join(encoded)[0]])
-        assert frames.inner.frames.offer(frame)
+        (frame,) = join_messages(
+            [encoded[0], b"\xff\xff", *encoded[1:], b"", join_messages(encoded)[0]]
+        )
+        assert frames.inner.frames.try_send(frame)
         counters, core = rig.service._hub.counters, rig.service._core.counters
         await until(lambda: counters["messages_invalid"] == 4)
         await until(lambda: core["proposals_unknown"] == 2)
@@ -135,7 +140,9 @@ async def test_a_bad_entry_costs_its_own_session_alone() -> None:
         chain = good_chain(rig.target)
         wrong = make_tree([rig.target.vocab_size])
         await rig.attach(lambda f: wrong if f.start.session_id == "bad" else chain(f))
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
+        plan = SpeculationPlan(
+            method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=30_000
+        )
         rig.target.forward_s = 0.005
         specs = [make_spec(name, max_new_tokens=30, plan=plan) for name in ("bad", "good")]
         async with asyncio.timeout(PATIENCE_S):
@@ -156,7 +163,9 @@ async def test_a_drafter_cannot_propose_for_the_sessions_of_another() -> None:
 
         await rig.attach(propose)
         stranger = await rig.attach(lambda _f: None, drafter_id="stranger")
-        patient = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=300)
+        patient = SpeculationPlan(
+            method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=300
+        )
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=4, plan=patient)))
         await until(lambda: bool(seen))
         await stranger.send(
@@ -197,7 +206,7 @@ class Disorderly:
         assert self.drafter is not None and self.drafter.connection is not None
         self._rng.shuffle(proposals)
         with contextlib.suppress(OutriderError):
-            await self.drafter.connection.send(Proposals.of(proposals))
+            await self.drafter.connection.send(Proposals.of_proposals(proposals))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -206,7 +215,7 @@ async def test_old_frames_out_of_order_and_over_again_change_no_text(seed: int) 
         rig.target.forward_s = 0.001
         disorder = Disorderly(rig.target, seed)
         disorder.drafter = await rig.attach(disorder)
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=50)
+        plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=50)
         coupled = SamplingParams(temperature=0.8, seed=seed, rule=Rule.COUPLED)
         specs = [
             make_spec(f"s{n}", prompt=(3, 1, n), max_new_tokens=40, plan=plan, sampling=sampling)
@@ -219,5 +228,5 @@ async def test_old_frames_out_of_order_and_over_again_change_no_text(seed: int) 
                 assert result.tokens == rig.reference(spec)
         counters = rig.service._counts()
         assert counters["proposals_duplicate"] and counters["proposals_stale"]
-        assert counters["proposals_unknown"] and counters["drafters_cut"] == 0
+        assert counters["proposals_unknown"] and counters["drafters_disconnected_flooding"] == 0
         await rig.idle()

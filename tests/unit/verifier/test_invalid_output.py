@@ -11,7 +11,7 @@ import pytest
 from outrider_verifier.server.service import VerifierService
 
 from outrider.errors import InternalError, OutriderError
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from tests.reference.damaged_target import damage_embedding
@@ -26,7 +26,7 @@ from tests.unit.verifier.device_serving import (
 )
 from tests.unit.verifier.harness import CHAIN, DRAFTER, TREE, make_spec
 
-PLAIN = Plan(method=DraftMethod.NONE)
+PLAIN = SpeculationPlan(method=DraftMethod.NONE)
 ENGINES = pytest.mark.parametrize("device", [None, "cpu"], ids=["host", "device"])
 RULES = {str(rule): SamplingParams(temperature=0.9, seed=4, rule=rule) for rule in Rule}
 Read = tuple[list[int], OutriderError | None]
@@ -107,7 +107,7 @@ def token_of_one_text(texts: list[list[int]]) -> int:
 @pytest.mark.parametrize("name", ["greedy", "coupled"])
 async def test_a_text_that_runs_into_nan_ends_there_and_others_go_on(
     name: str,
-    plan: Plan,
+    plan: SpeculationPlan,
     device: str | None,
     tiny_target: Path,
     tiny_head: Path,
@@ -120,7 +120,7 @@ async def test_a_text_that_runs_into_nan_ends_there_and_others_go_on(
     known = dict(zip(PROMPTS, wanted, strict=True))
     options = {"plan": plan, "sampling": SAMPLINGS[name]}
     async with serving(damaged, tiny_head, device=device) as service:
-        if plan.speculative:
+        if plan.is_speculative:
             async with attached(service, follow(known, plan)):
                 found = await read_all(service, PROMPTS, drafter=DRAFTER, **options)
         else:

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from outrider_verifier.exchange.message_checks import DrafterChecks, Identity
-from outrider_verifier.exchange.shm_channels import Lanes
-from outrider_verifier.state.commands import Garbled, Lost, Offered
+from outrider_verifier.exchange.message_checks import DrafterMessageChecker, VerifierIdentity
+from outrider_verifier.exchange.shm_channels import DrafterShmChannels
+from outrider_verifier.state.commands import (
+    MalformedMessage,
+    ProposalsReceived,
+    SessionsLostByDrafter,
+)
 
 from outrider.ids import VerifierId
-from outrider.transport.shm import RING_LOOK_S, Lane
-from outrider.transport.shm.channel import PART_BYTES
+from outrider.transport.shm import RING_POLL_S, ShmChannel
+from outrider.transport.shm.channel import MAX_PART_BYTES
 from outrider.wire.codec import (
     decode_verifier_messages,
     encode_drafter_message,
@@ -20,12 +24,12 @@ from outrider.wire.codec import (
     encode_verdicts,
 )
 from outrider.wire.messages import (
-    Encoded,
+    EncodedMessage,
     Heartbeat,
-    LaneAnswer,
     Proposals,
     SessionEnd,
     SessionsLost,
+    ShmAnswer,
     TensorDtype,
     Verdict,
     Verdicts,
@@ -41,21 +45,21 @@ LINK = 7
 class Rig:
     """Lanes with one link, whose drafter is `theirs`."""
 
-    def __init__(self, ours: Lane, theirs: Lane) -> None:
+    def __init__(self, ours: ShmChannel, theirs: ShmChannel) -> None:
         self.theirs = theirs
         self.lost: list[int] = []
-        identity = Identity(
+        identity = VerifierIdentity(
             welcome=Welcome(protocol_version=1, verifier_id=VerifierId("v"), incarnation="i"),
             vocab_size=49152,
             tokenizer_hash="",
             feature_fingerprint="",
             max_tree_nodes=64,
         )
-        checks = DrafterChecks(identity)
-        self.lanes = Lanes(
+        checks = DrafterMessageChecker(identity)
+        self.lanes = DrafterShmChannels(
             checks, queue_bytes=1 << 20, on_lost=self.lost.append, pin=lambda memory: True
         )
-        self.lanes.attach(LINK, ours)
+        self.lanes.attach_channel(LINK, ours)
 
     @property
     def invalid(self) -> int:
@@ -69,18 +73,21 @@ def rig() -> Iterator[Rig]:
 
 
 def test_messages_become_commands_in_order(rig: Rig) -> None:
-    together = [Proposals.of([CHAIN]), SessionsLost((3,)), Heartbeat(1)]
+    together = [Proposals.of_proposals([CHAIN]), SessionsLost((3,)), Heartbeat(1)]
     rig.theirs.send(*encode_drafter_messages(together))
-    offered, lost = rig.lanes.commands(rig.lanes.readers)
-    assert isinstance(offered, Offered) and offered.sound.tolist() == [True]
-    assert lost == Lost(LINK, (3,))
+    offered, lost = rig.lanes.receive_commands(rig.lanes.readers)
+    assert isinstance(offered, ProposalsReceived) and offered.valid.tolist() == [True]
+    assert lost == SessionsLostByDrafter(LINK, (3,))
 
 
 def test_garbage_is_counted_and_what_follows_it_is_heard(rig: Rig) -> None:
     lost = encode_drafter_message(SessionsLost((3,)))
-    rig.theirs.send(b"\xff\xff garbage", b"", encode_drafter_message(LaneAnswer(True)), lost)
-    garbled = [Garbled(LINK)] * 2
-    assert rig.lanes.commands(rig.lanes.readers) == [*garbled, Lost(LINK, (3,))]
+    rig.theirs.send(b"\xff\xff garbage", b"", encode_drafter_message(ShmAnswer(True)), lost)
+    garbled = [MalformedMessage(LINK)] * 2
+    assert rig.lanes.receive_commands(rig.lanes.readers) == [
+        *garbled,
+        SessionsLostByDrafter(LINK, (3,)),
+    ]
     assert rig.invalid == 3
     assert rig.lost == []
 
@@ -88,29 +95,29 @@ def test_garbage_is_counted_and_what_follows_it_is_heard(rig: Rig) -> None:
 def test_a_drafter_that_leaves_is_lost_once_and_told_nothing(rig: Rig) -> None:
     (reader,) = rig.lanes.readers
     rig.theirs.close()
-    assert rig.lanes.commands([reader]) == []
-    rig.lanes.tell(LINK, [SessionEnd(handle=3)])
+    assert rig.lanes.receive_commands([reader]) == []
+    rig.lanes.send_messages(LINK, [SessionEnd(handle=3)])
     rig.lanes.flush()
     assert rig.lost == [LINK]
     # Nothing may go by another way before the hub knows.
-    assert rig.lanes.carries(LINK)
+    assert rig.lanes.has_channel(LINK)
     assert rig.lanes.readers == []
-    rig.lanes.detach(LINK)
-    rig.lanes.detach(LINK)
-    assert not rig.lanes.carries(LINK)
+    rig.lanes.detach_channel(LINK)
+    rig.lanes.detach_channel(LINK)
+    assert not rig.lanes.has_channel(LINK)
 
 
 def test_a_drafter_that_does_not_read_is_lost_when_too_much_waits(rig: Rig) -> None:
-    piece = Encoded((bytes(30_000),))
+    piece = EncodedMessage((bytes(30_000),))
     for _ in range(200):
-        rig.lanes.tell(LINK, [piece])
+        rig.lanes.send_messages(LINK, [piece])
     assert rig.lost == [LINK]
     assert rig.lanes.counters["drafters_overflowed"] == 1
 
 
 def test_what_waited_goes_on_in_order_when_there_is_room(rig: Rig) -> None:
     for handle in range(3000):
-        rig.lanes.tell(LINK, [SessionEnd(handle=handle)])
+        rig.lanes.send_messages(LINK, [SessionEnd(handle=handle)])
     assert rig.lanes.writers
     heard: list[int] = []
     while len(heard) < 3000:
@@ -125,20 +132,20 @@ def test_what_waited_goes_on_in_order_when_there_is_room(rig: Rig) -> None:
 
 
 def test_a_full_ring_is_looked_at_now_and_then_and_a_full_socket_waited_for(rig: Rig) -> None:
-    assert rig.lanes.within(None) is None and rig.lanes.within(0.5) == 0.5
-    rig.lanes.send(LINK, *[bytes(PART_BYTES)] * 5)
+    assert rig.lanes.poll_timeout(None) is None and rig.lanes.poll_timeout(0.5) == 0.5
+    rig.lanes.send_frames(LINK, *[bytes(MAX_PART_BYTES)] * 5)
     # The socket could be written to: who waits for that would not rest.
     assert rig.lanes.writers == []
-    assert rig.lanes.within(None) == rig.lanes.within(0.5) == RING_LOOK_S
-    assert rig.lanes.within(0.0) == 0.0
+    assert rig.lanes.poll_timeout(None) == rig.lanes.poll_timeout(0.5) == RING_POLL_S
+    assert rig.lanes.poll_timeout(0.0) == 0.0
     heard = len(rig.theirs.receive())
     while heard < 5:
         rig.lanes.flush()
         heard += len(rig.theirs.receive())
-    assert rig.lanes.within(None) is None
+    assert rig.lanes.poll_timeout(None) is None
     for handle in range(3000):
-        rig.lanes.tell(LINK, [SessionEnd(handle=handle)])
-    assert rig.lanes.writers and rig.lanes.within(None) is None
+        rig.lanes.send_messages(LINK, [SessionEnd(handle=handle)])
+    assert rig.lanes.writers and rig.lanes.poll_timeout(None) is None
 
 
 def test_large_messages_go_alone_and_in_their_order() -> None:
@@ -153,12 +160,19 @@ def test_large_messages_go_alone_and_in_their_order() -> None:
         features=features,
         draft_wanted=True,
     )
-    large = Encoded(encode_verdicts(Verdicts.of([verdict])))
+    large = EncodedMessage(encode_verdicts(Verdicts.of_verdicts([verdict])))
     with lane_pair() as (ours, theirs):
         rig = Rig(ours, theirs)
-        rig.lanes.tell(LINK, [ends[0], ends[1], large, ends[2], large, ends[3]])
+        rig.lanes.send_messages(LINK, [ends[0], ends[1], large, ends[2], large, ends[3]])
         frames = rig.theirs.receive()
     heard = [message for frame in frames for message in decode_verifier_messages(frame)]
-    kinds = [type(message).__name__ for message in heard]
-    assert kinds == ["SessionEnd", "SessionEnd", "Verdicts", "SessionEnd", "Verdicts", "SessionEnd"]
+    workload_classes = [type(message).__name__ for message in heard]
+    assert workload_classes == [
+        "SessionEnd",
+        "SessionEnd",
+        "Verdicts",
+        "SessionEnd",
+        "Verdicts",
+        "SessionEnd",
+    ]
     assert len(frames) == 5

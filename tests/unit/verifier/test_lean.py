@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 from outrider_verifier.planner import feature_retention
-from outrider_verifier.planner.load_stats import Loads, Ran
-from outrider_verifier.planner.speculation_policy import Policy
-from outrider_verifier.planner.workload_stats import Kind, Known
+from outrider_verifier.planner.load_stats import LoadStats, RoundSample
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
+from outrider_verifier.planner.workload_stats import WorkloadClass, WorkloadStats
 from outrider_verifier.state.commands import SetDrafter
 from outrider_verifier.state.session import Session
 
 from outrider.ids import DrafterId
 from outrider.spec.decoding_mode import Mode
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.speculation.cost_table import CostTable
-from outrider.speculation.measurements import Seen
-from outrider.speculation.speculation_controller import Contest
+from outrider.speculation.measurements import RoundObservation
+from outrider.speculation.speculation_controller import SpeculationController
 from tests.fakes.scripted_drafter import ScriptedDrafter
 from tests.unit.verifier.harness import (
     DRAFTER,
@@ -41,19 +41,21 @@ TOKENS = 250
 LOOKUPS = replace(LONG, method=DraftMethod.NGRAM)
 
 
-class Told(Policy):
+class Told(SpeculationPolicy):
     """Does as it is told; sessions that were let go never draft, as ever."""
 
     plain = False
     feature_retention = False
 
-    def pauses(self, session: Session) -> bool:
+    def should_pause(self, session: Session) -> bool:
         """As told."""
-        return self.plain or (session.pace is not None and session.pace.lean)
+        return self.plain or (
+            session.speculation_state is not None and session.speculation_state.lacks_features
+        )
 
-    def lets_go(self, session: Session) -> bool:
+    def should_drop_features(self, session: Session) -> bool:
         """As told."""
-        return self.lean and session.paused and session.keeps_features
+        return self.lean and session.is_speculation_off and session.keeps_features
 
     def tell(self, *, plain: bool, lean: bool = False) -> None:
         """From the next round on."""
@@ -83,7 +85,7 @@ class Stage:
     async def let_go(self, name: str = "s") -> None:
         """Wait until it keeps nothing any more."""
         self.policy.tell(plain=True, lean=True)
-        await until(lambda: self.session(name).lean)
+        await until(lambda: self.session(name).has_dropped_features)
 
     def used_bytes(self) -> int:
         """By features."""
@@ -122,7 +124,7 @@ async def test_it_says_what_it_would_and_its_drafter_is_told_goodbye(
         )
         assert on.drafter.starts == 1
         assert result.last.stats.accepted > 0 and result.last.stats.paused_rounds > 10
-        assert on.rig.service._core.counters["lean_sessions"] == 1
+        assert on.rig.service._core.counters["features_dropped_sessions"] == 1
 
 
 async def test_who_begins_then_has_none_from_the_start_and_who_begins_later_has_all() -> None:
@@ -130,10 +132,10 @@ async def test_who_begins_then_has_none_from_the_start_and_who_begins_later_has_
         first = await on.begin("first")
         await on.let_go("first")
         second = await on.begin("second")
-        assert on.session("second").lean and on.used_bytes() == 0
+        assert on.session("second").has_dropped_features and on.used_bytes() == 0
         on.policy.tell(plain=False)
         third = await on.begin("third")
-        assert not on.session("third").lean and on.used_bytes() > 0
+        assert not on.session("third").has_dropped_features and on.used_bytes() > 0
         results = await asyncio.gather(first, second, third)
         told = [result.last.stats for result in results]
         assert told[1].proposed == 0 and told[2].accepted > 0
@@ -162,9 +164,9 @@ async def test_another_plan_is_carried_out_where_it_needs_no_features() -> None:
         name = on.session().session_id
         # Not refused: whether it drafts is for the planner.
         await on.rig.service.set_plan(name, replace(LONG, draft_tokens=2))
-        await until(lambda: on.session().paused)
+        await until(lambda: on.session().is_speculation_off)
         on.policy.lean = False
-        await on.rig.service.set_plan(name, Plan())
+        await on.rig.service.set_plan(name, SpeculationPlan())
         on.policy.tell(plain=False)
         await on.rig.service.set_plan(name, LOOKUPS)
         await until(lambda: on.drafter.starts == 2)
@@ -181,7 +183,7 @@ async def test_it_goes_to_another_drafter_as_others_do() -> None:
         await on.let_go()
         core, session = on.rig.service._core, on.session()
         for drafter_id in (OTHER, DRAFTER, None, OTHER):
-            core.handle(SetDrafter(session.session_id, session.ticket, drafter_id), 0.0)
+            core.handle_command(SetDrafter(session.session_id, session.ticket, drafter_id), 0.0)
             assert session.spec.drafter_id == drafter_id
         assert core.counters["moves_refused"] == 0
         result = await running
@@ -192,118 +194,139 @@ async def test_it_goes_to_another_drafter_as_others_do() -> None:
 # ---- when features are kept no more -------------------------------------------------------------
 
 
-def loads(features_us: float | None) -> Loads:
+def loads(features_us: float | None) -> LoadStats:
     """At load 3, rounds of a millisecond; the device takes so long for features, if it is known."""
 
-    def times(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float | None:
+    def times(rows: int, *, own: bool, chunks: int = 0, featured: bool = False) -> float | None:
         return None if features_us is None else 0.001 + 1e-6 * features_us * featured
 
-    made = Loads(times, CostTable())
+    made = LoadStats(times, CostTable())
     made.begin_round(8)
     for _ in range(20):
-        made.observe(Ran(8, 0, 0, 0.0015))
+        made.observe_round(RoundSample(8, 0, 0, 0.0015))
     return made
 
 
-def left() -> Contest:
+def left() -> SpeculationController:
     """One in which plain rounds were seen and are in force."""
-    made = Contest(in_force=Mode.PLAIN)
-    made.observe(Mode.PLAIN, Seen(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8))
+    made = SpeculationController(active_mode=Mode.PLAIN)
+    made.observe_round(
+        Mode.PLAIN, RoundObservation(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8)
+    )
     return made
 
 
-def known(method: DraftMethod = DraftMethod.EAGLE3) -> Known:
-    return Known(Kind(DRAFTER, method, 4, 1, Rule.GREEDY, 0.0))
+def known(method: DraftMethod = DraftMethod.EAGLE3) -> WorkloadStats:
+    return WorkloadStats(WorkloadClass(DRAFTER, method, 4, 1, Rule.GREEDY, 0.0))
 
 
 def test_features_are_kept_where_they_cost_little() -> None:
     plain = left()
     # The host takes 58 us more for eight sessions.
-    assert loads(10.0).features_s == pytest.approx(68e-6)
-    assert loads(10.0).features_share == pytest.approx(68e-6 / 1.5e-3)
-    assert feature_retention.lets_go(known(), plain, loads(10.0))
-    assert feature_retention.lets_go(known(), plain, loads(200.0))
-    assert not feature_retention.lets_go(known(DraftMethod.NGRAM), plain, loads(200.0))
-    assert not feature_retention.lets_go(known(), Contest(), loads(200.0))
+    assert loads(10.0).feature_cost_s == pytest.approx(68e-6)
+    assert loads(10.0).feature_cost_share == pytest.approx(68e-6 / 1.5e-3)
+    assert feature_retention.should_drop_features(known(), plain, loads(10.0))
+    assert feature_retention.should_drop_features(known(), plain, loads(200.0))
+    assert not feature_retention.should_drop_features(known(DraftMethod.NGRAM), plain, loads(200.0))
+    assert not feature_retention.should_drop_features(
+        known(), SpeculationController(), loads(200.0)
+    )
     # A round of a large model takes as long again for nothing.
     large = loads(10.0)
     for _ in range(64):
-        large.observe(Ran(8, 0, 0, 0.004))
-    assert not feature_retention.lets_go(known(), plain, large)
+        large.observe_round(RoundSample(8, 0, 0, 0.004))
+    assert not feature_retention.should_drop_features(known(), plain, large)
     # Processors are not measured at the start.
-    assert not feature_retention.lets_go(known(), plain, loads(None))
-    assert loads(None).features_share == 0.0
+    assert not feature_retention.should_drop_features(known(), plain, loads(None))
+    assert loads(None).feature_cost_share == 0.0
 
 
 def test_sessions_keep_them_for_a_while_once_speculation_is_due() -> None:
     plain, mine, busy = left(), known(), loads(200.0)
-    feature_retention.gather(mine, busy)
+    feature_retention.collect_features(mine, busy)
     kept = 0
-    while not feature_retention.lets_go(mine, plain, busy):
-        busy.observe(Ran(8, 0, 0, 0.0015))
+    while not feature_retention.should_drop_features(mine, plain, busy):
+        busy.observe_round(RoundSample(8, 0, 0, 0.0015))
         kept += 1
-    assert kept == feature_retention.GATHER_ROUNDS
+    assert kept == feature_retention.COLLECT_ROUNDS
 
 
 def test_what_it_costs_to_have_them_again_is_part_of_the_price_of_a_trial() -> None:
-    assert feature_retention.ready_s(known(), loads(None)) == 0.0
-    assert feature_retention.ready_s(known(), loads(200.0)) == pytest.approx(128 * 258e-6)
+    assert feature_retention.preparation_s(known(), loads(None)) == 0.0
+    assert feature_retention.preparation_s(known(), loads(200.0)) == pytest.approx(128 * 258e-6)
     # Others need none.
     for method in (DraftMethod.NGRAM, DraftMethod.MODEL):
-        assert feature_retention.ready_s(known(method), loads(200.0)) == 0.0
+        assert feature_retention.preparation_s(known(method), loads(200.0)) == 0.0
 
 
 def test_nobody_is_let_go_by_a_verdict_of_another_load_or_of_one_that_just_began() -> None:
     plain, busy = left(), loads(200.0)
-    assert feature_retention.lets_go(known(), plain, busy)
-    assert not feature_retention.lets_go(known(), Contest.beside(plain), busy)
+    assert feature_retention.should_drop_features(known(), plain, busy)
+    assert not feature_retention.should_drop_features(
+        known(), SpeculationController.from_other_load(plain), busy
+    )
     # The last session of a wave, or none.
     busy.begin_round(0)
-    assert not feature_retention.lets_go(known(), plain, busy)
+    assert not feature_retention.should_drop_features(known(), plain, busy)
     for _ in range(16):
-        busy.observe(Ran(1, 0, 0, 0.001))
-    assert feature_retention.lets_go(known(), plain, busy)
+        busy.observe_round(RoundSample(1, 0, 0, 0.001))
+    assert feature_retention.should_drop_features(known(), plain, busy)
 
 
 def test_sessions_gather_for_a_trial_only_so_long() -> None:
-    contest, due = left(), 0
+    controller, due = left(), 0
     for _ in range(4000):
-        seen = Seen(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8, able=0.5)
-        contest.observe(Mode.PLAIN, seen)
-        due += contest.due
-        assert contest.mode is Mode.PLAIN
+        seen = RoundObservation(
+            rows=8, tokens=8, squares=8, seconds=0.012, sessions=8, eligible_share=0.5
+        )
+        controller.observe_round(Mode.PLAIN, seen)
+        due += controller.is_probe_due
+        assert controller.current_mode is Mode.PLAIN
     assert 256 <= due < 0.5 * 4000
 
 
 def test_a_trial_for_which_nobody_is_left_is_over() -> None:
-    contest = left()
-    while contest.mode is Mode.PLAIN:
-        contest.observe(Mode.PLAIN, Seen(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8))
-    few = Seen(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8, able=0.0)
-    contest.observe(Mode.PLAIN, few)
-    assert contest.mode is contest.in_force is Mode.PLAIN
+    controller = left()
+    while controller.current_mode is Mode.PLAIN:
+        controller.observe_round(
+            Mode.PLAIN, RoundObservation(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8)
+        )
+    few = RoundObservation(
+        rows=8, tokens=8, squares=8, seconds=0.012, sessions=8, eligible_share=0.0
+    )
+    controller.observe_round(Mode.PLAIN, few)
+    assert controller.current_mode is controller.active_mode is Mode.PLAIN
 
 
 def test_what_features_take_is_no_part_of_a_plain_round() -> None:
     seen = loads(200.0)
-    before = seen.plain_s
+    before = seen.plain_round_s
     for _ in range(64):
-        seen.observe(Ran(8, 0, 0, before + seen.features_s, own=False, featured=True))
-    assert seen.plain_s == pytest.approx(before, rel=0.01)
+        seen.observe_round(
+            RoundSample(
+                8,
+                0,
+                0,
+                before + seen.feature_cost_s,
+                has_in_process_drafts=False,
+                keeps_features=True,
+            )
+        )
+    assert seen.plain_round_s == pytest.approx(before, rel=0.01)
 
 
 def test_between_two_loads_at_which_both_were_seen_to_lose_nobody_keeps_them() -> None:
     busy, mine = loads(200.0), known()
-    mine.contests = {3: left(), 2: left()}
+    mine.controllers = {3: left(), 2: left()}
     busy.begin_round(3)
     for _ in range(40):
         busy.begin_round(3)
-        busy.observe(Ran(3, 0, 0, 0.0015))
-    assert busy.load == 2 and busy.steady
+        busy.observe_round(RoundSample(3, 0, 0, 0.0015))
+    assert busy.load == 2 and busy.is_steady
     busy.begin_round(8)
-    assert busy.load == 3 and not busy.steady
-    assert feature_retention.lets_go(mine, mine.contests[3], busy)
+    assert busy.load == 3 and not busy.is_steady
+    assert feature_retention.should_drop_features(mine, mine.controllers[3], busy)
     # Of the load before it nothing is known but by this one, or drafts are in force there.
-    for other in (Contest.beside(left()), Contest()):
-        mine.contests[2] = other
-        assert not feature_retention.lets_go(mine, mine.contests[3], busy)
+    for other in (SpeculationController.from_other_load(left()), SpeculationController()):
+        mine.controllers[2] = other
+        assert not feature_retention.should_drop_features(mine, mine.controllers[3], busy)

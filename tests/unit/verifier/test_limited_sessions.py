@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import InvalidRequestError
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.spec.token_limits import TokenLimits
@@ -47,7 +47,7 @@ def follows(tokens: list[int], limits: TokenLimits) -> bool:
 async def plain(target: Path, limits: TokenLimits, sampling: SamplingParams) -> Texts:
     """Text by sampling, from the host's engine."""
     async with serving(target, device=None) as service:
-        return texts_of(await run_all(service, Plan(), sampling, token_limits=limits))
+        return texts_of(await run_all(service, SpeculationPlan(), sampling, token_limits=limits))
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +77,13 @@ async def test_the_device_gives_the_hosts_text(
     name: str, tiny_target: Path, texts: dict[str, Texts], limits: TokenLimits
 ) -> None:
     async with serving(tiny_target) as service:
-        results = await run_all(service, Plan(), SAMPLINGS[name], token_limits=limits)
+        results = await run_all(service, SpeculationPlan(), SAMPLINGS[name], token_limits=limits)
     assert texts_of(results) == texts[name]
 
 
 @pytest.mark.parametrize(("device", "plan"), [("cpu", TREE), (None, TREE), (None, CHAIN)])
 async def test_drafts_from_outside_change_no_text_and_stand(
-    plan: Plan,
+    plan: SpeculationPlan,
     device: str | None,
     tiny_target: Path,
     tiny_head: Path,
@@ -100,7 +100,7 @@ async def test_drafts_from_outside_change_no_text_and_stand(
 
 @pytest.mark.parametrize(
     ("settings", "nodes"),
-    [({}, 3), ({"draft_length": 6, "draft_topk": 3}, 6)],
+    [({}, 3), ({"draft_length": 6, "draft_top_k": 3}, 6)],
     ids=["chain", "tree"],
 )
 async def test_own_drafts_change_no_text_and_stand(
@@ -111,7 +111,7 @@ async def test_own_drafts_change_no_text_and_stand(
     texts: dict[str, Texts],
     limits: TokenLimits,
 ) -> None:
-    plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=nodes)
+    plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=nodes)
     async with serving(tiny_target, tiny_head, placement="fused", **settings) as service:
         results = await run_all(service, plan, SAMPLINGS["coupled"], token_limits=limits)
     assert texts_of(results) == texts["coupled"]
@@ -138,7 +138,9 @@ async def test_preempted_sessions_go_on_with_the_same_limits(
 ) -> None:
     async with serving(tiny_target, device=device, preemption=way) as service:
         preempt_often(service)
-        results = await run_all(service, Plan(), SAMPLINGS["coupled"], token_limits=limits)
+        results = await run_all(
+            service, SpeculationPlan(), SAMPLINGS["coupled"], token_limits=limits
+        )
         assert preemptions(service) >= 6
     assert texts_of(results) == texts["coupled"]
 
@@ -154,7 +156,7 @@ async def test_a_session_goes_on_from_what_another_verifier_emitted(
                 prompt=(*PROMPTS[0], *whole[:done]),
                 prompt_len=len(PROMPTS[0]),
                 max_new_tokens=len(whole) - done,
-                plan=Plan(),
+                plan=SpeculationPlan(),
                 sampling=SAMPLINGS["coupled"],
                 drafter=None,
                 token_limits=limits,
@@ -172,7 +174,7 @@ async def test_a_form_and_limits_hold_together(tiny_target: Path) -> None:
         "token_limits": TokenLimits(allowed_ids=(a, b), bad_words=((a, a), (b, b))),
     }
     async with serving(tiny_target, device=None) as service:
-        results = await run_all(service, Plan(), SAMPLINGS["coupled"], **options)
+        results = await run_all(service, SpeculationPlan(), SAMPLINGS["coupled"], **options)
     for tokens in texts_of(results):
         assert tokenizer.decode(tokens) in ("abababab", "babababa") and tokens[-1] == 2
 
@@ -181,4 +183,4 @@ async def test_ids_beyond_the_vocabulary_are_refused(tiny_target: Path) -> None:
     async with serving(tiny_target, device=None) as service:
         for odd in (TokenLimits(allowed_ids=(384,)), TokenLimits(bad_words=((1, 384),))):
             with pytest.raises(InvalidRequestError, match="bad words must be in"):
-                await run_all(service, Plan(), SAMPLINGS["greedy"], token_limits=odd)
+                await run_all(service, SpeculationPlan(), SAMPLINGS["greedy"], token_limits=odd)

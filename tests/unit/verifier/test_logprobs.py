@@ -15,7 +15,7 @@ from outrider_verifier.server.service import VerifierService
 
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import TargetModel
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import FinishReason, TokenLogprobs
 from tests.fakes.scripted_drafter import ProposeFn
@@ -34,7 +34,7 @@ SAMPLINGS = {
     "rejection": SamplingParams(temperature=0.9, seed=4, rule=Rule.REJECTION),
     "target-only": SamplingParams(temperature=0.9, seed=4, rule=Rule.TARGET_ONLY),
 }
-PLAIN = Plan(method=DraftMethod.NONE)
+PLAIN = SpeculationPlan(method=DraftMethod.NONE)
 
 
 @dataclass
@@ -82,7 +82,7 @@ async def answers_of(service: VerifierService, **spec: Any) -> list[Answer]:
     return list(await asyncio.gather(*(answer_of(service, index, **spec) for index in wanted)))
 
 
-def guesses(target: TargetModel, plan: Plan) -> ProposeFn:
+def guesses(target: TargetModel, plan: SpeculationPlan) -> ProposeFn:
     """Drafts along the greedy text: most of them stand, others do not."""
     known = {}
     for prompt in PROMPTS:
@@ -145,9 +145,9 @@ async def test_logprobs_beside_own_drafts_are_the_targets_own(
 ) -> None:
     nodes = 3 if topk == 1 else 8
     async with serving(
-        tiny_target, tiny_head, placement=placement, draft_length=nodes, draft_topk=topk
+        tiny_target, tiny_head, placement=placement, draft_length=nodes, draft_top_k=topk
     ) as service:
-        plan = Plan(method=OWN.method, draft_tokens=nodes)
+        plan = SpeculationPlan(method=OWN.method, draft_tokens=nodes)
         answers = await answers_of(service, plan=plan, sampling=SAMPLINGS[name], drafter=None)
     for answer, top in zip(answers, TOPS, strict=True):
         check(target, answer, top)

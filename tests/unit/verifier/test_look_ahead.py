@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import Proposal, Proposals
@@ -25,8 +25,12 @@ from tests.unit.verifier.harness import Rig, good_chain, make_spec, mid_stream, 
 from tests.waiting import until
 
 DEPTH = 4
-AHEAD = Plan(
-    method=DraftMethod.EAGLE3, draft_tokens=DEPTH, look_ahead=1, fan_out=8, patience_ms=30_000
+AHEAD = SpeculationPlan(
+    method=DraftMethod.EAGLE3,
+    draft_tokens=DEPTH,
+    look_ahead=1,
+    fan_out=8,
+    proposal_timeout_ms=30_000,
 )
 
 
@@ -68,7 +72,7 @@ async def looking_ahead(**settings: Any) -> AsyncIterator[tuple[Rig, FakeRunner]
 
         runner.lands = lands
         # Whether it pays is for tests of the planner.
-        rig.service._core.policy.looks_ahead = lambda session: True  # type: ignore[method-assign]
+        rig.service._core.policy.should_look_ahead = lambda session: True  # type: ignore[method-assign]
         yield rig, runner
         await rig.idle()
         await until(lambda: not runner.in_flight)
@@ -95,7 +99,7 @@ async def test_a_hit_is_verified_without_a_word_of_the_drafter() -> None:
         runner.before_submit = submitted
         runner.lands = lambda: drafter.muted
         mute = asyncio.create_task(_mute_once(rig, drafter))
-        spec = make_spec(max_new_tokens=3 * DEPTH + 5, plan=replace(AHEAD, patience_ms=100))
+        spec = make_spec(max_new_tokens=3 * DEPTH + 5, plan=replace(AHEAD, proposal_timeout_ms=100))
         result = await rig.run(spec)
         await mute
         assert result.tokens == rig.reference(spec)
@@ -116,9 +120,9 @@ async def _mute_once(rig: Rig, drafter: ScriptedDrafter) -> None:
 async def test_texts_are_the_same_with_hits_and_misses(share: float, planner: str) -> None:
     async with looking_ahead(planner=planner) as (rig, runner):
         policy = rig.service._core.policy
-        policy.pauses = lambda session: False  # type: ignore[method-assign]
+        policy.should_pause = lambda session: False  # type: ignore[method-assign]
         # On a CPU it would begin in lock-step.
-        policy.looks_ahead = lambda session: True  # type: ignore[method-assign]
+        policy.should_look_ahead = lambda session: True  # type: ignore[method-assign]
         predict = sometimes(foresee(rig.target), share)
         drafter = await rig.attach(good_chain(rig.target), predict=predict)
         specs = [
@@ -156,7 +160,7 @@ async def test_a_round_of_hits_is_submitted_before_anything_is_booked() -> None:
 
         def submitted(verify: Verify) -> None:
             for row in verify:
-                if row.held is not None and row.held.ahead:
+                if row.held is not None and row.held.is_hit:
                     # Prompt, first round, and one more for each that was booked.
                     rounds = sum(bool(flight.verify) for flight in runner.flights)
                     unbooked.append(row.session.round_id < rounds)
@@ -182,14 +186,14 @@ async def test_the_next_round_is_under_way_before_the_drafter_hears_of_a_hit() -
 
         loop._rounds.flush = flushed
         reports: list[float] = []
-        observe = rig.service.metrics.observe
+        observe = rig.service.metrics.observe_report
 
         def observed(report: Any) -> None:
             if report.hit_idle_s is not None:
                 reports.append(report.hit_idle_s)
             observe(report)
 
-        rig.service.metrics.observe = observed  # type: ignore[method-assign]
+        rig.service.metrics.observe_report = observed  # type: ignore[method-assign]
         result = await rig.run(make_spec(max_new_tokens=80, plan=AHEAD))
         assert result.last.stats.hit_rounds > 5
         # Whatever is said of a round is said while the next one runs, where that is of hits.
@@ -232,7 +236,7 @@ async def test_an_error_in_a_round_of_hits_fails_its_sessions_once() -> None:
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
 
         def explode(verify: Verify) -> None:
-            if any(row.held is not None and row.held.ahead for row in verify):
+            if any(row.held is not None and row.held.is_hit for row in verify):
                 raise RuntimeError("injected")
 
         runner.before_submit = explode
@@ -308,16 +312,16 @@ async def test_a_change_of_mind_is_not_put_off_by_hits() -> None:
         await rig.attach(good_chain(rig.target), predict=foresee(rig.target))
         policy = rig.service._core.policy
         pauses = False
-        policy.pauses = lambda session: pauses  # type: ignore[method-assign]
-        policy.looks_ahead = lambda session: True  # type: ignore[method-assign]
+        policy.should_pause = lambda session: pauses  # type: ignore[method-assign]
+        policy.should_look_ahead = lambda session: True  # type: ignore[method-assign]
         running = asyncio.create_task(rig.run(make_spec(max_new_tokens=400, plan=AHEAD)))
         await mid_stream(rig)
         session = rig.service._core.sessions[SessionId("s")]
         await until(lambda: rig.service._core.counters["hit_rounds"] > 3)
         pauses = policy.changed = True
-        await until(lambda: session.paused)
+        await until(lambda: session.is_speculation_off)
         pauses, policy.changed = False, True
-        await until(lambda: not session.paused or session.ended)
+        await until(lambda: not session.is_speculation_off or session.is_ended)
         result = await running
         assert result.tokens == rig.reference(make_spec(max_new_tokens=400))
 
@@ -328,17 +332,17 @@ async def test_late_drafts_are_told_from_drafts_that_nobody_waited_for() -> None
         drafter.muted = True
         arrived: list[tuple[int, bool]] = []
         policy = rig.service._core.policy
-        inner = policy.arrived
+        inner = policy.record_arrival
 
         def noted(session: Any, *, prefix_len: int, usable: bool, now: float) -> None:
             arrived.append((prefix_len, usable))
             inner(session, prefix_len=prefix_len, usable=usable, now=now)
 
-        policy.arrived = noted  # type: ignore[method-assign]
+        policy.record_arrival = noted  # type: ignore[method-assign]
         rig.target.forward_s = 0.01
-        spec = make_spec(max_new_tokens=100, plan=replace(AHEAD, patience_ms=20))
+        spec = make_spec(max_new_tokens=100, plan=replace(AHEAD, proposal_timeout_ms=20))
         running = asyncio.create_task(rig.run(spec))
-        await until(lambda: rig.service._core.counters["patience_over"] == 1)
+        await until(lambda: rig.service._core.counters["proposal_timeouts"] == 1)
         (followed,) = drafter.sessions.values()
         first = followed.verdicts[0]
         await until(lambda: len(followed.verdicts) > 3)
@@ -353,13 +357,13 @@ async def test_late_drafts_are_told_from_drafts_that_nobody_waited_for() -> None
             replace(missed, prefix_digest=n, prefix_len=len(followed.tokens) + 12) for n in (1, 2)
         ]
         assert drafter.connection is not None
-        await drafter.connection.send(Proposals.of(ahead))
+        await drafter.connection.send(Proposals.of_proposals(ahead))
         await until(lambda: rig.service._core.num_proposals == 2)
         assert arrived == []
-        await drafter.connection.send(Proposals.of([*beside[:10], missed, *beside[10:]]))
+        await drafter.connection.send(Proposals.of_proposals([*beside[:10], missed, *beside[10:]]))
         await until(lambda: bool(arrived))
         assert arrived == [(len(first.tokens), False)]
-        await drafter.connection.send(Proposals.of(beside))
+        await drafter.connection.send(Proposals.of_proposals(beside))
         await until(lambda: len(arrived) == 2)
         assert arrived[1] == (0, False)
         assert (await running).tokens == rig.reference(spec)
@@ -383,9 +387,9 @@ async def test_a_hit_shows_that_its_drafter_is_well() -> None:
 
         def submitted(verify: Verify) -> None:
             for row in verify:
-                if row.held is not None and row.held.ahead:
-                    suspects.append(row.session.suspect)
-                row.session.suspect = True
+                if row.held is not None and row.held.is_hit:
+                    suspects.append(row.session.has_stalled_drafter)
+                row.session.has_stalled_drafter = True
 
         runner.before_submit = submitted
         result = await rig.run(make_spec(max_new_tokens=40, plan=AHEAD))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 
 from outrider.ids import DrafterId
 from tests.fakes.simulated_service import PIECE, Ahead, Costs, Service, plain_s
@@ -67,13 +67,15 @@ def found(
             drift=drift,
         )
         plain += plain_s(costs, sessions, waves, seed)
-        lockstep += replace(run, policy=Policy(automatic=False, ceiling_s=0.04)).run()
-        always += replace(run, policy=Policy(automatic=False, ceiling_s=0.04), ahead=ahead).run()
-        policy = Policy(
+        lockstep += replace(run, policy=SpeculationPolicy(automatic=False, ceiling_s=0.04)).run()
+        always += replace(
+            run, policy=SpeculationPolicy(automatic=False, ceiling_s=0.04), ahead=ahead
+        ).run()
+        policy = SpeculationPolicy(
             automatic=True,
             ceiling_s=0.04,
             times=costs.times,
-            piece_tokens=PIECE,
+            chunk_tokens=PIECE,
             shares_cores=on_cpus,
         )
         mine = replace(run, policy=policy, ahead=ahead)
@@ -198,11 +200,11 @@ def test_over_a_slow_link_look_ahead_makes_drafts_pay(sessions: int) -> None:
 
 def test_plans_are_carried_out_as_they_are_where_nothing_is_decided() -> None:
     run = Service(costs=LARGE, sessions=1, extra_tokens=2.2, policy=None, ahead=Ahead(hits=0.1))
-    policy = Policy(automatic=False, ceiling_s=0.04)
+    policy = SpeculationPolicy(automatic=False, ceiling_s=0.04)
     mine = replace(run, policy=policy)
     mine.run()
     assert mine.looked == mine.decoded
-    assert policy.answer_s_of(DrafterId("drafter")) > 0.0, "misses tell how long it takes"
-    lockstep = replace(run, ahead=None, policy=Policy(automatic=False, ceiling_s=0.04))
+    assert policy.drafter_response_s(DrafterId("drafter")) > 0.0, "misses tell how long it takes"
+    lockstep = replace(run, ahead=None, policy=SpeculationPolicy(automatic=False, ceiling_s=0.04))
     lockstep.run()
     assert lockstep.looked == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import FinishReason
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn, make_tree
@@ -22,7 +22,7 @@ from tests.unit.verifier.harness import (
     verifier,
 )
 
-DRAFTS: dict[str, tuple[Callable[[FakeTarget], ProposeFn], Plan]] = {
+DRAFTS: dict[str, tuple[Callable[[FakeTarget], ProposeFn], SpeculationPlan]] = {
     "good chain": (good_chain, CHAIN),
     "half good chain": (half_good_chain, CHAIN),
     "tree": (bushy_tree, TREE),
@@ -72,7 +72,7 @@ async def test_the_text_is_that_of_plain_decoding(drafts: str, sampling: str) ->
 
 
 async def test_mixed_rules_share_a_round_and_each_keeps_its_text() -> None:
-    plain = Plan()
+    plain = SpeculationPlan()
     async with verifier() as rig:
         await rig.attach(half_good_chain(rig.target))
         specs = [
@@ -193,7 +193,7 @@ async def test_a_rejection_session_without_a_law_is_judged_target_only() -> None
 
 
 async def test_an_ngram_drafter_gets_tokens_without_features() -> None:
-    plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=30_000)
+    plan = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=4, proposal_timeout_ms=30_000)
     seen: list[Followed] = []
 
     def propose(followed: Followed) -> Draft:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from outrider.ids import DrafterId
-from outrider.spec.noise import Stream
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.noise import NoiseStream
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.transport.interface import RouterConnection
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
     FALLBACK,
-    HIT,
+    LOOK_AHEAD_HIT,
     SessionEvents,
     SessionFailure,
     SessionMove,
@@ -40,7 +40,7 @@ from tests.waiting import until
 
 OTHER = DrafterId("drafter-1")
 NOBODY = DrafterId("nobody")
-PATIENT = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=30_000)
+PATIENT = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=30_000)
 COUPLED = SamplingParams(temperature=0.8, seed=5, rule=Rule.COUPLED)
 
 
@@ -214,7 +214,7 @@ async def test_a_session_that_is_moved_all_the_time_says_the_same() -> None:
         await rig.attach(half_good_chain(rig.target))
         await rig.attach(garbage(rig.target), drafter_id=OTHER, incarnation="2")
         spec = make_spec(max_new_tokens=200, plan=PATIENT, sampling=COUPLED)
-        assert spec.sampling.knows(Stream.TARGET)
+        assert spec.sampling.has_noise_stream(NoiseStream.TARGET)
         heard = await Heard.of(rig, spec)
         while len(heard.tokens) < 190 and not heard.finished:
             # Several wishes at once: the last one is in force.
@@ -246,7 +246,7 @@ async def test_moves_between_drafters_that_look_ahead_change_nothing() -> None:
         await heard.read()
         assert heard.tokens == rig.reference(spec)
         assert heard.moved == [OTHER, DRAFTER] * 3
-        assert sum(bool(flag & HIT) for flag in heard.flags) > 6
+        assert sum(bool(flag & LOOK_AHEAD_HIT) for flag in heard.flags) > 6
         assert all(drafter.starts >= 3 for drafter in drafters)
         await heard.connection.close()
 

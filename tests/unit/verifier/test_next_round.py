@@ -14,22 +14,22 @@ from outrider_bench.host.cli import DrafterSide
 from outrider_bench.host.fake_device import Steps
 from outrider_bench.host.scripted_verifier import VerifierSide, spec_of
 from outrider_verifier.engine import scheduler
-from outrider_verifier.state.commands import Open
+from outrider_verifier.state.commands import OpenSession
 from outrider_verifier.state.round_plan import RoundPlan
 
 from outrider.ids import DrafterId
-from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.shm import lane_pair
+from outrider.spec.plan import DraftMethod, SpeculationPlan
+from outrider.transport.shm import make_channel_pair
 
-PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=60_000)
+PLAN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=60_000)
 
 
 @contextmanager
 def drafted(sessions: int) -> Iterator[VerifierSide]:
     """A verifier whose sessions have proposals, in lock-step."""
-    ours, theirs = lane_pair()
+    ours, theirs = make_channel_pair()
     with torch.inference_mode(), closing(ours), closing(theirs):
-        verifier = VerifierSide(sessions + 2, Steps(), planner="fixed", lane=ours)
+        verifier = VerifierSide(sessions + 2, Steps(), planner="fixed", shm_channel=ours)
         drafter = DrafterSide(sessions + 2, Steps(), verifier.head)
         verifier.open(sessions, 64, PLAN)
         verifier.offer(drafter.follow(theirs))
@@ -40,7 +40,7 @@ def open_one(verifier: VerifierSide, *, priority: int) -> None:
     """A session whose prompt no round has run."""
     spec = replace(spec_of("new", 40, 64, PLAN, DrafterId("bench")), priority=priority)
     nobody: Any = None
-    verifier.service._core.handle(Open(99, spec, nobody), time.monotonic())
+    verifier.service._core.handle_command(OpenSession(99, spec, nobody), time.monotonic())
 
 
 def planned(verifier: VerifierSide, monkeypatch: pytest.MonkeyPatch) -> tuple[RoundPlan, int]:
@@ -53,7 +53,7 @@ def planned(verifier: VerifierSide, monkeypatch: pytest.MonkeyPatch) -> tuple[Ro
         return weigh(*given, **named)
 
     monkeypatch.setattr(scheduler, "plan_round", counted)
-    return verifier.service._rounds.plan(time.monotonic()), len(weighed)
+    return verifier.service._rounds.plan_round(time.monotonic()), len(weighed)
 
 
 def test_a_prompt_beside_drafts_joins_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_prompt_beside_drafts_joins_their_round(monkeypatch: pytest.MonkeyPatc
         open_one(verifier, priority=0)
         plan, weighed = planned(verifier, monkeypatch)
     assert [str(chunk.session_id) for chunk in plan.prefill] == ["new"]
-    assert len(plan.decode) == 3 and all(row.drafted for row in plan.decode)
+    assert len(plan.decode) == 3 and all(row.has_proposal for row in plan.decode)
     assert not weighed
 
 
@@ -78,4 +78,4 @@ def test_a_session_whose_first_proposal_is_out_is_weighed(monkeypatch: pytest.Mo
         open_one(verifier, priority=0)
         verifier.round()
         plan, weighed = planned(verifier, monkeypatch)
-    assert plan.empty and plan.wait_until is not None and weighed
+    assert plan.is_empty and plan.wait_until is not None and weighed

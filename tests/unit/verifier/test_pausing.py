@@ -7,10 +7,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.session import Session
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from tests.fakes.runner import FakeRunner
 from tests.fakes.target import FakeTarget
@@ -26,7 +26,7 @@ from tests.unit.verifier.harness import (
 )
 
 
-class Alternating(Policy):
+class Alternating(SpeculationPolicy):
     """Changes its mind all the time."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Alternating(Policy):
     @changed.setter
     def changed(self, value: bool) -> None: ...
 
-    def pauses(self, session: Session) -> bool:
+    def should_pause(self, session: Session) -> bool:
         """Some rounds so, some rounds so; the very same question may get another answer."""
         return next(self._turns) % 67 < 30
 
@@ -98,7 +98,7 @@ async def test_paused_sessions_run_ahead_and_come_back() -> None:
 async def test_a_drafter_hears_of_a_session_of_a_paused_kind_when_it_is_to_draft_for_it() -> None:
     async with verifier(planner="automatic") as rig:
         core, pauses = rig.service._core, True
-        core.policy.pauses = lambda session: pauses  # type: ignore[method-assign]
+        core.policy.should_pause = lambda session: pauses  # type: ignore[method-assign]
         rig.target.forward_s = 0.002
         drafter = await rig.attach(good_chain(rig.target))
         specs = [make_spec(name, max_new_tokens=400, plan=LONG) for name in ("s", "t")]
@@ -107,7 +107,7 @@ async def test_a_drafter_hears_of_a_session_of_a_paused_kind_when_it_is_to_draft
             running.append(asyncio.create_task(rig.run(spec)))
             await mid_stream(rig, spec.session_id)
         late = core.sessions[specs[1].session_id]
-        assert late.paused and late.link_id is None and drafter.starts == 1
+        assert late.is_speculation_off and late.link_id is None and drafter.starts == 1
         pauses, core.policy.changed = False, True
         results = await asyncio.gather(*running)
         assert drafter.starts == 2 and drafter.broken is None
@@ -126,7 +126,7 @@ async def test_a_plan_that_changes_while_paused_starts_the_drafter_anew() -> Non
         spec = make_spec(max_new_tokens=600, plan=LONG)
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
-        for plan in (replace(LONG, draft_tokens=2), Plan(), LONG) * 3:
+        for plan in (replace(LONG, draft_tokens=2), SpeculationPlan(), LONG) * 3:
             await rig.service.set_plan(spec.session_id, plan)
             await asyncio.sleep(0.015)
         assert (await running).tokens == rig.reference(spec)

@@ -14,15 +14,15 @@ from outrider_bench.host import scripted_verifier
 from outrider_bench.host.fake_device import Steps
 from outrider_bench.host.scripted_verifier import LENGTH, VerifierSide
 from outrider_verifier.exchange.feature_store import FeatureStore
-from outrider_verifier.exchange.proposal_inbox import Inbox
-from outrider_verifier.exchange.shm_features import Placed
-from outrider_verifier.exchange.verdict_builder import Handover, Told
+from outrider_verifier.exchange.proposal_inbox import ProposalInbox
+from outrider_verifier.exchange.shm_features import ShmFeatures
+from outrider_verifier.exchange.verdict_builder import VerdictBatch, VerdictBuilder
 from outrider_verifier.state.session import Session
 
 from outrider.engine.device.transfer.buffers import Downloader
 from outrider.spec.flat_trees import chain_parents
-from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.shm import Lane, is_lent, lane_pair
+from outrider.spec.plan import DraftMethod, SpeculationPlan
+from outrider.transport.shm import ShmChannel, is_ring_view, make_channel_pair
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.messages import Proposals, TensorDtype, Verdicts
 from tests.fakes.target import FakeTarget
@@ -31,8 +31,8 @@ from tests.unit.verifier.harness import make_spec
 SESSIONS, WIDTH = 16, 4096
 
 
-def told_by(lane: Lane) -> list[Verdicts]:
-    frames = lane.borrow()
+def told_by(shm_channel: ShmChannel) -> list[Verdicts]:
+    frames = shm_channel.receive_views()
     messages = [each for frame in frames for each in decode_verifier_messages(frame)]
     return [message for message in messages if isinstance(message, Verdicts)]
 
@@ -42,7 +42,7 @@ def rows_told(verdicts: list[Verdicts]) -> dict[int, list[list[int]]]:
     return {
         entry.handle: entry.features.data[:, :2].tolist()
         for message in verdicts
-        for entry in message.entries()
+        for entry in message.iter_verdicts()
         if entry.features is not None
     }
 
@@ -74,7 +74,7 @@ def proposals_for(told: Verdicts) -> bytes:
         tokens=np.full(nodes, 5, dtype=np.int32),
         parents=chain_parents(counts),
         logprobs=np.zeros(nodes, dtype=np.float32),
-        laws=None,
+        distributions=None,
         draft_us=1,
     )
     return encode_drafter_message(proposals)
@@ -93,20 +93,24 @@ class Round(NamedTuple):
 def verified_round(*, places: bool, stranger: bool = False) -> Round:
     """What a drafter hears of a round; `stranger`: in which the prompt of a session without a
     drafter is read."""
-    ours, theirs = lane_pair()
+    ours, theirs = make_channel_pair()
     with torch.inference_mode(), closing(ours), closing(theirs):
-        verifier = VerifierSide(SESSIONS + 1, Steps(), planner="fixed", width=WIDTH, lane=ours)
+        verifier = VerifierSide(
+            SESSIONS + 1, Steps(), planner="fixed", width=WIDTH, shm_channel=ours
+        )
         runner: Any = verifier.service._rounds._engine
         runner.rounds._downloads = Downloader(torch.device("cpu"))
         if not places:
-            ours.open_for(lambda memory: False)
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=LENGTH, patience_ms=60_000)
+            ours.allow_reservations(lambda memory: False)
+        plan = SpeculationPlan(
+            method=DraftMethod.EAGLE3, draft_tokens=LENGTH, proposal_timeout_ms=60_000
+        )
         verifier.open(SESSIONS, 40, plan)
         *_, prompts = told_by(theirs)
         assert len(prompts) == SESSIONS
         verifier.offer([proposals_for(prompts)])
         if stranger:
-            verifier.open_one(SESSIONS, 40, 40, Plan(), drafted=False)
+            verifier.open_one(SESSIONS, 40, 40, SpeculationPlan(), drafted=False)
         verifier.round()
         told = told_by(theirs)
         store = verifier.service._core.store
@@ -114,7 +118,7 @@ def verified_round(*, places: bool, stranger: bool = False) -> Round:
         sessions = list(verifier.service._core.sessions.values())[:SESSIONS]
         kept = [
             [row[:2].tolist() for piece in pieces for row in piece]
-            for pieces in (store.read(s.handle, 0, store.held(s.handle)) for s in sessions)
+            for pieces in (store.read(s.handle, 0, store.num_held(s.handle)) for s in sessions)
         ]
         return Round(told, told[-1].features.joined(), kept)
 
@@ -125,7 +129,7 @@ def test_a_round_is_told_from_where_it_came_down_and_as_before() -> None:
     copied, packed, before = verified_round(places=False)
     assert kept == before and all(len(rows) > LENGTH for rows in kept)
     assert placed[-1].feature_offsets is not None and copied[-1].feature_offsets is None
-    assert is_lent(memory) and memory.nbytes > 0
+    assert is_ring_view(memory) and memory.nbytes > 0
     assert memory.flags.aligned
     found = rows_told(placed)
     assert found == rows_told(copied) and len(found) == SESSIONS
@@ -147,8 +151,8 @@ def test_a_drafter_finds_nothing_of_a_session_that_is_not_its_own() -> None:
 
 def test_what_was_put_for_another_drafter_is_copied_out_of_there() -> None:
     store = FeatureStore(width=2, dtype=np.uint16, budget_bytes=1 << 16, max_sessions=4)
-    handover = Handover(
-        inbox=Inbox(max_sessions=4, per_session=2, reach=4, budget_bytes=1 << 16),
+    verdict_builder = VerdictBuilder(
+        inbox=ProposalInbox(max_sessions=4, per_session=2, reach=4, budget_bytes=1 << 16),
         store=store,
         dtype=TensorDtype.BFLOAT16,
         chunk_tokens=8,
@@ -162,26 +166,26 @@ def test_what_was_put_for_another_drafter_is_copied_out_of_there() -> None:
         keeps_features=True,
     )
     session.handle = 2
-    handover.open(session)
-    handover._links[2], handover._with_features[2] = 7, True
+    verdict_builder.follow_session(session)
+    verdict_builder._links[2], verdict_builder._with_features[2] = 7, True
     memory = np.arange(20, dtype=np.uint16).reshape(10, 2)
     for link_id, offsets, rows in ((7, [3], 5), (8, None, 2)):
-        told = Told.present([session], [None])
-        told.features = Placed(link_id, memory, np.array([3]), np.array([2]))
-        ((link, verdicts),) = handover.verdicts(handover.follow(told))
+        told = VerdictBatch.of_current([session], [None])
+        told.features = ShmFeatures(link_id, memory, np.array([3]), np.array([2]))
+        ((link, verdicts),) = verdict_builder.build_verdicts(verdict_builder.advance_prefixes(told))
         assert link == 7 and verdicts.features is not None
         found = verdicts.feature_offsets
         assert (None if found is None else found.tolist()) == offsets
         assert len(verdicts.features.joined()) == rows
-        (entry,) = verdicts.entries()
+        (entry,) = verdicts.iter_verdicts()
         assert entry.features is not None and entry.features.data.tolist() == memory[3:5].tolist()
 
 
 def test_rows_without_features_have_none_wherever_they_lie() -> None:
     memory = np.arange(20, dtype=np.uint16).reshape(10, 2)
-    placed = Placed(1, memory, np.array([0, 3, 6]), np.array([2, 0, 3]))
-    first, none, last = placed.pieces()
+    placed = ShmFeatures(1, memory, np.array([0, 3, 6]), np.array([2, 0, 3]))
+    first, none, last = placed.row_slices()
     assert none is None and first is not None and last is not None
     assert first.tolist() == memory[:2].tolist() and last.tolist() == memory[6:9].tolist()
-    chosen = placed.only(np.array([False, True, True])).pieces()
+    chosen = placed.select(np.array([False, True, True])).row_slices()
     assert chosen[0] is None and chosen[1] is not None and chosen[1].tolist() == last.tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 
 from tests.fakes.simulated_service import (
     PIECE,
@@ -56,10 +56,12 @@ SEEDS = {1: 16, 8: 4, 32: 4, 64: 2}
 """A single session's whole run is two answers, of which one may have three tokens."""
 
 
-def planner(costs: Costs, *, automatic: bool = True, tables: bool = True) -> Policy:
+def planner(costs: Costs, *, automatic: bool = True, tables: bool = True) -> SpeculationPolicy:
     if not tables:
-        return Policy(automatic=automatic, ceiling_s=0.04)
-    return Policy(automatic=automatic, ceiling_s=0.04, times=costs.times, piece_tokens=PIECE)
+        return SpeculationPolicy(automatic=automatic, ceiling_s=0.04)
+    return SpeculationPolicy(
+        automatic=automatic, ceiling_s=0.04, times=costs.times, chunk_tokens=PIECE
+    )
 
 
 def service(costs: Costs, sessions: int, temperature: float, *, waves: int = 2) -> Service:

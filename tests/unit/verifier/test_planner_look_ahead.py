@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from outrider_verifier.exchange.proposal_inbox import Held
+from outrider_verifier.exchange.proposal_inbox import HeldProposal
 from outrider_verifier.model_runner.batch import VerifyRow
-from outrider_verifier.model_runner.interface import RowOutcome
-from outrider_verifier.model_runner.results import Settled
-from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.model_runner.interface import RowOutput
+from outrider_verifier.model_runner.results import RowResult
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.session import NO_LIMIT, Session
 
 from outrider.engine.kv_cache import KVPool
@@ -19,10 +19,10 @@ from outrider.wire.messages import Proposals
 from tests.fakes.scripted_drafter import Draft, Followed, ProposeFn
 from tests.unit.verifier.harness import CHAIN, good_chain, half_good_chain, make_spec, verifier
 
-AHEAD = replace(CHAIN, patience_ms=20_000, look_ahead=1)
+AHEAD = replace(CHAIN, proposal_timeout_ms=20_000, look_ahead=1)
 
 
-class Wavering(Policy):
+class Wavering(SpeculationPolicy):
     """Changes its mind about look-ahead every few rounds."""
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Wavering(Policy):
         if next(self._rounds) % 10 == 9:
             self._ahead, self.changed = not self._ahead, True
 
-    def pauses(self, session: Session) -> bool:
+    def should_pause(self, session: Session) -> bool:
         """Never."""
         return False
 
-    def looks_ahead(self, session: Session) -> bool:
+    def should_look_ahead(self, session: Session) -> bool:
         """As it happens to think."""
         return self._ahead and session.plan.look_ahead > 0
 
@@ -67,7 +67,7 @@ async def test_a_drafter_hears_of_each_change_of_mind_and_no_text_changes() -> N
         assert sum(a != b for a, b in itertools.pairwise(plans)) > 3
         counters = rig.service._core.counters
         assert counters["look_ahead_ended"] > 3
-        assert counters["look_ahead_begun"] > 3
+        assert counters["look_ahead_started"] > 3
         # Announced once each, never withdrawn.
         assert drafter.starts == 3
         await rig.idle()
@@ -84,74 +84,74 @@ async def test_a_fixed_planner_has_drafters_do_what_plans_say(asked: int) -> Non
 
 def test_on_cpus_sessions_begin_in_lock_step_and_elsewhere_with_look_ahead() -> None:
     for shares_cores in (False, True):
-        policy = Policy(automatic=True, ceiling_s=0.04, shares_cores=shares_cores)
+        policy = SpeculationPolicy(automatic=True, ceiling_s=0.04, shares_cores=shares_cores)
         session = _session(policy)
-        assert session.ahead is not shares_cores
+        assert session.is_look_ahead_on is not shares_cores
         assert session.drafter_plan.look_ahead == int(not shares_cores)
         assert session.plan.look_ahead == 1
 
 
 def test_a_plan_of_lock_step_is_never_overruled() -> None:
-    policy = Policy(automatic=True, ceiling_s=0.04)
+    policy = SpeculationPolicy(automatic=True, ceiling_s=0.04)
     session = _session(policy, look_ahead=0)
-    assert not session.ahead
-    assert not policy.looks_ahead(session)
+    assert not session.is_look_ahead_on
+    assert not policy.should_look_ahead(session)
 
 
 def test_drafts_that_were_branched_from_are_not_shortened() -> None:
     # Outcomes of a draft that was cut end where it was cut: none of those that were drafted for.
     for shares_cores, limit in ((False, NO_LIMIT), (True, 2)):
-        policy = Policy(automatic=True, ceiling_s=0.04, shares_cores=shares_cores)
+        policy = SpeculationPolicy(automatic=True, ceiling_s=0.04, shares_cores=shares_cores)
         session = _session(policy)
-        assert session.pace is not None
-        session.pace.known.limits[0] = 2
-        assert policy.limit(session) == limit
+        assert session.speculation_state is not None
+        session.speculation_state.workload.limits[0] = 2
+        assert policy.draft_limit(session) == limit
 
 
 def test_a_hit_shows_that_the_drafter_follows_and_is_no_early_arrival() -> None:
-    policy = Policy(automatic=True, ceiling_s=0.04)
+    policy = SpeculationPolicy(automatic=True, ceiling_s=0.04)
     session = _session(policy)
-    assert session.pace is not None
-    known, now = session.pace.known, 0.0
-    policy.missed(session)
-    assert session.suspect
+    assert session.speculation_state is not None
+    known, now = session.speculation_state.workload, 0.0
+    policy.record_timeout(session)
+    assert session.has_stalled_drafter
     for _ in range(6):
         policy.begin_round(1, now)
         now += 0.005
         _hit(policy, session, now)
-    assert not session.suspect
-    assert not session.pace.holding
-    assert not known.arrivals[True].known
-    assert known.look is not None
-    assert known.look.misses < 0.1
+    assert not session.has_stalled_drafter
+    assert not session.speculation_state.is_holding
+    assert not known.arrivals[True].has_data
+    assert known.look_ahead is not None
+    assert known.look_ahead.miss_share < 0.1
     # A row that missed is waited for as long as misses take, however few these are.
     for _ in range(8):
-        session.since = now
-        policy.arrived(session, prefix_len=session.length, usable=True, now=now + 0.012)
+        session.root_known_at = now
+        policy.record_arrival(session, prefix_len=session.length, usable=True, now=now + 0.012)
     for _ in range(30):
-        session.since = now
-        policy.arrived(session, prefix_len=session.length, usable=True, now=now + 0.0003)
+        session.root_known_at = now
+        policy.record_arrival(session, prefix_len=session.length, usable=True, now=now + 0.0003)
     policy.begin_round(1, now)
-    assert policy.patience(session) > 0.008
-    assert known.waits_s < 0.2 * policy.answer_s()
+    assert policy.proposal_timeout_s(session) > 0.008
+    assert known.mean_wait_s < 0.2 * policy.slowest_response_s()
 
 
-def _session(policy: Policy, look_ahead: int = 1) -> Session:
+def _session(policy: SpeculationPolicy, look_ahead: int = 1) -> Session:
     pool = KVPool(
         num_layers=1, num_kv_heads=1, head_dim=2, num_blocks=4, block_tokens=16, dtype=torch.float32
     )
     spec = make_spec(plan=replace(AHEAD, look_ahead=look_ahead))
     session = Session.create(spec, ticket=1, kv=pool.allocate(20), now=0.0, keeps_features=False)
     session.link_id = 1
-    policy.follow(session)
+    policy.update_session(session)
     return session
 
 
-def _hit(policy: Policy, session: Session, now: float) -> None:
-    result = RowOutcome((1, 1, 1), features=None)
-    row = VerifyRow(session, Held(Proposals.of([]), 0, 4, ahead=True))
+def _hit(policy: SpeculationPolicy, session: Session, now: float) -> None:
+    result = RowOutput((1, 1, 1), features=None)
+    row = VerifyRow(session, HeldProposal(Proposals.of_proposals([]), 0, 4, is_hit=True))
     policy.observe_round(
-        [Settled(session, result, (1, 1, 1), None, row)],
+        [RowResult(session, result, (1, 1, 1), None, row)],
         seconds=0.005,
         forward_s=0.005,
         prompts=(),

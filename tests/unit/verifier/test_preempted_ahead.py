@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import SessionSpec
 from tests.fakes.runner import FakeRunner
@@ -19,8 +19,8 @@ from tests.unit.verifier.preempting import preemptions, start_together
 from tests.unit.verifier.test_look_ahead import AHEAD, foresee, looking_ahead
 from tests.waiting import until
 
-OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
-PLAIN = Plan()
+OWN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=3)
+PLAIN = SpeculationPlan()
 
 
 @asynccontextmanager
@@ -33,7 +33,7 @@ async def short_of_blocks(
     runner = FakeRunner(target, drafts=drafts)
     async with verifier(target=target, runner=runner, **settings) as rig:
         lengths: Any = rig.service._core.room.lengths
-        lengths.expected = lambda emitted, most: emitted
+        lengths.expected_len = lambda emitted, most: emitted
         yield rig, runner
         await rig.idle()
         await until(lambda: not runner.in_flight)
@@ -73,7 +73,7 @@ async def test_a_round_in_flight_is_settled_before_its_sessions_are_preempted(
 async def test_sessions_with_a_drafter_get_their_texts(way: str) -> None:
     async with short_of_blocks(28, drafts=0, preemption=way) as (rig, _):
         await rig.attach(half_good_chain(rig.target))
-        plan = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=30_000)
+        plan = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=4, proposal_timeout_ms=30_000)
         specs = specs_of(10, plan=plan)
         start_together(rig.service, len(specs))
         results = await rig.run_all(specs)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from outrider.ids import DrafterId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from tests.unit.verifier.harness import (
     DRAFTER,
     good_chain,
@@ -35,7 +35,7 @@ async def test_old_frames_for_preempted_sessions_change_no_text(way: str) -> Non
     async with short_of_blocks(36, preemption=way, max_preemptions=3) as rig:
         disorder = Disorderly(rig.target, seed=1)
         disorder.drafter = await rig.attach(disorder)
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=50)
+        plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=50)
         specs = [spec_of(number, plan=plan) for number in range(8)]
         start_together(rig.service, len(specs))
         for spec, result in zip(specs, await rig.run_all(specs), strict=True):
@@ -74,18 +74,18 @@ async def test_a_preempted_session_may_go_to_another_drafter_or_to_nobody(
 async def test_a_session_that_is_resumed_does_not_wait_for_a_silent_drafter() -> None:
     async with one_at_a_time() as rig:
         drafter = await rig.attach(good_chain(rig.target))
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=300)
+        plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=300)
         spec = make_spec(max_new_tokens=60, plan=plan)
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
         drafter.muted = True
         counters = rig.service._core.counters
-        await until(lambda: counters["drafters_silent"] == 1)
+        await until(lambda: counters["drafters_stalled"] == 1)
         await rig.run(urgent())
         assert preemptions(rig.service) == 1
         result = await running
         assert result.tokens == rig.reference(spec)
-        assert counters["patience_over"] == 1
+        assert counters["proposal_timeouts"] == 1
 
 
 async def test_a_drafter_that_comes_while_its_session_is_preempted_is_told_all() -> None:
@@ -112,7 +112,7 @@ async def test_a_flood_for_a_preempted_session_is_cut() -> None:
         rig.target.forward_s = 0.002
         disorder = Disorderly(rig.target, seed=2)
         disorder.drafter = drafter = await rig.attach(disorder)
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=50)
+        plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=50)
         spec = make_spec(max_new_tokens=60, plan=plan)
         running = asyncio.create_task(rig.run(spec))
         await mid_stream(rig)
@@ -122,7 +122,7 @@ async def test_a_flood_for_a_preempted_session_is_cut() -> None:
         while rig.service._hub.links:
             await disorder._send([disorder.past[0]] * 1000)
             await asyncio.sleep(0)
-        assert rig.service._counts()["drafters_cut"] == 1
+        assert rig.service._counts()["drafters_disconnected_flooding"] == 1
         await blocking
         result = await running
         assert result.tokens == rig.reference(spec)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from tests.unit.verifier.device_serving import (
     OWN,
     PROMPTS,
@@ -52,7 +52,7 @@ async def test_own_drafts_go_on(
 )
 async def test_drafts_from_outside_change_no_text(
     name: str,
-    plan: Plan,
+    plan: SpeculationPlan,
     way: str,
     tiny_target: Path,
     tiny_head: Path,
@@ -76,6 +76,6 @@ async def test_plain_text_is_that_of_the_calm_run(
 ) -> None:
     async with serving(tiny_target, device=device, preemption=way) as service:
         preempt_often(service, every=2)
-        results = await run_all(service, Plan(), SAMPLINGS[name])
+        results = await run_all(service, SpeculationPlan(), SAMPLINGS[name])
         assert preemptions(service) >= 9
     assert [tokens for tokens, _ in results] == texts[name]

@@ -16,7 +16,7 @@ from outrider_verifier.state.session import Session
 
 from outrider.errors import InvalidRequestError, ResourceExhaustedError, UnavailableError
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import FinishReason, Proposal, SessionSpec
 from tests.fakes.scripted_drafter import ProposeFn
@@ -37,9 +37,9 @@ from tests.unit.verifier.preempting import hold, preempt_often, preemptions, sta
 from tests.unit.verifier.test_look_ahead import AHEAD, foresee
 from tests.waiting import until
 
-PLAIN = Plan()
-NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=30_000)
-DRAFTS: dict[str, tuple[Callable[[FakeTarget], ProposeFn], Plan]] = {
+PLAIN = SpeculationPlan()
+NGRAM = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=4, proposal_timeout_ms=30_000)
+DRAFTS: dict[str, tuple[Callable[[FakeTarget], ProposeFn], SpeculationPlan]] = {
     "good chain": (good_chain, CHAIN),
     "half good chain": (half_good_chain, CHAIN),
     "tree": (bushy_tree, TREE),
@@ -62,7 +62,7 @@ async def short_of_blocks(num_blocks: int, **settings: Any) -> AsyncIterator[Rig
     it lets in more than fit; at the end nothing is held of any kind."""
     async with verifier(target=FakeTarget(num_blocks=num_blocks), **settings) as rig:
         lengths: Any = rig.service._core.room.lengths
-        lengths.expected = lambda emitted, most: emitted
+        lengths.expected_len = lambda emitted, most: emitted
         yield rig
         await rig.idle()
 
@@ -98,14 +98,14 @@ def session_of(rig: Rig, name: str = "s") -> Session:
 def follow_preemptions(rig: Rig) -> dict[SessionId, int]:
     """How often each session is preempted from now on."""
     most: dict[SessionId, int] = {}
-    room: Any = rig.service._core.room
-    act = room._preempt
+    block_manager: Any = rig.service._core.room
+    act = block_manager._preempt
 
     def preempt_and_note(session: Session, now: float) -> None:
         act(session, now)
         most[session.session_id] = session.preemptions
 
-    room._preempt = preempt_and_note
+    block_manager._preempt = preempt_and_note
     return most
 
 
@@ -136,9 +136,9 @@ async def test_a_quarter_of_the_blocks_gives_the_same_texts(drafts: str, way: st
 async def test_copies_are_fetched_one_at_a_time_and_rounds_go_on_meanwhile() -> None:
     async with verifier(preemption="swap") as rig:
         runner: Any = rig.service._core._runner
-        room: Any = rig.service._core.room
-        fetch, asked, late = runner.fetch, list[Session](), list[Session]()
-        act, at_a_time = room._act, [0]
+        block_manager: Any = rig.service._core.room
+        fetch, asked, late = runner.prefetch_session, list[Session](), list[Session]()
+        act, at_a_time = block_manager._act, [0]
 
         def count_fetches(actions: Any, now: float) -> None:
             before = len(late)
@@ -157,7 +157,7 @@ async def test_copies_are_fetched_one_at_a_time_and_rounds_go_on_meanwhile() -> 
                 return False
             return bool(fetch(session))
 
-        runner.fetch, room._act = slow_fetch, count_fetches
+        runner.prefetch_session, block_manager._act = slow_fetch, count_fetches
         preempt_often(rig.service, every=2)
         specs = [spec_of(i, plan=PLAIN, drafter=None) for i in range(6)]
         results = await rig.run_all(specs)
@@ -181,7 +181,7 @@ async def test_a_session_that_is_preempted_among_hits_gets_its_text() -> None:
 
 async def test_sessions_that_come_and_go_with_all_priorities_get_their_texts() -> None:
     rng = random.Random(5)
-    async with short_of_blocks(40, max_sessions=5, aging_s=0.05) as rig:
+    async with short_of_blocks(40, max_sessions=5, priority_aging_s=0.05) as rig:
         most = follow_preemptions(rig)
         await rig.attach(half_good_chain(rig.target))
         rig.target.forward_s = 0.001
@@ -219,9 +219,9 @@ async def test_preempted_in_the_middle_of_its_prompt_a_session_goes_on_correctly
         await until(lambda: spec.session_id in core.sessions)
         session = session_of(rig)
         # It has a part of its prompt when the urgent one comes.
-        hold(rig.service, lambda: session.written >= 16 and core.counters["sessions"] < 3)
-        await until(lambda: session.written >= 16)
-        assert session.written % 8
+        hold(rig.service, lambda: session.written_positions >= 16 and core.counters["sessions"] < 3)
+        await until(lambda: session.written_positions >= 16)
+        assert session.written_positions % 8
         other = await rig.run(urgent(max_new_tokens=2))
         assert other.tokens == rig.reference(urgent(max_new_tokens=2))
         assert session.preemptions == 1
@@ -244,7 +244,11 @@ async def test_a_proposal_that_came_meanwhile_is_used_at_once(way: str) -> None:
     async with one_at_a_time(preemption=way) as rig:
         drafter = await rig.attach(good_chain(rig.target))
         drafter.muted = True
-        spec = make_spec(plan=Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=60_000))
+        spec = make_spec(
+            plan=SpeculationPlan(
+                method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=60_000
+            )
+        )
         running = asyncio.create_task(rig.run(spec))
         await until(lambda: spec.session_id in drafter.sessions)
         followed = drafter.sessions[spec.session_id]
@@ -253,7 +257,7 @@ async def test_a_proposal_that_came_meanwhile_is_used_at_once(way: str) -> None:
         digest = followed.digest
         release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=60)))
-        await until(lambda: session.waits)
+        await until(lambda: session.is_waiting)
         drafter.muted = False
         tree = good_chain(rig.target)(followed)
         assert tree is not None and not isinstance(tree, tuple)
@@ -263,7 +267,7 @@ async def test_a_proposal_that_came_meanwhile_is_used_at_once(way: str) -> None:
         )
         await drafter.send(early)
         await until(lambda: rig.service._core.num_proposals == 1)
-        assert session.waits
+        assert session.is_waiting
         release()
         await other
         result = await running
@@ -271,7 +275,7 @@ async def test_a_proposal_that_came_meanwhile_is_used_at_once(way: str) -> None:
         # Every round had a draft, the first one after the preemption the one that had waited.
         assert result.last.stats.fallback_rounds == 0
         assert result.last.stats.rounds == 3
-        assert rig.service._core.counters["patience_over"] == 0
+        assert rig.service._core.counters["proposal_timeouts"] == 0
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
@@ -279,7 +283,7 @@ async def test_a_session_that_waits_for_a_proposal_waits_on_after_a_preemption(w
     async with one_at_a_time(preemption=way) as rig:
         drafter = await rig.attach(good_chain(rig.target))
         drafter.muted = True
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=150)
+        plan = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=150)
         spec = make_spec(plan=plan, max_new_tokens=3)
         running = asyncio.create_task(rig.run(spec))
         await until(lambda: len(drafter.sessions) == 1)
@@ -290,7 +294,7 @@ async def test_a_session_that_waits_for_a_proposal_waits_on_after_a_preemption(w
         result = await running
         assert result.tokens == rig.reference(spec)
         # The patience began anew, for nobody waited while it had no K/V.
-        assert rig.service._core.counters["patience_over"] == 1
+        assert rig.service._core.counters["proposal_timeouts"] == 1
         assert time.monotonic() - session.resumed_at >= 0.15
 
 
@@ -302,7 +306,7 @@ async def test_closed_while_it_waits_a_session_leaves_nothing_behind(way: str) -
         await mid_stream(rig)
         release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=100)))
-        await until(lambda: session_of(rig).waits)
+        await until(lambda: session_of(rig).is_waiting)
         assert (rig.service._core.room.swapped_bytes > 0) is (way == "swap")
         await rig.service.close_session(SessionId("s"))
         assert rig.service._core.room.swapped_bytes == 0
@@ -323,7 +327,7 @@ async def test_a_waiting_session_may_change_its_plan_and_lose_and_find_its_draft
         session = session_of(rig)
         release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=20)))
-        await until(lambda: session.waits)
+        await until(lambda: session.is_waiting)
         await first.detach()
         await until(lambda: session.link_id is None)
         await rig.service.set_plan(SessionId("s"), PLAIN)
@@ -333,7 +337,7 @@ async def test_a_waiting_session_may_change_its_plan_and_lose_and_find_its_draft
         # The new one was told all, features of positions without K/V included.
         followed = second.sessions[SessionId("s")]
         await until(lambda: len(followed.features) == session.length - 1)
-        assert session.waits
+        assert session.is_waiting
         release()
         await other
         assert (await running).tokens == rig.reference(spec)
@@ -346,7 +350,7 @@ async def test_a_session_whose_turn_has_not_come_is_told_of_nothing_and_can_leav
         await until(lambda: rig.service._core.num_sessions == 1)
         waiting = asyncio.create_task(rig.run(make_spec("b")))
         await until(lambda: SessionId("b") in drafter.sessions)
-        assert session_of(rig, "b").waits and not drafter.sessions[SessionId("b")].verdicts
+        assert session_of(rig, "b").is_waiting and not drafter.sessions[SessionId("b")].verdicts
         info = await rig.service.info()
         assert (info.sessions, info.waiting_sessions) == (2, 1)
         await rig.service.close_session(SessionId("b"))
@@ -407,14 +411,14 @@ async def test_stop_tokens_and_the_least_length_hold_across_preemptions() -> Non
 async def test_a_runner_that_refuses_a_session_ends_that_one_alone() -> None:
     async with verifier() as rig:
         runner: Any = rig.service._core._runner
-        resume = runner.resume
+        resume = runner.resume_session
 
         def refuse(session: Session) -> bool:
             if session.session_id == "bad":
                 raise InvalidRequestError("no such penalty", reason="INVALID_SAMPLING")
             return bool(resume(session))
 
-        runner.resume = refuse
+        runner.resume_session = refuse
         specs = [urgent("good"), urgent("bad")]
         good, bad = await rig.run_all(specs)
         assert good.tokens == rig.reference(specs[0])
@@ -431,7 +435,7 @@ async def test_metrics_and_info_tell_of_preemptions(way: str) -> None:
         await mid_stream(rig)
         release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=100)))
-        await until(lambda: session_of(rig).waits)
+        await until(lambda: session_of(rig).is_waiting)
         await until(lambda: read("outrider_verifier_sessions_running") == 1)
         assert read("outrider_verifier_sessions_waiting") == 1
         assert bool(read("outrider_verifier_swapped_bytes")) is (way == "swap")
@@ -453,7 +457,7 @@ async def test_metrics_and_info_tell_of_preemptions(way: str) -> None:
         {"max_preemptions": -1},
         {"max_waiting": -1},
         {"kv_watermark": 1.0},
-        {"aging_s": 0.0},
+        {"priority_aging_s": 0.0},
         {"swap_space_gb": -0.5},
         {"preemption": "never"},
     ],

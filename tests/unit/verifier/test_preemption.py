@@ -11,53 +11,57 @@ from hypothesis import strategies as st
 from outrider_verifier.kv.preemption import (
     PRIOR_TOKENS,
     Action,
-    Bounds,
-    Claim,
-    Lengths,
-    LetIn,
+    AdmitSession,
+    KVPoolState,
+    OutputLengthStats,
     Preempt,
-    State,
-    Way,
-    all_fit,
-    choose_way,
-    let_all_in,
-    plan,
+    PreemptionLimits,
+    SessionClaim,
+    admit_all,
+    can_all_run,
+    choose_mode,
+    plan_preemption,
 )
+from outrider_verifier.state.preemption_mode import PreemptionMode
 
 from outrider.ids import SessionId
 
-BOUNDS = Bounds(max_running=8, max_preemptions=2, watermark=0.0, aging_s=10.0, guard_blocks=2)
+BOUNDS = PreemptionLimits(
+    max_running=8, max_preemptions=2, watermark=0.0, aging_s=10.0, guard_blocks=2
+)
 
 
-def claim(name: str, **facts: Any) -> Claim:
+def claim(name: str, **facts: Any) -> SessionClaim:
     """A session that needs four blocks now and eight in all, and expects no more than it needs."""
     defaults: dict[str, Any] = {
         "priority": 0,
         "opened_at": float(ord(name[0])),
         "blocks": 0,
         "next_blocks": 4,
-        "most_blocks": 8,
+        "max_blocks": 8,
         "expected_blocks": 4,
     }
-    return Claim(SessionId(name), **(defaults | facts))
+    return SessionClaim(SessionId(name), **(defaults | facts))
 
 
-def running(name: str, **facts: Any) -> Claim:
+def running(name: str, **facts: Any) -> SessionClaim:
     """One that has the blocks that it needs now."""
     return claim(name, **{"blocks": 4, "tokens": 10, **facts})
 
 
 def planned(
-    free: int, run: list[Claim], wait: list[Claim], bounds: Bounds = BOUNDS
+    free: int, run: list[SessionClaim], wait: list[SessionClaim], bounds: PreemptionLimits = BOUNDS
 ) -> list[Action]:
     """What is done in a pool of so many free blocks beside those held."""
     total = free + sum(each.blocks for each in run)
-    return plan(State(free_blocks=free, total_blocks=total, running=run, waiting=wait), bounds)
+    return plan_preemption(
+        KVPoolState(free_blocks=free, total_blocks=total, running=run, waiting=wait), bounds
+    )
 
 
 def let_in(*names: str) -> list[Action]:
     """Four blocks for each."""
-    return [LetIn(SessionId(name), 4) for name in names]
+    return [AdmitSession(SessionId(name), 4) for name in names]
 
 
 def preempt(*names: str) -> list[Action]:
@@ -76,7 +80,7 @@ def test_waiting_raises_a_claim_above_later_ones_of_a_higher_priority() -> None:
 
 
 def test_nobody_passes_the_first_in_line() -> None:
-    waiting = [claim("a", next_blocks=9, most_blocks=9), claim("b", next_blocks=1)]
+    waiting = [claim("a", next_blocks=9, max_blocks=9), claim("b", next_blocks=1)]
     assert planned(6, [running("r")], waiting) == []
 
 
@@ -93,20 +97,20 @@ def test_nobody_is_let_in_below_the_watermark() -> None:
 
 
 def test_one_alone_is_let_in_whatever_the_watermark_says() -> None:
-    assert planned(4, [], [claim("a", most_blocks=4)]) == let_in("a")
+    assert planned(4, [], [claim("a", max_blocks=4)]) == let_in("a")
 
 
 def test_nobody_is_let_in_where_those_that_run_are_expected_to_need_it() -> None:
-    run = [running("r", expected_blocks=40, most_blocks=40)]
+    run = [running("r", expected_blocks=40, max_blocks=40)]
     assert planned(36, run, [claim("a", expected_blocks=11)]) == []
     assert planned(36, run, [claim("a", expected_blocks=10)]) == let_in("a")
 
 
 @st.composite
-def roomy(draw: st.DrawFn) -> tuple[State, Bounds]:
+def roomy(draw: st.DrawFn) -> tuple[KVPoolState, PreemptionLimits]:
     """Sessions of any kind, and a pool that may hold them all."""
 
-    def some(name: str, held: bool) -> Claim:
+    def some(name: str, held: bool) -> SessionClaim:
         most = draw(st.integers(4, 12))
         needs = draw(st.integers(1, most))
         return claim(
@@ -114,7 +118,7 @@ def roomy(draw: st.DrawFn) -> tuple[State, Bounds]:
             priority=draw(st.integers(0, 2)),
             blocks=draw(st.integers(1, needs)) if held else 0,
             next_blocks=needs,
-            most_blocks=most,
+            max_blocks=most,
             expected_blocks=draw(st.integers(needs, most)),
             preemptions=draw(st.integers(0, 2)),
             waited_s=draw(st.sampled_from([0.0, 5.0, 25.0])),
@@ -122,14 +126,14 @@ def roomy(draw: st.DrawFn) -> tuple[State, Bounds]:
 
     run = [some(chr(97 + i), True) for i in range(draw(st.integers(0, 5)))]
     wait = [some(chr(107 + i), False) for i in range(draw(st.integers(1, 5)))]
-    total = sum(each.most_blocks for each in (*run, *wait)) + draw(st.integers(-4, 24))
+    total = sum(each.max_blocks for each in (*run, *wait)) + draw(st.integers(-4, 24))
     held = sum(each.blocks for each in run)
     bounds = replace(
         BOUNDS,
         watermark=draw(st.sampled_from([0.0, 0.1])),
         max_running=draw(st.integers(max(1, len(run)), 10)),
     )
-    state = State(
+    state = KVPoolState(
         free_blocks=max(0, total - held), total_blocks=max(total, held), running=run, waiting=wait
     )
     return state, bounds
@@ -137,13 +141,13 @@ def roomy(draw: st.DrawFn) -> tuple[State, Bounds]:
 
 @given(roomy())
 def test_where_nobody_will_want_for_a_block_who_runs_need_not_be_looked_at(
-    case: tuple[State, Bounds],
+    case: tuple[KVPoolState, PreemptionLimits],
 ) -> None:
     state, bounds = case
     everybody = (*state.running, *state.waiting)
-    most = sum(each.most_blocks for each in everybody)
-    found = all_fit(
-        most_blocks=most,
+    most = sum(each.max_blocks for each in everybody)
+    found = can_all_run(
+        max_blocks=most,
         sessions=len(everybody),
         total_blocks=state.total_blocks,
         bounds=bounds,
@@ -152,8 +156,8 @@ def test_where_nobody_will_want_for_a_block_who_runs_need_not_be_looked_at(
     enough = spare >= max(int(bounds.watermark * state.total_blocks), len(everybody) + 1)
     assert found == (enough and len(everybody) <= bounds.max_running)
     if found:
-        assert let_all_in(state.waiting, bounds) == plan(state, bounds)
-        assert len(plan(state, bounds)) == len(state.waiting)
+        assert admit_all(state.waiting, bounds) == plan_preemption(state, bounds)
+        assert len(plan_preemption(state, bounds)) == len(state.waiting)
 
 
 def test_no_more_run_than_may() -> None:
@@ -178,7 +182,7 @@ def test_who_needs_the_blocks_may_be_the_one_to_go() -> None:
 
 
 def test_who_was_resumed_lately_goes_last_of_its_priority() -> None:
-    run = [running("a", next_blocks=5, tokens=50), running("b", guarded=True), running("c")]
+    run = [running("a", next_blocks=5, tokens=50), running("b", is_protected=True), running("c")]
     assert planned(0, run, []) == preempt("c")
     assert planned(0, run[:2], []) == preempt("a")
 
@@ -192,7 +196,7 @@ def test_at_its_bound_a_session_is_never_preempted_again() -> None:
 def test_at_its_bound_a_session_is_let_in_with_all_that_it_may_ever_need() -> None:
     waiting = [claim("a", preemptions=2)]
     assert planned(9, [running("r")], waiting) == []
-    assert planned(10, [running("r")], waiting) == [LetIn(SessionId("a"), 8)]
+    assert planned(10, [running("r")], waiting) == [AdmitSession(SessionId("a"), 8)]
 
 
 def test_a_preempted_session_is_not_resumed_to_be_the_next_to_go() -> None:
@@ -234,37 +238,37 @@ def test_an_equal_claim_takes_nothing() -> None:
 
 
 def test_a_session_that_was_just_resumed_is_not_preempted_for_a_higher_priority() -> None:
-    assert planned(0, [running("r", guarded=True)], [claim("h", priority=2)]) == []
+    assert planned(0, [running("r", is_protected=True)], [claim("h", priority=2)]) == []
 
 
 @pytest.mark.parametrize(
     ("swap_s", "recompute_s", "wanted", "way"),
     [
-        (1e-6, 2e-6, None, Way.SWAP),
-        (2e-6, 1e-6, None, Way.RECOMPUTE),
-        (None, 1.0, None, Way.RECOMPUTE),
-        (None, 1.0, Way.SWAP, Way.RECOMPUTE),
-        (2e-6, 1e-6, Way.SWAP, Way.SWAP),
-        (1e-6, 2e-6, Way.RECOMPUTE, Way.RECOMPUTE),
-        (5.0, 0.0, None, Way.SWAP),
+        (1e-6, 2e-6, None, PreemptionMode.SWAP),
+        (2e-6, 1e-6, None, PreemptionMode.RECOMPUTE),
+        (None, 1.0, None, PreemptionMode.RECOMPUTE),
+        (None, 1.0, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE),
+        (2e-6, 1e-6, PreemptionMode.SWAP, PreemptionMode.SWAP),
+        (1e-6, 2e-6, PreemptionMode.RECOMPUTE, PreemptionMode.RECOMPUTE),
+        (5.0, 0.0, None, PreemptionMode.SWAP),
     ],
 )
 def test_the_way_back_is_the_cheaper_one_that_there_is(
-    swap_s: float | None, recompute_s: float, wanted: Way | None, way: Way
+    swap_s: float | None, recompute_s: float, wanted: PreemptionMode | None, way: PreemptionMode
 ) -> None:
-    assert choose_way(swap_s=swap_s, recompute_s=recompute_s, wanted=wanted) is way
+    assert choose_mode(swap_s=swap_s, recompute_s=recompute_s, wanted=wanted) is way
 
 
 def test_expected_lengths_follow_what_ended() -> None:
-    lengths = Lengths()
-    assert lengths.expected(0, 2048) == PRIOR_TOKENS
+    lengths = OutputLengthStats()
+    assert lengths.expected_len(0, 2048) == PRIOR_TOKENS
     for _ in range(200):
         lengths.observe(150)
     assert lengths.mean == pytest.approx(150.0, abs=10.0)
-    assert lengths.expected(10, 2048) == pytest.approx(150, abs=10)
-    assert lengths.expected(1000, 2048) == 1250
-    assert lengths.expected(2000, 2048) == 2048
-    assert lengths.expected(0, 20) == 20
+    assert lengths.expected_len(10, 2048) == pytest.approx(150, abs=10)
+    assert lengths.expected_len(1000, 2048) == 1250
+    assert lengths.expected_len(2000, 2048) == 2048
+    assert lengths.expected_len(0, 20) == 20
 
 
 # ---- everybody gets to an end --------------------------------------------------------------------
@@ -272,7 +276,9 @@ def test_expected_lengths_follow_what_ended() -> None:
 BLOCK = 4
 POOL = 24
 SLACK = 6
-FEW = Bounds(max_running=5, max_preemptions=2, watermark=0.02, aging_s=20.0, guard_blocks=2)
+FEW = PreemptionLimits(
+    max_running=5, max_preemptions=2, watermark=0.02, aging_s=20.0, guard_blocks=2
+)
 
 
 @dataclass
@@ -293,12 +299,12 @@ class Served:
     resumed: int = -1
     log: list[str] = field(default_factory=list)
 
-    def claim(self, now: float, lengths: Lengths) -> Claim:
+    def claim(self, now: float, lengths: OutputLengthStats) -> SessionClaim:
         """What the policy is told of it."""
         length = self.prompt + self.emitted
-        expected = self.prompt + lengths.expected(self.emitted, 40)
+        expected = self.prompt + lengths.expected_len(self.emitted, 40)
         since = self.waits_since
-        return Claim(
+        return SessionClaim(
             self.name,
             self.priority,
             self.arrives,
@@ -336,7 +342,11 @@ def test_everybody_ends_and_nobody_is_preempted_more_often_than_the_bound(
 ) -> None:
     sessions = [Served(SessionId(f"s{i}"), *row) for i, row in enumerate(rows)]
     by_name = {each.name: each for each in sessions}
-    left, present, lengths = sorted(sessions, key=lambda s: s.arrives), list[Served](), Lengths()
+    left, present, lengths = (
+        sorted(sessions, key=lambda s: s.arrives),
+        list[Served](),
+        OutputLengthStats(),
+    )
     now, rounds = 0.0, 0
     work = sum(each.output for each in sessions) * (1 + FEW.max_preemptions)
     while left or present:
@@ -362,18 +372,18 @@ def test_everybody_ends_and_nobody_is_preempted_more_often_than_the_bound(
 
 
 def _act(
-    present: list[Served], by_name: dict[SessionId, Served], now: float, lengths: Lengths
+    present: list[Served], by_name: dict[SessionId, Served], now: float, lengths: OutputLengthStats
 ) -> None:
     """Plan, and do what the plan says."""
     free = POOL - sum(each.blocks for each in present)
     claims = {each.name: each.claim(now, lengths) for each in present}
-    state = State(
+    state = KVPoolState(
         free_blocks=free,
         total_blocks=POOL,
         running=[claims[each.name] for each in present if each.waits_since is None],
         waiting=[claims[each.name] for each in present if each.waits_since is not None],
     )
-    for action in plan(state, FEW):
+    for action in plan_preemption(state, FEW):
         each = by_name[action.session_id]
         match action:
             case Preempt():
@@ -381,7 +391,7 @@ def _act(
                 free += each.blocks
                 each.blocks, each.waits_since = 0, now
                 each.preemptions += 1
-            case LetIn(blocks=blocks):
+            case AdmitSession(blocks=blocks):
                 assert each.waits_since is not None
                 free -= blocks
                 assert free >= 0, "blocks were given out that nobody had given back"
@@ -395,17 +405,17 @@ def test_blocks_that_several_hold_are_free_once_the_last_of_them_is_gone() -> No
         running(name, blocks=8, next_blocks=8, tokens=tokens, shared=shared)
         for name, tokens in (("a", 20), ("b", 10))
     ]
-    urgent = claim("w", priority=1, next_blocks=5, most_blocks=6)
-    state = State(free_blocks=2, total_blocks=10, running=both, waiting=[urgent])
-    assert plan(state, BOUNDS) == [*preempt("b", "a"), LetIn(SessionId("w"), 5)]
+    urgent = claim("w", priority=1, next_blocks=5, max_blocks=6)
+    state = KVPoolState(free_blocks=2, total_blocks=10, running=both, waiting=[urgent])
+    assert plan_preemption(state, BOUNDS) == [*preempt("b", "a"), AdmitSession(SessionId("w"), 5)]
     # One of them alone would free none.
     alone = replace(state, running=both, waiting=[urgent._replace(priority=0)])
-    assert plan(alone, BOUNDS) == []
+    assert plan_preemption(alone, BOUNDS) == []
 
 
 def test_nobody_goes_for_blocks_that_the_last_of_their_holders_has_left() -> None:
     shared = tuple(range(6))
     pair = [running(name, blocks=6, next_blocks=7, tokens=5, shared=shared) for name in ("a", "b")]
     third = running("c", priority=1, blocks=4, next_blocks=6, tokens=60)
-    state = State(free_blocks=0, total_blocks=10, running=[*pair, third], waiting=[])
-    assert plan(state, BOUNDS) == preempt("b", "a")
+    state = KVPoolState(free_blocks=0, total_blocks=10, running=[*pair, third], waiting=[])
+    assert plan_preemption(state, BOUNDS) == preempt("b", "a")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from tests.fakes.scripted_drafter import Followed
 from tests.fakes.target import FakeTarget
@@ -20,8 +20,8 @@ from tests.unit.verifier.device_serving import OWN, PROMPTS, SAMPLINGS, run_all,
 from tests.unit.verifier.harness import CHAIN, Rig, good_chain, half_good_chain, make_spec, verifier
 from tests.waiting import until
 
-PLAIN: dict[str, Any] = {"drafter": None, "plan": Plan()}
-NGRAM = Plan(method=DraftMethod.NGRAM, draft_tokens=4, patience_ms=30_000)
+PLAIN: dict[str, Any] = {"drafter": None, "plan": SpeculationPlan()}
+NGRAM = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=4, proposal_timeout_ms=30_000)
 PROMPT = tuple((5 * i + i // 7) % 24 for i in range(21))
 """Five blocks of four tokens, and the token behind them."""
 
@@ -33,7 +33,7 @@ def computed(rig: Rig) -> int:
 
 def found(rig: Rig) -> int:
     """Tokens whose K/V was there."""
-    return rig.service._core.counters["prefix_tokens_found"]
+    return rig.service._core.counters["prefix_cache_hit_tokens"]
 
 
 async def check(rig: Rig, *specs: Any) -> list[int]:
@@ -58,7 +58,10 @@ async def test_a_prompt_that_was_served_before_is_computed_from_its_last_block_o
         assert await check(rig, *again) == [20, 16, 0, 12]
         assert computed(rig) - before == 1 + 4 + 3 + 9
         info = await rig.service.info()
-        assert (info.prefix_tokens_asked, info.prefix_tokens_found) == (21 + 21 + 20 + 3 + 21, 48)
+        assert (info.prefix_cache_query_tokens, info.prefix_cache_hit_tokens) == (
+            21 + 21 + 20 + 3 + 21,
+            48,
+        )
 
 
 async def test_sessions_that_run_share_blocks_of_a_device_and_have_copies_on_a_cpu(
@@ -67,21 +70,23 @@ async def test_sessions_that_run_share_blocks_of_a_device_and_have_copies_on_a_c
     prompt = tuple(range(60, 100))
     for device in ("cpu", None):
         async with serving(tiny_target, device=device) as service:
-            alone = await run_all(service, Plan(), SamplingParams(), prompts=(prompt,))
+            alone = await run_all(service, SpeculationPlan(), SamplingParams(), prompts=(prompt,))
             ledger = service._pool.ledger
             core = service._core
             together = asyncio.ensure_future(
-                run_all(service, Plan(), SamplingParams(), prompts=(prompt, prompt, prompt))
+                run_all(
+                    service, SpeculationPlan(), SamplingParams(), prompts=(prompt, prompt, prompt)
+                )
             )
             shared = 0
             while not together.done():
                 held = [list(s.kv.blocks[:2]) for s in list(core.sessions.values())]
-                shared = max([shared, *(len(ledger.shared(each)) for each in held)])
+                shared = max([shared, *(len(ledger.shared_blocks(each)) for each in held)])
                 await asyncio.sleep(0)
             texts = [tokens for tokens, _ in await together]
             count = len(alone[0][0])
             assert all(text[:count] == alone[0][0] for text in texts)
-            assert core.counters["prefix_tokens_found"] == 3 * 32
+            assert core.counters["prefix_cache_hit_tokens"] == 3 * 32
             assert shared == (2 if device else 0)
 
 
@@ -106,7 +111,7 @@ async def test_nothing_is_left_of_what_was_cut_off_an_answer() -> None:
 
 @pytest.mark.parametrize("method", [DraftMethod.EAGLE3, DraftMethod.NGRAM])
 async def test_a_drafter_hears_of_every_position_that_nobody_computed(method: DraftMethod) -> None:
-    plan = Plan(method=method, draft_tokens=4, patience_ms=30_000)
+    plan = SpeculationPlan(method=method, draft_tokens=4, proposal_timeout_ms=30_000)
     heard: dict[str, Followed] = {}
     async with verifier() as rig:
         propose = good_chain(rig.target)
@@ -160,9 +165,9 @@ async def test_a_drafter_that_comes_later_is_caught_up_over_what_was_found() -> 
 async def test_features_beyond_the_budget_go_those_used_longest_ago_first() -> None:
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target))
-        room: Any = rig.service._core.room
+        block_manager: Any = rig.service._core.room
         # Of 2 float32: six blocks of four tokens.
-        room._prefixes._budget = 6 * 4 * 8
+        block_manager._prefixes._budget = 6 * 4 * 8
         other = tuple(23 - token for token in PROMPT)
         specs = [
             make_spec(f"s{n}", prompt=prompt, max_new_tokens=2)
@@ -170,7 +175,7 @@ async def test_features_beyond_the_budget_go_those_used_longest_ago_first() -> N
         ]
         # One block of the first prompt has kept them, its first.
         assert await check(rig, *specs) == [0, 20, 0, 20, 4]
-        assert room.prefix_feature_bytes <= 6 * 4 * 8
+        assert block_manager.prefix_feature_bytes <= 6 * 4 * 8
 
 
 async def test_a_session_whose_features_would_not_fit_computes_them() -> None:
@@ -189,11 +194,11 @@ async def test_what_is_left_goes_where_blocks_are_needed_and_texts_stay_right(
 ) -> None:
     rng = random.Random(7)
     target = FakeTarget(num_blocks=40)
-    target.pool.name_by_tables(by_tables)
+    target.pool.use_block_tables(by_tables)
     async with verifier(target=target, max_sessions=6) as rig:
         lengths: Any = rig.service._core.room.lengths
         # It lets in more than fit, so that some are preempted.
-        lengths.expected = lambda emitted, most: emitted
+        lengths.expected_len = lambda emitted, most: emitted
         await rig.attach(half_good_chain(rig.target))
         stems = [[rng.randrange(24) for _ in range(30)] for _ in range(3)]
         specs = []
@@ -256,9 +261,9 @@ async def test_an_own_head_drafts_the_same_behind_what_it_did_not_compute(
 ) -> None:
     async def served(**settings: Any) -> list[Any]:
         async with serving(tiny_target, tiny_head, placement=placement, **settings) as service:
-            plain = await run_all(service, Plan(), SAMPLINGS[name])
+            plain = await run_all(service, SpeculationPlan(), SAMPLINGS[name])
             drafted = [await run_all(service, OWN, SAMPLINGS[name]) for _ in range(2)]
-            assert service._core.counters["prefix_tokens_found"] == (
+            assert service._core.counters["prefix_cache_hit_tokens"] == (
                 # A plain session leaves no K/V of the head, so who drafts computes its prompt.
                 sum((len(p) - 1) // 16 * 16 for p in PROMPTS) if not settings else 0
             )
@@ -303,12 +308,14 @@ async def test_blocks_that_a_head_in_the_process_has_missed_are_not_taken_for_wh
                 pass
 
         run = asyncio.ensure_future(changed())
-        await until(lambda: name in core.sessions and core.sessions[name].written >= 32)
+        await until(lambda: name in core.sessions and core.sessions[name].written_positions >= 32)
         await service.set_plan(name, OWN)
         await run
-        room: Any = core.room
-        assert len(room._prefixes) and not any(k.drafted for k in room._prefixes._kept.values())
-        before = core.counters["prefix_tokens_found"]
+        block_manager: Any = core.room
+        assert len(block_manager._prefixes) and not any(
+            k.has_draft_kv for k in block_manager._prefixes._kept.values()
+        )
+        before = core.counters["prefix_cache_hit_tokens"]
         await run_all(service, OWN, SamplingParams(), prompts=(prompt,))
-        assert core.counters["prefix_tokens_found"] == before
-        assert all(k.drafted for k in room._prefixes._kept.values())
+        assert core.counters["prefix_cache_hit_tokens"] == before
+        assert all(k.has_draft_kv for k in block_manager._prefixes._kept.values())

@@ -16,7 +16,7 @@ from outrider_verifier.server.service_builder import build_service
 from outrider.engine.heads import load_feature_projection
 from outrider.engine.model_loader import load_target
 from outrider.engine.target import ForwardBatch, Segment
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.transport.in_process import InprocNetwork
 from tests.factories import make_eagle3_head, make_target
@@ -45,7 +45,7 @@ async def serving(checkpoints: tuple[Path, Path]) -> AsyncIterator[VerifierServi
     target, head = checkpoints
     config = VerifierConfig(
         model=str(target),
-        features_from=str(head),
+        feature_head=str(head),
         kv_tokens=4096,
         max_tree_nodes=16,
         prefill_tokens_per_round=8,
@@ -59,14 +59,14 @@ async def serving(checkpoints: tuple[Path, Path]) -> AsyncIterator[VerifierServi
 
 
 async def text_of(
-    service: VerifierService, name: str, plan: Plan, sampling: SamplingParams
+    service: VerifierService, name: str, plan: SpeculationPlan, sampling: SamplingParams
 ) -> list[int]:
     """Serve a session of 40 tokens."""
     spec = make_spec(name, prompt=PROMPT, max_new_tokens=40, plan=plan, sampling=sampling)
     return [token async for event in service.open_session(spec) for token in event.tokens]
 
 
-def drafts_from(text: list[int], plan: Plan) -> ProposeFn:
+def drafts_from(text: list[int], plan: SpeculationPlan) -> ProposeFn:
     """A chain, or a tree with wrong siblings, that follows a known text."""
 
     def propose(followed: Followed) -> Draft:
@@ -80,11 +80,11 @@ def drafts_from(text: list[int], plan: Plan) -> ProposeFn:
 @pytest.mark.parametrize("plan", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_drafts_leave_the_text_of_a_real_model_alone(
-    checkpoints: tuple[Path, Path], plan: Plan, temperature: float
+    checkpoints: tuple[Path, Path], plan: SpeculationPlan, temperature: float
 ) -> None:
     sampling = SamplingParams(temperature=temperature, seed=7)
     async with serving(checkpoints) as service:
-        plain = await text_of(service, "plain", Plan(method=DraftMethod.NONE), sampling)
+        plain = await text_of(service, "plain", SpeculationPlan(method=DraftMethod.NONE), sampling)
         network = InprocNetwork()
         network.serve_verifier(ADDRESS, service)
         info = await service.info()
@@ -103,7 +103,7 @@ async def test_drafts_leave_the_text_of_a_real_model_alone(
         info = await service.info()
         assert info.kv_free_blocks == info.kv_total_blocks
         await drafter.detach()
-        await network.withdraw(ADDRESS)
+        await network.remove(ADDRESS)
         assert drafter.broken is None
 
 
@@ -112,7 +112,7 @@ async def test_features_are_those_of_one_forward_over_the_whole_text(
 ) -> None:
     followed: list[Followed] = []
     async with serving(checkpoints) as service:
-        plain = await text_of(service, "plain", Plan(), SamplingParams())
+        plain = await text_of(service, "plain", SpeculationPlan(), SamplingParams())
         network = InprocNetwork()
         network.serve_verifier(ADDRESS, service)
         info = await service.info()
@@ -132,7 +132,7 @@ async def test_features_are_those_of_one_forward_over_the_whole_text(
         await drafter.attach()
         await text_of(service, "drafted", TREE, SamplingParams())
         await drafter.detach()
-        await network.withdraw(ADDRESS)
+        await network.remove(ADDRESS)
     got = np.stack(followed[-1].features)
     tokens = torch.tensor(followed[-1].tokens[: len(got)])
     model = load_target(checkpoints[0], kv_tokens=256)

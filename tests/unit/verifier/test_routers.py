@@ -168,7 +168,7 @@ async def test_a_session_that_cannot_be_announced_gives_everything_back(
         core = rig.service._core
         closed: list[str] = []
         runner: Any = core._runner
-        close = runner.close
+        close = runner.close_session
 
         def noted(session: Any) -> None:
             closed.append(session.session_id)
@@ -178,7 +178,7 @@ async def test_a_session_that_cannot_be_announced_gives_everything_back(
             raise RuntimeError("cannot be announced")
 
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "close", noted)
+            patch.setattr(runner, "close_session", noted)
             patch.setattr(core.drafters, "announce", broken)
             result = await rig.run(make_spec())
         assert isinstance(result.error, InternalError)

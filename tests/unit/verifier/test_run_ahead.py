@@ -15,7 +15,7 @@ from outrider_verifier.state.session import Session
 
 from outrider.errors import InternalError, OutriderError, ResourceExhaustedError
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import FinishReason, SessionSpec
 from tests.fakes.runner import FakeFlight, FakeRunner, Verify
@@ -23,8 +23,8 @@ from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import ADDRESS, CHAIN, Rig, close, good_chain, make_spec, verifier
 from tests.waiting import soon, until
 
-OWN = Plan(method=DraftMethod.EAGLE3, draft_tokens=3)
-PLAIN = Plan(method=DraftMethod.NONE, draft_tokens=0)
+OWN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=3)
+PLAIN = SpeculationPlan(method=DraftMethod.NONE, draft_tokens=0)
 
 
 def own_spec(name: str = "s", **options: Any) -> SessionSpec:
@@ -161,7 +161,7 @@ async def test_an_error_in_submit_fails_the_sessions_of_that_round_only() -> Non
         bad = await rig.run(spec)
         assert isinstance(bad.error, InternalError)
         # The round in flight came before the one that failed: its tokens count.
-        emitted = [flight.outcome.decoded.rows()[0].tokens for flight in runner.flights[1:]]
+        emitted = [flight.outcome.decoded.all_rows()[0].tokens for flight in runner.flights[1:]]
         assert len(bad.tokens) == 1 + sum(map(len, emitted))
         assert bad.tokens == rig.reference(spec)[: len(bad.tokens)]
         runner.before_submit = None
@@ -211,7 +211,7 @@ async def test_rounds_run_ahead_across_the_minimum_length() -> None:
         spec = own_spec(stop_token_ids=(stop,), min_new_tokens=7, max_new_tokens=60)
         result = await rig.run(spec)
         assert result.tokens == rig.reference(spec)
-        assert all(flight.verify[0].own_depth == 3 for flight in runner.flights[1:])
+        assert all(flight.verify[0].in_process_depth == 3 for flight in runner.flights[1:])
         assert runner.flights[2].ahead, "a round that stands before the minimum's end"
 
 
@@ -251,7 +251,7 @@ async def test_own_drafts_are_counted_and_reported_over_a_transport() -> None:
         dialer = rig.network.dialer()
         control = await dialer.verifier(ADDRESS)
         info = await control.info()
-        assert (info.own_methods, info.own_draft_length) == ((DraftMethod.EAGLE3,), 3)
+        assert (info.in_process_methods, info.in_process_draft_length) == ((DraftMethod.EAGLE3,), 3)
         assert info.simulated_acceptance == "2.6"
         spec = own_spec(max_new_tokens=30)
         tokens: list[int] = []
@@ -267,7 +267,7 @@ async def test_own_drafts_are_counted_and_reported_over_a_transport() -> None:
         assert stats.proposed == 3 * stats.rounds
         assert stats.fallback_rounds == 0
         assert stats.emitted == 29
-        stood = sum(len(flight.outcome.decoded.rows()[0].tokens) - 1 for flight in settled)
+        stood = sum(len(flight.outcome.decoded.all_rows()[0].tokens) - 1 for flight in settled)
         assert stood - 4 < stats.accepted <= stood
         assert rig.service._core.counters["proposed_tokens"] == stats.proposed
         assert last.drafter_attached is False
@@ -283,10 +283,12 @@ async def test_a_plan_may_turn_own_drafts_off_and_on() -> None:
         await rig.service.set_plan(SessionId("s"), PLAIN)
         off = len(runner.flights)
         await until(lambda: len(runner.flights) > off + 5)
-        assert all(flight.verify[0].own_depth == 0 for flight in runner.flights[off + 2 : off + 5])
+        assert all(
+            flight.verify[0].in_process_depth == 0 for flight in runner.flights[off + 2 : off + 5]
+        )
         await rig.service.set_plan(SessionId("s"), OWN)
         result = await running
-        assert runner.flights[-2].verify[0].own_depth == 3
+        assert runner.flights[-2].verify[0].in_process_depth == 3
         assert result.tokens == rig.reference(spec)
         # Plain rounds of a plain plan are no fallback.
         assert result.last.stats.fallback_rounds == 0
@@ -332,14 +334,14 @@ async def test_several_blocks_are_taken_at_a_time_where_there_are_plenty(
     blocks: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ahead(blocks=blocks) as (rig, runner):
-        grow, grown = runner.grown, 0
+        grow, grown = runner.record_new_blocks, 0
 
         def counted(session: Session) -> None:
             nonlocal grown
             grown += 1
             grow(session)
 
-        monkeypatch.setattr(runner, "grown", counted)
+        monkeypatch.setattr(runner, "record_new_blocks", counted)
         spec = own_spec(max_new_tokens=300)
         result = await rig.run(spec)
         assert result.error is None and result.tokens == rig.reference(spec)
@@ -353,8 +355,12 @@ async def test_blocks_for_a_round_of_drafts_are_held_before_the_drafts_are_there
     runner = FakeRunner(target)
     async with verifier(target=target, runner=runner) as rig:
         await rig.attach(good_chain(target))
-        room, grow, grown = rig.service._core.room, runner.grown, Counter[str]()
-        ready = room.ready
+        block_manager, grow, grown = (
+            rig.service._core.room,
+            runner.record_new_blocks,
+            Counter[str](),
+        )
+        ready = block_manager.prepare_round
         planning = False
 
         def watched(session: Session) -> None:
@@ -369,7 +375,7 @@ async def test_blocks_for_a_round_of_drafts_are_held_before_the_drafts_are_there
             finally:
                 planning = False
 
-        monkeypatch.setattr(runner, "grown", watched)
-        monkeypatch.setattr(room, "ready", plans)
+        monkeypatch.setattr(runner, "record_new_blocks", watched)
+        monkeypatch.setattr(block_manager, "prepare_round", plans)
         await rig.run(make_spec(max_new_tokens=300))
         assert grown["in time"] > 3 and not grown["late"]

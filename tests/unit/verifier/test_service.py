@@ -21,7 +21,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.wire.messages import FinishReason
 from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import (
@@ -46,7 +46,7 @@ from tests.waiting import until
         ({"prompt_len": 6}, "INVALID_PROMPT_LEN"),
         ({"max_new_tokens": 0}, "INVALID_MAX_NEW_TOKENS"),
         ({"max_new_tokens": 4096}, "CONTEXT_TOO_LONG"),
-        ({"plan": Plan(method=DraftMethod.EAGLE3, draft_tokens=17)}, "INVALID_PLAN"),
+        ({"plan": SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=17)}, "INVALID_PLAN"),
     ],
 )
 async def test_a_request_that_can_never_be_served_is_refused(
@@ -63,9 +63,11 @@ async def test_a_session_that_does_not_fit_now_waits_its_turn() -> None:
     # A token is decoded at a time: 5 of prompt and 16 of output take 6 blocks of 4; 10 are there.
     async with verifier(target=FakeTarget(num_blocks=10), max_preemptions=0) as rig:
         rig.target.forward_s = 0.01
-        first = asyncio.create_task(rig.run(make_spec("first", plan=Plan(), drafter=None)))
+        first = asyncio.create_task(
+            rig.run(make_spec("first", plan=SpeculationPlan(), drafter=None))
+        )
         await until(lambda: rig.service._core.num_sessions == 1)
-        second = await rig.run(make_spec("second", plan=Plan(), drafter=None))
+        second = await rig.run(make_spec("second", plan=SpeculationPlan(), drafter=None))
         assert first.done()
         assert second.tokens == first.result().tokens == rig.reference(make_spec())
         await rig.idle()
@@ -178,7 +180,7 @@ async def test_a_round_that_fails_after_some_rows_were_settled_leaks_nothing(
         commit = settled._commit
         calls = iter(range(1000))
 
-        def sometimes(*arguments: Any) -> settled.Settled:
+        def sometimes(*arguments: Any) -> settled.RowResult:
             if next(calls) == 3:
                 raise RuntimeError("injected")
             return commit(*arguments)
@@ -198,7 +200,7 @@ async def test_an_unknown_session_has_no_plan_to_change() -> None:
 async def test_a_plan_that_needs_missing_features_is_refused() -> None:
     async with verifier() as rig:
         rig.target.forward_s = 0.01
-        ngram = Plan(method=DraftMethod.NGRAM, draft_tokens=2)
+        ngram = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=2)
         running = asyncio.create_task(rig.run(make_spec(plan=ngram, max_new_tokens=50)))
         await until(lambda: rig.service._core.num_sessions == 1)
         with pytest.raises(InvalidRequestError):

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_verifier.engine.in_flight_round import InFlight
-from outrider_verifier.exchange.proposal_inbox import Inbox
-from outrider_verifier.exchange.verdict_builder import Handover, Told
+from outrider_verifier.engine.in_flight_round import InFlightRound
+from outrider_verifier.exchange.proposal_inbox import ProposalInbox
+from outrider_verifier.exchange.verdict_builder import VerdictBatch, VerdictBuilder
 from outrider_verifier.model_runner.batch import VerifyRow
-from outrider_verifier.model_runner.interface import Decoded, RowOutcome
-from outrider_verifier.model_runner.results import Sheet
+from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
+from outrider_verifier.model_runner.results import VerdictInputs
 from outrider_verifier.state.round_plan import RoundPlan
 from outrider_verifier.state.session import Session
 
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.wire.messages import Proposal, Proposals, TensorDtype
 from tests.fakes.scripted_drafter import make_tree
 from tests.fakes.target import FakeTarget
@@ -36,27 +36,27 @@ def session(handle: int, **options: Any) -> Session:
     made.handle = handle
     made.link_id = None if made.spec.drafter_id is None else 1
     made.kv.advance(made.length)
-    made.append((7,), 0.0)
+    made.commit_tokens((7,), 0.0)
     return made
 
 
-def decoded(*rows: tuple[int, ...]) -> Decoded:
+def decoded(*rows: tuple[int, ...]) -> DecodeOutput:
     """What rows emitted, with features."""
-    return Decoded(
+    return DecodeOutput(
         counts=np.array([len(row) for row in rows]),
         tokens=np.array([token for row in rows for token in row], dtype=np.int32),
         features=lambda: [np.full((len(row), 2), index) for index, row in enumerate(rows)],
-        outcomes=_nothing_more,
-        drafted=lambda: [0] * len(rows),
-        apart=lambda: (),
+        row_outputs=_nothing_more,
+        draft_nodes=lambda: [0] * len(rows),
+        special_rows=lambda: (),
     )
 
 
-def _nothing_more(numbers: Sequence[int]) -> list[RowOutcome]:
+def _nothing_more(numbers: Sequence[int]) -> list[RowOutput]:
     raise AssertionError(f"nobody is to ask for rows {numbers}")
 
 
-def pieces(told: Told) -> list[list[int]]:
+def pieces(told: VerdictBatch) -> list[list[int]]:
     """The tokens of each entry."""
     ends = np.cumsum(told.counts).tolist()
     return [
@@ -67,11 +67,11 @@ def pieces(told: Told) -> list[list[int]]:
 
 def test_all_go_on() -> None:
     sessions = [session(3), session(1)]
-    told = Sheet.of(sessions).verdicts(decoded((5, 6), (8,)))
+    told = VerdictInputs.of_sessions(sessions).make_batch(decoded((5, 6), (8,)))
     assert told.handles.tolist() == [3, 1]
-    assert told.lengths.tolist() == [6, 6] and told.written.tolist() == [7, 6]
+    assert told.prefix_lens.tolist() == [6, 6] and told.written_positions.tolist() == [7, 6]
     assert pieces(told) == [[5, 6], [8]]
-    assert told.wanted.all() and told.whole.all()
+    assert told.draft_wanted.all() and told.is_prompt_done.all()
 
 
 @pytest.mark.parametrize("reason", ["stop", "budget", "ended", "paused", "no drafter"])
@@ -82,8 +82,10 @@ def test_who_ends_or_is_followed_by_nobody_is_left_out(reason: str) -> None:
         "no drafter": {"drafter": None},
     }
     out = session(0, **options.get(reason, {}))
-    out.paused, out.ended = reason == "paused", reason == "ended"
-    told = Sheet.of([session(1), out, session(2)]).verdicts(decoded((5, 6), (5, 6), (6,)))
+    out.is_speculation_off, out.is_ended = reason == "paused", reason == "ended"
+    told = VerdictInputs.of_sessions([session(1), out, session(2)]).make_batch(
+        decoded((5, 6), (5, 6), (6,))
+    )
     assert told.handles.tolist() == [1, 2]
     assert pieces(told) == [[5, 6], [6]]
     assert [None if rows is None else rows[0, 0] for rows in told.features] == [0, 2]
@@ -95,20 +97,20 @@ def test_where_no_drafter_hears_of_any_session_there_is_nothing_to_work_out(reas
     if reason == "paused":
         sessions = [session(number) for number in range(2)]
         for each in sessions:
-            each.paused = True
-    told = Sheet.of(sessions).verdicts(decoded((5, 6), (7,)))
+            each.is_speculation_off = True
+    told = VerdictInputs.of_sessions(sessions).make_batch(decoded((5, 6), (7,)))
     assert len(told) == (2 if reason == "drafter" else 0)
 
 
 def test_a_session_closed_in_flight_does_not_cost_the_others_their_hits() -> None:
     stays, closed = sessions = [session(0), session(1)]
-    box = Inbox(max_sessions=2, per_session=2, reach=5, budget_bytes=1 << 20)
-    handover = Handover(
+    box = ProposalInbox(max_sessions=2, per_session=2, reach=5, budget_bytes=1 << 20)
+    verdict_builder = VerdictBuilder(
         inbox=box, store=None, dtype=TensorDtype.FLOAT32, chunk_tokens=8, max_sessions=2
     )
     for each in sessions:
-        handover.open(each)
-    handover.follow(Told.present(sessions, [None, None]))
+        verdict_builder.follow_session(each)
+    verdict_builder.advance_prefixes(VerdictBatch.of_current(sessions, [None, None]))
     prefix = extend_digest(EMPTY_DIGEST, stays.tokens[: stays.length])
     ahead = Proposal(
         handle=0,
@@ -116,22 +118,24 @@ def test_a_session_closed_in_flight_does_not_cost_the_others_their_hits() -> Non
         prefix_len=stays.length + 2,
         tree=make_tree([1]),
     )
-    box.offer(Proposals.of([ahead]), [0])
-    closed.ended = True
+    box.store_proposals(Proposals.of_proposals([ahead]), [0])
+    closed.is_ended = True
     # Its place goes to another one at once, of which nothing is known.
-    handover.open(session(1))
-    sheet = Sheet.of(sessions)
-    sheet.digests = handover.digests(sheet.handles, sheet.lengths, sheet.told)
-    assert sheet.digests is not None and sheet.digests[0] == prefix
-    assert sheet.step(decoded((5, 6), (5, 6)), box)
+    verdict_builder.follow_session(session(1))
+    verdict_inputs = VerdictInputs.of_sessions(sessions)
+    verdict_inputs.digests = verdict_builder.prefix_digests(
+        verdict_inputs.handles, verdict_inputs.lengths, verdict_inputs.has_drafter
+    )
+    assert verdict_inputs.digests is not None and verdict_inputs.digests[0] == prefix
+    assert verdict_inputs.advance_inbox(decoded((5, 6), (5, 6)), box)
 
 
 def test_who_goes_on_steps_to_the_prefix_that_a_drafter_will_be_told_of() -> None:
     sessions = [session(0), session(1, stop_token_ids=(6,)), session(2), session(3)]
-    sessions[2].paused = True
-    box = Inbox(max_sessions=4, per_session=2, reach=5, budget_bytes=1 << 20)
+    sessions[2].is_speculation_off = True
+    box = ProposalInbox(max_sessions=4, per_session=2, reach=5, budget_bytes=1 << 20)
     columns = np.arange(4), np.arange(4, dtype=np.uint64) + 40, np.full(4, 6)
-    box.move(*columns)
+    box.advance_sessions(*columns)
     ahead = [
         Proposal(
             handle=handle,
@@ -141,49 +145,49 @@ def test_who_goes_on_steps_to_the_prefix_that_a_drafter_will_be_told_of() -> Non
         )
         for handle in range(3)
     ]
-    box.offer(Proposals.of(ahead), range(3))
-    sheet, outcome = Sheet.of(sessions), decoded(*[(5, 6)] * 4)
-    assert not sheet.step(outcome, box), "the digests are not known"
-    sheet.digests = [40, 41, 42, 43]
-    assert sheet.step(outcome, box)
+    box.store_proposals(Proposals.of_proposals(ahead), range(3))
+    verdict_inputs, outcome = VerdictInputs.of_sessions(sessions), decoded(*[(5, 6)] * 4)
+    assert not verdict_inputs.advance_inbox(outcome, box), "the digests are not known"
+    verdict_inputs.digests = [40, 41, 42, 43]
+    assert verdict_inputs.advance_inbox(outcome, box)
     # One stops, of one nobody is told, and for one there is no draft.
-    assert box.nodes(range(4)) == [1, -1, -1, -1]
-    assert not sheet.step(decoded(*[(5, 7)] * 4), box)
+    assert box.num_nodes(range(4)) == [1, -1, -1, -1]
+    assert not verdict_inputs.advance_inbox(decoded(*[(5, 7)] * 4), box)
 
 
 def test_a_draft_is_wanted_where_the_budget_and_the_plan_leave_room_for_one() -> None:
     sessions = [
         session(0, max_new_tokens=4),
         session(1, max_new_tokens=5),
-        session(2, plan=Plan()),
+        session(2, plan=SpeculationPlan()),
         session(3),
     ]
     sessions[3].draft_limit = 0
-    told = Sheet.of(sessions).verdicts(decoded(*[(5, 6)] * 4))
+    told = VerdictInputs.of_sessions(sessions).make_batch(decoded(*[(5, 6)] * 4))
     wanted = []
     for each in sessions:
-        each.append((5, 6), 0.0)
+        each.commit_tokens((5, 6), 0.0)
         wanted.append(each.draft_wanted)
-    assert told.wanted.tolist() == wanted == [False, True, False, False]
+    assert told.draft_wanted.tolist() == wanted == [False, True, False, False]
 
 
 def test_what_a_drafter_missed_comes_before_what_is_new() -> None:
     sessions = [session(0), session(1)]
-    told = Sheet.of(sessions).verdicts(decoded((8, 9), (5,)))
-    assert told.news(np.array([6, 6]), np.array([8, 7])).tolist() == [8, 9, 5]
-    assert told.news(np.array([4, 6]), np.array([8, 7])).tolist() == [5, 7, 8, 9, 5]
-    present = Told.present(sessions, [None, None])
-    assert present.news(np.array([0, 6]), np.array([6, 6])).tolist() == [3, 1, 4, 1, 5, 7]
+    told = VerdictInputs.of_sessions(sessions).make_batch(decoded((8, 9), (5,)))
+    assert told.tokens_between(np.array([6, 6]), np.array([8, 7])).tolist() == [8, 9, 5]
+    assert told.tokens_between(np.array([4, 6]), np.array([8, 7])).tolist() == [5, 7, 8, 9, 5]
+    present = VerdictBatch.of_current(sessions, [None, None])
+    assert present.tokens_between(np.array([0, 6]), np.array([6, 6])).tolist() == [3, 1, 4, 1, 5, 7]
 
 
 def test_a_sheet_that_is_ready_stands_until_sessions_are_touched() -> None:
     one = session(0)
-    flying = InFlight(
+    in_flight = InFlightRound(
         plan=RoundPlan(), prefill=[], verify=[VerifyRow(one)], flight=object(), began=0, waited_s=0
     )
-    assert not flying.ready
-    ready = flying.sheet(7)
-    assert flying.ready and flying.sheet(7) is ready
-    assert len(ready.verdicts(decoded((5, 6)))) == 1
-    one.ended = True
-    assert len(flying.sheet(8).verdicts(decoded((5, 6)))) == 0
+    assert not in_flight.has_verdict_inputs
+    ready = in_flight.verdict_inputs(7)
+    assert in_flight.has_verdict_inputs and in_flight.verdict_inputs(7) is ready
+    assert len(ready.make_batch(decoded((5, 6)))) == 1
+    one.is_ended = True
+    assert len(in_flight.verdict_inputs(8).make_batch(decoded((5, 6)))) == 0

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from outrider_verifier.server.session_registry import NOBODY, Served, ServedSessions
-from outrider_verifier.server.shares import shares
-from outrider_verifier.state.effects import Emits
+from outrider_verifier.server.session_registry import NO_ROUTER, ServedSession, SessionRegistry
+from outrider_verifier.server.shares import split_by_router
+from outrider_verifier.state.effects import EventBatch
 
 from outrider.engine.logprobs import PathLogprobs
 from outrider.ids import SessionId
@@ -32,15 +32,15 @@ def test_every_router_hears_what_its_sessions_emitted(
 ) -> None:
     rng = np.random.default_rng((routers, asked, int(10 * gone)))
     for size in (0, 1, 7, 64):
-        batch, owners, expected = Emits(), [], defaultdict(list)
+        batch, owners, expected = EventBatch(), [], defaultdict(list)
         for number in range(size):
             count = int(rng.integers(0, 5))
             tokens = [10 * number + k for k in range(count)]
             fields = (7000 + number, *rng.integers(0, 99, 6).tolist())
             fields = (fields[0], fields[1], count, *fields[3:])
             heard = told(count, number) if asked and rng.random() < 0.5 else None
-            batch.add(fields, tokens, heard)
-            owner = NOBODY if rng.random() < gone else int(rng.integers(routers))
+            batch.add_event(fields, tokens, heard)
+            owner = NO_ROUTER if rng.random() < gone else int(rng.integers(routers))
             owners.append(owner)
             widths = 0 if heard is None else 2
             row = (50 + number, fields[1], *fields[3:], *tokens, widths)
@@ -48,7 +48,7 @@ def test_every_router_hears_what_its_sessions_emitted(
                 expected[owner].append(row)
         found: dict[int, list[Row]] = {}
         handles = np.arange(50, 50 + size, dtype=np.uint32)
-        for owner, events in shares(batch, np.array(owners, np.int64), handles):
+        for owner, events in split_by_router(batch, np.array(owners, np.int64), handles):
             assert owner not in found
             found[owner] = []
             ends = np.cumsum(events.counts)
@@ -67,17 +67,17 @@ def test_every_router_hears_what_its_sessions_emitted(
 
 
 def test_a_ticket_is_of_one_session_only_though_its_place_is_used_again() -> None:
-    served = ServedSessions()
-    tickets = [served.add(Served(n % 3, 100 + n, SessionId(f"s{n}"))) for n in range(200)]
+    served = SessionRegistry()
+    tickets = [served.add(ServedSession(n % 3, 100 + n, SessionId(f"s{n}"))) for n in range(200)]
     assert len(served) == len(set(tickets)) == 200
     for ticket in tickets[::2]:
         assert served.pop(ticket) is not None
         assert served.pop(ticket) is None
-    again = [served.add(Served(7, n, SessionId(f"t{n}"))) for n in range(150)]
+    again = [served.add(ServedSession(7, n, SessionId(f"t{n}"))) for n in range(150)]
     assert not set(again) & set(tickets)
     routers, handles = served.owners(np.array(tickets + again, np.int64))
-    assert routers[:200:2].tolist() == [NOBODY] * 100
+    assert routers[:200:2].tolist() == [NO_ROUTER] * 100
     assert routers[1:200:2].tolist() == [n % 3 for n in range(1, 200, 2)]
     assert handles[1:200:2].tolist() == list(range(101, 300, 2))
     assert routers[200:].tolist() == [7] * 150 and handles[200:].tolist() == list(range(150))
-    assert served[again[3]] == served.get(again[3]) == Served(7, 3, SessionId("t3"))
+    assert served[again[3]] == served.get(again[3]) == ServedSession(7, 3, SessionId("t3"))

@@ -7,12 +7,12 @@ from dataclasses import replace
 from operator import sub
 
 import pytest
-from outrider_verifier.exchange.drafter_health import BURST
+from outrider_verifier.exchange.drafter_health import BURST_ENTRIES
 from outrider_verifier.server import drafter_connections
 
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import SessionId
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.tree import DraftTree
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.wire.messages import Proposal, Proposals
@@ -22,7 +22,9 @@ from tests.unit.verifier.harness import DRAFTER, Rig, good_chain, make_spec, mid
 from tests.waiting import until
 
 PATIENCE_S = 0.3
-PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=4, patience_ms=round(1000 * PATIENCE_S))
+PLAN = SpeculationPlan(
+    method=DraftMethod.EAGLE3, draft_tokens=4, proposal_timeout_ms=round(1000 * PATIENCE_S)
+)
 LASTING = HeartbeatConfig(interval_s=5.0, timeout_s=60.0)
 
 
@@ -43,17 +45,17 @@ async def test_a_hung_drafter_costs_one_patience_and_not_one_a_session() -> None
             await mid_stream(rig, name)
         drafter.muted = True
         counters = rig.service._core.counters
-        await until(lambda: counters["drafters_silent"] == 1)
-        over = counters["patience_over"]
+        await until(lambda: counters["drafters_stalled"] == 1)
+        over = counters["proposal_timeouts"]
         assert over <= 3
         # A new session does not find out for itself, and nobody tries again while nothing comes.
         running.append(asyncio.create_task(rig.run(specs[3])))
         await mid_stream(rig, names[3])
         before = rounds_of(rig, names)
         await until(lambda: min(map(sub, rounds_of(rig, names), before)) > 4)
-        assert counters["patience_over"] == over
+        assert counters["proposal_timeouts"] == over
         (seen,) = (await rig.service.info()).drafters
-        assert seen.silent_ms > 0.0 and seen.missed == over and seen.answers > 0
+        assert seen.silent_ms > 0.0 and seen.proposal_timeouts == over and seen.answers > 0
         # Heard of again, all speculate again.
         drafter.muted = False
         used = counters["proposals_used"]
@@ -71,15 +73,15 @@ async def test_a_drafter_that_answers_others_is_not_silent() -> None:
         good = good_chain(rig.target)
         await rig.attach(lambda f: None if f.start.session_id == "unlucky" else good(f))
         specs = [
-            make_spec("s", max_new_tokens=400, plan=replace(PLAN, patience_ms=30_000)),
+            make_spec("s", max_new_tokens=400, plan=replace(PLAN, proposal_timeout_ms=30_000)),
             make_spec("unlucky", max_new_tokens=8, plan=PLAN),
         ]
         running = asyncio.create_task(rig.run(specs[0]))
         await mid_stream(rig, "s")
         result = await rig.run(specs[1])
         counters = rig.service._core.counters
-        assert counters["patience_over"] >= 1
-        assert counters["drafters_silent"] == 0
+        assert counters["proposal_timeouts"] >= 1
+        assert counters["drafters_stalled"] == 0
         assert result.tokens == rig.reference(specs[1])
         result = await running
         assert result.tokens == rig.reference(specs[0])
@@ -88,7 +90,7 @@ async def test_a_drafter_that_answers_others_is_not_silent() -> None:
 
 def bad_proposals(handle: int, count: int) -> Proposals:
     tree: DraftTree = make_tree([5])
-    return Proposals.of(
+    return Proposals.of_proposals(
         [Proposal(handle=handle, prefix_digest=n, prefix_len=1, tree=tree) for n in range(count)]
     )
 
@@ -97,7 +99,7 @@ def bad_proposals(handle: int, count: int) -> Proposals:
 async def test_a_flood_is_cut_off_and_refused_for_a_while(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafter_connections, "CUT_S", 3.0)
+    monkeypatch.setattr(drafter_connections, "DISCONNECT_TIMEOUT_S", 3.0)
     async with verifier(target=FakeTarget(num_blocks=2048)) as rig:
         rig.target.forward_s = 0.002
         drafter = await rig.attach(good_chain(rig.target))
@@ -115,9 +117,9 @@ async def test_a_flood_is_cut_off_and_refused_for_a_while(
                     await asyncio.sleep(0)
         except OutriderError:
             pass
-        assert sent >= BURST
+        assert sent >= BURST_ENTRIES
         await until(lambda: not rig.service._hub.links)
-        assert rig.service._counts()["drafters_cut"] == 1
+        assert rig.service._counts()["drafters_disconnected_flooding"] == 1
         # Its name is not washed clean by a new connection.
         with pytest.raises((UnavailableError, AssertionError)):
             await rig.attach(good_chain(rig.target), incarnation="2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_verifier.kv.capacity import GRAPH_LAYER_BYTES, kv_tokens_that_fit, reserved_bytes
+from outrider_verifier.kv.capacity import GRAPH_LAYER_BYTES, max_kv_tokens, reserved_bytes
 from outrider_verifier.state.simulated_acceptance import parse_rates, rate_of_mean
 
 from outrider.errors import FailedPreconditionError
@@ -42,15 +42,15 @@ def fit(**changes: int | float) -> int:
         "fraction": 0.9,
         "reserved": 2 * GIB,
         "bytes_per_token": 1 << 17,
-        "most_tokens": 10**9,
+        "max_tokens": 10**9,
     }
-    return kv_tokens_that_fit(**(facts | changes))  # type: ignore[arg-type]
+    return max_kv_tokens(**(facts | changes))  # type: ignore[arg-type]
 
 
 def test_kv_takes_what_the_fraction_leaves_beside_weights_and_workspace() -> None:
     # 72 GiB may be used, 20 are, 2 are reserved: 50 GiB of 128 KiB tokens.
     assert fit() == 50 * GIB >> 17
-    assert fit(most_tokens=1000) == 1000
+    assert fit(max_tokens=1000) == 1000
     # What another process uses of the device counts too.
     assert fit(free_bytes=30 * GIB) == 20 * GIB >> 17
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import SessionSpec
@@ -28,7 +28,7 @@ from tests.unit.verifier.harness import (
 )
 from tests.waiting import until
 
-PLAN = Plan(method=DraftMethod.EAGLE3, draft_tokens=6, patience_ms=20)
+PLAN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=6, proposal_timeout_ms=20)
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "coupled": SamplingParams(temperature=0.7, seed=11),
@@ -59,7 +59,7 @@ def spec(sampling: SamplingParams, name: str = "s", *, tokens: int = 200) -> Ses
 def never_pauses(rig: Rig) -> None:
     """What the planner finds of drafts that are worth nothing depends on time."""
     rig.target.forward_s = 0.002
-    rig.service._core.policy.pauses = lambda session: False  # type: ignore[method-assign]
+    rig.service._core.policy.should_pause = lambda session: False  # type: ignore[method-assign]
 
 
 def counted(rig: Rig, name: str) -> int:
@@ -72,22 +72,24 @@ async def test_it_drafts_where_a_drafter_is_silent_or_worse(
     drafter: ProposeFn, sampling: str
 ) -> None:
     async with verifier(
-        target=Repeating(num_blocks=1024), planner="automatic", stand_in=True
+        target=Repeating(num_blocks=1024), planner="automatic", ngram_fallback=True
     ) as rig:
         never_pauses(rig)
         await rig.attach(drafter(rig.target))
         specs = [spec(SAMPLINGS[sampling], name) for name in ("s", "st", "str")]
         for each, result in zip(specs, await rig.run_all(specs), strict=True):
             assert result.tokens == rig.reference(each)
-        assert counted(rig, "stand_in_rounds") > 20
-        assert counted(rig, "stand_in_accepted_tokens") > 2 * counted(rig, "stand_in_rounds")
+        assert counted(rig, "ngram_fallback_rounds") > 20
+        assert counted(rig, "ngram_fallback_accepted_tokens") > 2 * counted(
+            rig, "ngram_fallback_rounds"
+        )
         await rig.idle()
 
 
 @pytest.mark.parametrize("drafter", [silent, garbage])
 async def test_it_goes_on_when_the_drafter_is_lost(drafter: ProposeFn) -> None:
     async with verifier(
-        target=Repeating(num_blocks=1024), planner="automatic", stand_in=True
+        target=Repeating(num_blocks=1024), planner="automatic", ngram_fallback=True
     ) as rig:
         never_pauses(rig)
         drafts = await rig.attach(drafter(rig.target))
@@ -116,14 +118,14 @@ async def test_rules_that_ask_for_a_law_take_a_draft_without_one(rule: Rule) -> 
         await rig.attach(silent(rig.target))
         result = await rig.run(spec(sampling))
         assert result.error is None and len(result.tokens) == 200
-        assert counted(rig, "stand_in_accepted_tokens") > 20
+        assert counted(rig, "ngram_fallback_accepted_tokens") > 20
         # It says what its target says: the period is kept but where that is broken.
         said = [a == b for a, b in zip(result.tokens[20:], result.tokens[13:], strict=False)]
         assert np.mean(said) > 0.9
         await rig.idle()
 
 
-@pytest.mark.parametrize("settings", [{"planner": "fixed"}, {"stand_in": False}])
+@pytest.mark.parametrize("settings", [{"planner": "fixed"}, {"ngram_fallback": False}])
 async def test_it_does_not_where_plans_are_carried_out_as_they_are(
     settings: dict[str, object],
 ) -> None:
@@ -132,7 +134,7 @@ async def test_it_does_not_where_plans_are_carried_out_as_they_are(
         await rig.attach(garbage(rig.target))
         result = await rig.run(spec(SamplingParams(), tokens=60))
         assert result.tokens == rig.reference(spec(SamplingParams(), tokens=60))
-        assert counted(rig, "stand_in_rounds") == 0
+        assert counted(rig, "ngram_fallback_rounds") == 0
 
 
 async def test_a_good_drafter_of_a_text_that_does_not_repeat_is_left_alone() -> None:
@@ -144,7 +146,7 @@ async def test_a_good_drafter_of_a_text_that_does_not_repeat_is_left_alone() -> 
         asked = spec(SamplingParams())
         result = await rig.run(asked)
         assert result.tokens == rig.reference(asked)
-        assert counted(rig, "stand_in_rounds") == 0
+        assert counted(rig, "ngram_fallback_rounds") == 0
         assert counted(rig, "proposals_used") > 3
 
 
@@ -157,7 +159,7 @@ async def test_rounds_keep_within_their_nodes() -> None:
         specs = [spec(SamplingParams(), "s" * n, tokens=80) for n in (1, 2, 3, 4)]
         for each, result in zip(specs, await rig.run_all(specs), strict=True):
             assert result.tokens == rig.reference(each)
-        assert counted(rig, "stand_in_rounds") > 0
+        assert counted(rig, "ngram_fallback_rounds") > 0
         # Prompts, of twelve tokens, run as a whole.
         rounds = [[segment.num_rows for segment in batch.segments] for batch in target.batches]
         assert max(sum(rows) for rows in rounds if 12 not in rows) <= 9
@@ -173,14 +175,16 @@ async def test_on_a_device_texts_are_the_hosts(
     sampling = replace(DEVICE_SAMPLINGS[name], logit_bias=few)
     asked = {"max_new_tokens": 120}
     async with serving(tiny_target, device=None) as host:
-        texts = [tokens for tokens, _ in await run_all(host, Plan(), sampling, **asked)]
+        texts = [tokens for tokens, _ in await run_all(host, SpeculationPlan(), sampling, **asked)]
     async with serving(tiny_target, tiny_head, planner="automatic") as service:
         core = service._core
-        core.policy.pauses = lambda session: False  # type: ignore[method-assign]
-        plan = Plan(method=DraftMethod.EAGLE3, draft_tokens=6, top_k=2, patience_ms=30)
+        core.policy.should_pause = lambda session: False  # type: ignore[method-assign]
+        plan = SpeculationPlan(
+            method=DraftMethod.EAGLE3, draft_tokens=6, top_k=2, proposal_timeout_ms=30
+        )
         found = await run_proposed(service, wrong_trees_for_some, plan, sampling, **asked)
         assert [tokens for tokens, _ in found] == texts
-        assert core.counters["stand_in_rounds"] > 0
+        assert core.counters["ngram_fallback_rounds"] > 0
         assert core.counters["proposals_used"] > 0
 
 

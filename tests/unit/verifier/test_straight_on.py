@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from outrider_verifier.engine.core import Core
-from outrider_verifier.engine.early_proposals import straight_on
-from outrider_verifier.engine.in_flight_round import InFlight
-from outrider_verifier.exchange.proposal_inbox import Held
+from outrider_verifier.engine.core import EngineCore
+from outrider_verifier.engine.early_proposals import plan_prefetched_round
+from outrider_verifier.engine.in_flight_round import InFlightRound
+from outrider_verifier.exchange.proposal_inbox import HeldProposal
 from outrider_verifier.model_runner.batch import VerifyRow
-from outrider_verifier.state.ngram_index import StandIn
-from outrider_verifier.state.round_plan import Limits, RoundPlan
+from outrider_verifier.state.ngram_index import NgramFallbackState
+from outrider_verifier.state.round_plan import RoundLimits, RoundPlan
 from outrider_verifier.state.session import Session
 
 from outrider.engine.kv_cache import KVSequence
@@ -27,11 +27,11 @@ def sessions(count: int = 2) -> list[Session]:
     pool = FakeTarget().pool
     made: list[Session] = []
     for number in range(count):
-        kv: KVSequence = pool.sequence()
+        kv: KVSequence = pool.new_sequence()
         spec = make_spec(f"s{number}", max_new_tokens=20, plan=CHAIN)
         session = Session.create(spec, ticket=number, kv=kv, now=0.0, keeps_features=False)
-        session.append((7,), 0.0)
-        session.handle, session.link_id, session.covered = number, 1, 100
+        session.commit_tokens((7,), 0.0)
+        session.handle, session.link_id, session.covered_len = number, 1, 100
         made.append(session)
     return made
 
@@ -43,12 +43,14 @@ class Box:
         self._nodes = nodes
         self.taken = 0
 
-    def nodes(self, handles: list[int]) -> list[int]:
+    def num_nodes(self, handles: list[int]) -> list[int]:
         return [self._nodes] * len(handles)
 
-    def take(self, handles: list[int]) -> list[Held]:
+    def take_proposals(self, handles: list[int]) -> list[HeldProposal]:
         self.taken += len(handles)
-        return [Held(cast(Any, None), handle, self._nodes, ahead=True) for handle in handles]
+        return [
+            HeldProposal(cast(Any, None), handle, self._nodes, is_hit=True) for handle in handles
+        ]
 
 
 def ask(
@@ -56,23 +58,26 @@ def ask(
 ) -> tuple[tuple[RoundPlan, list[VerifyRow]] | None, Box]:
     box = box or Box()
     others = dict.fromkeys(range(len(of) if running is None else running))
-    core = cast(Core, SimpleNamespace(room=SimpleNamespace(running=others), inbox=box))
-    flying = cast(InFlight, SimpleNamespace(verify=[VerifyRow(session) for session in of]))
-    limits = Limits(prefill_tokens=1, decode_tokens=most, gather_s=0.0)
-    return straight_on(flying, [3] * len(of), core, limits), box
+    core = cast(EngineCore, SimpleNamespace(room=SimpleNamespace(running=others), inbox=box))
+    in_flight = cast(InFlightRound, SimpleNamespace(verify=[VerifyRow(session) for session in of]))
+    limits = RoundLimits(prefill_tokens=1, decode_tokens=most, batch_wait_s=0.0)
+    return plan_prefetched_round(in_flight, [3] * len(of), core, limits), box
 
 
 def test_all_hits_go_straight_on_and_their_drafters_are_well() -> None:
     of = sessions()
-    of[0].suspect = True
+    of[0].has_stalled_drafter = True
     found, box = ask(of)
     assert found is not None and box.taken == 2
     plan, rows = found
     assert [row.session for row in rows] == of
     assert [row.nodes for row in rows] == [NODES] * 2
-    assert not of[0].suspect
-    assert [(row.session_id, row.drafted) for row in plan.decode] == [("s0", True), ("s1", True)]
-    assert not plan.alone and not plan.prefill
+    assert not of[0].has_stalled_drafter
+    assert [(row.session_id, row.has_proposal) for row in plan.decode] == [
+        ("s0", True),
+        ("s1", True),
+    ]
+    assert not plan.is_self_contained and not plan.prefill
 
 
 def ends(session: Session) -> None:
@@ -84,7 +89,7 @@ def is_limited(session: Session) -> None:
 
 
 def lacks_blocks(session: Session) -> None:
-    session.covered = session.length + 2
+    session.covered_len = session.length + 2
 
 
 def is_in_a_grammar(session: Session) -> None:
@@ -92,12 +97,12 @@ def is_in_a_grammar(session: Session) -> None:
 
 
 def is_outdone(session: Session) -> None:
-    session.stand_in = StandIn()
-    session.stand_in.better = True
+    session.ngram_fallback = NgramFallbackState()
+    session.ngram_fallback.better = True
 
 
 def is_paused(session: Session) -> None:
-    session.paused = True
+    session.is_speculation_off = True
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from outrider_verifier.server.service import VerifierService
 
 from outrider.errors import FailedPreconditionError, InvalidRequestError
-from outrider.grammar.grammar_constraint import FormConstraint
-from outrider.spec.plan import Plan
+from outrider.grammar.grammar_constraint import GrammarConstraint
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def texts(tiny_target: Path) -> dict[str, Texts]:
     async def collect() -> dict[str, Texts]:
         async with serving(tiny_target, device=None) as service:
             return {
-                name: texts_of(await run_all(service, Plan(), SAMPLINGS[name], **SPEC))
+                name: texts_of(await run_all(service, SpeculationPlan(), SAMPLINGS[name], **SPEC))
                 for name in NAMES
             }
 
@@ -73,7 +73,10 @@ async def test_the_device_gives_the_hosts_text(
     name: str, tiny_target: Path, texts: dict[str, Texts]
 ) -> None:
     async with serving(tiny_target) as service:
-        assert texts_of(await run_all(service, Plan(), SAMPLINGS[name], **SPEC)) == texts[name]
+        assert (
+            texts_of(await run_all(service, SpeculationPlan(), SAMPLINGS[name], **SPEC))
+            == texts[name]
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", None])
@@ -81,7 +84,7 @@ async def test_the_device_gives_the_hosts_text(
 @pytest.mark.parametrize("name", ["greedy", "coupled", "counted"])
 async def test_drafts_from_outside_change_no_text_and_stand(
     name: str,
-    plan: Plan,
+    plan: SpeculationPlan,
     device: str | None,
     tiny_target: Path,
     tiny_head: Path,
@@ -96,7 +99,11 @@ async def test_drafts_from_outside_change_no_text_and_stand(
 
 
 async def run_one(
-    service: VerifierService, name: str, plan: Plan, sampling: SamplingParams, **other: Any
+    service: VerifierService,
+    name: str,
+    plan: SpeculationPlan,
+    sampling: SamplingParams,
+    **other: Any,
 ) -> tuple[list[int], Any]:
     spec = make_spec(
         name,
@@ -120,7 +127,7 @@ async def test_preempted_sessions_go_on_where_their_grammar_was(
 ) -> None:
     async with serving(tiny_target, device=device, preemption=way) as service:
         preempt_often(service)
-        results = await run_all(service, Plan(), SAMPLINGS["coupled"], **SPEC)
+        results = await run_all(service, SpeculationPlan(), SAMPLINGS["coupled"], **SPEC)
         assert preemptions(service) >= 6
     assert texts_of(results) == texts["coupled"]
 
@@ -139,13 +146,17 @@ async def test_a_session_goes_on_from_what_another_verifier_emitted(
                 "max_new_tokens": 120 - done,
             }
             spec = make_spec(
-                f"s{done}", plan=Plan(), sampling=SAMPLINGS["coupled"], drafter=None, **moved
+                f"s{done}",
+                plan=SpeculationPlan(),
+                sampling=SAMPLINGS["coupled"],
+                drafter=None,
+                **moved,
             )
             rest = [t async for event in service.open_session(spec) for t in event.tokens]
             assert [*whole[:done], *rest] == whole
         spec = make_spec(
             "odd",
-            plan=Plan(),
+            plan=SpeculationPlan(),
             drafter=None,
             **(moved | {"prompt": (1, 2, 3, 4)} | {"prompt_len": 2}),
         )
@@ -171,17 +182,19 @@ async def test_rules_that_toss_coins_stay_in_the_grammar_whatever_is_drafted(
 async def test_a_grammar_that_fails_on_the_way_ends_its_session_alone(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow = FormConstraint.follow
+    follow = GrammarConstraint.advance_to
 
-    def failing(self: FormConstraint, output_ids: Any) -> None:
+    def failing(self: GrammarConstraint, output_ids: Any) -> None:
         follow(self, output_ids)
         if len(output_ids) >= 4:
             self._fail("too many items")
 
-    monkeypatch.setattr(FormConstraint, "follow", failing)
+    monkeypatch.setattr(GrammarConstraint, "advance_to", failing)
     async with serving(tiny_target, device=None) as service:
-        bound = asyncio.create_task(run_one(service, "bound", Plan(), SAMPLINGS["greedy"], **SPEC))
-        free = await run_one(service, "free", Plan(), SAMPLINGS["greedy"])
+        bound = asyncio.create_task(
+            run_one(service, "bound", SpeculationPlan(), SAMPLINGS["greedy"], **SPEC)
+        )
+        free = await run_one(service, "free", SpeculationPlan(), SAMPLINGS["greedy"])
         with pytest.raises(InvalidRequestError, match="cannot go on: too many items"):
             await bound
     assert len(free[0]) == 40
@@ -189,7 +202,7 @@ async def test_a_grammar_that_fails_on_the_way_ends_its_session_alone(
 
 async def test_a_verifier_without_a_grammar_library_refuses() -> None:
     async with verifier() as rig:
-        result = await rig.run(make_spec(drafter=None, plan=Plan(), **SPEC))
+        result = await rig.run(make_spec(drafter=None, plan=SpeculationPlan(), **SPEC))
         assert isinstance(result.error, FailedPreconditionError)
         assert result.error.reason == "NO_STRUCTURED_OUTPUT"
         await rig.idle()
@@ -199,10 +212,10 @@ async def test_a_form_without_an_end_or_with_a_bad_text_is_refused(tiny_target: 
     async with serving(tiny_target, device=None) as service:
         endless = {**SPEC, "stop_token_ids": ()}
         with pytest.raises(InvalidRequestError, match="needs a stop token id"):
-            await run_one(service, "endless", Plan(), SAMPLINGS["greedy"], **endless)
+            await run_one(service, "endless", SpeculationPlan(), SAMPLINGS["greedy"], **endless)
         bad = {**SPEC, "structured_output": StructuredOutput(StructuredKind.REGEX, "(")}
         with pytest.raises(InvalidRequestError, match="unclosed group"):
-            await run_one(service, "bad", Plan(), SAMPLINGS["greedy"], **bad)
+            await run_one(service, "bad", SpeculationPlan(), SAMPLINGS["greedy"], **bad)
 
 
 async def test_who_leaves_while_its_form_is_compiled_leaves_nothing(tiny_target: Path) -> None:
@@ -210,7 +223,10 @@ async def test_who_leaves_while_its_form_is_compiled_leaves_nothing(tiny_target:
         for number in range(5):
             form = StructuredOutput(StructuredKind.REGEX, f"[a-z]{{{number + 3}}}")
             spec = make_spec(
-                f"s{number}", drafter=None, plan=Plan(), **{**SPEC, "structured_output": form}
+                f"s{number}",
+                drafter=None,
+                plan=SpeculationPlan(),
+                **{**SPEC, "structured_output": form},
             )
             stream = service.open_session(spec)
             task = asyncio.ensure_future(anext(stream))
@@ -218,6 +234,6 @@ async def test_who_leaves_while_its_form_is_compiled_leaves_nothing(tiny_target:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await stream.aclose()
-        tokens, _ = await run_one(service, "after", Plan(), SAMPLINGS["greedy"], **SPEC)
+        tokens, _ = await run_one(service, "after", SpeculationPlan(), SAMPLINGS["greedy"], **SPEC)
         assert tokens[-1] == STOP
         assert service._core.num_sessions == 0

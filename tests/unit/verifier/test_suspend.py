@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
-from outrider_verifier.model_runner.interface import RoundRunner
-from outrider_verifier.model_runner.rows import Draft
+from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
+from outrider_verifier.model_runner.interface import ModelRunner
+from outrider_verifier.model_runner.rows import VerifyDraft
 from outrider_verifier.state.session import Session
 
 from outrider.engine.kv_cache import KVPool
 from outrider.errors import InvalidRequestError, ResourceExhaustedError
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import SessionSpec
 from tests.fakes.scripted_drafter import make_tree
@@ -31,11 +31,11 @@ MIB = 1 << 20
 NAMES = ["greedy", "coupled", "counted"]
 
 
-PLAIN = Plan()
+PLAIN = SpeculationPlan()
 
 
 def specs(
-    sampling: SamplingParams, plan: Plan = PLAIN, max_new_tokens: int = 24
+    sampling: SamplingParams, plan: SpeculationPlan = PLAIN, max_new_tokens: int = 24
 ) -> list[SessionSpec]:
     return [
         make_spec(
@@ -58,7 +58,7 @@ def disturb(seed: int, every: int = 4) -> Callable[[Driver, int], None]:
     def before(driver: Driver, step: int) -> None:
         if driver.waiting and (chooser.random() < 0.6 or not driver.sessions):
             session = chooser.choice(driver.waiting)
-            driver.runner.fetch(session)
+            driver.runner.prefetch_session(session)
             driver.resume(session)
         if chooser.randrange(every) == 0:
             driver.settle_all()
@@ -69,7 +69,7 @@ def disturb(seed: int, every: int = 4) -> Callable[[Driver, int], None]:
     return before
 
 
-def make(engine: str, target: Path, head: Path) -> tuple[RoundRunner, KVPool]:
+def make(engine: str, target: Path, head: Path) -> tuple[ModelRunner, KVPool]:
     match engine:
         case "host":
             return host_runner(target)
@@ -78,7 +78,7 @@ def make(engine: str, target: Path, head: Path) -> tuple[RoundRunner, KVPool]:
         case "own chains":
             return device_runner(target, head, draft_length=3)
         case "own trees":
-            return device_runner(target, head, draft_length=8, draft_topk=3, placement="colocated")
+            return device_runner(target, head, draft_length=8, draft_top_k=3, placement="colocated")
     raise AssertionError(engine)
 
 
@@ -111,7 +111,7 @@ def test_suspended_sessions_say_what_they_would_have_said(
     calm: dict[str, list[list[int]]],
 ) -> None:
     runner, pool = make(engine, tiny_target, tiny_head)
-    driver = Driver(runner, pool, runner.swap_space(64 * MIB, pool), ahead=ahead)
+    driver = Driver(runner, pool, runner.make_swap_space(64 * MIB, pool), ahead=ahead)
     plan = OWN if engine.startswith("own") else PLAIN
     assert texts(driver, specs(SAMPLINGS[name], plan), disturb(1, every=3)) == calm[name]
     assert driver.gone == {True, False}
@@ -140,12 +140,12 @@ def test_rows_that_are_padded_to_others_drafts_write_to_nobodys_blocks(
 ) -> None:
     chooser = np.random.default_rng(5)
 
-    def draft(session: Session) -> Draft | None:
+    def draft(session: Session) -> VerifyDraft | None:
         nodes = int(chooser.integers(0, MAX_NODES)) if chooser.random() < 0.5 else 0
         if not nodes or session.remaining < 2:
             return None
         tree = make_tree(chooser.integers(0, 384, nodes).tolist())
-        return Draft(tree=tree, law=None)
+        return VerifyDraft(tree=tree, distribution=None)
 
     runner, pool = make(engine, tiny_target, tiny_head)
     driver = Driver(runner, pool, draft=draft)
@@ -155,8 +155,8 @@ def test_rows_that_are_padded_to_others_drafts_write_to_nobodys_blocks(
 def test_a_head_drafts_again_after_one_round(tiny_target: Path, tiny_head: Path) -> None:
     for swap in (True, False):
         runner, pool = make("own chains", tiny_target, tiny_head)
-        assert isinstance(runner, DeviceRoundEngine) and runner._own_head is not None
-        driver = Driver(runner, pool, runner.swap_space(64 * MIB, pool))
+        assert isinstance(runner, GpuModelRunner) and runner._in_process_drafter is not None
+        driver = Driver(runner, pool, runner.make_swap_space(64 * MIB, pool))
         session = driver.open(specs(SAMPLINGS["greedy"], OWN)[0])
         driver.resume(session)
         while session.emitted < 8:
@@ -170,30 +170,33 @@ def test_a_head_drafts_again_after_one_round(tiny_target: Path, tiny_head: Path)
         for _ in range(5):
             driver.step()
         assert driver.resume(session) is swap
-        while driver.runner.drafts_itself and session.prefill_sent < driver.ends[session.ticket]:
+        while (
+            driver.runner.in_process_draft_length
+            and session.prefill_sent < driver.ends[session.ticket]
+        ):
             driver.step()
         after = _head_kv(runner, session.kv.blocks, rows)
         assert torch.equal(before, after) if swap else torch.allclose(before, after, atol=1e-5)
-        slot = runner._seats.of(session).slot
-        assert runner._own_head.tokens[slot].tolist() == [-1, -1, -1]
+        slot = runner._device_slots.get_slot(session).slot
+        assert runner._in_process_drafter.tokens[slot].tolist() == [-1, -1, -1]
         driver.step()
         assert driver.drafted[session.ticket][-1] == 0
         driver.step()
         assert driver.drafted[session.ticket][-1] == 3
-        assert min(runner._own_head.tokens[slot].tolist()) >= 0
+        assert min(runner._in_process_drafter.tokens[slot].tolist()) >= 0
         driver.close()
 
 
-def _head_kv(runner: DeviceRoundEngine, blocks: Any, rows: int) -> torch.Tensor:
-    assert runner._own_head is not None
+def _head_kv(runner: GpuModelRunner, blocks: Any, rows: int) -> torch.Tensor:
+    assert runner._in_process_drafter is not None
     slots = torch.tensor([b * 16 + n for b in blocks for n in range(16)])[:rows]
-    return runner._own_head.storage[:, :, :, slots].clone()
+    return runner._in_process_drafter.storage[:, :, :, slots].clone()
 
 
 def test_a_suspended_session_holds_nothing_but_its_copy(tiny_target: Path, tiny_head: Path) -> None:
     for engine in ("host", "own chains"):
         runner, pool = make(engine, tiny_target, tiny_head)
-        swap = runner.swap_space(8 * 16 * pool.storage.nbytes // 1024, pool)
+        swap = runner.make_swap_space(8 * 16 * pool.storage.nbytes // 1024, pool)
         driver, free = Driver(runner, pool, swap), pool.free_blocks
         session = driver.open(specs(SAMPLINGS["greedy"])[2])
         driver.resume(session)
@@ -208,7 +211,7 @@ def test_a_suspended_session_holds_nothing_but_its_copy(tiny_target: Path, tiny_
 
 def test_without_room_in_the_budget_the_prefix_runs_again(tiny_target: Path) -> None:
     runner, pool = host_runner(tiny_target)
-    swap = runner.swap_space(2 * pool.storage.nbytes // 64, pool)
+    swap = runner.make_swap_space(2 * pool.storage.nbytes // 64, pool)
     driver = Driver(runner, pool, swap)
     session = driver.open(specs(SAMPLINGS["greedy"])[2])
     driver.resume(session)

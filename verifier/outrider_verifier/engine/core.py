@@ -22,67 +22,74 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.ids import DrafterId, SessionId
-from outrider.spec.plan import FEATURE_FED, DraftMethod, Plan
+from outrider.spec.plan import FEATURE_METHODS, DraftMethod, SpeculationPlan
 from outrider.wire.messages import (
     REASON_CODES,
     AttachedDrafter,
     FinishReason,
     SessionSpec,
 )
-from outrider_verifier.engine.drafter_reassignment import move
-from outrider_verifier.engine.proposal_intake import Incoming
-from outrider_verifier.exchange.drafter_health import Conduct
+from outrider_verifier.engine.drafter_reassignment import move_session
+from outrider_verifier.engine.proposal_intake import ProposalIntake
+from outrider_verifier.exchange.drafter_health import DrafterHealth
 from outrider_verifier.exchange.feature_store import FeatureStore
-from outrider_verifier.exchange.proposal_inbox import Inbox
-from outrider_verifier.exchange.session_announcer import Announcer
-from outrider_verifier.exchange.verdict_builder import Handover, may_need_features
-from outrider_verifier.kv.block_manager import Room
-from outrider_verifier.model_runner.grammar_preparation import begin_constraint
-from outrider_verifier.model_runner.interface import RoundRunner
-from outrider_verifier.planner.ngram_fallback import StandIns
-from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.exchange.proposal_inbox import ProposalInbox
+from outrider_verifier.exchange.session_announcer import SessionAnnouncer
+from outrider_verifier.exchange.verdict_builder import VerdictBuilder, may_need_features
+from outrider_verifier.kv.block_manager import BlockManager
+from outrider_verifier.model_runner.grammar_preparation import start_session_constraint
+from outrider_verifier.model_runner.interface import ModelRunner
+from outrider_verifier.planner.ngram_fallback import NgramFallback
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.commands import (
-    Attached,
-    Close,
+    CloseSession,
     Command,
-    Detached,
-    Garbled,
-    Link,
-    Lost,
-    Offered,
-    Open,
+    DrafterAttached,
+    DrafterDetached,
+    ExchangeLink,
+    MalformedMessage,
+    OpenSession,
+    ProposalsReceived,
+    SessionsLostByDrafter,
     SetDrafter,
     SetPlan,
-    Stop,
+    StopEngine,
 )
-from outrider_verifier.state.effects import Answer, Effect, Emits, Fail, Moved, Post
-from outrider_verifier.state.handles import Handles
+from outrider_verifier.state.effects import (
+    CompleteCommand,
+    DrafterChanged,
+    Effect,
+    EventBatch,
+    FailSession,
+    Post,
+)
+from outrider_verifier.state.handles import SessionHandles
 from outrider_verifier.state.session import Session, check_plan, check_spec
 
 logger = logging.getLogger(__name__)
 
-OWN_METHODS = (DraftMethod.EAGLE3,)
+IN_PROCESS_METHODS = (DraftMethod.EAGLE3,)
 """How a verifier with a head of its own drafts."""
 
 
-class Core:
+class EngineCore:
     """Sessions, inbox and announced drafters of one verifier."""
 
     def __init__(
         self,
         *,
         pool: KVPool,
-        runner: RoundRunner,
-        inbox: Inbox,
-        handover: Handover,
+        runner: ModelRunner,
+        inbox: ProposalInbox,
+        verdict_builder: VerdictBuilder,
         store: FeatureStore | None,
         vocab_size: int,
         max_context_len: int,
         max_tree_nodes: int,
         max_sessions: int,
-        policy: Policy,
-        stand_ins: StandIns,
-        room: Room,
+        policy: SpeculationPolicy,
+        ngram_fallback: NgramFallback,
+        block_manager: BlockManager,
         counters: Counter[str],
         post: Post,
     ) -> None:
@@ -90,34 +97,34 @@ class Core:
         self._pool = pool
         self._runner = runner
         self.inbox = inbox
-        self.handover = handover
+        self.handover = verdict_builder
         self.store = store
         self._vocab_size = vocab_size
         self._max_context_len = max_context_len
         self._max_tree_nodes = max_tree_nodes
         self.policy = policy
-        self.stand_ins = stand_ins
-        self.room = room
+        self.ngram_fallback = ngram_fallback
+        self.room = block_manager
         self._post = post
-        self._emits: Emits | None = None
+        self._emits: EventBatch | None = None
         """Where the next event goes; None: what was posted is handed over."""
         self.sessions: dict[SessionId, Session] = {}
         """Sessions being served, in order of opening."""
-        self._handles = Handles(max_sessions)
+        self._handles = SessionHandles(max_sessions)
         self.touched = 0
         """Grows when sessions may have changed otherwise than by a round's outcome."""
         self.counters = counters
         """Monotonic counts for metrics; written here, read anywhere."""
-        self.drafters = Announcer(
-            handover, post=post, sessions=lambda: self.sessions.values(), counters=counters
+        self.drafters = SessionAnnouncer(
+            verdict_builder, post=post, sessions=lambda: self.sessions.values(), counters=counters
         )
-        room.begun = self.drafters.begun
-        self.incoming = Incoming(
+        block_manager.begun = self.drafters.queue_prefix
+        self.incoming = ProposalIntake(
             inbox=inbox,
-            handover=handover,
+            verdict_builder=verdict_builder,
             drafters=self.drafters,
             policy=policy,
-            of_handle=self._handles.owner,
+            of_handle=self._handles.get_owner,
             counters=self.counters,
             post=post,
         )
@@ -132,64 +139,66 @@ class Core:
         """Proposals in the inbox."""
         return len(self.inbox)
 
-    def sessions_of(self, drafter_id: DrafterId) -> int:
+    def sessions_of_drafter(self, drafter_id: DrafterId) -> int:
         """Sessions that are announced to this drafter now."""
         link = self.drafters.link_of(drafter_id)
         if link is None:
             return 0
         return sum(s.link_id == link.link_id for s in list(self.sessions.values()))
 
-    def attached(self, link: Link, now: float) -> AttachedDrafter:
+    def describe_drafter(self, link: ExchangeLink, now: float) -> AttachedDrafter:
         """What routers are told of a drafter; any thread may ask."""
-        conduct = self.drafters.conduct_of(link.drafter_id) or Conduct()
+        drafter_health = self.drafters.health_of_drafter(link.drafter_id) or DrafterHealth()
         return AttachedDrafter(
             drafter_id=link.drafter_id,
             incarnation=link.incarnation,
             methods=link.methods,
-            sessions=self.sessions_of(link.drafter_id),
-            answer_ms=1000.0 * self.policy.answer_s_of(link.drafter_id),
+            sessions=self.sessions_of_drafter(link.drafter_id),
+            answer_ms=1000.0 * self.policy.drafter_response_s(link.drafter_id),
             same_host=link.same_host,
-            answers=conduct.answers,
-            missed=conduct.missed,
-            invalid=conduct.invalid,
-            silent_ms=1000.0 * conduct.silent_s(now),
+            answers=drafter_health.answers,
+            proposal_timeouts=drafter_health.missed,
+            invalid=drafter_health.invalid,
+            silent_ms=1000.0 * drafter_health.silent_s(now),
         )
 
     # ---- commands ------------------------------------------------------------------------------
 
-    def handle(self, command: Command, now: float) -> None:
+    def handle_command(self, command: Command, now: float) -> None:
         """Apply one command. Errors of a command with an answer go there."""
-        self.touched += not isinstance(command, Offered | Garbled)
+        self.touched += not isinstance(command, ProposalsReceived | MalformedMessage)
         match command:
-            case Offered():
-                self.incoming.offer(command, now)
-            case Garbled():
-                self.incoming.garbled(command, now)
-            case Lost():
-                self.incoming.lost(command, now)
-            case Open() | SetPlan() | Close():
+            case ProposalsReceived():
+                self.incoming.take_proposals(command, now)
+            case MalformedMessage():
+                self.incoming.record_malformed(command, now)
+            case SessionsLostByDrafter():
+                self.incoming.reannounce_sessions(command, now)
+            case OpenSession() | SetPlan() | CloseSession():
                 self._answer(command, now)
             case SetDrafter():
                 self._set_drafter(command)
-            case Attached(link=link):
-                self.policy.attached(link.drafter_id)
+            case DrafterAttached(link=link):
+                self.policy.reset_drafter(link.drafter_id)
                 self.drafters.attach(link)
-            case Detached(link_id=link_id):
+            case DrafterDetached(link_id=link_id):
                 self.drafters.detach(link_id)
-            case Stop():
-                self.fail_all(UnavailableError("the verifier is stopping", reason="STOPPING"))
+            case StopEngine():
+                self.fail_all_sessions(
+                    UnavailableError("the verifier is stopping", reason="STOPPING")
+                )
             case _:
                 assert_never(command)
 
-    def _answer(self, command: Open | SetPlan | Close, now: float) -> None:
+    def _answer(self, command: OpenSession | SetPlan | CloseSession, now: float) -> None:
         error: OutriderError | None = None
         try:
             match command:
-                case Open():
+                case OpenSession():
                     self._open(command, now)
                 case SetPlan():
                     self._set_plan(command.session_id, command.plan)
-                case Close():
+                case CloseSession():
                     self._close(command)
         except OutriderError as refused:
             error = refused
@@ -197,9 +206,9 @@ class Core:
             logger.exception("command failed", extra={"command": type(command).__name__})
             error = InternalError(f"{type(bug).__name__}: {bug}", reason="COMMAND_FAILED")
         if command.answer is not None:
-            self._post(Answer(command.answer, error))
+            self._post(CompleteCommand(command.answer, error))
 
-    def _open(self, command: Open, now: float) -> None:
+    def _open(self, command: OpenSession, now: float) -> None:
         spec = command.spec
         check_spec(
             spec,
@@ -213,34 +222,34 @@ class Core:
                 f"session {spec.session_id} is being served in epoch {old.spec.epoch}",
                 reason="SESSION_EXISTS",
             )
-        self._check_places(old)
-        constraint = begin_constraint(spec, command.form, vocab_size=self._vocab_size)
+        self._check_capacity(old)
+        constraint = start_session_constraint(spec, command.form, vocab_size=self._vocab_size)
         if old is not None:
             self._cancel(old)
-        own_draft = self._own_draft(spec, spec.plan)
-        keeps = self.store is not None and may_need_features(spec, own_draft)
-        kv = self._pool.sequence()
+        in_process_draft = self._in_process_draft(spec, spec.plan)
+        keeps = self.store is not None and may_need_features(spec, in_process_draft)
+        kv = self._pool.new_sequence()
         session = Session.create(spec, ticket=command.ticket, kv=kv, now=now, keeps_features=keeps)
-        session.own_draft, session.constraint = own_draft, constraint
+        session.in_process_draft_length, session.constraint = in_process_draft, constraint
         self.sessions[spec.session_id] = session
         try:
-            self.room.enter(session)
-            self._handles.give(session)
-            self.handover.open(session)
-            self.policy.opened(session)
+            self.room.add_session(session)
+            self._handles.assign(session)
+            self.handover.follow_session(session)
+            self.policy.add_session(session)
             if session.keeps_features and self.store is not None:
                 self.store.open(session.handle)
-            self.counters["speculation_paused"] += session.paused
-            self.counters["lean_sessions"] += session.lean
-            self.stand_ins.follow(session)
+            self.counters["speculation_paused"] += session.is_speculation_off
+            self.counters["features_dropped_sessions"] += session.has_dropped_features
+            self.ngram_fallback.add_session(session)
             self.drafters.announce(session)
         except Exception:
             # From here on there is a session to be freed, its seat included.
-            self.free(session, failed=True)
+            self.free_session(session, failed=True)
             raise
         self.counters["sessions"] += 1
 
-    def _check_places(self, old: Session | None) -> None:
+    def _check_capacity(self, old: Session | None) -> None:
         """Refuse a session for which there is no place, `old` being gone: it goes on if this
         raises."""
         if len(self.sessions) - int(old is not None) >= self._handles.count:
@@ -249,55 +258,55 @@ class Core:
                 reason="SESSIONS_EXHAUSTED",
             )
 
-    def _own_draft(self, spec: SessionSpec, plan: Plan) -> int:
+    def _in_process_draft(self, spec: SessionSpec, plan: SpeculationPlan) -> int:
         """Length of the drafts that this process makes for a session; 0: it makes none."""
-        own = spec.drafter_id is None and plan.speculative and plan.method in OWN_METHODS
-        return self._runner.drafts_itself if own else 0
+        own = spec.drafter_id is None and plan.is_speculative and plan.method in IN_PROCESS_METHODS
+        return self._runner.in_process_draft_length if own else 0
 
     def _set_drafter(self, command: SetDrafter) -> None:
         session = self.sessions.get(command.session_id)
         if session is None or session.ticket != command.ticket:
             return
-        done = move(session, command.drafter_id, self.drafters, self.policy)
+        done = move_session(session, command.drafter_id, self.drafters, self.policy)
         # Its rounds may write further than before.
-        session.covered = 0
+        session.covered_len = 0
         self.counters["sessions_moved" if done else "moves_refused"] += 1
-        self._post(Moved(session.ticket, session.spec.drafter_id))
+        self._post(DrafterChanged(session.ticket, session.spec.drafter_id))
 
-    def _set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    def _set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         session = self.sessions.get(session_id)
         if session is None:
             raise NotFoundError(f"no session {session_id}", reason="NO_SESSION")
         check_plan(plan, max_tree_nodes=self._max_tree_nodes)
-        needs = plan.speculative and plan.method in FEATURE_FED
+        needs = plan.is_speculative and plan.method in FEATURE_METHODS
         drafted = session.spec.drafter_id is not None
-        if needs and drafted and not (session.keeps_features or session.lean):
+        if needs and drafted and not (session.keeps_features or session.has_dropped_features):
             raise InvalidRequestError(
                 f"session {session_id} was opened for another draft method and has no features",
                 reason="NO_FEATURES",
             )
         same_method = plan.method is session.plan.method
         session.plan = plan
-        session.own_draft = self._own_draft(session.spec, plan)
+        session.in_process_draft_length = self._in_process_draft(session.spec, plan)
         # Its rounds may write further than before.
-        session.covered = 0
-        session.suspect = False
-        lags, session.paused = session.paused, False
-        self.policy.follow(session)
-        self.stand_ins.follow(session)
+        session.covered_len = 0
+        session.has_stalled_drafter = False
+        lags, session.is_speculation_off = session.is_speculation_off, False
+        self.policy.update_session(session)
+        self.ngram_fallback.add_session(session)
         if lags:
             # Its drafter was told of the old plan only, and starts anew.
             self.drafters.withdraw(session)
-            self.drafters.follow_alone(session)
+            self.drafters.advance_without_speculation(session)
         if session.link_id is None:
             self.drafters.announce(session)
-        elif plan.speculative and same_method:
-            self.drafters.tell_plan(session)
+        elif plan.is_speculative and same_method:
+            self.drafters.send_plan(session)
         else:
             self.drafters.withdraw(session)
             self.drafters.announce(session)
 
-    def _close(self, command: Close) -> None:
+    def _close(self, command: CloseSession) -> None:
         session = self.sessions.get(command.session_id)
         if session is None:
             return
@@ -308,16 +317,16 @@ class Core:
             if session.emitted:
                 # Most who leave have what they wanted: a stop string ends an answer so.
                 self.room.lengths.observe(session.length - session.spec.prompt_len)
-            self.free(session)
+            self.free_session(session)
 
     def _cancel(self, session: Session) -> None:
         self.counters["cancelled"] += 1
-        self.emit(session, (), FinishReason.CANCELLED)
-        self.free(session)
+        self.emit_event(session, (), FinishReason.CANCELLED)
+        self.free_session(session)
 
     # ---- what rounds and commands share --------------------------------------------------------
 
-    def emit(
+    def emit_event(
         self,
         session: Session,
         tokens: tuple[int, ...],
@@ -330,7 +339,7 @@ class Core:
         """Send an event of the session; those of a round leave together. `logprobs` may go on
         behind the tokens; the last three tell of the round: see `SessionEvents`."""
         reason = 0 if finish_reason is None else REASON_CODES[finish_reason]
-        # In the order of an `Event`.
+        # In the order of an `SessionEventRow`.
         fields = (
             session.ticket,
             session.round_id,
@@ -340,55 +349,55 @@ class Core:
             proposed,
             accepted,
         )
-        self.events().add(fields, tokens, logprobs)
+        self.pending_events().add_event(fields, tokens, logprobs)
 
-    def events(self) -> Emits:
+    def pending_events(self) -> EventBatch:
         """The events that leave next; more may be added until what was posted is handed over."""
         if self._emits is None:
-            self._emits = Emits()
-            self.post(self._emits)
+            self._emits = EventBatch()
+            self.post_effect(self._emits)
         return self._emits
 
-    def seal(self) -> None:
+    def finish_event_batch(self) -> None:
         """What was posted is about to be handed over: no event may join it any more."""
         self._emits = None
 
-    def post(self, effect: Effect) -> None:
+    def post_effect(self, effect: Effect) -> None:
         """Hand an effect to the asyncio thread."""
         self._post(effect)
 
-    def free(self, session: Session, *, failed: bool = False) -> None:
+    def free_session(self, session: Session, *, failed: bool = False) -> None:
         """Forget a session and give back its blocks, proposals and features; what it has written
         may be of use to others, unless it failed."""
         if not failed:
-            self.room.keep_prefix(session)
+            self.room.store_prefix(session)
         self.drafters.withdraw(session)
-        self.policy.leave(session)
+        self.policy.remove_session(session)
         self.sessions.pop(session.session_id, None)
         if session.handle >= 0:
             if self.store is not None:
                 self.store.close(session.handle)
-            self.inbox.drop(session.handle)
-            self._handles.take_back(session)
-        session.ended = True
+            self.inbox.drop_session(session.handle)
+            self._handles.release(session)
+        session.is_ended = True
         self.touched += 1
-        self.room.leave(session)
+        self.room.remove_session(session)
 
-    def fail(self, session: Session, error: OutriderError) -> None:
+    def fail_session(self, session: Session, error: OutriderError) -> None:
         """End a session's stream by an error and free all it holds."""
         self.counters["failed"] += 1
-        self.post(Fail(session.ticket, error))
-        self.free(session, failed=True)
+        self.post_effect(FailSession(session.ticket, error))
+        self.free_session(session, failed=True)
 
-    def fail_all(self, error: OutriderError) -> None:
+    def fail_all_sessions(self, error: OutriderError) -> None:
         """Fail every session."""
         for session in list(self.sessions.values()):
-            self.fail(session, error)
+            self.fail_session(session, error)
 
-    def abandon(self) -> None:
+    def drop_all_sessions(self) -> None:
         """Forget all sessions where not even failing them works; what they held is lost."""
         for session in self.sessions.values():
-            session.ended, session.handle = True, -1
+            session.is_ended, session.handle = True, -1
         self._handles.clear()
         self.touched += 1
         for held in (self.sessions, self.room.running, self.room.waiting):

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.ids import DrafterId
-from outrider_verifier.exchange.session_announcer import Announcer
-from outrider_verifier.planner.feature_retention import never_drafts
-from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.exchange.session_announcer import SessionAnnouncer
+from outrider_verifier.planner.feature_retention import can_never_draft
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.session import Session
 
 
-def move(
-    session: Session, drafter_id: DrafterId | None, drafters: Announcer, policy: Policy
+def move_session(
+    session: Session,
+    drafter_id: DrafterId | None,
+    drafters: SessionAnnouncer,
+    policy: SpeculationPolicy,
 ) -> bool:
     """Let this drafter draft for the session from its present prefix on; whether it does. None:
     nobody is to, and it decodes plainly until it is moved again.
@@ -22,28 +25,28 @@ def move(
     its prefix, not its drafter; but not where nobody drafts any more, for then nothing follows the
     prefix.
     """
-    if session.own_draft:
+    if session.in_process_draft_length:
         return False
     if drafter_id is not None and not drafters.can_announce(session, drafter_id):
-        if not never_drafts(session) or drafters.link_of(drafter_id) is None:
+        if not can_never_draft(session) or drafters.link_of(drafter_id) is None:
             return False
         # Nobody drafts for it, whoever would.
         session.spec = replace(session.spec, drafter_id=drafter_id)
-        session.suspect, session.losses = False, 0
-        policy.follow(session)
+        session.has_stalled_drafter, session.drafter_losses = False, 0
+        policy.update_session(session)
         return True
     if session.spec.drafter_id == drafter_id and session.link_id is not None:
         return True
     drafters.withdraw(session)
-    if session.paused:
+    if session.is_speculation_off:
         # What it committed meanwhile was told to nobody.
-        drafters.follow_alone(session)
+        drafters.advance_without_speculation(session)
     session.spec = replace(session.spec, drafter_id=drafter_id)
-    session.suspect = session.paused = False
-    session.losses = 0
-    policy.follow(session)
+    session.has_stalled_drafter = session.is_speculation_off = False
+    session.drafter_losses = 0
+    policy.update_session(session)
     if drafter_id is None:
-        drafters.abandon(session)
+        drafters.drop_drafter(session)
     else:
         drafters.announce(session)
     return True

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.watchdog import record_step
-from outrider_verifier.engine.core import Core
-from outrider_verifier.model_runner.interface import RoundRunner
+from outrider_verifier.engine.core import EngineCore
+from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.state.session import Session
 
 logger = logging.getLogger(__name__)
@@ -24,30 +24,30 @@ def engine_stalled_error() -> UnavailableError:
     return UnavailableError("the engine of the verifier makes no progress", reason="ENGINE_STALLED")
 
 
-class Failing:
+class FailureHandler:
     """Ends the sessions of what failed, and finds out whether the device is the reason."""
 
-    def __init__(self, core: Core, engine: RoundRunner) -> None:
+    def __init__(self, core: EngineCore, engine: ModelRunner) -> None:
         self._core, self._engine = core, engine
         self.device_lost = False
         """Whether the device was found not to work after a failure; no round can follow."""
 
     def check_device(self, bug: BaseException | None) -> None:
         """After a failure, `bug` if it is known: note whether the device is the reason."""
-        if self.device_lost or self._engine.usable:
+        if self.device_lost or self._engine.is_usable:
             return
         self.device_lost = True
         self._core.counters["device_losses"] += 1
         logger.critical("the device is lost", exc_info=bug)
 
-    def one(self, session: Session, bug: Exception) -> None:
+    def fail_session(self, session: Session, bug: Exception) -> None:
         """A session could not be let in."""
         if isinstance(bug, OutriderError):
-            self._core.fail(session, bug)
+            self._core.fail_session(session, bug)
         else:
-            self.all([session], bug)
+            self.fail_round([session], bug)
 
-    def all(self, sessions: Sequence[Session], bug: Exception) -> None:
+    def fail_round(self, sessions: Sequence[Session], bug: Exception) -> None:
         """A round failed, and with it whoever was to be in it."""
         self._core.counters["failed_rounds"] += 1
         record_step()
@@ -61,5 +61,5 @@ class Failing:
                 f"the round failed: {type(bug).__name__}: {bug}", reason="ROUND_FAILED"
             )
         for session in sessions:
-            if not session.ended:
-                self._core.fail(session, error)
+            if not session.is_ended:
+                self._core.fail_session(session, error)

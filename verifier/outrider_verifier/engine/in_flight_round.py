@@ -6,66 +6,69 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider_verifier.exchange.proposal_inbox import Held
-from outrider_verifier.exchange.verdict_builder import Told
+from outrider_verifier.exchange.proposal_inbox import HeldProposal
+from outrider_verifier.exchange.verdict_builder import VerdictBatch
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
-from outrider_verifier.model_runner.interface import Flight
-from outrider_verifier.model_runner.results import Settled, Sheet, is_told
-from outrider_verifier.model_runner.rows import trim
+from outrider_verifier.model_runner.interface import RoundHandle
+from outrider_verifier.model_runner.results import RowResult, VerdictInputs, has_drafter_link
+from outrider_verifier.model_runner.rows import trim_draft
 from outrider_verifier.state.round_plan import RoundPlan
 from outrider_verifier.state.session import Session
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class InFlight:
+class InFlightRound:
     """A round that was submitted and is not settled."""
 
     plan: RoundPlan
     prefill: list[PrefillRow]
     verify: list[VerifyRow]
-    flight: Flight
+    flight: RoundHandle
     began: float
     waited_s: float
-    lands_at: float = math.inf
+    expected_end: float = math.inf
     """When it should end, on the clock of `time.perf_counter`; inf: not known."""
     hit_idle_s: float | None = None
     """See `RoundReport`."""
-    _sheet: Sheet | None = None
+    _verdict_inputs: VerdictInputs | None = None
     _touched: int = -1
 
-    def expect(self, verify_s: Callable[[int, int], float | None]) -> None:
+    def set_expected_end(self, verify_s: Callable[[int, int], float | None]) -> None:
         """Note when it should end, by what a round of so many rows and nodes takes."""
-        if math.isinf(self.lands_at):
-            lasts_s = verify_s(len(self.verify), 1 + self.most_nodes)
+        if math.isinf(self.expected_end):
+            lasts_s = verify_s(len(self.verify), 1 + self.max_nodes)
             if lasts_s is not None:
-                self.lands_at = self.began + lasts_s
+                self.expected_end = self.began + lasts_s
 
     @property
-    def most_nodes(self) -> int:
+    def max_nodes(self) -> int:
         """Nodes of its largest draft from outside."""
         return max([row.nodes for row in self.verify], default=0)
 
     @property
-    def ready(self) -> bool:
+    def has_verdict_inputs(self) -> bool:
         """Whether there is a sheet: the round stays in flight until it lands."""
-        return self._sheet is not None
+        return self._verdict_inputs is not None
 
-    def sheet(self, touched: int) -> Sheet:
+    def verdict_inputs(self, touched: int) -> VerdictInputs:
         """What decides over the verdicts, with the sessions as they are; made anew only where
-        `touched` (see `Core`) is not what it was."""
-        if self._sheet is None or touched != self._touched:
-            self._sheet, self._touched = Sheet.of([row.session for row in self.verify]), touched
-        return self._sheet
+        `touched` (see `EngineCore`) is not what it was."""
+        if self._verdict_inputs is None or touched != self._touched:
+            self._verdict_inputs, self._touched = (
+                VerdictInputs.of_sessions([row.session for row in self.verify]),
+                touched,
+            )
+        return self._verdict_inputs
 
     @property
-    def looks_ahead(self) -> bool:
+    def expects_look_ahead(self) -> bool:
         """Whether drafts for what the round may emit are to be expected while it runs."""
-        return any(row.session.looks_ahead and not row.session.ended for row in self.verify)
+        return any(row.session.looks_ahead and not row.session.is_ended for row in self.verify)
 
     @property
-    def all_hits(self) -> bool:
+    def is_all_hits(self) -> bool:
         """Whether all that the round verifies was there before its prefix was."""
-        return not self.prefill and all(row.held and row.held.ahead for row in self.verify)
+        return not self.prefill and all(row.held and row.held.is_hit for row in self.verify)
 
     @property
     def sessions(self) -> list[Session]:
@@ -73,29 +76,35 @@ class InFlight:
         return [row.session for row in self.prefill] + [row.session for row in self.verify]
 
 
-def drafted_row(session: Session, held: Held) -> VerifyRow:
+def make_verify_row(session: Session, held: HeldProposal) -> VerifyRow:
     """A row with what of a proposal may stand."""
-    if held.ahead:
+    if held.is_hit:
         # So its drafter is well, whatever came late before.
-        session.suspect = False
+        session.has_stalled_drafter = False
     # What `max_draft_depth` says, without a call; no node is deeper than there are nodes.
-    room = session.spec.max_new_tokens - session.emitted - 1
-    if held.nodes <= room and held.nodes <= session.draft_limit:
+    block_manager = session.spec.max_new_tokens - session.emitted - 1
+    if held.nodes <= block_manager and held.nodes <= session.draft_limit:
         return VerifyRow(session, held)
     proposal = held.proposal
-    cut = trim(proposal.tree, proposal.law, session.max_draft_depth)
+    cut = trim_draft(proposal.tree, proposal.distribution, session.max_draft_depth)
     return VerifyRow(session, held, draft=cut)
 
 
-def prompted(prompts: Sequence[Settled]) -> Told:
+def prompt_verdicts(prompts: Sequence[RowResult]) -> VerdictBatch:
     """What drafters hear of prompts, which are settled already."""
-    rows = [row for row in prompts if row.fresh and not row.ends and is_told(row.session)]
-    return Told.present([row.session for row in rows], [row.result.features for row in rows])
+    rows = [
+        row
+        for row in prompts
+        if row.new_positions and not row.ends and has_drafter_link(row.session)
+    ]
+    return VerdictBatch.of_current(
+        [row.session for row in rows], [row.result.features for row in rows]
+    )
 
 
-def await_drafts(flying: InFlight) -> bool:
+def must_await_drafts(in_flight: InFlightRound) -> bool:
     """Whether no session of the round can go on without a draft."""
-    sessions = [session for session in flying.sessions if not session.ended]
+    sessions = [session for session in in_flight.sessions if not session.is_ended]
     return bool(sessions) and all(session.has_drafter for session in sessions)
 
 

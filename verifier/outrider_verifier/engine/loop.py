@@ -2,7 +2,7 @@
 
 Commands are taken whenever a round was submitted or settled, also while one is in flight. The
 thread ends when it is stopped, or when the device is lost: then every session fails with
-DEVICE_LOST, and what was asked meanwhile is left for `left_over`.
+DEVICE_LOST, and what was asked meanwhile is left for `remaining_commands`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 
 from outrider import timeline
 from outrider.errors import InternalError, OutriderError
-from outrider.spec.plan import MAX_PATIENCE_MS
-from outrider.transport.pollable_queue import Letterbox
+from outrider.spec.plan import MAX_PROPOSAL_TIMEOUT_MS
+from outrider.transport.pollable_queue import WakeupQueue
 from outrider.watchdog import Progress
-from outrider_verifier.engine.core import Core
+from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.engine.failure_handler import device_lost_error
-from outrider_verifier.engine.round_executor import Rounds
-from outrider_verifier.exchange.shm_channels import Lanes
-from outrider_verifier.state.commands import Attached, Command, Detached, Stop
-from outrider_verifier.state.effects import Answer, Effect, Tell, told_by_link
+from outrider_verifier.engine.round_executor import RoundExecutor
+from outrider_verifier.exchange.shm_channels import DrafterShmChannels
+from outrider_verifier.state.commands import Command, DrafterAttached, DrafterDetached, StopEngine
+from outrider_verifier.state.effects import CompleteCommand, Effect, SendMessage, messages_by_link
 from outrider_verifier.state.round_plan import RoundPlan
 
 logger = logging.getLogger(__name__)
 
 Dispatch = Callable[[list[Effect]], None]
 
-MAX_PROPOSAL_WAIT_S = MAX_PATIENCE_MS / 1000.0
+MAX_PROPOSAL_WAIT_S = MAX_PROPOSAL_TIMEOUT_MS / 1000.0
 """Longest time without a round in which waiting for proposals counts as progress."""
 WAIT_SLICE_S = 1.0
 """Longest wait for a command at a time while there are sessions: each slice is a step."""
@@ -44,10 +44,10 @@ class EngineLoop:
 
     def __init__(
         self,
-        core: Core,
-        rounds: Rounds,
+        core: EngineCore,
+        rounds: RoundExecutor,
         outbox: list[Effect],
-        lanes: Lanes,
+        shm_channels: DrafterShmChannels,
         *,
         loop: asyncio.AbstractEventLoop,
         dispatch: Dispatch,
@@ -58,7 +58,7 @@ class EngineLoop:
         self._core = core
         self._rounds = rounds
         self._outbox = outbox
-        self._lanes = lanes
+        self._shm_channels = shm_channels
         self._loop = loop
         self._dispatch = dispatch
         self._on_lost = on_lost
@@ -70,7 +70,7 @@ class EngineLoop:
         self._patient_until = 0.0
         """Time until which waiting without a round counts as progress."""
         rounds.flush = self._flush
-        self._commands: Letterbox[Command] = Letterbox()
+        self._commands: WakeupQueue[Command] = WakeupQueue()
         self._stopping = False
         self._worker = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
@@ -78,9 +78,9 @@ class EngineLoop:
         """Start the thread."""
         self._worker.start()
 
-    def post(self, command: Command) -> None:
+    def post_command(self, command: Command) -> None:
         """Queue a command; any thread."""
-        self._commands.put(command)
+        self._commands.put_item(command)
 
     @property
     def backlog(self) -> int:
@@ -89,12 +89,12 @@ class EngineLoop:
 
     def stop(self, timeout_s: float) -> None:
         """Fail all sessions and end the thread; waits for the rounds in flight."""
-        self.post(Stop())
+        self.post_command(StopEngine())
         self._worker.join(timeout_s)
 
-    def left_over(self) -> list[Command]:
+    def remaining_commands(self) -> list[Command]:
         """Commands that the thread will never take; to be asked once it has ended."""
-        return self._commands.take()
+        return self._commands.take_all()
 
     @property
     def has_work(self) -> bool:
@@ -122,32 +122,34 @@ class EngineLoop:
             taken = self._take_commands(wait_until, block=idle)
             if self._failing.device_lost:
                 break
-            if awaited and not taken and self._rounds.over:
+            if awaited and not taken and self._rounds.is_held_round_finished:
                 # Nothing has come since the last plan: the next one is made with the outcome.
-                self._rounds.settle(go_on=True)
+                self._rounds.finish_round(go_on=True)
                 wait_until, idle_since = None, time.monotonic()
-                self._flush_settled()
+                self._flush_posted()
                 continue
             woken = time.monotonic()
             began = timeline.now()
             plan = self._guarded_plan(woken)
-            timeline.span("plan", began)
+            timeline.mark_span("plan", began)
             wait_until = plan.wait_until
-            if not plan.empty:
-                self._flush_settled()
+            if not plan.is_empty:
+                self._flush_posted()
                 waited_s = woken - idle_since if awaited else 0.0
-                self._rounds.run(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
+                self._rounds.run_round(plan, waited_s=waited_s, spent_s=time.monotonic() - woken)
                 idle_since = time.monotonic()
                 self._patient_until = idle_since + MAX_PROPOSAL_WAIT_S
             else:
                 self._flush()
-                if self._rounds.flying and (wait_until is None or self._rounds.landed):
-                    self._rounds.settle(go_on=True)
+                if self._rounds.has_round_in_flight and (
+                    wait_until is None or self._rounds.is_round_finished
+                ):
+                    self._rounds.finish_round(go_on=True)
                     wait_until, idle_since = None, time.monotonic()
-            self._flush_settled()
+            self._flush_posted()
         # Nothing may be left running on a device when the thread is gone.
-        self._rounds.settle()
-        self._lanes.close()
+        self._rounds.finish_round()
+        self._shm_channels.close()
         if self._failing.device_lost:
             self._drop_all(device_lost_error())
         self._flush()
@@ -158,38 +160,44 @@ class EngineLoop:
     def _take_commands(self, wait_until: float | None, *, block: bool) -> bool:
         """Handle every command that is there; if `block`, wait for one until `wait_until`. Whether
         there was any."""
-        lanes = self._lanes
-        readers = lanes.readers
+        shm_channels = self._shm_channels
+        readers = shm_channels.readers
         ready: set[int] = set()
         began = timeline.now()
         if block:
             self._flush()
         if block or readers:
-            timeout = lanes.within(self._timeout(wait_until) if block else 0.0)
-            ready = self._commands.wait(timeout, readers, lanes.writers)
+            timeout = shm_channels.poll_timeout(self._timeout(wait_until) if block else 0.0)
+            ready = self._commands.wait_ready(timeout, readers, shm_channels.writers)
             if block:
                 self._record_wait()
-            while block and self._rounds.flying and not (ready or len(self._commands)):
-                if self._rounds.landed or wait_until is None or time.monotonic() >= wait_until:
+            while block and self._rounds.has_round_in_flight and not (ready or len(self._commands)):
+                if (
+                    self._rounds.is_round_finished
+                    or wait_until is None
+                    or time.monotonic() >= wait_until
+                ):
                     break
-                ready = self._commands.wait(self._rounds.pause_s, readers, lanes.writers)
-            lanes.flush()
+                ready = self._commands.wait_ready(
+                    self._rounds.poll_delay_s, readers, shm_channels.writers
+                )
+            shm_channels.flush()
         if block:
-            timeline.span("wait", began)
+            timeline.mark_span("wait", began)
         began = timeline.now()
-        posted = self._commands.take()
+        posted = self._commands.take_all()
         for command in posted:
             self._guarded_handle(command)
-        by_lane = lanes.commands(ready)
-        for command in by_lane:
+        by_shm_channel = shm_channels.receive_commands(ready)
+        for command in by_shm_channel:
             self._guarded_handle(command)
-        if posted or by_lane:
-            timeline.span("take in", began, len(posted) + len(by_lane))
-        return bool(posted or by_lane)
+        if posted or by_shm_channel:
+            timeline.mark_span("take in", began, len(posted) + len(by_shm_channel))
+        return bool(posted or by_shm_channel)
 
     def _timeout(self, wait_until: float | None) -> float | None:
         """How long to wait at first; a device says nothing when a round in flight has ended."""
-        if self._rounds.flying:
+        if self._rounds.has_round_in_flight:
             return 0.0
         if wait_until is None:
             return None
@@ -202,35 +210,39 @@ class EngineLoop:
         if not self._core.sessions:
             self._patient_until = now + MAX_PROPOSAL_WAIT_S
             self._idle_steps += 1
-        if not self._rounds.flying and now < self._patient_until:
+        if not self._rounds.has_round_in_flight and now < self._patient_until:
             self.progress.record_step()
 
     def _guarded_handle(self, command: Command) -> None:
         match command:
-            case Stop():
+            case StopEngine():
                 self._stopping = True
-            case Attached(link=link, lane=lane) if lane is not None:
-                self._lanes.attach_drafter(link, lane)
-            case Detached(link_id=link_id):
-                self._lanes.detach(link_id)
+            case DrafterAttached(link=link, shm_channel=lane) if lane is not None:
+                self._shm_channels.attach_drafter(link, lane)
+            case DrafterDetached(link_id=link_id):
+                self._shm_channels.detach_channel(link_id)
         told = len(self._outbox)
         try:
-            self._core.handle(command, time.monotonic())
+            self._core.handle_command(command, time.monotonic())
         except Exception as bug:
             self._give_up(bug)
         for place, effect in enumerate(self._outbox[told:], told):
-            if isinstance(effect, Answer) and isinstance(effect.error, InternalError):
-                self._outbox[place] = self._judged(effect, effect.error)
+            if isinstance(effect, CompleteCommand) and isinstance(effect.error, InternalError):
+                self._outbox[place] = self._command_error(effect, effect.error)
 
-    def _judged(self, answer: Answer, bug: InternalError) -> Answer:
+    def _command_error(self, answer: CompleteCommand, bug: InternalError) -> CompleteCommand:
         """The answer to a command that failed: opening a session writes to the device, which may
         have failed while no round was in flight."""
         self._failing.check_device(bug)
-        return Answer(answer.future, device_lost_error()) if self._failing.device_lost else answer
+        return (
+            CompleteCommand(answer.future, device_lost_error())
+            if self._failing.device_lost
+            else answer
+        )
 
     def _guarded_plan(self, now: float) -> RoundPlan:
         try:
-            return self._rounds.plan(now)
+            return self._rounds.plan_round(now)
         except Exception as bug:
             self._give_up(bug)
             return RoundPlan()
@@ -244,12 +256,12 @@ class EngineLoop:
 
     def _drop_all(self, error: OutriderError) -> None:
         try:
-            self._core.fail_all(error)
+            self._core.fail_all_sessions(error)
         except Exception:
             logger.exception("sessions could not be dropped cleanly")
-            self._core.abandon()
+            self._core.drop_all_sessions()
 
-    def _flush_settled(self) -> None:
+    def _flush_posted(self) -> None:
         """Hand over what was posted, unless that waits for the next round to be submitted."""
         if not self._rounds.holds_back:
             self._flush()
@@ -260,10 +272,10 @@ class EngineLoop:
         if not self._outbox:
             return False
         began, count = timeline.now(), len(self._outbox)
-        self._core.seal()
-        effects = self._by_lane(self._outbox)
+        self._core.finish_event_batch()
+        effects = self._by_shm_channel(self._outbox)
         self._outbox.clear()
-        timeline.span("tell", began, count)
+        timeline.mark_span("tell", began, count)
         if not effects:
             return False
         try:
@@ -273,18 +285,18 @@ class EngineLoop:
             self._stopping = True
         return True
 
-    def _by_lane(self, effects: list[Effect]) -> list[Effect]:
+    def _by_shm_channel(self, effects: list[Effect]) -> list[Effect]:
         """Tell the drafters that have lanes; returns the other effects."""
-        lanes = self._lanes
+        shm_channels = self._shm_channels
         mine: list[Effect] = []
         others: list[Effect] = []
         for effect in effects:
-            if not isinstance(effect, Tell):
+            if not isinstance(effect, SendMessage):
                 others.append(effect)
-            elif lanes.carries(effect.link_id):
+            elif shm_channels.has_channel(effect.link_id):
                 mine.append(effect)
             else:
                 others.append(effect.owned())
-        for link_id, messages in told_by_link(mine).items():
-            lanes.tell(link_id, messages)
+        for link_id, messages in messages_by_link(mine).items():
+            shm_channels.send_messages(link_id, messages)
         return others

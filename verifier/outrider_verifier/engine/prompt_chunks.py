@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from outrider_verifier.state.round_plan import Limits, PrefillChunk, RowState
+from outrider_verifier.state.round_plan import PrefillChunk, RoundLimits, RowState
 
 CROWDED_ROUNDS: Final = 3
 """Prompts are crowded where what waits is more than so many rounds take beside sessions that
@@ -14,20 +14,20 @@ CROWDED_SHARE: Final = 6
 """and where one of so many sessions waits for its prompt."""
 
 
-def prompt_chunks(
-    prefilling: Sequence[RowState], decoding: int, limits: Limits
+def choose_prompt_chunks(
+    prefilling: Sequence[RowState], decoding: int, limits: RoundLimits
 ) -> tuple[PrefillChunk, ...]:
     """What of these prompts joins a round in which `decoding` sessions decode: by priority, then in
     order of opening, within `limits.prefill_tokens` and what may be added to such a round."""
     if not prefilling:
         return ()
     budget = limits.prefill_tokens
-    beside = limits.prefill_beside(decoding, False) if decoding else None
+    beside = limits.prefill_limit(decoding, False) if decoding else None
     if beside is not None:
-        if _crowded(prefilling, decoding, beside, limits.piece_tokens):
-            beside = limits.prefill_beside(decoding, True) or beside
+        if _crowded(prefilling, decoding, beside, limits.chunk_tokens):
+            beside = limits.prefill_limit(decoding, True) or beside
         budget = min(budget, beside)
-    return _fill(sorted(prefilling, key=_turn), budget, limits.piece_tokens)
+    return _fill(sorted(prefilling, key=_turn), budget, limits.chunk_tokens)
 
 
 def _crowded(prefilling: Sequence[RowState], decoding: int, beside: int, piece: int) -> bool:
@@ -45,7 +45,7 @@ def _crowded(prefilling: Sequence[RowState], decoding: int, beside: int, piece: 
 
 def _turn(row: RowState) -> tuple[int, float]:
     """Whose prompt comes first is smaller."""
-    return -row.priority, row.since
+    return -row.priority, row.root_known_at
 
 
 def _fill(rows: list[RowState], budget: int, piece: int) -> tuple[PrefillChunk, ...]:

@@ -11,34 +11,38 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider_verifier.exchange.proposal_inbox import Inbox, Offer
-from outrider_verifier.exchange.session_announcer import Announcer
-from outrider_verifier.exchange.verdict_builder import Handover
-from outrider_verifier.planner.speculation_policy import Policy
-from outrider_verifier.state.commands import Garbled, Lost, Offered
-from outrider_verifier.state.effects import Cut, Post
+from outrider_verifier.exchange.proposal_inbox import OfferResult, ProposalInbox
+from outrider_verifier.exchange.session_announcer import SessionAnnouncer
+from outrider_verifier.exchange.verdict_builder import VerdictBuilder
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
+from outrider_verifier.state.commands import (
+    MalformedMessage,
+    ProposalsReceived,
+    SessionsLostByDrafter,
+)
+from outrider_verifier.state.effects import DisconnectDrafter, Post
 from outrider_verifier.state.session import Session
 
-_COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in Offer}
+_COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in OfferResult}
 
 
-class Incoming:
+class ProposalIntake:
     """Takes in what drafters say of the sessions that are announced to them."""
 
     def __init__(
         self,
         *,
-        inbox: Inbox,
-        handover: Handover,
-        drafters: Announcer,
-        policy: Policy,
+        inbox: ProposalInbox,
+        verdict_builder: VerdictBuilder,
+        drafters: SessionAnnouncer,
+        policy: SpeculationPolicy,
         of_handle: Callable[[int], Session],
         counters: Counter[str],
         post: Post,
     ) -> None:
         """`of_handle`: the session that is being served under a handle."""
         self._inbox = inbox
-        self._handover = handover
+        self._verdict_builder = verdict_builder
         self._drafters = drafters
         self._policy = policy
         self._of_handle = of_handle
@@ -48,15 +52,15 @@ class Incoming:
         """Usable proposals that the policy has yet to hear of: session, length of the prefix, when.
         """
 
-    def offer(self, command: Offered, now: float) -> None:
+    def take_proposals(self, command: ProposalsReceived, now: float) -> None:
         """Proposals came."""
-        proposals, sound = command.proposals, command.sound
-        conduct = self._drafters.conduct_on(command.link_id)
-        if conduct is None or conduct.floods:
+        proposals, sound = command.proposals, command.valid
+        drafter_health = self._drafters.health_of_link(command.link_id)
+        if drafter_health is None or drafter_health.is_flooding:
             # Its connection is over, or about to be.
             self._counters["proposals_unknown"] += len(proposals)
             return
-        known = self._handover.owned(command.link_id, proposals.handles)
+        known = self._verdict_builder.announced_mask(command.link_id, proposals.handles)
         good = known & sound
         strays = unsound = 0
         if not bool(good.all()):
@@ -64,22 +68,22 @@ class Incoming:
             unsound = len(proposals) - int(np.count_nonzero(sound))
             self._counters["proposals_unknown"] += strays
             for handle in np.unique(proposals.handles[known & ~sound]).tolist():
-                self._of_handle(handle).suspect = True
-        offers = self._inbox.offer(proposals, np.flatnonzero(good).tolist())
+                self._of_handle(handle).has_stalled_drafter = True
+        offers = self._inbox.store_proposals(proposals, np.flatnonzero(good).tolist())
         for offer, count in offers.results.items():
             self._counters[_COUNTER_OF[offer]] += count
-        missed = conduct.heard(
+        missed = drafter_health.record_proposals(
             now,
             entries=len(proposals),
             nodes=len(proposals.tokens),
-            useful=offers.results[Offer.STORED] + offers.results[Offer.REPLACED],
+            useful=offers.results[OfferResult.STORED] + offers.results[OfferResult.REPLACED],
             unsound=unsound,
             strays=strays,
         )
         if missed:
-            self._drafters.turn_silent(command.link_id, silent=False)
-        if conduct.floods:
-            self._post(Cut(command.link_id))
+            self._drafters.set_silent(command.link_id, silent=False)
+        if drafter_health.is_flooding:
+            self._post(DisconnectDrafter(command.link_id))
         if offers.stale:
             handles = proposals.handles
             self._note_stale(handles[offers.stale], set(handles[offers.late].tolist()), now)
@@ -90,52 +94,58 @@ class Incoming:
             session.proposal_at = now
             self._arrivals.append((session, length, now))
 
-    def garbled(self, command: Garbled, now: float) -> None:
+    def record_malformed(self, command: MalformedMessage, now: float) -> None:
         """A message came that could not be read."""
-        conduct = self._drafters.conduct_on(command.link_id)
-        if conduct is None or conduct.floods:
+        drafter_health = self._drafters.health_of_link(command.link_id)
+        if drafter_health is None or drafter_health.is_flooding:
             return
-        conduct.babbled(now)
-        if conduct.floods:
-            self._post(Cut(command.link_id))
+        drafter_health.record_malformed(now)
+        if drafter_health.is_flooding:
+            self._post(DisconnectDrafter(command.link_id))
 
-    def lost(self, command: Lost, now: float) -> None:
+    def reannounce_sessions(self, command: SessionsLostByDrafter, now: float) -> None:
         """Begin anew with sessions that their drafter lost, a few times each."""
-        conduct = self._drafters.conduct_on(command.link_id)
-        if conduct is None or conduct.floods:
+        drafter_health = self._drafters.health_of_link(command.link_id)
+        if drafter_health is None or drafter_health.is_flooding:
             return
-        conduct.gave_up(len(command.handles), now)
-        if conduct.floods:
-            self._post(Cut(command.link_id))
+        drafter_health.record_lost_sessions(len(command.handles), now)
+        if drafter_health.is_flooding:
+            self._post(DisconnectDrafter(command.link_id))
         handles = np.array(command.handles, dtype=np.int64)
-        for handle in set(handles[self._handover.owned(command.link_id, handles)].tolist()):
-            self._drafters.announce_again(self._of_handle(handle))
+        for handle in set(
+            handles[self._verdict_builder.announced_mask(command.link_id, handles)].tolist()
+        ):
+            self._drafters.reannounce(self._of_handle(handle))
 
-    def missed(self, session: Session) -> None:
+    def record_timeout(self, session: Session) -> None:
         """A patience ran out. Where the drafter has said nothing to anybody since this wait began,
         nobody waits for it until it does: it costs one patience, not one a session."""
-        self._policy.missed(session)
-        self._inbox.missed(session.handle)
-        self._counters["patience_over"] += 1
-        conduct = self._drafters.conduct_on(session.link_id)
-        if conduct is not None and conduct.failed(session.since):
+        self._policy.record_timeout(session)
+        self._inbox.record_miss(session.handle)
+        self._counters["proposal_timeouts"] += 1
+        drafter_health = self._drafters.health_of_link(session.link_id)
+        if drafter_health is not None and drafter_health.record_timeout(session.root_known_at):
             assert session.link_id is not None
-            self._counters["drafters_silent"] += 1
-            self._drafters.turn_silent(session.link_id, silent=True)
+            self._counters["drafters_stalled"] += 1
+            self._drafters.set_silent(session.link_id, silent=True)
 
-    def book_arrivals(self) -> None:
+    def record_arrivals(self) -> None:
         """Let the policy know of the usable proposals that have come: when the round that uses
         them is under way, for until then their sessions wait for nothing."""
         arrivals, self._arrivals = self._arrivals, []
         for session, prefix_len, at in arrivals:
             # For what came while a round of its session ran nobody waited.
-            if at >= session.since:
-                self._policy.arrived(session, prefix_len=prefix_len, usable=True, now=at)
+            if at >= session.root_known_at:
+                self._policy.record_arrival(session, prefix_len=prefix_len, usable=True, now=at)
 
     def _note_stale(self, handles: NDArray[np.int64], in_vain: set[int], now: float) -> None:
         """Of drafts [n] that came too late: which sessions were served at all, and which of them,
         `in_vain`, with what they had waited for. One call a session, however many drafts."""
         for handle in np.unique(handles).tolist():
             session = self._of_handle(handle)
-            length = session.pace.missed_len if session.pace and handle in in_vain else 0
-            self._policy.arrived(session, prefix_len=length, usable=False, now=now)
+            length = (
+                session.speculation_state.missed_prefix_len
+                if session.speculation_state and handle in in_vain
+                else 0
+            )
+            self._policy.record_arrival(session, prefix_len=length, usable=False, now=now)

@@ -11,66 +11,68 @@ from collections.abc import Sequence
 from functools import partial
 
 from outrider import timeline
-from outrider_verifier.engine.core import Core
-from outrider_verifier.engine.failure_handler import Failing
-from outrider_verifier.engine.in_flight_round import InFlight
-from outrider_verifier.engine.round_reporter import Accounts
-from outrider_verifier.model_runner.interface import RoundOutcome
-from outrider_verifier.model_runner.results import Committed, Settled
+from outrider_verifier.engine.core import EngineCore
+from outrider_verifier.engine.failure_handler import FailureHandler
+from outrider_verifier.engine.in_flight_round import InFlightRound
+from outrider_verifier.engine.round_reporter import RoundAccounting
+from outrider_verifier.model_runner.interface import RunnerOutput
+from outrider_verifier.model_runner.results import CommittedRows, RowResult
 from outrider_verifier.state.session import Session
 
 
-class Keeping:
+class RoundStorage:
     """Keeps what rounds of a core's sessions leave."""
 
-    def __init__(self, core: Core, accounts: Accounts, failing: Failing) -> None:
+    def __init__(
+        self, core: EngineCore, accounts: RoundAccounting, failing: FailureHandler
+    ) -> None:
         self._core, self._accounts, self._failing = core, accounts, failing
         self._unkept: list[tuple[list[Session], Exception]] = []
         """Rounds of which something could not be kept."""
 
-    def keep(
+    def store_round(
         self,
-        flying: InFlight,
-        outcome: RoundOutcome,
-        prompts: Sequence[Settled],
-        decoded: Committed,
+        in_flight: InFlightRound,
+        outcome: RunnerOutput,
+        prompts: Sequence[RowResult],
+        decoded: CommittedRows,
         *,
         later: bool,
     ) -> None:
         """Keep what there is of a settled round; `later`: something is waited for meanwhile."""
-        work, store = partial(self._keep, flying, outcome, prompts, decoded), self._core.store
+        work, store = partial(self._keep, in_flight, outcome, prompts, decoded), self._core.store
         if later and store is not None:
-            store.later(work)
+            store.defer(work)
         else:
             work()
-            self.end_unkept()
+            self.fail_unretained()
 
-    def catch_up(self) -> None:
+    def run_deferred(self) -> None:
         """Do what was left."""
         if self._core.store is not None:
-            self._core.store.catch_up()
-        self.end_unkept()
+            self._core.store.run_deferred()
+        self.fail_unretained()
 
-    def end_unkept(self) -> None:
+    def fail_unretained(self) -> None:
         """End the sessions of rounds of which something could not be kept."""
         while self._unkept:
-            self._failing.all(*self._unkept.pop())
+            self._failing.fail_round(*self._unkept.pop())
 
     def _keep(
         self,
-        flying: InFlight,
-        outcome: RoundOutcome,
-        prompts: Sequence[Settled],
-        decoded: Committed,
+        in_flight: InFlightRound,
+        outcome: RunnerOutput,
+        prompts: Sequence[RowResult],
+        decoded: CommittedRows,
     ) -> None:
         # Whoever looks at what is kept may have called this, in the middle of what they do with
         # sessions: nobody is ended here.
         began = timeline.now()
         try:
-            self._accounts.keep_features(flying, outcome.decoded, prompts, decoded)
+            self._accounts.keep_round_features(in_flight, outcome.decoded, prompts, decoded)
             for row in prompts:
-                if row.session.prefilled and not row.session.ended:
-                    self._core.room.keep_prefix(row.session)
+                if row.session.is_prefilled and not row.session.is_ended:
+                    self._core.room.store_prefix(row.session)
         except Exception as bug:
-            self._unkept.append((flying.sessions, bug))
-        timeline.span("keep", began, len(flying.verify))
+            self._unkept.append((in_flight.sessions, bug))
+        timeline.mark_span("keep", began, len(in_flight.verify))

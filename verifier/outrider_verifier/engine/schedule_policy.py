@@ -9,10 +9,16 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from outrider.ids import SessionId
-from outrider_verifier.engine.prompt_chunks import prompt_chunks
-from outrider_verifier.state.round_plan import DecodeRow, Limits, RoundPlan, RowState, Times
+from outrider_verifier.engine.prompt_chunks import choose_prompt_chunks
+from outrider_verifier.state.round_plan import (
+    DecodeRow,
+    RoundEstimates,
+    RoundLimits,
+    RoundPlan,
+    RowState,
+)
 
-_UNKNOWN = Times()
+_UNKNOWN = RoundEstimates()
 _row_of = lru_cache(maxsize=4096)(DecodeRow)
 """Of a session the same row is asked for round after round."""
 
@@ -29,7 +35,7 @@ class _Ready(NamedTuple):
 def plan_drafted(
     session_ids: Sequence[SessionId],
     nodes: Sequence[int],
-    limits: Limits,
+    limits: RoundLimits,
     prefilling: Sequence[RowState] = (),
 ) -> RoundPlan | None:
     """The next round where every session that decodes has a usable proposal, with so many nodes,
@@ -38,26 +44,26 @@ def plan_drafted(
     if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
         return None
     return RoundPlan(
-        prefill=prompt_chunks(prefilling, len(session_ids), limits),
+        prefill=choose_prompt_chunks(prefilling, len(session_ids), limits),
         decode=tuple([_row_of(name, True) for name in session_ids]),
     )
 
 
-def plan_alone(
+def plan_self_contained(
     session_ids: Sequence[SessionId],
-    limits: Limits,
+    limits: RoundLimits,
     prefilling: Sequence[RowState] = (),
     *,
-    own_nodes: int = 0,
+    in_process_nodes: int = 0,
 ) -> RoundPlan | None:
     """The next round of sessions that need nothing from outside, with so many nodes of own drafts
     together, and of prompts of others like them. None if not all fit one round."""
-    if len(session_ids) + own_nodes > limits.decode_tokens:
+    if len(session_ids) + in_process_nodes > limits.decode_tokens:
         return None
     return RoundPlan(
-        prefill=prompt_chunks(prefilling, len(session_ids), limits),
+        prefill=choose_prompt_chunks(prefilling, len(session_ids), limits),
         decode=tuple(map(_row_of, session_ids)),
-        alone=True,
+        is_self_contained=True,
     )
 
 
@@ -67,42 +73,42 @@ _at = attrgetter("at")
 def plan_round(
     rows: Iterable[RowState],
     now: float,
-    limits: Limits,
+    limits: RoundLimits,
     *,
     idle_since: float = 0.0,
-    most_rows: int | None = None,
-    times: Times = _UNKNOWN,
+    max_rows: int | None = None,
+    times: RoundEstimates = _UNKNOWN,
 ) -> RoundPlan:
     """Choose the next round.
 
-    A decoding row is ready when it has a proposal, when none is expected, or when its patience
-    is over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in order
-    of opening, within `prefill_tokens`. While other rows still await proposals, a round starts only
-    `gather_s`, or `gather_rounds`, after its first row became ready, so that proposals of one draft
-    batch share it; or after the last round ended, `idle_since`, if that was later: else the
-    sessions of two rounds, each ready while the other runs, would never share one. Few are waited
-    for as many times shorter as they are fewer than those that wait for them. `most_rows`: of a
-    half, where sessions take turns (`halves`); nothing is gathered beyond half of one. A row whose
-    proposal was there before it could be used, by look-ahead, gathers only as long as
-    `worth_waiting` says. Rows of a lower priority than a prompt's give way to it, up to `yield_s`,
-    and it waits for nobody.
+    A decoding row is ready when it has a proposal, when none is expected, or when its patience is
+    over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in order of
+    opening, within `resolved_prefill_tokens`. While other rows still await proposals, a round
+    starts only `batch_wait_s`, or `batch_wait_rounds`, after its first row became ready, so that
+    proposals of one draft batch share it; or after the last round ended, `idle_since`, if that was
+    later: else the sessions of two rounds, each ready while the other runs, would never share one.
+    Few are waited for as many times shorter as they are fewer than those that wait for them.
+    `most_rows`: of a half, where sessions take turns (`halves`); nothing is gathered beyond half of
+    one. A row whose proposal was there before it could be used, by look-ahead, gathers only as long
+    as `is_waiting_worthwhile` says. Rows of a lower priority than a prompt's give way to it, up to
+    `yield_s`, and it waits for nobody.
     """
     prefilling, ready, deadlines = _sorted_out(rows, now)
     if not ready and not prefilling:
         return RoundPlan(wait_until=min(deadlines, default=None))
-    urgent = _not_giving_way(prefilling, ready, now, limits.yield_s)
+    urgent = _not_deferred(prefilling, ready, now, limits.yield_s)
     if len(urgent) < len(ready):
-        return _round(prefilling, urgent, limits, most_rows)
-    if deadlines and not _fill_a_half(ready, most_rows):
-        first = min([entry.at for entry in ready] + [row.since for row in prefilling])
+        return _round(prefilling, urgent, limits, max_rows)
+    if deadlines and not _fill_a_half(ready, max_rows):
+        first = min([entry.at for entry in ready] + [row.root_known_at for row in prefilling])
         first = max(first, idle_since)
         gathered = first + _window_s(prefilling, ready, len(deadlines), limits, times)
         if now < gathered:
             return RoundPlan(wait_until=min(gathered, *deadlines))
-    return _round(prefilling, ready, limits, most_rows)
+    return _round(prefilling, ready, limits, max_rows)
 
 
-def _not_giving_way(
+def _not_deferred(
     prefilling: list[RowState], ready: list[_Ready], now: float, yield_s: float
 ) -> list[_Ready]:
     """The ready rows that need not, or have long enough."""
@@ -118,23 +124,27 @@ def _highest(prefilling: list[RowState]) -> float:
 
 
 def _window_s(
-    prefilling: list[RowState], ready: list[_Ready], awaited: int, limits: Limits, times: Times
+    prefilling: list[RowState],
+    ready: list[_Ready],
+    awaited: int,
+    limits: RoundLimits,
+    times: RoundEstimates,
 ) -> float:
     """How long the first ready row waits for so many."""
-    window_s, rounds_s = limits.gather_s, limits.gather_rounds * times.round_s
+    window_s, rounds_s = limits.batch_wait_s, limits.batch_wait_rounds * times.round_s
     # Nobody waits longer for what is known not to come in time,
     if rounds_s > window_s and times.answer_s <= rounds_s:
         highest = _highest(prefilling)
         # or once a row has waited in vain, or gives way to a prompt.
-        if not any([entry.row.missed or entry.priority < highest for entry in ready]):
+        if not any([entry.row.is_timed_out or entry.priority < highest for entry in ready]):
             window_s = rounds_s
     window_s *= min(1.0, awaited / max(1, len(ready)))
     if any([entry.hit for entry in ready]):
-        return min(window_s, worth_waiting(len(ready), awaited, times))
+        return min(window_s, is_waiting_worthwhile(len(ready), awaited, times))
     return window_s
 
 
-def worth_waiting(ready: int, awaited: int, times: Times) -> float:
+def is_waiting_worthwhile(ready: int, awaited: int, times: RoundEstimates) -> float:
     """How long `ready` rows that could go at once wait, from the last round's end, for `awaited`
     ones whose drafts were not there.
 
@@ -143,25 +153,30 @@ def worth_waiting(ready: int, awaited: int, times: Times) -> float:
     awaited / (ready + awaited) of a round; and where the answer is known to take longer, or nothing
     is known of it, not at all.
     """
-    most_s = times.round_s * awaited / (ready + awaited)
-    return most_s if 0.0 < times.answer_s <= most_s else 0.0
+    max_s = times.round_s * awaited / (ready + awaited)
+    return max_s if 0.0 < times.answer_s <= max_s else 0.0
 
 
-def plan_beside(
-    rows: Iterable[RowState], now: float, flying: RoundPlan, limits: Limits, *, most_rows: int
+def plan_other_half(
+    rows: Iterable[RowState],
+    now: float,
+    in_flight: RoundPlan,
+    limits: RoundLimits,
+    *,
+    max_rows: int,
 ) -> RoundPlan:
     """The round of the other half to submit behind `flying`; an empty one: none yet, and if its
     `wait_until` is set, a proposal may still make one before `flying` ends."""
-    under_way = set(flying.session_ids)
+    under_way = set(in_flight.session_ids)
     others = (row for row in rows if row.prefill_left > 0 or row.session_id not in under_way)
     prefilling, ready, deadlines = _sorted_out(others, now)
-    if _fill_a_half(ready, most_rows):
-        return _round(prefilling, ready, limits, most_rows)
+    if _fill_a_half(ready, max_rows):
+        return _round(prefilling, ready, limits, max_rows)
     return RoundPlan(wait_until=min(deadlines, default=None))
 
 
-def _fill_a_half(ready: list[_Ready], most_rows: int | None) -> bool:
-    return most_rows is not None and 2 * len(ready) >= most_rows
+def _fill_a_half(ready: list[_Ready], max_rows: int | None) -> bool:
+    return max_rows is not None and 2 * len(ready) >= max_rows
 
 
 def _sorted_out(
@@ -175,23 +190,27 @@ def _sorted_out(
         if row.prefill_left > 0:
             prefilling.append(row)
         elif row.nodes is not None:
-            at = row.since if row.since > row.proposal_at else row.proposal_at
-            hit = row.proposal_at < row.since
+            at = row.root_known_at if row.root_known_at > row.proposal_at else row.proposal_at
+            hit = row.proposal_at < row.root_known_at
             decode = DecodeRow(row.session_id, True)
             ready.append(_Ready(at, 1 + row.nodes, decode, hit, row.priority))
         elif not row.awaits_proposal:
-            own = DecodeRow(session_id=row.session_id, stand_in=row.stand_in)
-            ready.append(_Ready(row.since, 1 + row.own_nodes, own, priority=row.priority))
-        elif now >= row.since + row.patience_s:
-            missed = DecodeRow(session_id=row.session_id, missed=True)
-            at = row.since + row.patience_s
+            own = DecodeRow(session_id=row.session_id, uses_ngram_fallback=row.has_ngram_fallback)
+            ready.append(
+                _Ready(row.root_known_at, 1 + row.in_process_nodes, own, priority=row.priority)
+            )
+        elif now >= row.root_known_at + row.proposal_timeout_s:
+            missed = DecodeRow(session_id=row.session_id, is_timed_out=True)
+            at = row.root_known_at + row.proposal_timeout_s
             ready.append(_Ready(at, 1, missed, priority=row.priority))
         else:
-            deadlines.append(row.since + row.patience_s)
+            deadlines.append(row.root_known_at + row.proposal_timeout_s)
     return prefilling, ready, deadlines
 
 
-def plan_ahead(rows: Iterable[RowState], flying: RoundPlan, limits: Limits) -> RoundPlan:
+def plan_next_in_flight(
+    rows: Iterable[RowState], in_flight: RoundPlan, limits: RoundLimits
+) -> RoundPlan:
     """The round to submit before `flying` is settled; an empty one: settle first.
 
     No session may need the host between two of its rounds: no proposal used or expected. Rows that
@@ -199,29 +218,29 @@ def plan_ahead(rows: Iterable[RowState], flying: RoundPlan, limits: Limits) -> R
     """
     prefilling: list[RowState] = []
     ready: list[_Ready] = []
-    under_way = set(flying.session_ids)
+    under_way = set(in_flight.session_ids)
     for row in rows:
         if row.nodes is not None or not row.runs_ahead:
             return RoundPlan()
         if row.prefill_left > 0:
             prefilling.append(row)
         # Every round emits a token at least.
-        elif row.remaining > 1 or row.session_id not in under_way:
+        elif row.tokens_left > 1 or row.session_id not in under_way:
             own = DecodeRow(session_id=row.session_id)
-            ready.append(_Ready(row.since, 1 + row.own_nodes, own))
+            ready.append(_Ready(row.root_known_at, 1 + row.in_process_nodes, own))
     return _round(prefilling, ready, limits)
 
 
 def _round(
     prefilling: list[RowState],
     ready: list[_Ready],
-    limits: Limits,
-    most_rows: int | None = None,
+    limits: RoundLimits,
+    max_rows: int | None = None,
 ) -> RoundPlan:
     """Oldest rows first, within the limits."""
-    ready = sorted(ready, key=_at)[:most_rows]
+    ready = sorted(ready, key=_at)[:max_rows]
     return RoundPlan(
-        prefill=prompt_chunks(prefilling, len(ready), limits),
+        prefill=choose_prompt_chunks(prefilling, len(ready), limits),
         decode=_fit(ready, limits.decode_tokens),
     )
 

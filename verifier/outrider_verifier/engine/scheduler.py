@@ -5,62 +5,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.grammar.constraint import is_slow
-from outrider_verifier.engine.core import Core
+from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.engine.in_flight_round import is_drafted
 from outrider_verifier.engine.schedule_policy import (
-    plan_ahead,
-    plan_alone,
-    plan_beside,
     plan_drafted,
+    plan_next_in_flight,
+    plan_other_half,
     plan_round,
+    plan_self_contained,
 )
-from outrider_verifier.engine.scheduler_inputs import RowStates
-from outrider_verifier.model_runner.interface import RoundRunner
-from outrider_verifier.planner.two_batch_overlap import Halves
-from outrider_verifier.state.round_plan import Limits, RoundPlan, Times
+from outrider_verifier.engine.scheduler_inputs import SchedulerInputs
+from outrider_verifier.model_runner.interface import ModelRunner
+from outrider_verifier.planner.two_batch_overlap import TwoBatchOverlap
+from outrider_verifier.state.round_plan import RoundEstimates, RoundLimits, RoundPlan
 from outrider_verifier.state.session import Session
 
 
-class NextRound:
+class Scheduler:
     """Plans rounds; submits none."""
 
-    def __init__(self, core: Core, engine: RoundRunner, limits: Limits) -> None:
+    def __init__(self, core: EngineCore, engine: ModelRunner, limits: RoundLimits) -> None:
         self._core, self._engine, self._limits = core, engine, limits
-        self.rows = RowStates(core, engine, decode_tokens=limits.decode_tokens)
-        self._halves = Halves(engine.verify_s)
+        self.rows = SchedulerInputs(core, engine, decode_tokens=limits.decode_tokens)
+        self._two_batch_overlap = TwoBatchOverlap(engine.verify_round_s)
         self.half: int | None = None
         """Rows of a half; None: all sessions share a round."""
 
-    def beside(self, flying: RoundPlan, now: float) -> RoundPlan:
+    def plan_other_half(self, in_flight: RoundPlan, now: float) -> RoundPlan:
         """The round of the other half, to submit behind `flying`."""
         assert self.half is not None
-        return plan_beside(self.rows.all(), now, flying, self._limits, most_rows=self.half)
+        return plan_other_half(
+            self.rows.all_rows(), now, in_flight, self._limits, max_rows=self.half
+        )
 
-    def behind(self, flying: RoundPlan) -> RoundPlan:
+    def plan_next_in_flight(self, in_flight: RoundPlan) -> RoundPlan:
         """The round to submit behind `flying`."""
-        found = self.rows.alone(flying)
+        found = self.rows.self_contained_rows(in_flight)
         if found is not None:
             names, prefilling, nodes = found
-            plan = plan_alone(names, self._limits, prefilling, own_nodes=nodes)
+            plan = plan_self_contained(names, self._limits, prefilling, in_process_nodes=nodes)
             if plan is not None:
                 return plan
-        return plan_ahead(self.rows.all(), flying, self._limits)
+        return plan_next_in_flight(self.rows.all_rows(), in_flight, self._limits)
 
-    def next(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
-        """The next round where none is in flight; `idle_since`: when the last one ended; `round_s`:
-        what one takes, 0: not known."""
+    def plan_round(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
+        """The next round where none is in flight; `idle_since`: when the last one ended;
+        `plain_round_s`: what one takes, 0: not known."""
         sessions = self.rows.present()
-        held = self._core.inbox.nodes([session.handle for session in sessions])
+        held = self._core.inbox.num_nodes([session.handle for session in sessions])
         drafted = self._all_drafted(sessions, held) if self.half is None else None
         if drafted is not None:
             return drafted
         return plan_round(
-            list(map(self.rows.of, sessions, held)),
+            list(map(self.rows.row_of, sessions, held)),
             now,
             self._limits,
             idle_since=idle_since,
-            most_rows=self.half,
-            times=Times(answer_s=self._core.policy.answer_s(), round_s=round_s),
+            max_rows=self.half,
+            times=RoundEstimates(answer_s=self._core.policy.slowest_response_s(), round_s=round_s),
         )
 
     def _all_drafted(self, sessions: Sequence[Session], held: Sequence[int]) -> RoundPlan | None:
@@ -80,18 +82,20 @@ class NextRound:
         if not all([_is_drafted_for(session) for session in sessions]):
             return None
         names = [session.spec.session_id for session in sessions]
-        prefilling = [self.rows.of(session, -1) for session in prompts]
+        prefilling = [self.rows.row_of(session, -1) for session in prompts]
         return plan_drafted(names, held, self._limits, prefilling)
 
-    def share_rounds(self) -> None:
+    def update_overlap(self) -> None:
         """Decide whether sessions share a round or take turns, by what is known now."""
-        self.half = self._most_rows()
+        self.half = self._max_rows()
 
-    def _most_rows(self) -> int | None:
+    def _max_rows(self) -> int | None:
         """Rows of a half, if drafted sessions take turns; None: they share a round."""
         policy = self._core.policy
         # Beside a head of this process few draft outside, and all share their rounds.
-        if self._engine.drafts_itself or not (self._engine.run_ahead and policy.automatic):
+        if self._engine.in_process_draft_length or not (
+            self._engine.can_run_ahead and policy.is_automatic
+        ):
             return None
         sessions = self._core.room.running.values()
         drafted = [s for s in sessions if s.link_id is not None and is_drafted(s)]
@@ -99,7 +103,9 @@ class NextRound:
         if not drafted or any(session.looks_ahead for session in drafted):
             return None
         nodes = 1 + max(min(s.plan.draft_tokens, s.draft_limit) for s in drafted)
-        return self._halves.most_rows(len(drafted), nodes, policy.answer_s())
+        return self._two_batch_overlap.max_rows_of_half(
+            len(drafted), nodes, policy.slowest_response_s()
+        )
 
 
 def _is_drafted_for(session: Session) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from outrider_verifier.engine.core import Core
+from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.state.round_plan import RoundPlan
 from outrider_verifier.state.session import Session
 
 
-def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
+def apply_speculation_changes(core: EngineCore, now: float, *, in_flight: RoundPlan | None) -> None:
     """Before a round is planned, pause and resume speculation and look-ahead where the policy has
     changed its mind; `flying`: the round in flight."""
     policy = core.policy
@@ -16,59 +16,59 @@ def turn(core: Core, now: float, *, flying: RoundPlan | None) -> None:
         return
     policy.changed = False
     core.touched += 1
-    under_way = set() if flying is None else set(flying.session_ids)
+    under_way = set() if in_flight is None else set(in_flight.session_ids)
     for session in core.sessions.values():
-        session.draft_limit = policy.limit(session)
-        pauses = policy.pauses(session)
-        if pauses == session.paused:
+        session.draft_limit = policy.draft_limit(session)
+        pauses = policy.should_pause(session)
+        if pauses == session.is_speculation_off:
             pass
         elif session.link_id is not None and session.session_id in under_way:
             # What the drafter is told must not miss the round in flight: ask again then.
             policy.changed = True
         elif pauses:
-            policy.turn(session, paused=True)
-            session.covered = 0
+            policy.record_pause(session, paused=True)
+            session.covered_len = 0
             core.counters["speculation_paused"] += 1
         else:
             _resume(core, session, now)
-        if not session.paused:
+        if not session.is_speculation_off:
             _look_ahead(core, session)
-        elif policy.lets_go(session):
-            _let_go(core, session)
+        elif policy.should_drop_features(session):
+            _drop_features(core, session)
 
 
-def _let_go(core: Core, session: Session) -> None:
+def _drop_features(core: EngineCore, session: Session) -> None:
     """Keep nothing any more that a drafter would need of a session that is paused."""
-    core.policy.let_go(session)
+    core.policy.record_features_dropped(session)
     core.drafters.withdraw(session)
     if core.store is not None:
         core.store.close(session.handle)
-    core.counters["lean_sessions"] += 1
+    core.counters["features_dropped_sessions"] += 1
 
 
-def _look_ahead(core: Core, session: Session) -> None:
+def _look_ahead(core: EngineCore, session: Session) -> None:
     """Have the session's drafter look ahead, or not, whatever round is in flight."""
-    ahead = core.policy.looks_ahead(session)
-    if ahead == session.ahead:
+    ahead = core.policy.should_look_ahead(session)
+    if ahead == session.is_look_ahead_on:
         return
-    core.policy.turn_ahead(session, ahead=ahead)
-    core.counters["look_ahead_begun" if ahead else "look_ahead_ended"] += 1
+    core.policy.record_look_ahead(session, ahead=ahead)
+    core.counters["look_ahead_started" if ahead else "look_ahead_ended"] += 1
     if session.link_id is not None:
-        core.drafters.tell_plan(session)
+        core.drafters.send_plan(session)
 
 
-def _resume(core: Core, session: Session, now: float) -> None:
+def _resume(core: EngineCore, session: Session, now: float) -> None:
     """Let a paused session speculate again; no round with it is in flight that its drafter would
     have to hear of."""
-    core.policy.turn(session, paused=False)
+    core.policy.record_pause(session, paused=False)
     core.counters["speculation_resumed"] += 1
     # Its drafter hears of the root now, so the wait for it begins now.
-    session.since = now
+    session.root_known_at = now
     if session.link_id is not None and core.handover.can_catch_up(session):
-        for message in core.handover.catch_up(session):
-            core.drafters.tell(session, message)
+        for message in core.handover.build_catch_up(session):
+            core.drafters.send_message(session, message)
         return
     core.drafters.withdraw(session)
     core.drafters.announce(session)
     if session.link_id is None:
-        core.drafters.follow_alone(session)
+        core.drafters.advance_without_speculation(session)

@@ -11,11 +11,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-CHUNK: Final = 16
+FEATURE_BLOCK_TOKENS: Final = 16
 """Positions that are held together, at most."""
 SLAB_BYTES: Final = 32 << 20
 """Memory that is taken at once."""
-FEW: Final = 3
+MAX_SINGLE_ROWS: Final = 3
 """Rows that are faster written one by one than together are fewer."""
 _UNKEPT: Final = -1
 
@@ -28,7 +28,7 @@ class FeatureStore:
     good (`complete` says so) and goes on without. Chunks of sessions that ended are used again:
     memory that nobody has touched yet costs more than what is written into it. They lie in slabs:
     so a round's rows, one of each session, are written by one call. Several may hold a chunk that
-    is full, `Prefixes` among them.
+    is full, `PrefixCache` among them.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class FeatureStore:
         dtype: DTypeLike,
         budget_bytes: int,
         max_sessions: int,
-        chunk: int = CHUNK,
+        chunk: int = FEATURE_BLOCK_TOKENS,
         slab_bytes: int = SLAB_BYTES,
     ) -> None:
         """`max_sessions`: handles are smaller. `chunk`: positions that are held together."""
@@ -80,14 +80,14 @@ class FeatureStore:
         """Bytes of all features held."""
         return self._used_bytes
 
-    def later(self, work: Callable[[], None]) -> None:
+    def defer(self, work: Callable[[], None]) -> None:
         """Leave for later what adds features, for as long as nobody looks at any: copying takes
         long, and what is waited for may be here before it is over. It must not raise, nor end a
         session: whoever looks is at work with them."""
-        self.catch_up()
+        self.run_deferred()
         self._left = work
 
-    def catch_up(self) -> None:
+    def run_deferred(self) -> None:
         """Do what was left."""
         work, self._left = self._left, None
         if work is not None:
@@ -98,48 +98,48 @@ class FeatureStore:
         self.close(handle)
         self._next[handle] = 0
 
-    def complete(self, handle: int) -> bool:
+    def is_complete(self, handle: int) -> bool:
         """Whether every position's feature so far is held."""
-        self.catch_up()
+        self.run_deferred()
         return int(self._next[handle]) != _UNKEPT
 
-    def held(self, handle: int) -> int:
+    def num_held(self, handle: int) -> int:
         """Positions of a session whose features are held, from the first one on."""
-        return self._used(handle) if self.complete(handle) else 0
+        return self._used(handle) if self.is_complete(handle) else 0
 
     def has_room(self, count: int) -> bool:
         """Whether so many positions more fit the budget."""
-        self.catch_up()
+        self.run_deferred()
         return self._used_bytes + count * self._row_bytes <= self._budget
 
-    def chunks(self, handle: int) -> list[int]:
+    def full_blocks(self, handle: int) -> list[int]:
         """Numbers of a session's chunks that are full."""
-        self.catch_up()
-        return self._chunks[handle][: self.held(handle) // self.chunk]
+        self.run_deferred()
+        return self._chunks[handle][: self.num_held(handle) // self.chunk]
 
-    def rows(self, number: int) -> NDArray[np.generic]:
+    def chunk_rows(self, number: int) -> NDArray[np.generic]:
         """[chunk, H] of a chunk."""
         slab, start = divmod(number * self.chunk, self._slab_rows)
         return self._slabs[slab][start : start + self.chunk]
 
-    def hold(self, number: int) -> None:
+    def pin_block(self, number: int) -> None:
         """Have a full chunk stay when its session closes."""
         self._holders[number] += 1
 
-    def let_go(self, number: int) -> None:
+    def unpin_chunk(self, number: int) -> None:
         """Hold a chunk no longer."""
         self._holders[number] -= 1
         if not self._holders[number]:
             self._free.append(number)
 
-    def share(self, handle: int, chunks: Sequence[int]) -> None:
+    def share_chunks(self, handle: int, chunks: Sequence[int]) -> None:
         """The next positions of a session are those of chunks that are full and held; its last one
         must be full, too, and there must be room for them."""
-        self.catch_up()
-        assert self.complete(handle) and self.has_room(len(chunks) * self.chunk)
+        self.run_deferred()
+        assert self.is_complete(handle) and self.has_room(len(chunks) * self.chunk)
         assert not self._next[handle] % self.chunk
         for number in chunks:
-            self.hold(number)
+            self.pin_block(number)
         self._chunks[handle] += chunks
         self._next[handle] = 0
         self._used_bytes += len(chunks) * self.chunk * self._row_bytes
@@ -147,7 +147,7 @@ class FeatureStore:
     def append(self, handle: int, rows: NDArray[np.generic]) -> None:
         """Add features [m, H] of the next positions, which are copied; no-op for a session without
         any."""
-        if not self.complete(handle):
+        if not self.is_complete(handle):
             return
         count = len(rows)
         if self._used_bytes + count * self._row_bytes > self._budget:
@@ -168,8 +168,8 @@ class FeatureStore:
     def append_each(self, sessions: Sequence[int], rows: NDArray[np.generic]) -> None:
         """Add the next position's feature of each of n sessions by their handles, all different:
         rows [n, H], which are copied; no-op for those without any. Handle -1 is nobody's."""
-        self.catch_up()
-        if len(sessions) < FEW:
+        self.run_deferred()
+        if len(sessions) < MAX_SINGLE_ROWS:
             for number, handle in enumerate(sessions):
                 self.append(handle, rows[number : number + 1])
             return
@@ -194,23 +194,23 @@ class FeatureStore:
     def read(self, handle: int, start: int, stop: int) -> list[NDArray[np.generic]]:
         """Positions start .. stop, at least one, as pieces [m, H]; they must be held. Views: what
         is still needed when the session may have ended has to be copied."""
-        self.catch_up()
+        self.run_deferred()
         used = self._used(handle)
         assert start < stop <= used, (start, stop, used)
         first, last = start // self.chunk, (stop - 1) // self.chunk
-        pieces = [self.rows(number) for number in self._chunks[handle][first : last + 1]]
-        pieces[-1] = pieces[-1][: stop - last * self.chunk]
-        pieces[0] = pieces[0][start - first * self.chunk :]
-        return pieces
+        chunks = [self.chunk_rows(number) for number in self._chunks[handle][first : last + 1]]
+        chunks[-1] = chunks[-1][: stop - last * self.chunk]
+        chunks[0] = chunks[0][start - first * self.chunk :]
+        return chunks
 
     def close(self, handle: int) -> None:
         """Free a session's features; idempotent."""
-        if not self.complete(handle):
+        if not self.is_complete(handle):
             return
         self._used_bytes -= self._used(handle) * self._row_bytes
         self._next[handle] = _UNKEPT
         for number in self._chunks[handle]:
-            self.let_go(number)
+            self.unpin_chunk(number)
         self._chunks[handle] = []
 
     def _used(self, handle: int) -> int:

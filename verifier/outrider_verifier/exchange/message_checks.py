@@ -12,23 +12,23 @@ from outrider.errors import FailedPreconditionError, InvalidMessageError
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     DrafterMessage,
-    Encoded,
+    EncodedMessage,
     FeatureLayout,
     Heartbeat,
     Hello,
-    LaneAnswer,
     Proposals,
     SessionsLost,
+    ShmAnswer,
     Welcome,
 )
-from outrider.wire.rounds import sound_proposals
-from outrider_verifier.state.commands import Command, Lost, Offered
+from outrider.wire.rounds import valid_proposals
+from outrider_verifier.state.commands import Command, ProposalsReceived, SessionsLostByDrafter
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class VerifierIdentity:
     """What a drafter must fit, and the bounds that its messages must keep."""
 
     welcome: Welcome
@@ -39,7 +39,7 @@ class Identity:
     max_tree_nodes: int
 
 
-def check_hello(hello: Hello, identity: Identity) -> None:
+def check_hello(hello: Hello, identity: VerifierIdentity) -> None:
     """Refuse a drafter that does not fit. Raises FailedPreconditionError."""
     _fit(
         hello.protocol_version == PROTOCOL_VERSION,
@@ -66,7 +66,7 @@ def check_hello(hello: Hello, identity: Identity) -> None:
         ),
         "the drafter's head differs from the one whose feature projection runs here"
         if identity.feature_fingerprint
-        else "this verifier has no feature projection (features_from is not set)",
+        else "this verifier has no feature projection (feature_head is not set)",
         "FEATURE_MISMATCH",
     )
     _fit(bool(hello.drafter_id), "drafter_id is empty", "NO_DRAFTER_ID")
@@ -77,19 +77,19 @@ def _fit(ok: bool, message: str, reason: str) -> None:
         raise FailedPreconditionError(message, reason=reason)
 
 
-class DrafterChecks:
+class DrafterMessageChecker:
     """Turns messages of drafters into commands. One for each thread that receives any."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: VerifierIdentity) -> None:
         self._identity = identity
         self.counters: Counter[str] = Counter()
         """Monotonic counts for metrics."""
 
-    def command(self, link_id: int, message: DrafterMessage) -> Command | None:
+    def to_command(self, link_id: int, message: DrafterMessage) -> Command | None:
         """What a message asks of the engine, if anything; never raises."""
         match message:
             case Proposals():
-                sound = sound_proposals(
+                sound = valid_proposals(
                     message,
                     vocab_size=self._identity.vocab_size,
                     max_nodes=self._identity.max_tree_nodes,
@@ -97,12 +97,12 @@ class DrafterChecks:
                 if wrong := int(np.count_nonzero(~sound)):
                     unsound = InvalidMessageError(f"{wrong} proposals", reason="INVALID_TREE")
                     self.count_invalid(unsound, wrong)
-                return Offered(link_id, message, sound)
+                return ProposalsReceived(link_id, message, sound)
             case SessionsLost(handles=handles):
-                return Lost(link_id, handles)
-            case Heartbeat() | Encoded():
+                return SessionsLostByDrafter(link_id, handles)
+            case Heartbeat() | EncodedMessage():
                 return None
-            case Hello() | LaneAnswer():
+            case Hello() | ShmAnswer():
                 self.count_invalid(InvalidMessageError("the hands are shaken", reason="HELLO"))
                 return None
 

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from outrider.wire.messages import Proposals
 
 
-class Kept:
+class PooledEntry:
     """A draft that is held, or was."""
 
     __slots__ = ("digest", "entry", "handle", "length", "message", "nodes", "place")
 
     def __init__(
-        self, message: Message, entry: int, handle: int, digest: int, length: int, nodes: int
+        self, message: PooledMessage, entry: int, handle: int, digest: int, length: int, nodes: int
     ) -> None:
         """An entry of a message, for a prefix of so many tokens."""
         self.message, self.entry, self.nodes = message, entry, nodes
@@ -26,63 +26,63 @@ class Kept:
         """
 
     @property
-    def promise(self) -> float:
+    def expected_tokens(self) -> float:
         """See `promises`."""
-        return self.message.promise(self.entry)
+        return self.message.expected_tokens(self.entry)
 
 
-class Message:
+class PooledMessage:
     """Proposals with those of their entries that are held."""
 
     __slots__ = ("_promises", "held", "nbytes", "proposals")
 
     def __init__(self, proposals: Proposals) -> None:
         self.proposals = proposals
-        self.held: dict[int, Kept] = {}
+        self.held: dict[int, PooledEntry] = {}
         """By entry."""
         self.nbytes = 0
         """What keeping it takes; 0 until it is kept."""
         self._promises: NDArray[np.float64] | None = None
 
-    def promise(self, entry: int) -> float:
+    def expected_tokens(self, entry: int) -> float:
         """See `promises`; worked out once for all."""
         known = self._promises
         if known is None:
-            known = self._promises = promises(self.proposals)
+            known = self._promises = expected_accepted_tokens(self.proposals)
         return float(known[entry])
 
-    def shrink(self) -> None:
+    def compact(self) -> None:
         """Be of nothing but the entries that are held."""
         held = list(self.held.values())
-        self.proposals = self.proposals.only(np.array([kept.entry for kept in held]))
+        self.proposals = self.proposals.select(np.array([kept.entry for kept in held]))
         self._promises = None
         for entry, kept in enumerate(held):
             kept.entry = entry
         self.held = dict(enumerate(held))
 
 
-class KeptMessages:
+class MessagePool:
     """Messages; each goes with its last entry, the oldest where all take too much."""
 
     def __init__(self, *, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._by_age: dict[Message, None] = {}
+        self._by_age: dict[PooledMessage, None] = {}
         """Oldest first."""
         self.nbytes = 0
         """What all of them take."""
 
-    def add(self, message: Message) -> None:
+    def add_message(self, message: PooledMessage) -> None:
         """Keep a message for its entries that are held: whole, or, where less than half of it is,
         as these."""
         if not message.held:
             return
         if 2 * len(message.held) < len(message.proposals):
-            message.shrink()
+            message.compact()
         message.nbytes = message.proposals.nbytes
         self._by_age[message] = None
         self.nbytes += message.nbytes
 
-    def drop_all(self, gone: Sequence[Kept]) -> None:
+    def drop_entries(self, gone: Sequence[PooledEntry]) -> None:
         """These entries are held no more."""
         for kept in gone:
             message = kept.message
@@ -93,7 +93,7 @@ class KeptMessages:
                 self.nbytes -= message.nbytes
 
     @property
-    def excess(self) -> Message | None:
+    def oldest_excess(self) -> PooledMessage | None:
         """The message to forget next because all take too much; None: they do not. The newest one
         stays, whatever it takes."""
         if self.nbytes <= self._budget_bytes or len(self._by_age) < 2:
@@ -101,13 +101,13 @@ class KeptMessages:
         return next(iter(self._by_age))
 
 
-def promises(message: Proposals) -> NDArray[np.float64]:
+def expected_accepted_tokens(message: Proposals) -> NDArray[np.float64]:
     """[S]: draft tokens that the drafter expects to stand, the sum of the path probabilities; NaN
     for an entry with a draft law. A tree sampled from its law must not be chosen by its tokens'
     probabilities, for the choice would change the law: NaN is neither more nor less."""
     owners = np.arange(len(message)).repeat(message.node_counts)
     weights = np.exp(message.logprobs, dtype=np.float64)
     result = np.bincount(owners, weights, minlength=len(message)).astype(np.float64)
-    if message.laws is not None:
-        result[message.laws.given] = np.nan
+    if message.distributions is not None:
+        result[message.distributions.has_distribution] = np.nan
     return result

@@ -11,46 +11,46 @@ from outrider.ids import DrafterId
 from outrider.wire.codec import encode_verdicts
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
-    Encoded,
+    EncodedMessage,
     PlanChange,
     SessionEnd,
     Verdicts,
     VerifierMessage,
 )
-from outrider_verifier.exchange.drafter_health import Conduct, Conducts
-from outrider_verifier.exchange.verdict_builder import Handover, Told
-from outrider_verifier.state.commands import Link
-from outrider_verifier.state.effects import Post, Tell
+from outrider_verifier.exchange.drafter_health import DrafterHealth, DrafterHealthRegistry
+from outrider_verifier.exchange.verdict_builder import VerdictBatch, VerdictBuilder
+from outrider_verifier.state.commands import ExchangeLink
+from outrider_verifier.state.effects import Post, SendMessage
 from outrider_verifier.state.session import Session
 
-_MOST_LOSSES = 3
+_MAX_LOSSES = 3
 """How often a session that its drafter lost is announced to it again."""
 
 
-class Announcer:
+class SessionAnnouncer:
     """Attached drafters by name; engine thread only. Sessions are the caller's."""
 
     def __init__(
         self,
-        handover: Handover,
+        verdict_builder: VerdictBuilder,
         *,
         post: Post,
         sessions: Callable[[], Iterable[Session]],
         counters: Counter[str],
     ) -> None:
         """`sessions`: those being served."""
-        self._handover = handover
+        self._verdict_builder = verdict_builder
         self._post = post
         self._sessions = sessions
         self._counters = counters
         self._begun: list[Session] = []
         """Sessions whose drafters have yet to hear what no round is going to tell of."""
-        self._links: dict[DrafterId, Link] = {}
-        self._conducts = Conducts()
-        self._on_link: dict[int, Conduct] = {}
+        self._links: dict[DrafterId, ExchangeLink] = {}
+        self._health_registry = DrafterHealthRegistry()
+        self._on_link: dict[int, DrafterHealth] = {}
         """Of the drafters attached now, by link."""
 
-    def link_of(self, drafter_id: DrafterId | None) -> Link | None:
+    def link_of(self, drafter_id: DrafterId | None) -> ExchangeLink | None:
         """The connection of a drafter that is attached now."""
         return None if drafter_id is None else self._links.get(drafter_id)
 
@@ -58,36 +58,38 @@ class Announcer:
         """What events say of a session's drafter: DRAFTER_ATTACHED, or 0."""
         return 0 if self.link_of(session.spec.drafter_id) is None else DRAFTER_ATTACHED
 
-    def conduct_on(self, link_id: int | None) -> Conduct | None:
+    def health_of_link(self, link_id: int | None) -> DrafterHealth | None:
         """How the drafter on a link behaves; None: the link is gone."""
         return None if link_id is None else self._on_link.get(link_id)
 
-    def conduct_of(self, drafter_id: DrafterId) -> Conduct | None:
+    def health_of_drafter(self, drafter_id: DrafterId) -> DrafterHealth | None:
         """The same of a drafter that is attached; any thread may ask."""
         link = self._links.get(drafter_id)
         return None if link is None else self._on_link.get(link.link_id)
 
-    def turn_silent(self, link_id: int, *, silent: bool) -> None:
+    def set_silent(self, link_id: int, *, silent: bool) -> None:
         """Let no session wait for the drafter on a link, or let each find out again."""
         for session in self._sessions():
             if session.link_id != link_id:
                 continue
-            session.suspect = session.suspect or silent
-            if session.pace is not None:
-                session.pace.silent = silent
+            session.has_stalled_drafter = session.has_stalled_drafter or silent
+            if session.speculation_state is not None:
+                session.speculation_state.is_silent = silent
 
-    def attach(self, link: Link) -> None:
+    def attach(self, link: ExchangeLink) -> None:
         """A drafter is ready: its sessions, from their present prefixes on."""
         self._counters["attached"] += 1
         self._links[link.drafter_id] = link
-        conduct = self._on_link[link.link_id] = self._conducts.of(link.drafter_id)
-        conduct.attached()
+        drafter_health = self._on_link[link.link_id] = self._health_registry.get_health(
+            link.drafter_id
+        )
+        drafter_health.record_attach()
         for session in self._sessions():
             if session.spec.drafter_id == link.drafter_id:
-                self._handover.forget(session)
+                self._verdict_builder.forget_session(session)
                 if session.link_id is not None:
                     # What its predecessor still sends is no fault.
-                    conduct.released()
+                    drafter_health.record_release()
                 session.link_id = None
                 self.announce(session)
 
@@ -100,90 +102,94 @@ class Announcer:
         for session in self._sessions():
             if session.link_id == link_id:
                 session.link_id = None
-                self._handover.forget(session)
+                self._verdict_builder.forget_session(session)
 
     def can_announce(self, session: Session, drafter_id: DrafterId) -> bool:
         """Whether a drafter is attached and could serve the session from now on."""
         link = self.link_of(drafter_id)
-        return link is not None and self._handover.can_announce(session, link)
+        return link is not None and self._verdict_builder.can_announce(session, link)
 
     def announce(self, session: Session) -> None:
         """Hand the session to its drafter if that is attached and can serve it; of one that decodes
         plainly it hears when it is to draft for it."""
         link = self.link_of(session.spec.drafter_id)
-        if session.paused or link is None or not self._handover.can_announce(session, link):
+        if (
+            session.is_speculation_off
+            or link is None
+            or not self._verdict_builder.can_announce(session, link)
+        ):
             return
         session.link_id = link.link_id
         # Nobody new waits for one that others miss.
-        session.suspect = self._on_link[link.link_id].silent
-        if session.pace is not None:
-            session.pace.silent = session.suspect
-        for message in self._handover.announce(session, link):
+        session.has_stalled_drafter = self._on_link[link.link_id].is_silent
+        if session.speculation_state is not None:
+            session.speculation_state.is_silent = session.has_stalled_drafter
+        for message in self._verdict_builder.start_session(session, link):
             # Before the next round is planned it may end, and others be given what it held.
             self._post(_tell(link.link_id, message).owned())
-        self._on_link[link.link_id].asked(1)
+        self._on_link[link.link_id].record_requests(1)
 
-    def announce_again(self, session: Session) -> None:
+    def reannounce(self, session: Session) -> None:
         """Begin anew with a session that its drafter lost, a few times."""
         self._counters["sessions_lost_by_drafters"] += 1
-        session.losses += 1
+        session.drafter_losses += 1
         self.withdraw(session)
-        if session.losses <= _MOST_LOSSES:
+        if session.drafter_losses <= _MAX_LOSSES:
             self.announce(session)
 
     def withdraw(self, session: Session) -> None:
         """End the session at its drafter, if it is announced to one."""
         if session.link_id is not None:
-            self.tell(session, SessionEnd(handle=session.handle))
-            self._on_link[session.link_id].released()
+            self.send_message(session, SessionEnd(handle=session.handle))
+            self._on_link[session.link_id].record_release()
             session.link_id = None
-        self._handover.forget(session)
+        self._verdict_builder.forget_session(session)
 
-    def abandon(self, session: Session) -> None:
+    def drop_drafter(self, session: Session) -> None:
         """Nobody drafts for the session from now on; it was withdrawn."""
-        self._handover.open(session)
+        self._verdict_builder.follow_session(session)
 
-    def follow_alone(self, session: Session) -> None:
+    def advance_without_speculation(self, session: Session) -> None:
         """Take in what a paused session committed; no drafter is told."""
         if session.spec.drafter_id is not None:
-            self._handover.advance(Told.present([session], [None]))
+            self._verdict_builder.advance_and_build(VerdictBatch.of_current([session], [None]))
 
-    def tell_plan(self, session: Session) -> None:
+    def send_plan(self, session: Session) -> None:
         """Say to its drafter how an announced session is to be drafted for now."""
-        self.tell(session, PlanChange(handle=session.handle, plan=session.drafter_plan))
+        self.send_message(session, PlanChange(handle=session.handle, plan=session.drafter_plan))
 
-    def begun(self, session: Session) -> None:
+    def queue_prefix(self, session: Session) -> None:
         """A session has begun with what others had computed."""
         self._begun.append(session)
 
-    def tell_begun(self) -> None:
+    def send_queued_prefixes(self) -> None:
         """Say what sessions have begun with. It is much to copy: to be called once a round was
         submitted, and before any with these sessions is told of."""
         begun, self._begun = self._begun, []
         for session in begun:
-            if session.link_id is not None and not (session.paused or session.ended):
-                for message in self._handover.catch_up(session):
-                    self.tell(session, message)
+            if session.link_id is not None and not (session.is_speculation_off or session.is_ended):
+                for message in self._verdict_builder.build_catch_up(session):
+                    self.send_message(session, message)
 
-    def tell_round(self, told: Told) -> None:
+    def send_round(self, told: VerdictBatch) -> None:
         """Say to each drafter what a round committed of its sessions. Features are sent from where
         they lie, which must be written to only when what was posted has been handed over."""
-        self.say(self._handover.advance(told))
+        self.send_verdicts(self._verdict_builder.advance_and_build(told))
 
-    def say(self, verdicts_by_link: Sequence[tuple[int, Verdicts]]) -> None:
-        """Send verdicts that were worked out; see `tell_round`."""
+    def send_verdicts(self, verdicts_by_link: Sequence[tuple[int, Verdicts]]) -> None:
+        """Send verdicts that were worked out; see `send_round`."""
         for link_id, verdicts in verdicts_by_link:
-            self._on_link[link_id].asked(int(np.count_nonzero(verdicts.draft_wanted)))
+            self._on_link[link_id].record_requests(int(np.count_nonzero(verdicts.draft_wanted)))
             self._post(_tell(link_id, verdicts))
 
-    def tell(self, session: Session, message: VerifierMessage) -> None:
+    def send_message(self, session: Session, message: VerifierMessage) -> None:
         """Send a message to the session's drafter."""
         assert session.link_id is not None, session.session_id
         self._post(_tell(session.link_id, message))
 
 
-def _tell(link_id: int, message: VerifierMessage) -> Tell:
+def _tell(link_id: int, message: VerifierMessage) -> SendMessage:
     """Verdicts are encoded by the thread that made them, which owns what their features lie in."""
     if isinstance(message, Verdicts):
-        message = Encoded(encode_verdicts(message))
-    return Tell(link_id, message)
+        message = EncodedMessage(encode_verdicts(message))
+    return SendMessage(link_id, message)

@@ -9,56 +9,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import InvalidMessageError
-from outrider.transport.shm import INLINE_BYTES, Frame, Lane, LaneSet
+from outrider.transport.shm import MAX_INLINE_BYTES, Frame, ShmChannel, ShmChannelSet
 from outrider.wire.codec import decode_drafter_messages, encode_verifier_messages
-from outrider.wire.messages import Encoded, VerifierMessage
-from outrider_verifier.exchange.message_checks import DrafterChecks
-from outrider_verifier.state.commands import Command, Garbled, Link
+from outrider.wire.messages import EncodedMessage, VerifierMessage
+from outrider_verifier.exchange.message_checks import DrafterMessageChecker
+from outrider_verifier.state.commands import Command, ExchangeLink, MalformedMessage
 
 
-class Lanes(LaneSet):
+class DrafterShmChannels(ShmChannelSet):
     """Engine thread only, but for `counters`, which is read anywhere."""
 
     def __init__(
         self,
-        checks: DrafterChecks,
+        checks: DrafterMessageChecker,
         *,
         queue_bytes: int,
         on_lost: Callable[[int], None],
         pin: Callable[[NDArray[np.uint8]], bool],
     ) -> None:
         """`queue_bytes` bounds what may wait for a drafter that does not read; `pin`: as
-        `RoundRunner.pin`."""
+        `ModelRunner.pin_memory`."""
         super().__init__(on_lost)
         self._pin = pin
         self._checks = checks
         self._queue_bytes = queue_bytes
         self.counters: Counter[str] = checks.counters
 
-    def attach_drafter(self, link: Link, lane: Lane) -> None:
+    def attach_drafter(self, link: ExchangeLink, shm_channel: ShmChannel) -> None:
         """From here on a drafter is told by this lane, of features where rounds put them if it
         reads them there."""
-        if link.places:
-            lane.open_for(self._pin)
-        self.attach(link.link_id, lane)
+        if link.reads_shm_features:
+            shm_channel.allow_reservations(self._pin)
+        self.attach_channel(link.link_id, shm_channel)
 
-    def tell(self, link_id: int, messages: Sequence[VerifierMessage]) -> None:
+    def send_messages(self, link_id: int, messages: Sequence[VerifierMessage]) -> None:
         """Send messages together."""
-        lane = self.send(link_id, *_frames(messages))
-        if lane is not None and lane.unsent_bytes > self._queue_bytes:
+        shm_channel = self.send_frames(link_id, *_frames(messages))
+        if shm_channel is not None and shm_channel.unsent_bytes > self._queue_bytes:
             self.counters["drafters_overflowed"] += 1
-            self.lose(link_id, "the drafter does not read")
+            self.drop_channel(link_id, "the drafter does not read")
 
-    def commands(self, ready: Iterable[int]) -> list[Command]:
+    def receive_commands(self, ready: Iterable[int]) -> list[Command]:
         """What drafters ask of the engine, by the lanes with these file descriptors."""
         found: list[Command] = []
         for link_id, frame in self.receive(ready):
             for message in decode_drafter_messages(frame):
                 if isinstance(message, InvalidMessageError):
                     self._checks.count_invalid(message)
-                    found.append(Garbled(link_id))
+                    found.append(MalformedMessage(link_id))
                     continue
-                command = self._checks.command(link_id, message)
+                command = self._checks.to_command(link_id, message)
                 if command is not None:
                     found.append(command)
         return found
@@ -69,7 +69,7 @@ def _frames(messages: Sequence[VerifierMessage]) -> list[Frame]:
     frames: list[Frame] = []
     together: list[VerifierMessage] = []
     for message in messages:
-        if isinstance(message, Encoded) and message.nbytes > INLINE_BYTES:
+        if isinstance(message, EncodedMessage) and message.nbytes > MAX_INLINE_BYTES:
             frames += (*encode_verifier_messages(together), message)
             together = []
         else:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Reserve = Callable[[int, int], NDArray[np.uint8] | None]
-"""A place of so many bytes in what the drafter on a link reads, or None (`LaneSet.reserve`)."""
-Pieces = list[NDArray[np.generic] | None]
+ShmAllocator = Callable[[int, int], NDArray[np.uint8] | None]
+"""A place of so many bytes in what the drafter on a link reads, or None
+(`ShmChannelSet.reserve`)."""
+RowSlices = list[NDArray[np.generic] | None]
 
 
 @dataclass(slots=True, eq=False)
-class Placed:
+class ShmFeatures:
     """Of n rows, each its own part."""
 
     link_id: int
@@ -29,11 +30,11 @@ class Placed:
     counts: NDArray[np.int64]
     """[n]; 0: it has none."""
 
-    def only(self, chosen: NDArray[np.bool_]) -> Placed:
+    def select(self, chosen: NDArray[np.bool_]) -> ShmFeatures:
         """Some of the rows; chosen [n]."""
-        return Placed(self.link_id, self.memory, self.offsets[chosen], self.counts[chosen])
+        return ShmFeatures(self.link_id, self.memory, self.offsets[chosen], self.counts[chosen])
 
-    def pieces(self) -> Pieces:
+    def row_slices(self) -> RowSlices:
         """[n] of rows [m, H]; None where there are none."""
         return [
             self.memory[offset : offset + count] if count else None

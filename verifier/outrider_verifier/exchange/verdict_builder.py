@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest, extend_ragged
-from outrider.spec.plan import FEATURE_FED, DraftMethod
+from outrider.spec.plan import FEATURE_METHODS, DraftMethod
 from outrider.wire.messages import (
     FeatureLayout,
     FeatureRows,
@@ -26,9 +26,9 @@ from outrider.wire.messages import (
     VerifierMessage,
 )
 from outrider_verifier.exchange.feature_store import FeatureStore
-from outrider_verifier.exchange.proposal_inbox import Inbox
-from outrider_verifier.exchange.shm_features import Placed
-from outrider_verifier.state.commands import Link
+from outrider_verifier.exchange.proposal_inbox import ProposalInbox
+from outrider_verifier.exchange.shm_features import ShmFeatures
+from outrider_verifier.state.commands import ExchangeLink
 from outrider_verifier.state.session import Session
 
 NO_LINK = 0
@@ -36,90 +36,94 @@ NO_LINK = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Told:
+class VerdictBatch:
     """Sessions that a round moved on, for their drafters; int64 columns [n] unless noted."""
 
     sessions: Sequence[Session]
     """[n]: read for what their drafters missed of the prefix before the round."""
     handles: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    prefix_lens: NDArray[np.int64]
     """Tokens of the prefix without those that follow here."""
     counts: NDArray[np.int64]
     """Tokens that follow here."""
     tokens: NDArray[np.int32]
     """[T] of all in turn."""
-    written: NDArray[np.int64]
+    written_positions: NDArray[np.int64]
     """Positions whose K/V is written now."""
-    whole: NDArray[np.bool_]
+    is_prompt_done: NDArray[np.bool_]
     """Whether the prompt is done."""
-    wanted: NDArray[np.bool_]
+    draft_wanted: NDArray[np.bool_]
     """Whether a draft is."""
-    features: Sequence[NDArray[np.generic] | None] | Placed
+    features: Sequence[NDArray[np.generic] | None] | ShmFeatures
     """[n]: rows [m, H] of the positions that the round wrote."""
 
     @classmethod
-    def present(
+    def of_current(
         cls, sessions: Sequence[Session], features: Sequence[NDArray[np.generic] | None]
-    ) -> Told:
+    ) -> VerdictBatch:
         """Sessions as they are; all that is new of them is committed."""
-        whole = np.array([session.prefilled for session in sessions], dtype=np.bool_)
+        whole = np.array([session.is_prefilled for session in sessions], dtype=np.bool_)
         return cls(
             sessions=sessions,
             handles=_column([session.handle for session in sessions]),
-            lengths=_column([session.length for session in sessions]),
+            prefix_lens=_column([session.length for session in sessions]),
             counts=np.zeros(len(sessions), dtype=np.int64),
             tokens=np.empty(0, dtype=np.int32),
-            written=_column([session.written for session in sessions]),
-            whole=whole,
-            wanted=np.array([s.prefilled and s.draft_wanted for s in sessions], dtype=np.bool_),
+            written_positions=_column([session.written_positions for session in sessions]),
+            is_prompt_done=whole,
+            draft_wanted=np.array(
+                [s.is_prefilled and s.draft_wanted for s in sessions], dtype=np.bool_
+            ),
             features=features,
         )
 
     def __len__(self) -> int:
         return len(self.handles)
 
-    def only(self, chosen: NDArray[np.bool_]) -> Told:
+    def select(self, chosen: NDArray[np.bool_]) -> VerdictBatch:
         """Some of the sessions; chosen [n]."""
         kept, features = np.flatnonzero(chosen).tolist(), self.features
-        return Told(
+        return VerdictBatch(
             sessions=[self.sessions[place] for place in kept],
             handles=self.handles[chosen],
-            lengths=self.lengths[chosen],
+            prefix_lens=self.prefix_lens[chosen],
             counts=self.counts[chosen],
             tokens=self.tokens[chosen.repeat(self.counts)],
-            written=self.written[chosen],
-            whole=self.whole[chosen],
-            wanted=self.wanted[chosen],
-            features=features.only(chosen)
-            if isinstance(features, Placed)
+            written_positions=self.written_positions[chosen],
+            is_prompt_done=self.is_prompt_done[chosen],
+            draft_wanted=self.draft_wanted[chosen],
+            features=features.select(chosen)
+            if isinstance(features, ShmFeatures)
             else [features[place] for place in kept],
         )
 
-    def news(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int32]:
+    def tokens_between(
+        self, starts: NDArray[np.int64], stops: NDArray[np.int64]
+    ) -> NDArray[np.int32]:
         """Tokens starts[i] .. stops[i] of each session in turn; starts may lie before `lengths`."""
-        if bool((starts == self.lengths).all()) and bool((stops - starts == self.counts).all()):
+        if bool((starts == self.prefix_lens).all()) and bool((stops - starts == self.counts).all()):
             return self.tokens
         ends = np.cumsum(self.counts).tolist()
-        pieces: list[NDArray[np.int32]] = []
+        chunks: list[NDArray[np.int32]] = []
         for session, start, stop, length, end, count in zip(
             self.sessions,
             starts.tolist(),
             stops.tolist(),
-            self.lengths.tolist(),
+            self.prefix_lens.tolist(),
             ends,
             self.counts.tolist(),
             strict=True,
         ):
-            pieces.append(session.tokens[start : min(stop, length)])
+            chunks.append(session.tokens[start : min(stop, length)])
             if stop > length:
-                pieces.append(self.tokens[end - count : end - count + stop - length])
-        return np.concatenate(pieces) if pieces else self.tokens
+                chunks.append(self.tokens[end - count : end - count + stop - length])
+        return np.concatenate(chunks) if chunks else self.tokens
 
 
-class Followed(NamedTuple):
+class AdvancedBatch(NamedTuple):
     """What a round committed, as prefixes were moved on by it; int64 columns [n] unless noted."""
 
-    told: Told
+    batch: VerdictBatch
     starts: NDArray[np.int64]
     """Where what is told begins: what its drafter had not heard before comes with it."""
     counts: NDArray[np.int64]
@@ -131,7 +135,7 @@ class Followed(NamedTuple):
     feature_starts: NDArray[np.int64]
 
 
-class _Features(NamedTuple):
+class _VerdictFeatures(NamedTuple):
     """What verdicts say of n sessions' features."""
 
     counts: NDArray[np.int64]
@@ -139,17 +143,17 @@ class _Features(NamedTuple):
     rows: FeatureRows | None
     offsets: NDArray[np.int64] | None = None
     """[n]; see `Verdicts.feature_offsets`."""
-    pieces: Sequence[NDArray[np.generic] | None] = ()
+    chunks: Sequence[NDArray[np.generic] | None] = ()
     """[n]: each one's, where they are in pieces."""
 
 
-class Handover:
+class VerdictBuilder:
     """Follows the prefixes of sessions that name a drafter, announced or not, in columns."""
 
     def __init__(
         self,
         *,
-        inbox: Inbox,
+        inbox: ProposalInbox,
         store: FeatureStore | None,
         dtype: TensorDtype,
         chunk_tokens: int,
@@ -169,31 +173,31 @@ class Handover:
         """[X]: positions whose K/V was written when the session was last looked at."""
         self._digests = np.zeros(max_sessions, dtype=np.uint64)
 
-    def owned(self, link_id: int, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def announced_mask(self, link_id: int, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[n]: which of these handles are announced on a link; they may be any numbers >= 0, and
         repeat."""
         known = handles < len(self._links)
         announced: NDArray[np.bool_] = self._links[np.where(known, handles, 0)] == link_id
         return known & announced
 
-    def open(self, session: Session) -> None:
+    def follow_session(self, session: Session) -> None:
         """Follow a session from its beginning on."""
         handle = session.handle
         self._links[handle] = NO_LINK
         self._tokens[handle] = self._features[handle] = 0
         self._digests[handle] = EMPTY_DIGEST
-        self._inbox.open(handle)
+        self._inbox.open_session(handle)
 
-    def can_announce(self, session: Session, link: Link) -> bool:
+    def can_announce(self, session: Session, link: ExchangeLink) -> bool:
         """Whether this drafter can serve the session from its present prefix on."""
-        if not session.plan.speculative or session.plan.method not in link.methods:
+        if not session.plan.is_speculative or session.plan.method not in link.methods:
             return False
         if not _with_features(session, link):
-            return session.plan.method not in FEATURE_FED
-        held = self._store is not None and self._store.complete(session.handle)
+            return session.plan.method not in FEATURE_METHODS
+        held = self._store is not None and self._store.is_complete(session.handle)
         return session.keeps_features and held
 
-    def announce(self, session: Session, link: Link) -> Iterator[VerifierMessage]:
+    def start_session(self, session: Session, link: ExchangeLink) -> Iterator[VerifierMessage]:
         """Start a session on a link: SessionStart, then everything committed, in chunks."""
         handle = session.handle
         with_features = _with_features(session, link)
@@ -220,22 +224,22 @@ class Handover:
         """Whether what the drafter was not told meanwhile is still held."""
         if not self._with_features[session.handle]:
             return True
-        return self._store is not None and self._store.complete(session.handle)
+        return self._store is not None and self._store.is_complete(session.handle)
 
-    def catch_up(self, session: Session) -> Iterator[VerifierMessage]:
+    def build_catch_up(self, session: Session) -> Iterator[VerifierMessage]:
         """All that an announced session committed since its drafter was last told, in chunks."""
         return self._replay(session)
 
     def _replay(self, session: Session) -> Iterator[VerifierMessage]:
-        handle, written = session.handle, session.written
+        handle, written = session.handle, session.written_positions
         told, digest = int(self._tokens[handle]), int(self._digests[handle])
         for start in range(int(self._features[handle]), written, self._chunk_tokens):
             stop = min(start + self._chunk_tokens, written)
-            pieces: list[NDArray[np.generic]] = []
+            chunks: list[NDArray[np.generic]] = []
             if self._with_features[handle]:
                 assert self._store is not None
-                pieces = self._store.read(handle, start, stop)
-            whole = stop == written and session.prefilled
+                chunks = self._store.read(handle, start, stop)
+            whole = stop == written and session.is_prefilled
             upto = session.length if whole else stop
             tokens = session.tokens[told:upto]
             digest = extend_digest(digest, tokens)
@@ -246,19 +250,19 @@ class Handover:
                 tokens=np.array(tokens, dtype=np.int32),
                 digests=np.array([digest], dtype=np.uint64),
                 feature_starts=_column([start]),
-                feature_counts=_column([stop - start if pieces else 0]),
+                feature_counts=_column([stop - start if chunks else 0]),
                 draft_wanted=np.array([whole and session.draft_wanted]),
                 # Of hundreds of tokens these are megabytes: they are copied where they are written.
-                features=FeatureRows(dtype=self._dtype, pieces=tuple(pieces)) if pieces else None,
+                features=FeatureRows(dtype=self._dtype, segments=tuple(chunks)) if chunks else None,
             )
             told = upto
             self._tokens[handle], self._features[handle] = told, stop
             self._digests[handle] = digest
             if whole:
                 place = np.array([handle])
-                self._inbox.move(place, self._digests[place], self._tokens[place])
+                self._inbox.advance_sessions(place, self._digests[place], self._tokens[place])
 
-    def digests(
+    def prefix_digests(
         self, handles: NDArray[np.int64], lengths: NDArray[np.int64], told: NDArray[np.bool_]
     ) -> list[int] | None:
         """[n] of prefixes of so many tokens, of sessions that drafters are told of; None if what
@@ -268,31 +272,31 @@ class Handover:
         digests: list[int] = self._digests[handles].tolist()
         return digests
 
-    def advance(self, told: Told) -> list[tuple[int, Verdicts]]:
+    def advance_and_build(self, told: VerdictBatch) -> list[tuple[int, Verdicts]]:
         """`follow`, and the verdicts at once."""
-        return self.verdicts(self.follow(told)) if len(told) else []
+        return self.build_verdicts(self.advance_prefixes(told)) if len(told) else []
 
-    def follow(self, told: Told) -> Followed:
+    def advance_prefixes(self, told: VerdictBatch) -> AdvancedBatch:
         """Take in what a round committed, sessions of which their drafters are to hear nothing yet
         left out; whom that concerns can be said later, with `verdicts`."""
-        handles, whole = told.handles, told.whole
+        handles, whole = told.handles, told.is_prompt_done
         starts, feature_starts = self._tokens[handles], self._features[handles]
         every = bool(whole.all())
-        upto = told.lengths + told.counts
+        upto = told.prefix_lens + told.counts
         if not every:
-            upto = np.where(whole, upto, told.written)
+            upto = np.where(whole, upto, told.written_positions)
         counts = upto - starts
-        tokens = told.news(starts, upto)
+        tokens = told.tokens_between(starts, upto)
         digests = extend_ragged(self._digests[handles], counts, tokens)
-        self._tokens[handles], self._features[handles] = upto, told.written
+        self._tokens[handles], self._features[handles] = upto, told.written_positions
         self._digests[handles] = digests
         if every:
-            self._inbox.move(handles, digests, upto)
+            self._inbox.advance_sessions(handles, digests, upto)
         else:
-            self._inbox.move(handles[whole], digests[whole], upto[whole])
-        return Followed(told, starts, counts, tokens, digests, feature_starts)
+            self._inbox.advance_sessions(handles[whole], digests[whole], upto[whole])
+        return AdvancedBatch(told, starts, counts, tokens, digests, feature_starts)
 
-    def verdicts(self, followed: Followed) -> list[tuple[int, Verdicts]]:
+    def build_verdicts(self, followed: AdvancedBatch) -> list[tuple[int, Verdicts]]:
         """(link, verdicts) for each drafter that is concerned."""
         told, starts, counts, tokens, digests, feature_starts = followed
         if not len(told):
@@ -301,10 +305,10 @@ class Handover:
         links, fed = self._links[handles], self._with_features[handles]
         concerned = set(links.tolist())
         shared = len(concerned) > 1
-        if isinstance(told.features, Placed) and concerned == {told.features.link_id}:
+        if isinstance(told.features, ShmFeatures) and concerned == {told.features.link_id}:
             features = self._in_place(told.features, fed)
         else:
-            features = self._in_pieces(told.features, fed)
+            features = self._scattered_features(told.features, fed)
         verdicts = Verdicts(
             handles=handles,
             starts=starts,
@@ -313,7 +317,7 @@ class Handover:
             digests=digests,
             feature_starts=feature_starts,
             feature_counts=features.counts,
-            draft_wanted=told.wanted,
+            draft_wanted=told.draft_wanted,
             features=features.rows,
             feature_offsets=features.offsets,
         )
@@ -321,48 +325,49 @@ class Handover:
             (link,) = concerned
             return [] if link == NO_LINK else [(link, verdicts)]
         return [
-            (link, _part(verdicts, links == link, features.pieces))
+            (link, _part(verdicts, links == link, features.chunks))
             for link in sorted(concerned - {NO_LINK})
         ]
 
-    def _in_place(self, placed: Placed, fed: NDArray[np.bool_]) -> _Features:
+    def _in_place(self, placed: ShmFeatures, fed: NDArray[np.bool_]) -> _VerdictFeatures:
         """What is told of features that lie where their drafter reads them; fed [n]."""
         counts = np.where(fed, placed.counts, 0)
         offsets = np.where(counts > 0, placed.offsets, 0)
         used = int((offsets + counts).max())
         if not used:
-            return _Features(counts, None)
-        rows = FeatureRows(dtype=self._dtype, pieces=(placed.memory[:used],))
-        return _Features(counts, rows, offsets)
+            return _VerdictFeatures(counts, None)
+        rows = FeatureRows(dtype=self._dtype, segments=(placed.memory[:used],))
+        return _VerdictFeatures(counts, rows, offsets)
 
-    def _in_pieces(
-        self, features: Sequence[NDArray[np.generic] | None] | Placed, fed: NDArray[np.bool_]
-    ) -> _Features:
+    def _scattered_features(
+        self, features: Sequence[NDArray[np.generic] | None] | ShmFeatures, fed: NDArray[np.bool_]
+    ) -> _VerdictFeatures:
         """What is told of features that lie anywhere; fed [n]."""
-        found = features.pieces() if isinstance(features, Placed) else features
+        found = features.row_slices() if isinstance(features, ShmFeatures) else features
         rows = [
             piece if wanted else None for piece, wanted in zip(found, fed.tolist(), strict=True)
         ]
         held = tuple([piece for piece in rows if piece is not None])
-        return _Features(
+        return _VerdictFeatures(
             _column([0 if piece is None else len(piece) for piece in rows]),
-            FeatureRows(dtype=self._dtype, pieces=held) if held else None,
-            pieces=rows,
+            FeatureRows(dtype=self._dtype, segments=held) if held else None,
+            chunks=rows,
         )
 
-    def forget(self, session: Session) -> None:
+    def forget_session(self, session: Session) -> None:
         """The session is no longer announced."""
         if session.handle >= 0:
             self._links[session.handle] = NO_LINK
 
 
-def may_need_features(spec: SessionSpec, own_draft: int) -> bool:
+def may_need_features(spec: SessionSpec, in_process_draft: int) -> bool:
     """Whether the session's features may have to be told to a drafter some day: to its own one (of
     a plan without drafts, which may become another), or, where it should have one and none was
-    there, to one that comes later. `own_draft` is 0 where its drafts are not made here."""
+    there, to one that comes later. `in_process_draft_length` is 0 where its drafts are not made
+    here."""
     if spec.drafter_id is not None:
-        return spec.plan.method in FEATURE_FED or spec.plan.method is DraftMethod.NONE
-    return spec.plan.speculative and spec.plan.method in FEATURE_FED and not own_draft
+        return spec.plan.method in FEATURE_METHODS or spec.plan.method is DraftMethod.NONE
+    return spec.plan.is_speculative and spec.plan.method in FEATURE_METHODS and not in_process_draft
 
 
 def _part(
@@ -381,7 +386,7 @@ def _part(
         feature_starts=verdicts.feature_starts[chosen],
         feature_counts=verdicts.feature_counts[chosen],
         draft_wanted=verdicts.draft_wanted[chosen],
-        features=FeatureRows(dtype=features.dtype, pieces=held) if features and held else None,
+        features=FeatureRows(dtype=features.dtype, segments=held) if features and held else None,
     )
 
 
@@ -389,6 +394,6 @@ def _column(values: Sequence[int]) -> NDArray[np.int64]:
     return np.array(values, dtype=np.int64)
 
 
-def _with_features(session: Session, link: Link) -> bool:
+def _with_features(session: Session, link: ExchangeLink) -> bool:
     wanted = link.feature_layout is FeatureLayout.PROJECTED
-    return wanted and session.plan.method in FEATURE_FED
+    return wanted and session.plan.method in FEATURE_METHODS

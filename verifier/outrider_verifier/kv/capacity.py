@@ -25,14 +25,14 @@ def reserved_bytes(
     return WORKSPACE_BYTES + graphs + logits + head_bytes + warp_bytes
 
 
-def kv_tokens_that_fit(
+def max_kv_tokens(
     *,
     free_bytes: int,
     total_bytes: int,
     fraction: float,
     reserved: int,
     bytes_per_token: int,
-    most_tokens: int,
+    max_tokens: int,
 ) -> int:
     """Tokens of K/V within `fraction` of a device, at most `most_tokens`.
 
@@ -41,7 +41,7 @@ def kv_tokens_that_fit(
     """
     used = total_bytes - free_bytes
     budget = int(total_bytes * fraction) - used - reserved
-    tokens = min(budget // bytes_per_token, most_tokens)
+    tokens = min(budget // bytes_per_token, max_tokens)
     if tokens < 1:
         raise FailedPreconditionError(
             f"no memory is left for K/V: of {total_bytes >> 20} MiB, {fraction:.0%} may be used, "

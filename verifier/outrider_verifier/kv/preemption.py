@@ -1,10 +1,10 @@
 """Which sessions hold K/V: who is let in, and who is preempted for whom (pure; times in seconds).
 
 A session *waits* (no K/V: it was opened, or preempted) or *runs*. Its claim is its priority plus
-one for every `aging_s` that it has waited in all, so that nobody starves behind later ones of a
-higher priority. Who waits is let in by claim, then in order of opening, and nobody passes the first
-in line. Only a higher priority takes blocks from others to get in; a session that runs and must
-grow may take them from any. No session is preempted more than `max_preemptions` times: after
+one for every `priority_aging_s` that it has waited in all, so that nobody starves behind later ones
+of a higher priority. Who waits is let in by claim, then in order of opening, and nobody passes the
+first in line. Only a higher priority takes blocks from others to get in; a session that runs and
+must grow may take them from any. No session is preempted more than `max_preemptions` times: after
 the last time it is let in only with all the blocks that it may ever need, and keeps them.
 """
 
@@ -24,13 +24,13 @@ OVERCOMMIT: Final = 1.25
 do not end at the same time."""
 PRIOR_TOKENS: Final = 256.0
 """Length that an answer is expected to have before any has ended."""
-LEAST_GAIN: Final = 1 / 64
+MIN_GAIN: Final = 1 / 64
 """Weight of one answer's length in what is expected of the next ones, at least."""
 GROWTH: Final = 1.25
 """A session that is longer than expected is expected to become so many times as long as it is."""
 
 
-class Claim(NamedTuple):
+class SessionClaim(NamedTuple):
     """What the policy must know of one session."""
 
     session_id: SessionId
@@ -40,7 +40,7 @@ class Claim(NamedTuple):
     """That it holds; 0 while it waits."""
     next_blocks: int
     """That it must hold for its next rounds."""
-    most_blocks: int
+    max_blocks: int
     """That it may ever have to hold."""
     expected_blocks: int
     """That it is expected to hold at its end."""
@@ -49,14 +49,14 @@ class Claim(NamedTuple):
     preemptions: int = 0
     waited_s: float = 0.0
     """In all, up to now."""
-    guarded: bool = False
+    is_protected: bool = False
     """Whether it was resumed too lately to be preempted again."""
     shared: tuple[int, ...] = ()
     """Numbers of those of its blocks that others hold, too: they are free once the last is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class PreemptionLimits:
     """What preemption keeps to."""
 
     max_running: int
@@ -72,40 +72,42 @@ class Bounds:
     """Free blocks, beside what it takes, that a preempted session must find to be resumed: else it
     would be the next one to go."""
 
-    def reserve(self, running: int, total_blocks: int) -> int:
+    def reserved_blocks(self, running: int, total_blocks: int) -> int:
         """Blocks that stay free when a session is let in beside so many."""
         return max(int(self.watermark * total_blocks), running + 1)
 
-    def level(self, claim: Claim) -> int:
+    def priority_level(self, claim: SessionClaim) -> int:
         """A session's claim on the others' blocks."""
         return claim.priority + int(claim.waited_s / self.aging_s)
 
-    def turn(self, claim: Claim) -> tuple[float, float]:
+    def admission_order(self, claim: SessionClaim) -> tuple[float, float]:
         """Who is let in first is smaller."""
-        return -self.level(claim), claim.opened_at
+        return -self.priority_level(claim), claim.opened_at
 
-    def entry(self, claim: Claim) -> int:
+    def entry_blocks(self, claim: SessionClaim) -> int:
         """Blocks that a session takes when it is let in."""
         last = claim.preemptions >= self.max_preemptions
-        return claim.most_blocks if last else claim.next_blocks
+        return claim.max_blocks if last else claim.next_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class KVPoolState:
     """The pool and everybody's claims on it."""
 
     free_blocks: int
     total_blocks: int
-    running: Sequence[Claim]
-    waiting: Sequence[Claim]
+    running: Sequence[SessionClaim]
+    waiting: Sequence[SessionClaim]
 
 
-def all_fit(*, most_blocks: int, sessions: int, total_blocks: int, bounds: Bounds) -> bool:
+def can_all_run(
+    *, max_blocks: int, sessions: int, total_blocks: int, bounds: PreemptionLimits
+) -> bool:
     """Whether so many sessions, those that wait among them, can all run and none will ever want for
-    a block, however long answers get: `most_blocks` is what they may have to hold, all together.
-    Then `plan` would preempt nobody and `let_all_in`."""
-    reserve = bounds.reserve(sessions, total_blocks)
-    return most_blocks + reserve <= total_blocks and sessions <= bounds.max_running
+    a block, however long answers get: `max_blocks` is what they may have to hold, all together.
+    Then `plan` would preempt nobody and `admit_all`."""
+    reserve = bounds.reserved_blocks(sessions, total_blocks)
+    return max_blocks + reserve <= total_blocks and sessions <= bounds.max_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,35 +118,37 @@ class Preempt:
 
 
 @dataclass(frozen=True, slots=True)
-class LetIn:
+class AdmitSession:
     """Give a waiting session so many blocks; it runs from now on."""
 
     session_id: SessionId
     blocks: int
 
 
-Action = Preempt | LetIn
+Action = Preempt | AdmitSession
 
 
-def plan(state: State, bounds: Bounds) -> list[Action]:
+def plan_preemption(state: KVPoolState, bounds: PreemptionLimits) -> list[Action]:
     """What to do now, in this order. Afterwards every running session finds the blocks for its next
     rounds free; if anybody is being served, somebody runs."""
-    book = _Book(state, bounds)
-    book.make_room_to_grow()
-    for claim in sorted(state.waiting, key=bounds.turn):
-        if not book.let_in(claim):
+    book = _PoolLedger(state, bounds)
+    book.preempt_for_growth()
+    for claim in sorted(state.waiting, key=bounds.admission_order):
+        if not book.admit(claim):
             break
     return book.actions
 
 
-def let_all_in(waiting: Iterable[Claim], bounds: Bounds) -> list[Action]:
-    """What to do where `all_fit`; of a claim only who waits, how long and what for is looked at."""
+def admit_all(waiting: Iterable[SessionClaim], bounds: PreemptionLimits) -> list[Action]:
+    """What to do where `can_all_run`; of a claim only who waits, how long and what for is looked
+    at."""
     return [
-        LetIn(claim.session_id, bounds.entry(claim)) for claim in sorted(waiting, key=bounds.turn)
+        AdmitSession(claim.session_id, bounds.entry_blocks(claim))
+        for claim in sorted(waiting, key=bounds.admission_order)
     ]
 
 
-def choose_way(
+def choose_mode(
     *, swap_s: float | None, recompute_s: float, wanted: PreemptionMode | None = None
 ) -> PreemptionMode:
     """How a session is to get its K/V back. `swap_s`: seconds of a swap out and in again, None
@@ -157,7 +161,7 @@ def choose_way(
     return PreemptionMode.SWAP if swap_s <= recompute_s else PreemptionMode.RECOMPUTE
 
 
-class Lengths:
+class OutputLengthStats:
     """How long answers are expected to become, by those that have ended."""
 
     def __init__(self) -> None:
@@ -172,18 +176,18 @@ class Lengths:
     def observe(self, emitted: int) -> None:
         """An answer ended after so many tokens."""
         self._seen += 1
-        self._mean += max(1 / self._seen, LEAST_GAIN) * (emitted - self._mean)
+        self._mean += max(1 / self._seen, MIN_GAIN) * (emitted - self._mean)
 
-    def expected(self, emitted: int, most: int) -> int:
+    def expected_len(self, emitted: int, most: int) -> int:
         """Tokens that an answer will have of which so many are there, and that has `most` at most;
         at least `emitted`."""
         return max(emitted, min(most, int(max(self._mean, GROWTH * emitted))))
 
 
-class _Book:
+class _PoolLedger:
     """The pool as it would be after the actions so far."""
 
-    def __init__(self, state: State, bounds: Bounds) -> None:
+    def __init__(self, state: KVPoolState, bounds: PreemptionLimits) -> None:
         self._bounds = bounds
         self._total = state.total_blocks
         self._running = {claim.session_id: claim for claim in state.running}
@@ -193,16 +197,16 @@ class _Book:
         """Of blocks that several hold: who of them still runs."""
         self.actions: list[Action] = []
 
-    def make_room_to_grow(self) -> None:
+    def preempt_for_growth(self) -> None:
         """Preempt until everybody else finds the blocks for the next rounds."""
         while self._spare < 0:
             # Who reached the bound holds all that it needs, so somebody else lacks blocks.
             victim = min(self._open_to_preemption(), key=self._cost)
             self._preempt(victim)
 
-    def let_in(self, claim: Claim) -> bool:
+    def admit(self, claim: SessionClaim) -> bool:
         """Let a session in, at the cost of lower priorities if need be; whether that can be."""
-        victims: list[Claim] = []
+        victims: list[SessionClaim] = []
         if not self._fits(claim, victims):
             lesser = sorted(self._lesser(claim), key=self._cost)
             if not (lesser and self._fits(claim, lesser)):
@@ -211,26 +215,28 @@ class _Book:
                 victims.append(lesser[len(victims)])
         for victim in self._needed(claim, victims):
             self._preempt(victim)
-        blocks = self._bounds.entry(claim)
+        blocks = self._bounds.entry_blocks(claim)
         self._spare -= blocks
         self._running[claim.session_id] = claim._replace(blocks=blocks, next_blocks=blocks)
-        self.actions.append(LetIn(claim.session_id, blocks))
+        self.actions.append(AdmitSession(claim.session_id, blocks))
         return True
 
-    def _fits(self, claim: Claim, gone: Sequence[Claim]) -> bool:
+    def _fits(self, claim: SessionClaim, gone: Sequence[SessionClaim]) -> bool:
         """Whether a session finds a place and blocks once these are gone."""
         stay = len(self._running) - len(gone)
         spare = self._spare + self._freed(gone)
         if not stay:
-            return self._bounds.entry(claim) <= spare
+            return self._bounds.entry_blocks(claim) <= spare
         if stay >= self._bounds.max_running:
             return False
-        reserve = self._bounds.reserve(stay, self._total)
-        entry = self._bounds.entry(claim)
-        room = min(claim.most_blocks, entry + self._bounds.guard_blocks * bool(claim.preemptions))
-        return max(room, entry + reserve) <= spare and self._expected(claim, gone)
+        reserve = self._bounds.reserved_blocks(stay, self._total)
+        entry = self._bounds.entry_blocks(claim)
+        block_manager = min(
+            claim.max_blocks, entry + self._bounds.guard_blocks * bool(claim.preemptions)
+        )
+        return max(block_manager, entry + reserve) <= spare and self._expected(claim, gone)
 
-    def _expected(self, claim: Claim, gone: Sequence[Claim]) -> bool:
+    def _expected(self, claim: SessionClaim, gone: Sequence[SessionClaim]) -> bool:
         """Whether it is likely to stay: those that it cannot displace will leave it enough."""
         names = {lesser.session_id for lesser in gone}
         others = (
@@ -240,7 +246,7 @@ class _Book:
         )
         return sum(others) + claim.expected_blocks <= OVERCOMMIT * self._total
 
-    def _needed(self, claim: Claim, victims: list[Claim]) -> list[Claim]:
+    def _needed(self, claim: SessionClaim, victims: list[SessionClaim]) -> list[SessionClaim]:
         """Without those whose going the others' going has made needless."""
         for lesser in sorted(victims, key=attrgetter("blocks")):
             rest = [other for other in victims if other is not lesser]
@@ -248,35 +254,42 @@ class _Book:
                 victims = rest
         return victims
 
-    def _preempt(self, victim: Claim) -> None:
+    def _preempt(self, victim: SessionClaim) -> None:
         del self._running[victim.session_id]
         self._spare += self._freed([victim])
         self._holders.subtract(victim.shared)
         self.actions.append(Preempt(victim.session_id))
 
-    def _freed(self, gone: Sequence[Claim]) -> int:
+    def _freed(self, gone: Sequence[SessionClaim]) -> int:
         """How much more is spare once these are gone."""
         last = Counter(block for claim in gone for block in claim.shared)
         alone = sum([claim.blocks - len(claim.shared) + _missing(claim) for claim in gone])
         return alone + sum([self._holders[block] == count for block, count in last.items()])
 
-    def _open_to_preemption(self) -> Iterable[Claim]:
+    def _open_to_preemption(self) -> Iterable[SessionClaim]:
         bound = self._bounds.max_preemptions
         return (claim for claim in self._running.values() if claim.preemptions < bound)
 
-    def _lesser(self, claim: Claim) -> Iterable[Claim]:
+    def _lesser(self, claim: SessionClaim) -> Iterable[SessionClaim]:
         """Whom a session that waits may displace."""
-        level = self._bounds.level
+        level = self._bounds.priority_level
         return (
             other
             for other in self._open_to_preemption()
-            if other.priority < claim.priority and level(other) < level(claim) and not other.guarded
+            if other.priority < claim.priority
+            and level(other) < level(claim)
+            and not other.is_protected
         )
 
-    def _cost(self, claim: Claim) -> tuple[int, bool, int, float]:
+    def _cost(self, claim: SessionClaim) -> tuple[int, bool, int, float]:
         """Who goes first is smaller: the lowest claim, then the least progress, then the latest."""
-        return self._bounds.level(claim), claim.guarded, claim.tokens, -claim.opened_at
+        return (
+            self._bounds.priority_level(claim),
+            claim.is_protected,
+            claim.tokens,
+            -claim.opened_at,
+        )
 
 
-def _missing(claim: Claim) -> int:
+def _missing(claim: SessionClaim) -> int:
     return max(0, claim.next_blocks - claim.blocks)

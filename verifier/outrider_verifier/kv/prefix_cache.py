@@ -24,20 +24,20 @@ block before the first."""
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _CachedBlock:
     """A block and what is known of it."""
 
     number: int
     """No other has had it."""
     key: _Key
     block: int
-    drafted: bool
+    has_draft_kv: bool
     """Whether the head of this process has its K/V there, too."""
     features: tuple[int, ...] = ()
     """The store's chunks with its features; none if they are not known."""
 
 
-class Prefixes:
+class PrefixCache:
     """Blocks of a pool by the prefixes that they hold."""
 
     def __init__(
@@ -54,10 +54,10 @@ class Prefixes:
         `feature_bytes`: most that features of kept blocks take."""
         self._pool, self._store, self._drafted = pool, store, drafted
         self._counters = counters
-        self._kept: dict[_Key, _Kept] = {}
-        self._of_block: dict[int, _Kept] = {}
+        self._kept: dict[_Key, _CachedBlock] = {}
+        self._of_block: dict[int, _CachedBlock] = {}
         self._numbers = itertools.count(1)
-        self._featured: OrderedDict[int, _Kept] = OrderedDict()
+        self._featured: OrderedDict[int, _CachedBlock] = OrderedDict()
         """Those with features, by number; what was used longest ago is first."""
         self._budget = feature_bytes
         self._chunks = 1 if store is None else pool.block_tokens // store.chunk
@@ -77,34 +77,34 @@ class Prefixes:
 
     # ---- a session begins ----------------------------------------------------------------------
 
-    def begin(self, session: Session, slots: int) -> int:
+    def attach_prefix(self, session: Session, slots: int) -> int:
         """Let a session that holds no block hold blocks for `slots` slots, of which the first are
         written: how many tokens it need not prefill. At 0 it holds nothing yet."""
         if self._store is not None:
             # With its features the round before may have left its prompts to be kept.
-            self._store.catch_up()
-        self._counters["prefix_tokens_asked"] += session.kv_len
+            self._store.run_deferred()
+        self._counters["prefix_cache_query_tokens"] += session.kv_len
         found = self._find(session)
-        if not found or not session.kv.begin_with([kept.block for kept in found], slots):
+        if not found or not session.kv.attach_blocks([kept.block for kept in found], slots):
             return 0
-        size, told = self._pool.block_tokens, session.written
+        size, told = self._pool.block_tokens, session.written_positions
         if session.keeps_features and told < len(found) * size:
             self._append_features(session, found[told // size :], told % size)
-        self._counters["prefix_tokens_found"] += len(found) * size
+        self._counters["prefix_cache_hit_tokens"] += len(found) * size
         return len(found) * size
 
-    def _find(self, session: Session) -> list[_Kept]:
+    def _find(self, session: Session) -> list[_CachedBlock]:
         """The blocks that it may begin with."""
-        size, told = self._pool.block_tokens, session.written
+        size, told = self._pool.block_tokens, session.written_positions
         most = (session.length - 1) // size
         if session.keeps_features and not self._may_append(session):
             # Its drafter could not be told what nobody computes.
             most = min(most, told // size)
-        found: list[_Kept] = []
+        found: list[_CachedBlock] = []
         before = _root(session)
         for place, tokens in enumerate(self._tokens(session, most)):
             kept = self._kept.get((before, tokens))
-            if kept is None or (session.own_draft and not kept.drafted):
+            if kept is None or (session.in_process_draft_length and not kept.has_draft_kv):
                 break
             untold = session.keeps_features and (place + 1) * size > told
             if untold and not kept.features:
@@ -116,11 +116,11 @@ class Prefixes:
     def _may_append(self, session: Session) -> bool:
         """Whether the store takes in the features of a whole prefix."""
         store = self._store
-        if store is None or not store.complete(session.handle):
+        if store is None or not store.is_complete(session.handle):
             return False
-        return store.has_room(session.kv_len - session.written)
+        return store.has_room(session.kv_len - session.written_positions)
 
-    def _append_features(self, session: Session, found: list[_Kept], known: int) -> None:
+    def _append_features(self, session: Session, found: list[_CachedBlock], known: int) -> None:
         """The store has the features before these blocks, and of the first `known` positions of
         theirs; now it has all."""
         store = self._store
@@ -128,15 +128,15 @@ class Prefixes:
         whole, known = divmod(known, store.chunk)
         chunks = [chunk for kept in found for chunk in kept.features][whole:]
         if known:
-            store.append(session.handle, store.rows(chunks.pop(0))[known:])
-        store.share(session.handle, chunks)
+            store.append(session.handle, store.chunk_rows(chunks.pop(0))[known:])
+        store.share_chunks(session.handle, chunks)
         # The end of a prefix is of no use without its beginning: it is to go first.
         for kept in reversed(found):
             self._featured.move_to_end(kept.number)
 
     # ---- what it leaves ------------------------------------------------------------------------
 
-    def keep(self, session: Session) -> None:
+    def store_prefix(self, session: Session) -> None:
         """Keep what a session has written: a prompt that is whole, or all of it when it loses its
         K/V."""
         # What was written behind its last token was not emitted.
@@ -144,7 +144,7 @@ class Prefixes:
         if not count:
             return
         drafted, blocks = self._drafted(session), session.kv.blocks
-        kept: list[_Kept] = []
+        kept: list[_CachedBlock] = []
         before = _root(session)
         for place, tokens in enumerate(self._tokens(session, count)):
             kept.append(self._keep_block((before, tokens), blocks[place], drafted=drafted))
@@ -152,33 +152,33 @@ class Prefixes:
         if session.keeps_features and self._store is not None:
             self._keep_features(session, kept)
 
-    def _keep_block(self, key: _Key, block: int, *, drafted: bool) -> _Kept:
+    def _keep_block(self, key: _Key, block: int, *, drafted: bool) -> _CachedBlock:
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._kept[key] = _Kept(next(self._numbers), key, block, drafted)
+            kept = self._kept[key] = _CachedBlock(next(self._numbers), key, block, drafted)
             self._hold(kept)
-        elif drafted and not kept.drafted:
+        elif drafted and not kept.has_draft_kv:
             # The same with the draft head's K/V is of use to more sessions.
             if kept.block != block:
                 del self._of_block[kept.block]
-                self._pool.ledger.drop(kept.block)
+                self._pool.ledger.release_block(kept.block)
                 kept.block = block
                 self._hold(kept)
-            kept.drafted = True
+            kept.has_draft_kv = True
         return kept
 
-    def _hold(self, kept: _Kept) -> None:
+    def _hold(self, kept: _CachedBlock) -> None:
         other = self._of_block.get(kept.block)
         if other is not None:
             # Nothing leads to it any more: what came before it was evicted.
             self._forget(other)
-        self._pool.ledger.keep(kept.block)
+        self._pool.ledger.retain_block(kept.block)
         self._of_block[kept.block] = kept
 
-    def _keep_features(self, session: Session, kept: list[_Kept]) -> None:
+    def _keep_features(self, session: Session, kept: list[_CachedBlock]) -> None:
         """Of those blocks that have none yet, as far as the store has them."""
         assert self._store is not None
-        chunks, each = self._store.chunks(session.handle), self._chunks
+        chunks, each = self._store.full_blocks(session.handle), self._chunks
         del kept[len(chunks) // each :]
         # The end of a prefix is of no use without its beginning: it is to go first.
         for place in reversed(range(len(kept))):
@@ -186,18 +186,18 @@ class Prefixes:
                 mine = kept[place].features = tuple(chunks[place * each : (place + 1) * each])
                 self._featured[kept[place].number] = kept[place]
                 for chunk in mine:
-                    self._store.hold(chunk)
+                    self._store.pin_block(chunk)
         while self.feature_bytes > self._budget:
             self._drop_features(next(iter(self._featured.values())))
 
-    def _drop_features(self, kept: _Kept) -> None:
+    def _drop_features(self, kept: _CachedBlock) -> None:
         if self._store is not None and kept.features:
             for chunk in kept.features:
-                self._store.let_go(chunk)
+                self._store.unpin_chunk(chunk)
             kept.features = ()
             del self._featured[kept.number]
 
-    def _forget(self, kept: _Kept) -> None:
+    def _forget(self, kept: _CachedBlock) -> None:
         del self._kept[kept.key], self._of_block[kept.block]
         self._drop_features(kept)
 

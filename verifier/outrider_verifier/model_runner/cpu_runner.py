@@ -1,6 +1,6 @@
 """One round: batch the rows, run the target, accept, commit K/V, project features.
 
-`RoundEngine` computes with the host's help at every step, which is right on a CPU.
+`CpuModelRunner` computes with the host's help at every step, which is right on a CPU.
 
 R rows of the batch, L rows with logits, V vocabulary, H feature width.
 """
@@ -16,23 +16,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.acceptance import Acceptance, accept
-from outrider.engine.device.brake import LargerModel
+from outrider.engine.acceptance import AcceptanceResult, accept_drafts
+from outrider.engine.device.brake import TargetDuration
 from outrider.engine.kv_cache import KVPool
-from outrider.engine.logprobs import AskedPath, PathLogprobs, logprobs_of
+from outrider.engine.logprobs import LogprobPath, PathLogprobs, path_logprobs
 from outrider.engine.swap import SwapSpace
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.exchange.shm_features import Reserve
-from outrider_verifier.model_runner.batch import Packed, PrefillRow, VerifyRow, pack
-from outrider_verifier.model_runner.interface import Decoded, Flight, RoundOutcome, RowOutcome
-from outrider_verifier.model_runner.kv_headroom import Slack
-from outrider_verifier.model_runner.swapped_sessions import Suspended
+from outrider_verifier.exchange.shm_features import ShmAllocator
+from outrider_verifier.model_runner.batch import PackedRow, PrefillRow, VerifyRow, pack_batch
+from outrider_verifier.model_runner.interface import (
+    DecodeOutput,
+    RoundHandle,
+    RowOutput,
+    RunnerOutput,
+)
+from outrider_verifier.model_runner.kv_headroom import KVHeadroom
+from outrider_verifier.model_runner.swapped_sessions import SwappedSessions
 from outrider_verifier.state.session import Session
 
 
-class Target(Protocol):
+class TargetForward(Protocol):
     """The part of `outrider.engine.target.TargetModel` that a round needs."""
 
     @property
@@ -45,7 +50,7 @@ class Target(Protocol):
         ...
 
 
-class Projection(Protocol):
+class FeatureProjector(Protocol):
     """The verifier's part of a draft head (`outrider.engine.heads.FeatureProjection`)."""
 
     fingerprint: str
@@ -58,37 +63,37 @@ class Projection(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _HostFlight:
+class _FinishedRound:
     """A round that has run and is not committed."""
 
-    outcome: RoundOutcome
-    packed: list[Packed]
+    outcome: RunnerOutput
+    packed: list[PackedRow]
     launched_at: float
 
 
-class RoundEngine:
+class CpuModelRunner:
     """Runs each round within `submit`; of sessions it holds only what was swapped out."""
 
-    run_ahead = False
-    drafts_itself = 0
-    piece_tokens = 1
-    most_prompt_tokens: int | None = None
-    usable = True
+    can_run_ahead = False
+    in_process_draft_length = 0
+    chunk_tokens = 1
+    max_prompt_tokens: int | None = None
+    is_usable = True
 
     def __init__(
         self,
-        target: Target,
-        projection: Projection | None,
+        target: TargetForward,
+        projection: FeatureProjector | None,
         *,
         max_nodes: int,
         feature_dtype: TensorDtype = TensorDtype.FLOAT32,
         device: torch.device | str = "cpu",
-        as_of: LargerModel | None = None,
+        as_of: TargetDuration | None = None,
     ) -> None:
         """`max_nodes`: of a draft. `as_of`: benchmarks only, whose rounds ours
         are to last as long as."""
-        self.slack = Slack(max_nodes)
-        self._suspended = Suspended()
+        self.slot_headroom = KVHeadroom(max_nodes)
+        self._suspended = SwappedSessions()
         self._target = target
         self._projection = projection
         self._device = torch.device(device)
@@ -97,8 +102,8 @@ class RoundEngine:
 
     @classmethod
     def build(
-        cls, config: VerifierConfig, target: Target, projection: Projection | None
-    ) -> RoundEngine:
+        cls, config: VerifierConfig, target: TargetForward, projection: FeatureProjector | None
+    ) -> CpuModelRunner:
         """The engine of a loaded target."""
         return cls(
             target,
@@ -106,7 +111,9 @@ class RoundEngine:
             max_nodes=config.max_tree_nodes,
             feature_dtype=config.feature_dtype,
             device=config.device,
-            as_of=LargerModel.asked(round_ms=config.bench_round_ms, row_us=config.bench_row_us),
+            as_of=TargetDuration.from_settings(
+                round_ms=config.bench_round_ms, row_us=config.bench_row_us
+            ),
         )
 
     @staticmethod
@@ -116,87 +123,91 @@ class RoundEngine:
         torch.get_num_threads()
 
     @staticmethod
-    def prompt_tokens_beside(rows: int, crowded: bool = False) -> int | None:
+    def prompt_token_limit(rows: int, crowded: bool = False) -> int | None:
         """No bound."""
         return None
 
     @staticmethod
-    def round_s(rows: int, *, own: bool, pieces: int = 0, featured: bool = False) -> float | None:
+    def plain_round_s(
+        rows: int, *, own: bool, chunks: int = 0, featured: bool = False
+    ) -> float | None:
         """Not measured."""
         return None
 
     @staticmethod
-    def verify_s(rows: int, nodes: int) -> float | None:
+    def verify_round_s(rows: int, nodes: int) -> float | None:
         """Not measured."""
         return None
 
     @staticmethod
-    def pin(memory: NDArray[np.uint8]) -> bool:
+    def pin_memory(memory: NDArray[np.uint8]) -> bool:
         """Features are made where a forward wants them."""
         return False
 
-    def land_in(self, reserve: Reserve) -> None:
+    def set_feature_allocator(self, reserve: ShmAllocator) -> None:
         """The same."""
 
     @staticmethod
-    def swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
+    def make_swap_space(budget_bytes: int, pool: KVPool) -> SwapSpace:
         """Room for the target's K/V."""
         return SwapSpace(budget_bytes, [pool.storage], block_tokens=pool.block_tokens)
 
-    def open(self, session: Session) -> None:
+    def open_session(self, session: Session) -> None:
         """Nothing to do."""
 
-    def close(self, session: Session) -> None:
+    def close_session(self, session: Session) -> None:
         """Forget its copy, if it was swapped out."""
-        self._suspended.drop(session)
+        self._suspended.drop_copy(session)
 
-    def grown(self, session: Session) -> None:
+    def record_new_blocks(self, session: Session) -> None:
         """Nothing to do: a forward looks at the blocks."""
 
-    def tell_grown(self) -> None:
+    def upload_new_blocks(self) -> None:
         """The same."""
 
-    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
-        """See `RoundRunner`."""
-        return self._suspended.take(session, swap)
+    def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
+        """See `ModelRunner`."""
+        return self._suspended.swap_out(session, swap)
 
-    def fetch(self, session: Session) -> bool:
-        """See `RoundRunner`."""
-        return self._suspended.fetch(session)
+    def prefetch_session(self, session: Session) -> bool:
+        """See `ModelRunner`."""
+        return self._suspended.prefetch(session)
 
-    def resume(self, session: Session) -> bool:
-        """See `RoundRunner`."""
-        return self._suspended.give(session)
+    def resume_session(self, session: Session) -> bool:
+        """See `ModelRunner`."""
+        return self._suspended.swap_in(session)
 
     @staticmethod
-    def drafted(session: Session) -> bool:
+    def has_draft_kv(session: Session) -> bool:
         """There is no head in this process."""
         return False
 
-    def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
+    def submit_round(
+        self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
+    ) -> RoundHandle:
         """Run the round."""
         return self._run(prefill, verify)
 
-    def landed(self, flight: Flight) -> bool:
+    def is_finished(self, flight: RoundHandle) -> bool:
         """Always: `submit` ran it."""
         return True
 
-    def collect(self, flight: Flight) -> RoundOutcome:
+    def collect_round(self, flight: RoundHandle) -> RunnerOutput:
         """What the round gave; commits its K/V."""
-        assert isinstance(flight, _HostFlight)
+        assert isinstance(flight, _FinishedRound)
         with torch.inference_mode():
             for row in flight.packed:
-                if not row.session.ended:
-                    row.session.kv.commit(row.kept)
+                if not row.session.is_ended:
+                    row.session.kv.commit(row.committed_rows)
         return flight.outcome
 
     @torch.inference_mode()
-    def _run(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> _HostFlight:
+    def _run(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> _FinishedRound:
         """One forward over all rows, then acceptance.
 
         On an exception nothing was committed: the caller ends the sessions.
         """
-        packed, logit_rows = pack(prefill, verify)
+        packed, logit_rows = pack_batch(prefill, verify)
         batch = self._batch(packed, logit_rows if prefill else None)
         tapped = self._projection is not None and any(p.session.keeps_features for p in packed)
         taps = self._projection.tap_layers if self._projection is not None and tapped else ()
@@ -212,28 +223,28 @@ class RoundEngine:
         features = self._features(output.taps, packed)
         projected = time.perf_counter()
         outcomes = [
-            RowOutcome((), rows)
+            RowOutput((), rows)
             if acceptance is None
-            else RowOutcome(
+            else RowOutput(
                 acceptance.tokens,
                 rows,
                 logprobs=logprobs.get(place),
-                target_only=acceptance.used_target_only_fallback,
+                is_target_only=acceptance.used_target_only_fallback,
                 invalid_output=acceptance.invalid_output,
             )
             for place, (acceptance, rows) in enumerate(zip(acceptances, features, strict=True))
         ]
-        outcome = RoundOutcome(
+        outcome = RunnerOutput(
             prefill=outcomes[: len(prefill)],
-            decoded=Decoded.of(outcomes[len(prefill) :]),
+            decoded=DecodeOutput.of_rows(outcomes[len(prefill) :]),
             rows=sum(len(row.token_ids) for row in packed),
             forward_s=forwarded - began,
             accept_s=accepted - forwarded,
             project_s=projected - accepted,
         )
-        return _HostFlight(outcome, packed, launched_at=began)
+        return _FinishedRound(outcome, packed, launched_at=began)
 
-    def _batch(self, packed: list[Packed], logit_rows: list[int] | None) -> ForwardBatch:
+    def _batch(self, packed: list[PackedRow], logit_rows: list[int] | None) -> ForwardBatch:
         token_ids = np.concatenate([row.token_ids for row in packed])
         segments = [
             Segment(
@@ -253,25 +264,29 @@ class RoundEngine:
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _accept(self, logits: torch.Tensor, packed: list[Packed]) -> list[Acceptance | None]:
+    def _accept(
+        self, logits: torch.Tensor, packed: list[PackedRow]
+    ) -> list[AcceptanceResult | None]:
         """Judge every row that has logits and note which of its rows stay."""
         judged = [row for row in packed if row.accept_row is not None]
         if not judged:
             return [None] * len(packed)
-        results = accept(logits, [row.accept_row for row in judged if row.accept_row is not None])
-        by_row: dict[int, Acceptance] = {}
+        results = accept_drafts(
+            logits, [row.accept_row for row in judged if row.accept_row is not None]
+        )
+        by_row: dict[int, AcceptanceResult] = {}
         for row, result in zip(judged, results, strict=True):
             by_row[id(row)] = result
-            if not row.kept:
-                row.kept = [0, *(1 + node for node in result.accepted_nodes)]
+            if not row.committed_rows:
+                row.committed_rows = [0, *(1 + node for node in result.accepted_nodes)]
         return [by_row.get(id(row)) for row in packed]
 
     @staticmethod
     def _logprobs(
-        logits: torch.Tensor, packed: list[Packed], acceptances: list[Acceptance | None]
+        logits: torch.Tensor, packed: list[PackedRow], acceptances: list[AcceptanceResult | None]
     ) -> dict[int, PathLogprobs]:
         """What the target thought of the tokens of rows whose sessions ask, by row."""
-        wanted: list[AskedPath] = []
+        wanted: list[LogprobPath] = []
         places: list[int] = []
         for place, (row, acceptance) in enumerate(zip(packed, acceptances, strict=True)):
             asked = row.session.spec.top_logprobs
@@ -279,32 +294,32 @@ class RoundEngine:
                 continue
             start = row.accept_row.logits_start
             path = [start, *(start + 1 + node for node in acceptance.accepted_nodes)]
-            wanted.append(AskedPath(path, acceptance.tokens, asked))
+            wanted.append(LogprobPath(path, acceptance.tokens, asked))
             places.append(place)
-        return dict(zip(places, logprobs_of(logits, wanted), strict=True))
+        return dict(zip(places, path_logprobs(logits, wanted), strict=True))
 
     def _features(
-        self, taps: torch.Tensor | None, packed: list[Packed]
+        self, taps: torch.Tensor | None, packed: list[PackedRow]
     ) -> list[NDArray[np.generic] | None]:
         """Project the tapped states of all kept rows in one call; one array a row."""
         if taps is None or self._projection is None:
             return [None] * len(packed)
         wanted = [row for row in packed if row.session.keeps_features]
-        index = [row.start + kept for row in wanted for kept in row.kept]
+        index = [row.start + kept for row in wanted for kept in row.committed_rows]
         projected = self._projection(taps[torch.tensor(index, device=self._device)])
-        array = wire_array(projected, self._feature_dtype)
+        array = to_wire_array(projected, self._feature_dtype)
         result: list[NDArray[np.generic] | None] = []
         begin = 0
         for row in packed:
             if not row.session.keeps_features:
                 result.append(None)
                 continue
-            result.append(array[begin : begin + len(row.kept)])
-            begin += len(row.kept)
+            result.append(array[begin : begin + len(row.committed_rows)])
+            begin += len(row.committed_rows)
         return result
 
 
-def wire_array(features: torch.Tensor, dtype: TensorDtype) -> NDArray[np.generic]:
+def to_wire_array(features: torch.Tensor, dtype: TensorDtype) -> NDArray[np.generic]:
     """Features in the wire's element type on the host; a view where they are that already."""
     if dtype is TensorDtype.BFLOAT16:
         bits = features.to(torch.bfloat16).contiguous().cpu().view(torch.uint16)

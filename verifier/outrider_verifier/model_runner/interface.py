@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
-from outrider_verifier.exchange.shm_features import Placed, Reserve
+from outrider_verifier.exchange.shm_features import ShmAllocator, ShmFeatures
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
-from outrider_verifier.model_runner.kv_headroom import Slack
+from outrider_verifier.model_runner.kv_headroom import KVHeadroom
 from outrider_verifier.state.session import Session
 
 
-class RowOutcome(NamedTuple):
+class RowOutput(NamedTuple):
     """What a round did for one row; its K/V is committed."""
 
     tokens: tuple[int, ...]
@@ -29,11 +29,11 @@ class RowOutcome(NamedTuple):
     features: NDArray[np.generic] | None
     """[m, H] in the wire's element type, of the positions written; None if not kept. They may lie
     in memory that a later round writes to: to be used before the next one is settled."""
-    drafted: int = 0
+    draft_nodes: int = 0
     """Nodes of this process's own draft that were verified; proposals are not counted here."""
     logprobs: PathLogprobs | None = None
     """Of the tokens, where the session asks for them."""
-    target_only: bool = False
+    is_target_only: bool = False
     """Whether the rejection rule was judged target-only because the law was missing."""
     invalid_output: bool = False
     """Whether the model gave no finite logit for the last token: that is a placeholder, and the
@@ -41,7 +41,7 @@ class RowOutcome(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Decoded:
+class DecodeOutput:
     """What n rows that decode emitted, in columns; what else is to be told of a row, apart."""
 
     counts: NDArray[np.int64]
@@ -49,50 +49,50 @@ class Decoded:
     tokens: NDArray[np.int32]
     """Of all rows in turn."""
     features: Callable[[], Sequence[NDArray[np.generic] | None]]
-    """[n]: as `RowOutcome.features`; asked for if anybody is told."""
-    outcomes: Callable[[Sequence[int]], Sequence[RowOutcome]]
+    """[n]: as `RowOutput.features`; asked for if anybody is told."""
+    row_outputs: Callable[[Sequence[int]], Sequence[RowOutput]]
     """Of the rows with these numbers, one by one."""
-    drafted: Callable[[], Sequence[int]]
-    """[n]: as `RowOutcome.drafted`."""
-    apart: Callable[[], Container[int]]
+    draft_nodes: Callable[[], Sequence[int]]
+    """[n]: as `RowOutput.draft_nodes`."""
+    special_rows: Callable[[], Container[int]]
     """The rows of which more is to be said than the columns do, features aside."""
-    placed: Placed | None = None
+    shm_features: ShmFeatures | None = None
     """The same features where their drafter reads them, if it is one for all rows."""
     invalid: NDArray[np.bool_] | None = None
-    """[n]: as `RowOutcome.invalid_output`; None if no row is. Those rows are in `apart`, too."""
+    """[n]: as `RowOutput.invalid_output`; None if no row is. Those rows are in `apart`, too."""
     block: NDArray[np.generic] | None = None
     """[n, H]: their features, if any keeps them and all emitted one token each; then `outcomes`
     have none."""
 
     @classmethod
-    def of(cls, rows: Sequence[RowOutcome]) -> Decoded:
+    def of_rows(cls, rows: Sequence[RowOutput]) -> DecodeOutput:
         """Of rows that were judged one by one."""
         invalid = np.array([row.invalid_output for row in rows], dtype=np.bool_)
         return cls(
             counts=np.array([len(row.tokens) for row in rows], dtype=np.int64),
             tokens=np.array([token for row in rows for token in row.tokens], dtype=np.int32),
             features=lambda: [row.features for row in rows],
-            outcomes=lambda numbers: [rows[number] for number in numbers],
-            drafted=lambda: [row.drafted for row in rows],
-            apart=lambda: {
+            row_outputs=lambda numbers: [rows[number] for number in numbers],
+            draft_nodes=lambda: [row.draft_nodes for row in rows],
+            special_rows=lambda: {
                 number
                 for number, row in enumerate(rows)
-                if row.target_only or row.invalid_output or row.logprobs is not None
+                if row.is_target_only or row.invalid_output or row.logprobs is not None
             },
             invalid=invalid if invalid.any() else None,
         )
 
-    def rows(self) -> Sequence[RowOutcome]:
+    def all_rows(self) -> Sequence[RowOutput]:
         """All rows one by one."""
-        return self.outcomes(range(len(self.counts)))
+        return self.row_outputs(range(len(self.counts)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RoundOutcome:
+class RunnerOutput:
     """Outcomes in the order of the rows given, and the split of the time in seconds."""
 
-    prefill: list[RowOutcome]
-    decoded: Decoded
+    prefill: list[RowOutput]
+    decoded: DecodeOutput
     rows: int
     forward_s: float
     accept_s: float
@@ -102,7 +102,7 @@ class RoundOutcome:
     """In this process's own head, as far as that can be told from the target's forward."""
 
 
-class Flight(Protocol):
+class RoundHandle(Protocol):
     """A round that was submitted; means something to the runner that made it only."""
 
     @property
@@ -111,7 +111,7 @@ class Flight(Protocol):
         ...
 
 
-class RoundRunner(Protocol):
+class ModelRunner(Protocol):
     """Runs rounds, in order: flights are collected in the order of their submission.
 
     Between `submit` and `collect` of a round the host's view of its sessions (`kv.len`, `length`)
@@ -122,50 +122,50 @@ class RoundRunner(Protocol):
     """
 
     @property
-    def run_ahead(self) -> bool:
+    def can_run_ahead(self) -> bool:
         """Whether a round may be submitted before the one with the same sessions is collected."""
         ...
 
     @property
-    def drafts_itself(self) -> int:
+    def in_process_draft_length(self) -> int:
         """Draft length of the head in this process; 0 if there is none."""
         ...
 
     @property
-    def slack(self) -> Slack:
+    def slot_headroom(self) -> KVHeadroom:
         """How far rounds may write past what is committed."""
         ...
 
     @property
-    def piece_tokens(self) -> int:
+    def chunk_tokens(self) -> int:
         """Prompt tokens of which a round takes whole numbers; 1: any number."""
         ...
 
     @property
-    def most_prompt_tokens(self) -> int | None:
+    def max_prompt_tokens(self) -> int | None:
         """Most prompt tokens of a round, pieces that are not full counted as full; None: no
         bound."""
         ...
 
-    def prompt_tokens_beside(self, rows: int, crowded: bool = False) -> int | None:
+    def prompt_token_limit(self, rows: int, crowded: bool = False) -> int | None:
         """The same for a round in which `rows` sessions decode; `crowded`: many prompts wait."""
         ...
 
-    def round_s(
-        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+    def plain_round_s(
+        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None:
         """Seconds of the device for a round in which so many sessions decode, with or without
         drafts of the head in this process, beside so many pieces of prompts; `featured`: features
         of it are kept. None: not measured."""
         ...
 
-    def verify_s(self, rows: int, nodes: int) -> float | None:
+    def verify_round_s(self, rows: int, nodes: int) -> float | None:
         """Seconds of the device for a round of so many sessions with drafts from outside, `nodes`
         each, the root included; None: not measured."""
         ...
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the device still works; asked after a failure only. False is final: nothing
         can be run in this process any more. Must not raise."""
         ...
@@ -174,50 +174,50 @@ class RoundRunner(Protocol):
         """To be called once by the thread that will run the rounds."""
         ...
 
-    def pin(self, memory: NDArray[np.uint8]) -> bool:
+    def pin_memory(self, memory: NDArray[np.uint8]) -> bool:
         """Whether features can be put into memory that a lane shares, from here on until nobody
         looks at it any more."""
         ...
 
-    def land_in(self, reserve: Reserve) -> None:
+    def set_feature_allocator(self, reserve: ShmAllocator) -> None:
         """From here on `reserve` says where to put the features of rows with one drafter."""
         ...
 
-    def swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
+    def make_swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
         """Room in host memory for the K/V of suspended sessions; `pool`: the target's."""
         ...
 
-    def open(self, session: Session) -> None:
+    def open_session(self, session: Session) -> None:
         """A session begins, without K/V: it waits like one that was suspended. Raises
         InvalidRequestError if it can never be served."""
         ...
 
-    def close(self, session: Session) -> None:
+    def close_session(self, session: Session) -> None:
         """A session that was opened is over, suspended or not; must not fail."""
         ...
 
-    def grown(self, session: Session) -> None:
+    def record_new_blocks(self, session: Session) -> None:
         """A session that is not suspended holds more K/V blocks than before; to be called before
         the submit that needs them. A round may be in flight."""
         ...
 
-    def tell_grown(self) -> None:
+    def upload_new_blocks(self) -> None:
         """Tell the device of what has grown and who has begun, behind the round in flight; else the
         next submit does so."""
         ...
 
-    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
+    def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
         """Take a session's K/V blocks and its place on the device; it takes part in rounds, and
         none with it is in flight. With `swap` what is committed is copied there if the budget has
         room. Whether that was done: else the prefix is to be run again."""
         ...
 
-    def fetch(self, session: Session) -> bool:
+    def prefetch_session(self, session: Session) -> bool:
         """Begin to bring a suspended session's copy back beside the rounds; whether `resume` would
         make none wait for it. To be called again until it is so, or not at all."""
         ...
 
-    def resume(self, session: Session) -> bool:
+    def resume_session(self, session: Session) -> bool:
         """Let a suspended session, which has reserved the blocks that it needs next, take part in
         rounds again. Whether its K/V is there, as it was; else the prefix, of which the last token
         is the root, is run like a prompt's, from 0: `tokens[:length - 1]`, or the whole prompt if
@@ -225,20 +225,22 @@ class RoundRunner(Protocol):
         place for it."""
         ...
 
-    def drafted(self, session: Session) -> bool:
+    def has_draft_kv(self, session: Session) -> bool:
         """Whether the head in this process has its K/V of all that a session, which is not
         suspended, has written."""
         ...
 
-    def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> Flight:
+    def submit_round(
+        self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
+    ) -> RoundHandle:
         """Start a round. On an exception no row of it was started."""
         ...
 
-    def landed(self, flight: Flight) -> bool:
+    def is_finished(self, flight: RoundHandle) -> bool:
         """Whether `collect` need not wait."""
         ...
 
-    def collect(self, flight: Flight) -> RoundOutcome:
+    def collect_round(self, flight: RoundHandle) -> RunnerOutput:
         """Wait for a round. On an exception nothing that matters was committed: the caller ends
         the sessions."""
         ...

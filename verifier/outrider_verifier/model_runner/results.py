@@ -14,36 +14,36 @@ from numpy.typing import NDArray
 
 from outrider.spec.digest import extend_digest
 from outrider.wire.messages import FinishReason
-from outrider_verifier.exchange.proposal_inbox import Inbox
-from outrider_verifier.exchange.verdict_builder import Told
+from outrider_verifier.exchange.proposal_inbox import ProposalInbox
+from outrider_verifier.exchange.verdict_builder import VerdictBatch
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
-from outrider_verifier.model_runner.interface import Decoded, RowOutcome
-from outrider_verifier.model_runner.rows import cut_emission
+from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
+from outrider_verifier.model_runner.rows import truncate_emission
 from outrider_verifier.state.session import Session
 
-_NOBODY: Final = Told.present([], [])
+_NOBODY: Final = VerdictBatch.of_current([], [])
 _NO_NUMBERS: Final = np.empty(0, dtype=np.int64)
 _NO_FLAGS: Final = np.empty(0, dtype=np.bool_)
 
 
 @dataclass(slots=True, eq=False)
-class Settled:
+class RowResult:
     """A row whose tokens are committed; its statistics and its event are still to come."""
 
     session: Session
-    result: RowOutcome
+    result: RowOutput
     tokens: tuple[int, ...] = ()
     reason: FinishReason | None = None
-    verified: VerifyRow | None = None
-    missed: bool = False
+    verify_row: VerifyRow | None = None
+    missed_proposal: bool = False
     """Whether a proposal was wanted and none was there."""
-    fresh: int = 0
+    new_positions: int = 0
     """Of a prompt: positions whose K/V was written for the first time."""
 
     @classmethod
-    def plain(cls, session: Session) -> Settled:
+    def of_plain(cls, session: Session) -> RowResult:
         """A row that verified nothing, as far as what it gave is of interest: one token."""
-        return cls(session, RowOutcome((session.root,), None), (session.root,))
+        return cls(session, RowOutput((session.root,), None), (session.root,))
 
     @property
     def ends(self) -> bool:
@@ -58,22 +58,22 @@ class Settled:
     @property
     def nodes(self) -> int:
         """Nodes of the draft that the row verified and no head of this process made."""
-        return 0 if self.verified is None else self.verified.nodes
+        return 0 if self.verify_row is None else self.verify_row.nodes
 
     @property
-    def stood_in(self) -> bool:
+    def used_ngram_fallback(self) -> bool:
         """Whether that draft was looked up."""
-        return self.verified is not None and self.verified.stand_in
+        return self.verify_row is not None and self.verify_row.ngram_fallback
 
     @property
-    def hit(self) -> bool:
+    def is_hit(self) -> bool:
         """Whether that draft was there before its prefix was."""
-        verified = self.verified
-        return verified is not None and verified.held is not None and verified.held.ahead
+        verified = self.verify_row
+        return verified is not None and verified.held is not None and verified.held.is_hit
 
 
 @dataclass(slots=True, eq=False)
-class Alike:
+class PlainRows:
     """Rows whose tokens are committed and that go on, with nothing from outside this process and
     nothing to be said of them but their tokens: nearly all where nobody drafts elsewhere. So they
     are accounted for in columns of n."""
@@ -83,20 +83,20 @@ class Alike:
     """[n]: tokens of each."""
     tokens: Sequence[int]
     """Of all in turn."""
-    drafted: Sequence[int]
+    draft_nodes: Sequence[int]
     """[n]: nodes of its own draft that each verified."""
     numbers: Sequence[int]
     """[n]: their places in the round."""
 
     @classmethod
-    def of(
+    def of_rows(
         cls,
         verify: Sequence[VerifyRow],
         numbers: Sequence[int],
         counts: Sequence[int],
         tokens: Sequence[int],
         drafted: Sequence[int],
-    ) -> Alike:
+    ) -> PlainRows:
         """The rows with these numbers, of a round in columns."""
         sessions = [row.session for row in verify]
         if len(numbers) == len(sessions):
@@ -114,20 +114,20 @@ class Alike:
         return len(self.sessions)
 
 
-NO_ROWS: Final = Alike([], [], [], [], [])
+NO_ROWS: Final = PlainRows([], [], [], [], [])
 
 
 @dataclass(slots=True, eq=False)
-class Committed:
+class CommittedRows:
     """The rows of a round that decoded, but for those whose sessions had ended."""
 
-    alike: Alike
-    apart: list[Settled]
+    plain: PlainRows
+    special: list[RowResult]
     """All others."""
 
 
 @dataclass(slots=True, eq=False)
-class Sheet:
+class VerdictInputs:
     """What of the sessions decides over the verdicts, written down while the device works."""
 
     sessions: list[Session]
@@ -135,11 +135,11 @@ class Sheet:
     handles: NDArray[np.int64]
     lengths: NDArray[np.int64]
     """Tokens before the round."""
-    most: NDArray[np.int64]
+    max_tokens: NDArray[np.int64]
     """Tokens of the round that are emitted at most: the budget."""
-    told: NDArray[np.bool_]
+    has_drafter: NDArray[np.bool_]
     """Whether a drafter hears of it."""
-    wishes: NDArray[np.bool_]
+    wants_draft: NDArray[np.bool_]
     """Whether a draft could help, but for the budget."""
     stop_ids: frozenset[int]
     """Of all sessions."""
@@ -147,41 +147,41 @@ class Sheet:
     """[n]: of the prefixes before the round; None if they do not cover these, of some session."""
 
     @classmethod
-    def of(cls, sessions: list[Session]) -> Sheet:
+    def of_sessions(cls, sessions: list[Session]) -> VerdictInputs:
         """The sheet of a round that is not settled."""
-        if not any(map(is_told, sessions)):
+        if not any(map(has_drafter_link, sessions)):
             return cls([], _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_FLAGS, _NO_FLAGS, frozenset())
         columns = np.array([_columns(session) for session in sessions], dtype=np.int64)
         handles, lengths, most, told, wishes = np.ascontiguousarray(columns.T)
         stop_ids = frozenset[int]().union(*{session.stop_ids for session in sessions})
         return cls(sessions, handles, lengths, most, told != 0, wishes != 0, stop_ids)
 
-    def verdicts(self, decoded: Decoded) -> Told:
+    def make_batch(self, decoded: DecodeOutput) -> VerdictBatch:
         """What the round told of those sessions that go on, and that a drafter follows."""
         if not self.sessions:
             return _NOBODY
         counts = decoded.counts
-        going = self.told & (counts < self.most)
+        going = self.has_drafter & (counts < self.max_tokens)
         if decoded.invalid is not None:
             going &= ~decoded.invalid
         if self.stop_ids and not self.stop_ids.isdisjoint(decoded.tokens.tolist()):
             going &= ~self._stopped(decoded)
-        told = Told(
+        told = VerdictBatch(
             sessions=self.sessions,
             handles=self.handles,
-            lengths=self.lengths,
+            prefix_lens=self.lengths,
             counts=counts,
             tokens=decoded.tokens,
             # The last token is the root, whose K/V the next round writes.
-            written=self.lengths + counts - 1,
-            whole=np.ones(len(counts), dtype=np.bool_),
+            written_positions=self.lengths + counts - 1,
+            is_prompt_done=np.ones(len(counts), dtype=np.bool_),
             # One token beyond the draft is emitted.
-            wanted=self.wishes & (counts + 1 < self.most),
-            features=decoded.placed or decoded.features(),
+            draft_wanted=self.wants_draft & (counts + 1 < self.max_tokens),
+            features=decoded.shm_features or decoded.features(),
         )
-        return told if going.all() else told.only(going)
+        return told if going.all() else told.select(going)
 
-    def step(self, decoded: Decoded, inbox: Inbox) -> int:
+    def advance_inbox(self, decoded: DecodeOutput, inbox: ProposalInbox) -> int:
         """Let `inbox` know of the prefixes that the round made, before anything else does; for how
         many of them there was a draft. In plain numbers, which few rows are told in sooner than in
         columns."""
@@ -193,8 +193,8 @@ class Sheet:
             self.sessions,
             self.lengths.tolist(),
             self.digests,
-            self.most.tolist(),
-            self.told.tolist(),
+            self.max_tokens.tolist(),
+            self.has_drafter.tolist(),
             decoded.counts.tolist(),
             strict=True,
         ):
@@ -202,10 +202,10 @@ class Sheet:
             end += count
             if told and count < most and session.stop_ids.isdisjoint(mine):
                 now = extend_digest(digest, mine)
-                hits += inbox.step(session.handle, now, length + count)
+                hits += inbox.advance_session(session.handle, now, length + count)
         return hits
 
-    def _stopped(self, decoded: Decoded) -> NDArray[np.bool_]:
+    def _stopped(self, decoded: DecodeOutput) -> NDArray[np.bool_]:
         """[n]: which rows hold a token at which their session stops."""
         ends = np.cumsum(decoded.counts).tolist()
         tokens = decoded.tokens.tolist()
@@ -219,23 +219,23 @@ class Sheet:
         )
 
 
-def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Committed:
+def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) -> CommittedRows:
     """Commit what stands of the rows that decoded, where sessions go on; nobody is told. `now`:
     when their roots became known."""
     going, others, end = list[int](), list[int](), 0
-    tokens, unlike = decoded.tokens.tolist(), decoded.apart()
-    counts, drafted = decoded.counts.tolist(), decoded.drafted()
+    tokens, unlike = decoded.tokens.tolist(), decoded.special_rows()
+    counts, drafted = decoded.counts.tolist(), decoded.draft_nodes()
     for number, (row, count, own) in enumerate(zip(verify, counts, drafted, strict=True)):
         session, start, end = row.session, end, end + count
-        if session.ended:
+        if session.is_ended:
             continue
         emitted = tokens[start:end]
         if (
             number in unlike
             or row.drafted
-            or own != row.own_depth
+            or own != row.in_process_depth
             or session.constraint is not None
-            or session.wishes_drafts
+            or session.wants_outside_drafts
             or count >= session.spec.max_new_tokens - session.emitted
             or not session.stop_ids.isdisjoint(emitted)
         ):
@@ -243,54 +243,56 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: Decoded, now: float) -> Co
             continue
         going.append(number)
         session.round_id += 1
-        session.append(emitted, now)
-    alike = Alike.of(verify, going, counts, tokens, drafted)
-    results = decoded.outcomes(others) if others else ()
+        session.commit_tokens(emitted, now)
+    alike = PlainRows.of_rows(verify, going, counts, tokens, drafted)
+    results = decoded.row_outputs(others) if others else ()
     apart = [
         _commit(verify[number].session, result, now, verify[number])
         for number, result in zip(others, results, strict=True)
     ]
-    return Committed(alike, apart)
+    return CommittedRows(alike, apart)
 
 
 def commit_prompts(
-    prefill: Sequence[PrefillRow], results: Sequence[RowOutcome], now: float
-) -> list[Settled]:
+    prefill: Sequence[PrefillRow], results: Sequence[RowOutput], now: float
+) -> list[RowResult]:
     """Commit the first tokens of the prompts that are complete."""
     return [
         _commit_prompt(row, result, now)
         for row, result in zip(prefill, results, strict=True)
-        if not row.session.ended
+        if not row.session.is_ended
     ]
 
 
-def _commit_prompt(row: PrefillRow, result: RowOutcome, now: float) -> Settled:
-    fresh = row.session.saw_filled(row.end, now)
+def _commit_prompt(row: PrefillRow, result: RowOutput, now: float) -> RowResult:
+    fresh = row.session.mark_prefilled(row.end, now)
     if fresh < row.num_tokens and result.features is not None:
         # What a preempted session had before is kept, and told, once.
         features = result.features[row.num_tokens - fresh :] if fresh else None
         result = result._replace(features=features)
-    settled = _commit(row.session, result, now) if row.last else Settled(row.session, result)
-    settled.fresh = fresh
+    settled = _commit(row.session, result, now) if row.last else RowResult(row.session, result)
+    settled.new_positions = fresh
     return settled
 
 
 def _commit(
-    session: Session, result: RowOutcome, now: float, row: VerifyRow | None = None
-) -> Settled:
+    session: Session, result: RowOutput, now: float, row: VerifyRow | None = None
+) -> RowResult:
     tokens, reason, missed = result.tokens, None, False
     if result.invalid_output:
-        return Settled(session, result, verified=row)
+        return RowResult(session, result, verify_row=row)
     remaining = session.spec.max_new_tokens - session.emitted
     if len(tokens) >= remaining or not session.stop_ids.isdisjoint(tokens):
-        tokens, reason = cut_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)
+        tokens, reason = truncate_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)
     if row is not None:
         # Wanted, whether or not there was anybody to make one.
-        if row.held is None and not (row.stand_in or session.own_draft or session.paused):
-            missed = session.plan.speculative and session.max_draft_depth > 0
+        if row.held is None and not (
+            row.ngram_fallback or session.in_process_draft_length or session.is_speculation_off
+        ):
+            missed = session.plan.is_speculative and session.max_draft_depth > 0
         session.round_id += 1
-    session.append(tokens, now)
-    return Settled(session, result, tokens, reason, row, missed)
+    session.commit_tokens(tokens, now)
+    return RowResult(session, result, tokens, reason, row, missed)
 
 
 def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
@@ -298,12 +300,14 @@ def _columns(session: Session) -> tuple[int, int, int, bool, bool]:
         session.handle,
         session.length,
         session.remaining,
-        is_told(session),
-        session.wishes_drafts and session.draft_limit > 0,
+        has_drafter_link(session),
+        session.wants_outside_drafts and session.draft_limit > 0,
     )
 
 
-def is_told(session: Session) -> bool:
+def has_drafter_link(session: Session) -> bool:
     """Whether a drafter hears of what the session commits; of one that has ended, and whose place
     another may have, nobody does."""
-    return session.spec.drafter_id is not None and not (session.paused or session.ended)
+    return session.spec.drafter_id is not None and not (
+        session.is_speculation_off or session.is_ended
+    )

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.draft_distribution import DraftLaw, make_law
+from outrider.spec.draft_distribution import DraftDistribution, make_distribution
 from outrider.spec.tree import DraftTree, ancestor_mask, depths, is_chain
 from outrider.wire.messages import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Draft:
+class VerifyDraft:
     """The part of a proposal that a round verifies."""
 
     tree: DraftTree
-    law: DraftLaw | None
+    distribution: DraftDistribution | None
 
     @property
     def depths(self) -> NDArray[np.int32]:
@@ -29,7 +29,9 @@ class Draft:
         return depths(self.tree.parents)
 
 
-def trim(tree: DraftTree, law: DraftLaw | None, max_depth: int) -> Draft:
+def trim_draft(
+    tree: DraftTree, distribution: DraftDistribution | None, max_depth: int
+) -> VerifyDraft:
     """Drop nodes deeper than `max_depth`.
 
     The cut looks at depths alone, never at tokens: so what remains of a sampled tree still
@@ -37,26 +39,26 @@ def trim(tree: DraftTree, law: DraftLaw | None, max_depth: int) -> Draft:
     """
     # No node is deeper than there are nodes.
     if len(tree.tokens) <= max_depth:
-        return Draft(tree=tree, law=law)
+        return VerifyDraft(tree=tree, distribution=distribution)
     node_depths = depths(tree.parents)
     if len(tree.tokens) == 0 or int(node_depths.max()) <= max_depth:
-        return Draft(tree=tree, law=law)
+        return VerifyDraft(tree=tree, distribution=distribution)
     kept = np.flatnonzero(node_depths <= max_depth).astype(np.int32)
     number = np.full(len(tree) + 1, -1, dtype=np.int32)
     number[kept] = np.arange(len(kept), dtype=np.int32)
     # A kept node's parent is less deep, so it is kept; ROOT (-1) reads the last entry, -1.
     parents = number[tree.parents[kept]]
     trimmed = DraftTree(tree.tokens[kept], parents, tree.logprobs[kept])
-    cut_law = None
-    if law is not None:
-        slots = {0: law.entries(0)} if len(kept) else {}
+    cut_distribution = None
+    if distribution is not None:
+        slots = {0: distribution.entries(0)} if len(kept) else {}
         slots |= {
-            new + 1: law.entries(int(old) + 1)
+            new + 1: distribution.entries(int(old) + 1)
             for new, old in enumerate(kept)
-            if node_depths[old] < max_depth and len(law.entries(int(old) + 1)[0])
+            if node_depths[old] < max_depth and len(distribution.entries(int(old) + 1)[0])
         }
-        cut_law = make_law(len(kept), slots)
-    return Draft(tree=trimmed, law=cut_law)
+        cut_distribution = make_distribution(len(kept), slots)
+    return VerifyDraft(tree=trimmed, distribution=cut_distribution)
 
 
 def tree_mask(tree: DraftTree) -> NDArray[np.bool_] | None:
@@ -70,7 +72,7 @@ def tree_mask(tree: DraftTree) -> NDArray[np.bool_] | None:
     return mask
 
 
-def cut_emission(
+def truncate_emission(
     tokens: Sequence[int], *, stop_ids: frozenset[int], remaining: int
 ) -> tuple[tuple[int, ...], FinishReason | None]:
     """Cut a round's tokens at a stop token (which is emitted) and at the token budget."""

@@ -12,41 +12,41 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.speculation.cost_table import GAIN, CostTable
-from outrider.speculation.draft_length import choose_length
-from outrider_verifier.planner.workload_stats import Known
+from outrider.speculation.cost_table import COST_EMA_WEIGHT, CostTable
+from outrider.speculation.draft_length import choose_draft_length
+from outrider_verifier.planner.workload_stats import WorkloadStats
 from outrider_verifier.state.session import NO_LIMIT
 
 REVIEW_ROUNDS: Final = 48
 """Rounds with drafts after which a kind's draft length is chosen anew."""
 
 
-class Lengths:
+class DraftLengthChooser:
     """Chooses them; engine thread only."""
 
     def __init__(self, costs: CostTable, verify_s: Callable[[int, int], float | None]) -> None:
-        """`costs`: forwards that were seen; `verify_s`: seconds of one over so many rows, of so
-        many nodes each, as measured at the start; None where it was not."""
+        """`costs`: forwards that were seen; `verify_round_s`: seconds of one over so many rows, of
+        so many nodes each, as measured at the start; None where it was not."""
         self._costs, self._verify_s = costs, verify_s
         self._host_s = 0.0
         """What rounds with drafts take outside the target's forward."""
 
-    def observe(self, host_s: float) -> None:
+    def observe_host_time(self, host_s: float) -> None:
         """A round with drafts took so many seconds outside the target's forward."""
-        self._host_s += GAIN * (max(0.0, host_s) - self._host_s)
+        self._host_s += COST_EMA_WEIGHT * (max(0.0, host_s) - self._host_s)
 
-    def review(self, known: Known, load: int, sessions: int) -> bool:
+    def review_length(self, known: WorkloadStats, load: int, sessions: int) -> bool:
         """Choose the length of a kind's chains at a load of so many sessions, if it is time to;
         whether it is another one now."""
-        if known.review < REVIEW_ROUNDS or known.kind.top_k != 1:
+        if known.rounds_since_review < REVIEW_ROUNDS or known.workload_class.top_k != 1:
             return False
-        known.review = 0
-        known.share()
-        before, longest = known.limit(load), known.kind.draft_tokens
-        length = choose_length(
-            known.acceptance.reached(longest),
+        known.rounds_since_review = 0
+        known.share_acceptance()
+        before, longest = known.draft_limit(load), known.workload_class.draft_tokens
+        length = choose_draft_length(
+            known.acceptance.acceptance_by_depth(longest),
             partial(self._forward_s, sessions),
-            extra_s=known.waits_s + self._host_s,
+            extra_s=known.mean_wait_s + self._host_s,
             present=min(before, longest),
         )
         known.limits[load] = limit = NO_LIMIT if length >= longest else length

@@ -10,50 +10,52 @@ from __future__ import annotations
 
 from typing import Final
 
-from outrider.spec.plan import FEATURE_FED
-from outrider.speculation.speculation_controller import Contest
-from outrider_verifier.planner.load_stats import Loads
-from outrider_verifier.planner.workload_stats import Known
+from outrider.spec.plan import FEATURE_METHODS
+from outrider.speculation.speculation_controller import SpeculationController
+from outrider_verifier.planner.load_stats import LoadStats
+from outrider_verifier.planner.workload_stats import WorkloadStats
 from outrider_verifier.state.session import Session
 
-LEAN_SHARE: Final = 0.04
+MIN_FEATURE_SHARE: Final = 0.04
 """Share of a plain round that features take from which on it is worth to do without."""
-GATHER_ROUNDS: Final = 64
+COLLECT_ROUNDS: Final = 64
 """Rounds for which sessions keep features after one in which speculation was due."""
 PREPARE_ROUNDS: Final = 128.0
 """Plain rounds with features before sessions that have them are enough: an answer's."""
 
 
-def pays(loads: Loads) -> bool:
+def is_worthwhile(loads: LoadStats) -> bool:
     """Whether to do without features is worth it at this load."""
-    return loads.features_share >= LEAN_SHARE
+    return loads.feature_cost_share >= MIN_FEATURE_SHARE
 
 
-def ready_s(known: Known, loads: Loads) -> float:
+def preparation_s(known: WorkloadStats, loads: LoadStats) -> float:
     """Seconds that it costs to have sessions keep features until they can be drafted for."""
-    needed = known.kind.method in FEATURE_FED and pays(loads)
-    return PREPARE_ROUNDS * loads.features_share * loads.plain_s if needed else 0.0
+    needed = known.workload_class.method in FEATURE_METHODS and is_worthwhile(loads)
+    return PREPARE_ROUNDS * loads.feature_cost_share * loads.plain_round_s if needed else 0.0
 
 
-def lets_go(known: Known, contest: Contest, loads: Loads) -> bool:
+def should_drop_features(
+    known: WorkloadStats, controller: SpeculationController, loads: LoadStats
+) -> bool:
     """Whether sessions of a kind keep no features from now on; `contest`: that of the load. For
     good, so it takes a load at which plain decoding was seen to be faster, and that has lasted,
     unless the same was seen at the load before: sessions that come and go lead from one to the
     other and back, and one that keeps features makes the rounds of all longer."""
-    if known.kind.method not in FEATURE_FED or not contest.holds_plain:
+    if known.workload_class.method not in FEATURE_METHODS or not controller.is_plain_in_force:
         return False
-    if not loads.steady:
-        before = known.contests.get(loads.before)
-        if before is None or not before.holds_plain:
+    if not loads.is_steady:
+        before = known.controllers.get(loads.before)
+        if before is None or not before.is_plain_in_force:
             return False
-    return pays(loads) and loads.rounds >= known.gathers_until
+    return is_worthwhile(loads) and loads.rounds >= known.collect_features_until
 
 
-def gather(known: Known, loads: Loads) -> None:
+def collect_features(known: WorkloadStats, loads: LoadStats) -> None:
     """Speculation is due: sessions gather that can be tried, at whatever load until then."""
-    known.gathers_until = loads.rounds + GATHER_ROUNDS
+    known.collect_features_until = loads.rounds + COLLECT_ROUNDS
 
 
-def never_drafts(session: Session) -> bool:
+def can_never_draft(session: Session) -> bool:
     """Whether it was let go, and has a plan that needs what it had."""
-    return session.lean and session.plan.method in FEATURE_FED
+    return session.has_dropped_features and session.plan.method in FEATURE_METHODS

@@ -7,31 +7,35 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outrider.spec.decoding_mode import Mode
-from outrider.speculation.in_process_controller import OwnDrafts
-from outrider_verifier.model_runner.results import Alike, Settled
-from outrider_verifier.planner.load_stats import Loads, Ran, beside
-from outrider_verifier.planner.workload_stats import Kind, Pace
+from outrider.speculation.in_process_controller import InProcessDraftController
+from outrider_verifier.model_runner.results import PlainRows, RowResult
+from outrider_verifier.planner.load_stats import LoadStats, RoundSample, prefill_weight
+from outrider_verifier.planner.workload_stats import SpeculationState, WorkloadClass
 
 MAX_KINDS: Final = 256
 """Kinds that are remembered; the oldest one without sessions is forgotten."""
 
 
-OwnRow = tuple[Pace | None, int]
+InProcessRow = tuple[SpeculationState | None, int]
 """A row that verified an own draft: what the planner keeps of its session, tokens emitted."""
 
 
-def own_rows(apart: Sequence[Settled], alike: Alike) -> list[OwnRow]:
+def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> list[InProcessRow]:
     """Those of a round's rows that verified own drafts, and nothing else."""
     own = [
-        (row.session.pace, len(row.tokens)) for row in apart if row.result.drafted and not row.nodes
+        (row.session.speculation_state, len(row.tokens))
+        for row in apart
+        if row.result.draft_nodes and not row.nodes
     ]
-    if any(alike.drafted):
-        columns = zip(alike.sessions, alike.counts, alike.drafted, strict=True)
-        own += [(session.pace, count) for session, count, drafted in columns if drafted]
+    if any(alike.draft_nodes):
+        columns = zip(alike.sessions, alike.counts, alike.draft_nodes, strict=True)
+        own += [
+            (session.speculation_state, count) for session, count, drafted in columns if drafted
+        ]
     return own
 
 
-class OwnVerdicts:
+class InProcessDraftPlanner:
     """What is known of own drafts, by kind of session, and what follows for those of now.
 
     Kinds are judged apart while they come alone: greedy sessions need not suffer for what hot ones
@@ -39,13 +43,13 @@ class OwnVerdicts:
     to decode plainly, all do.
     """
 
-    def __init__(self, loads: Loads) -> None:
+    def __init__(self, loads: LoadStats) -> None:
         self._loads = loads
-        self._drafts: dict[Kind | None, OwnDrafts] = {}
+        self._drafts: dict[WorkloadClass | None, InProcessDraftController] = {}
         """None: of rounds with sessions of several kinds."""
-        self._sessions: Counter[Kind] = Counter()
+        self._sessions: Counter[WorkloadClass] = Counter()
 
-    def follow(self, kind: Kind) -> None:
+    def add_session(self, kind: WorkloadClass) -> None:
         """A session of this kind begins."""
         self._sessions[kind] += 1
         if kind in self._drafts:
@@ -53,15 +57,15 @@ class OwnVerdicts:
         idle = [old for old in self._drafts if old is not None and old not in self._sessions]
         if len(self._drafts) >= MAX_KINDS and idle:
             del self._drafts[idle[0]]
-        self._drafts[kind] = OwnDrafts()
+        self._drafts[kind] = InProcessDraftController()
 
-    def leave(self, kind: Kind) -> None:
+    def remove_session(self, kind: WorkloadClass) -> None:
         """A session that was followed is over."""
         self._sessions[kind] -= 1
         if self._sessions[kind] <= 0:
             del self._sessions[kind]
 
-    def plain(self, now: float) -> bool:
+    def is_plain(self, now: float) -> bool:
         """Whether the sessions that are being followed are to decode plainly.
 
         For good, so a load has to last before it decides. At a lower one many sessions may have
@@ -70,35 +74,41 @@ class OwnVerdicts:
         where drafts win.
         """
         loads = self._loads
-        load = loads.load if loads.settled else loads.peak
+        load = loads.load if loads.is_settled else loads.peak
         return any(
-            own.mode(load, now) is Mode.PLAIN and (loads.settled or not own.above(load, now))
+            own.choose_mode(load, now) is Mode.PLAIN
+            and (loads.is_settled or not own.is_active_above(load, now))
             for _, own in self._concerned()
         )
 
-    def observe(self, rows: Sequence[OwnRow], ran: Ran, now: float) -> None:
+    def observe_rows(self, rows: Sequence[InProcessRow], ran: RoundSample, now: float) -> None:
         """`rows` verified own drafts in a round."""
-        loads, count, pieces = self._loads, len(rows), ran.pieces
+        loads, count, chunks = self._loads, len(rows), ran.chunks
         alone = count == ran.rows
         # Where others have no drafts, too, it is asked what all would get if they had.
         judged = count if alone else max(count, loads.sessions)
         plain_s, own_s = loads.times(judged, own=False), loads.times(judged, own=True)
         if not plain_s or not own_s:
             return
-        took_s, host_s = loads.times(count, own=True, pieces=pieces), None
-        if alone and took_s and loads.tells(count):
-            host_s = ran.seconds - loads.opening_s(ran) - took_s
+        took_s, host_s = loads.times(count, own=True, chunks=chunks), None
+        if alone and took_s and loads.is_representative(count):
+            host_s = ran.seconds - loads.session_open_s(ran) - took_s
         # There are few, and a name is told apart faster than a kind.
-        known = {id(pace.known): pace.known for pace, _ in rows if pace is not None}
-        kinds = {each.kind for each in known.values()}
-        drafts = self._drafts.setdefault(kinds.pop() if len(kinds) == 1 else None, OwnDrafts())
+        known = {id(pace.workload): pace.workload for pace, _ in rows if pace is not None}
+        workload_classes = {each.workload_class for each in known.values()}
+        drafts = self._drafts.setdefault(
+            workload_classes.pop() if len(workload_classes) == 1 else None,
+            InProcessDraftController(),
+        )
         emitted = [tokens for _, tokens in rows]
         squares = sum([n * n for n in emitted])
-        weight = beside(pieces)
-        drafts.observe(count, sum(emitted), squares, load=loads.load, host_s=host_s, weight=weight)
-        nodes = max([each.kind.draft_tokens for each in known.values()], default=1)
-        seen_s, seen_error = loads.seen_plain(judged)
-        drafts.judge(
+        weight = prefill_weight(chunks)
+        drafts.observe_round(
+            count, sum(emitted), squares, load=loads.load, host_s=host_s, weight=weight
+        )
+        nodes = max([each.workload_class.draft_tokens for each in known.values()], default=1)
+        seen_s, seen_error = loads.measured_plain_round(judged)
+        drafts.evaluate(
             loads.load,
             plain_s,
             own_s,
@@ -106,16 +116,16 @@ class OwnVerdicts:
             nodes=nodes,
             seen_s=seen_s,
             seen_error=seen_error,
-            lasting=loads.settled,
+            lasting=loads.is_settled,
         )
 
     def summaries(self, now: float) -> Iterator[tuple[str, Mode, float]]:
         """Of each kind being served: its name, what it is to do, and what drafts gain."""
         for kind, own in self._concerned():
             name = "own drafts of several kinds" if kind is None else f"own drafts, {kind}"
-            yield name, own.mode(self._loads.load, now), own.gain
+            yield name, own.choose_mode(self._loads.load, now), own.gain
 
-    def _concerned(self) -> Iterator[tuple[Kind | None, OwnDrafts]]:
+    def _concerned(self) -> Iterator[tuple[WorkloadClass | None, InProcessDraftController]]:
         """The verdicts that concern the sessions of now."""
         for kind, own in list(self._drafts.items()):
             if kind in self._sessions or (kind is None and len(self._sessions) > 1):

@@ -10,35 +10,37 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from outrider.speculation.speculation_controller import Contest
-from outrider_verifier.planner.load_stats import Loads
-from outrider_verifier.planner.workload_stats import Known
+from outrider.speculation.speculation_controller import SpeculationController
+from outrider_verifier.planner.load_stats import LoadStats
+from outrider_verifier.planner.workload_stats import WorkloadStats
 from outrider_verifier.state.session import Session
 
-BURST: Final = 2
+BURST_DOUBLINGS: Final = 2
 """Doublings that make many sessions that come a burst: more are likely to."""
-LEAST_LEFT: Final = 32
+MIN_TOKENS_LEFT: Final = 32
 """Tokens that a paused session may yet emit without which it does not resume: its drafter has to
 read what it missed, and the first rounds are out of step."""
 
 
-def hold(known: Known, contest: Contest, loads: Loads) -> None:
+def should_hold(known: WorkloadStats, controller: SpeculationController, loads: LoadStats) -> None:
     """Say of a kind whether its sessions wait until the load has lasted; `contest`: that of the
     load."""
-    waits = not (loads.settled or contest.trying)
-    known.held = waits and plain_within(known, loads.load, loads.peak)
-    bursts = waits and loads.risen >= BURST
-    known.spares = not contest.trying
-    known.begins_plainly = known.held or (bursts and plain_within(known, loads.load, math.inf))
+    waits = not (loads.is_settled or controller.is_probing)
+    known.is_held = waits and was_plain_faster(known, loads.load, loads.peak)
+    bursts = waits and loads.load_jump >= BURST_DOUBLINGS
+    known.excludes_finishing_sessions = not controller.is_probing
+    known.begins_plainly = known.is_held or (
+        bursts and was_plain_faster(known, loads.load, math.inf)
+    )
 
 
-def stays(known: Known, session: Session) -> bool:
+def stays_off(known: WorkloadStats, session: Session) -> bool:
     """Whether a session that is paused stays so whatever is in force."""
-    few_left = known.spares and session.remaining < LEAST_LEFT
-    return session.paused and (known.held or few_left)
+    few_left = known.excludes_finishing_sessions and session.remaining < MIN_TOKENS_LEFT
+    return session.is_speculation_off and (known.is_held or few_left)
 
 
-def plain_within(known: Known, above: int, most: float) -> bool:
+def was_plain_faster(known: WorkloadStats, above: int, most: float) -> bool:
     """Whether plain decoding was found to be faster at a load above one, and up to another."""
-    contests = known.contests.items()
-    return any(above < load <= most and contest.found_plain for load, contest in contests)
+    controllers = known.controllers.items()
+    return any(above < load <= most and contest.is_plain_faster for load, contest in controllers)

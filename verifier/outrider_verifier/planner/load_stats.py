@@ -9,79 +9,79 @@ import math
 from typing import Final, NamedTuple, Protocol
 
 from outrider.speculation.cost_table import CostTable
-from outrider.speculation.measurements import RoundTimes
-from outrider_verifier.planner.openings import Openings
+from outrider.speculation.measurements import RoundTimeWindow
+from outrider_verifier.planner.openings import SessionOpenCost
 
-STEADY: Final = 0.6
+STEADY_DOUBLINGS: Final = 0.6
 """Doublings by which the sessions may differ from a load before there is another: a session that
 ends and the one that follows it change nothing."""
-MOST_ADDED: Final = 0.9
+MAX_PREFILL_SHARE: Final = 0.9
 """Share of a round's time that prompts may have added by the device's times."""
-FULL: Final = 0.75
+MIN_BATCH_SHARE: Final = 0.75
 """Share of the sessions without which a round tells nothing of the load."""
-LASTING: Final = 16
+LOWER_LOAD_ROUNDS: Final = 16
 """Rounds that fewer sessions must last for the load to be a lower one: of a wave that ends, many
 are about to be followed by others."""
-RISING: Final = 8
+RISE_ROUNDS: Final = 8
 """Rounds from one rise to the next that make them one."""
-AT_ONCE: Final = 1.5
+IMMEDIATE_DOUBLINGS: Final = 1.5
 """Doublings of difference that need not last."""
-PLAIN_WINDOW: Final = 48
+PLAIN_WINDOW_ROUNDS: Final = 48
 """Plain rounds that tell what one takes: a few that were held up, in a row, tell nothing."""
-ASKED_ROUNDS: Final = 4
+REFRESH_ROUNDS: Final = 4
 """Rounds for which what a plain one takes is not worked out anew."""
-LEAST_SEEN: Final = 4.0
+MIN_PLAIN_ROUNDS: Final = 4.0
 """How many of them are needed where anything else tells it."""
-KEEPING_S: Final = 50e-6
-KEEPING_ROW_S: Final = 1e-6
+FEATURE_COST_S: Final = 50e-6
+FEATURE_ROW_COST_S: Final = 1e-6
 """What keeping features takes the host, and of it each session (`bench host --plain`, one core of
 an H200's host: 114 us of 475 with 64 sessions)."""
-BESIDE_PROMPTS: Final = 0.25
+PREFILL_ROUND_WEIGHT: Final = 0.25
 """What one with prompts counts: what these added is known no better than that."""
 
 
-def beside(pieces: int) -> float:
+def prefill_weight(chunks: int) -> float:
     """What a round with so many pieces of prompts counts."""
-    return BESIDE_PROMPTS if pieces else 1.0
+    return PREFILL_ROUND_WEIGHT if chunks else 1.0
 
 
-class Times(Protocol):
+class RoundCostModel(Protocol):
     """What the device was measured to take for a round in which so many sessions decode, with or
     without own drafts, beside so many pieces of prompts; None: not known."""
 
     def __call__(
-        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None: ...
 
 
-class Ran(NamedTuple):
+class RoundSample(NamedTuple):
     """A round that ended."""
 
     rows: int
     """Sessions that decoded in it."""
     nodes: int
     """Draft nodes from outside that were verified."""
-    pieces: int
+    chunks: int
     """Of prompts."""
     seconds: float
     prompts: int = 0
     """So many that these are of."""
-    own: bool = False
+    has_in_process_drafts: bool = False
     """Whether drafts of the head in this process were verified."""
-    featured: bool = False
+    keeps_features: bool = False
     """Whether features of it were kept."""
 
 
-class Loads:
+class LoadStats:
     """The load of now, and what was seen of plain rounds at each."""
 
-    def __init__(self, times: Times, costs: CostTable, *, piece_tokens: int = 1) -> None:
-        """`piece_tokens`: prompt tokens of a piece, as `times` counts them."""
+    def __init__(self, times: RoundCostModel, costs: CostTable, *, chunk_tokens: int = 1) -> None:
+        """`chunk_tokens`: prompt tokens of a piece, as `times` counts them."""
         self.times = times
         self._costs = costs
-        self._openings = Openings()
-        self._piece_tokens = piece_tokens
-        self._plain: dict[int, RoundTimes] = {}
+        self._openings = SessionOpenCost()
+        self._chunk_tokens = chunk_tokens
+        self._plain: dict[int, RoundTimeWindow] = {}
         """What plain rounds took without features, by load, in what the device was measured to
         take for their rows; in seconds where it was not."""
         self.rounds = 0
@@ -91,7 +91,7 @@ class Loads:
         """What `_find_ratio` found when it was last asked, and when."""
         self._share_asked = (0, -1)
         self._share = 0.0
-        """The same of `features_share`."""
+        """The same of `feature_cost_share`."""
         self._fewer_since: int | None = None
         """The round since which there have been too few sessions for the load; None: there are
         not."""
@@ -115,83 +115,83 @@ class Loads:
         """So many sessions are being served; whether the load is another one now."""
         self.sessions = max(1, sessions)
         above = math.log2(self.sessions) - self.load
-        if above >= -STEADY:
+        if above >= -STEADY_DOUBLINGS:
             self._fewer_since = None
-        if abs(above) <= STEADY or not (above > 0.0 or self._lasts(above)):
+        if abs(above) <= STEADY_DOUBLINGS or not (above > 0.0 or self._lasts(above)):
             return False
         before, self.load, self._fewer_since = self.load, round(self.load + above), None
         if self.load == before:
             return False
         self.before = before
-        if self.rounds - self._changed_at > RISING:
+        if self.rounds - self._changed_at > RISE_ROUNDS:
             self._base = before
         self._base = min(self._base, self.load)
-        self.peak = max(before if self.settled else self.peak, self.load)
+        self.peak = max(before if self.is_settled else self.peak, self.load)
         self._changed_at = self.rounds
         return True
 
-    def rest(self, sessions: int) -> None:
+    def reset_after_idle(self, sessions: int) -> None:
         """Nothing ran for a while, and now there are so many sessions: what was before is over."""
         self.sessions = max(1, sessions)
         self.load = self.peak = self.before = self._base = round(math.log2(self.sessions))
-        self._changed_at, self._fewer_since = self.rounds - LASTING - self.sessions, None
+        self._changed_at, self._fewer_since = self.rounds - LOWER_LOAD_ROUNDS - self.sessions, None
 
     @property
-    def risen(self) -> int:
+    def load_jump(self) -> int:
         """Doublings by which the load has risen at once, or nearly so, when it last did."""
         return self.load - self._base
 
     @property
-    def steady(self) -> bool:
+    def is_steady(self) -> bool:
         """Whether the load has been what it is for a while."""
-        return self.rounds - self._changed_at >= LASTING
+        return self.rounds - self._changed_at >= LOWER_LOAD_ROUNDS
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """The same for longer, a round for each session: sessions that come back to drafts cost
         their drafter that much, so there must be something to gain by it."""
-        return self.rounds - self._changed_at >= LASTING + self.sessions
+        return self.rounds - self._changed_at >= LOWER_LOAD_ROUNDS + self.sessions
 
     def _lasts(self, above: float) -> bool:
         """Whether there have been fewer sessions for long enough; `above`: negative doublings."""
         if self._fewer_since is None:
             self._fewer_since = self.rounds
-        return above <= -AT_ONCE or self.rounds - self._fewer_since >= LASTING
+        return above <= -IMMEDIATE_DOUBLINGS or self.rounds - self._fewer_since >= LOWER_LOAD_ROUNDS
 
     @property
-    def plain_s(self) -> float:
+    def plain_round_s(self) -> float:
         """A plain round of the present sessions, of which no features are kept: as seen at this
         load, or else by the device's times and what the host added to them at the nearest load;
         nan: nothing tells."""
         device_s = self.times(self.sessions, own=False)
-        asked = self.load, self.rounds // ASKED_ROUNDS
+        asked = self.load, self.rounds // REFRESH_ROUNDS
         if asked != self._asked or math.isnan(self._ratio):
             self._asked, self._ratio = asked, self._find_ratio(device_s is not None)
         return self._ratio * (device_s or 1.0)
 
-    def seen_plain(self, rows: int) -> tuple[float | None, float]:
+    def measured_plain_round(self, rows: int) -> tuple[float | None, float]:
         """A plain round of so many sessions, as such rounds were seen at this load, and the
         standard error of that as a share of it; None: they were not, or too few."""
         seen = self._plain.get(self.load)
-        if seen is None or seen.rounds < LEAST_SEEN:
+        if seen is None or seen.rounds < MIN_PLAIN_ROUNDS:
             return None, math.inf
         return seen.mean_s * (self.times(rows, own=False) or 1.0), seen.error
 
     def _find_ratio(self, timed: bool) -> float:
         """What plain rounds take in the device's times, or in seconds where it has none."""
         seen = self._plain.get(self.load)
-        if seen is not None and (seen.rounds >= LEAST_SEEN or not timed):
+        if seen is not None and (seen.rounds >= MIN_PLAIN_ROUNDS or not timed):
             return seen.mean_s
         if not timed:
             return math.nan
-        known = [load for load, found in self._plain.items() if found.rounds >= LEAST_SEEN]
+        known = [load for load, found in self._plain.items() if found.rounds >= MIN_PLAIN_ROUNDS]
         if not known:
             return 1.0
         near = min(known, key=lambda load: abs(load - self.load))
         return max(1.0, self._plain[near].mean_s)
 
     @property
-    def features_s(self) -> float:
+    def feature_cost_s(self) -> float:
         """What keeping features adds to a plain round: on the device by its times, on the host as
         it was measured elsewhere; rounds that were seen, of different moments, differ by more. 0
         where the device's times are not known."""
@@ -199,75 +199,81 @@ class Loads:
         with_s = self.times(self.sessions, own=False, featured=True)
         if not bare_s or not with_s:
             return 0.0
-        return max(0.0, with_s - bare_s) + KEEPING_S + KEEPING_ROW_S * self.sessions
+        return max(0.0, with_s - bare_s) + FEATURE_COST_S + FEATURE_ROW_COST_S * self.sessions
 
     @property
-    def features_share(self) -> float:
+    def feature_cost_share(self) -> float:
         """The same as a share of a plain round without."""
-        asked = self.sessions, self.rounds // ASKED_ROUNDS
+        asked = self.sessions, self.rounds // REFRESH_ROUNDS
         if asked != self._share_asked:
             # Known only where the device's times are, and so is a plain round.
-            features_s = self.features_s
+            features_s = self.feature_cost_s
             self._share_asked = asked
-            self._share = features_s / self.plain_s if features_s else 0.0
+            self._share = features_s / self.plain_round_s if features_s else 0.0
         return self._share
 
-    def stretch(self, *, featured: bool) -> float:
+    def slowdown(self, *, featured: bool) -> float:
         """How many times as long plain rounds last whose features are kept, if they are."""
-        return 1.0 + self.features_share if featured else 1.0
+        return 1.0 + self.feature_cost_share if featured else 1.0
 
     @property
     def round_s(self) -> float:
         """The same where something must be known: by forwards of other shapes; 0: unknown."""
-        plain_s = self.plain_s
+        plain_s = self.plain_round_s
         if math.isnan(plain_s):
             plain_s = self._costs.estimate(self.sessions, 0)
         return 0.0 if math.isnan(plain_s) else plain_s
 
-    def observe(self, ran: Ran) -> None:
+    def observe_round(self, ran: RoundSample) -> None:
         """A round ended. What prompts added to it is left out, by the device's times or else by
         their share of its tokens."""
-        device_s = self.times(ran.rows, own=ran.own, pieces=ran.pieces) if ran.rows else None
-        if device_s and not ran.nodes and self.tells(ran.rows):
-            self._openings.observe(ran.prompts, ran.seconds - device_s, own=ran.own)
+        device_s = (
+            self.times(ran.rows, own=ran.has_in_process_drafts, chunks=ran.chunks)
+            if ran.rows
+            else None
+        )
+        if device_s and not ran.nodes and self.is_representative(ran.rows):
+            self._openings.observe_round(
+                ran.prompts, ran.seconds - device_s, own=ran.has_in_process_drafts
+            )
         added_s = self._added_s(ran)
         self.prompts_s += added_s
         self.rounds += 1
         if not ran.rows:
             self.alone_s += ran.seconds
-        elif not ran.nodes and not ran.own and self.tells(ran.rows):
+        elif not ran.nodes and not ran.has_in_process_drafts and self.is_representative(ran.rows):
             self._observe_plain(ran, ran.seconds - added_s)
 
-    def _observe_plain(self, ran: Ran, seconds: float) -> None:
+    def _observe_plain(self, ran: RoundSample, seconds: float) -> None:
         device_s = self.times(ran.rows, own=False)
-        seconds /= self.stretch(featured=ran.featured)
+        seconds /= self.slowdown(featured=ran.keeps_features)
         seen = self._plain.get(self.load)
         if seen is None:
-            seen = self._plain[self.load] = RoundTimes(PLAIN_WINDOW)
-        seen.observe(seconds / (device_s or 1.0), beside(ran.pieces))
+            seen = self._plain[self.load] = RoundTimeWindow(PLAIN_WINDOW_ROUNDS)
+        seen.observe_round(seconds / (device_s or 1.0), prefill_weight(ran.chunks))
 
-    def tells(self, rows: int) -> bool:
+    def is_representative(self, rows: int) -> bool:
         """Whether a round in which so many sessions decode tells what one takes at this load."""
-        return rows >= FULL * self.sessions
+        return rows >= MIN_BATCH_SHARE * self.sessions
 
-    def opening_s(self, ran: Ran) -> float:
+    def session_open_s(self, ran: RoundSample) -> float:
         """What opening sessions added to a round."""
-        return min(self._openings.each_s * ran.prompts, MOST_ADDED * ran.seconds)
+        return min(self._openings.each_s * ran.prompts, MAX_PREFILL_SHARE * ran.seconds)
 
-    def _added_s(self, ran: Ran) -> float:
-        if not ran.pieces:
+    def _added_s(self, ran: RoundSample) -> float:
+        if not ran.chunks:
             return 0.0
-        added_s = self._device_added_s(ran) + self.opening_s(ran)
-        return min(added_s, MOST_ADDED * ran.seconds)
+        added_s = self._device_added_s(ran) + self.session_open_s(ran)
+        return min(added_s, MAX_PREFILL_SHARE * ran.seconds)
 
-    def _device_added_s(self, ran: Ran) -> float:
+    def _device_added_s(self, ran: RoundSample) -> float:
         # Alone they are charged as they would be beside the sessions: a round of their own, which
         # others may have to wait for, is what speculation costs.
         beside = ran.rows or self.sessions
-        with_s = self.times(beside, own=ran.own, pieces=ran.pieces)
+        with_s = self.times(beside, own=ran.has_in_process_drafts, chunks=ran.chunks)
         # Rounds with prompts make features whether or not they are kept.
-        without_s = self.times(beside, own=ran.own, featured=ran.featured)
+        without_s = self.times(beside, own=ran.has_in_process_drafts, featured=ran.keeps_features)
         if with_s and without_s:
             return max(0.0, with_s - without_s)
-        prompts = ran.pieces * self._piece_tokens
+        prompts = ran.chunks * self._chunk_tokens
         return ran.seconds * prompts / (prompts + beside + ran.nodes)

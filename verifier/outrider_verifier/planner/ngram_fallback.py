@@ -15,80 +15,88 @@ import numpy as np
 
 from outrider.spec.tree import DraftTree
 from outrider.speculation.cost_table import CostTable
-from outrider_verifier.model_runner.results import Settled
-from outrider_verifier.model_runner.rows import Draft
-from outrider_verifier.state.ngram_index import StandIn
+from outrider_verifier.model_runner.results import RowResult
+from outrider_verifier.model_runner.rows import VerifyDraft
+from outrider_verifier.state.ngram_index import NgramFallbackState
 from outrider_verifier.state.session import Session
 
-GAIN: Final = 1.0 / 8.0
+DRAFTER_GAIN: Final = 1.0 / 8.0
 """What a new round of the drafter weighs against all before it."""
 MARGIN: Final = 1.1
 """A lookup must be expected to emit so many times what the drafter's rounds do."""
-LEAST_REACHED: Final = 0.25
+MIN_ACCEPTANCE: Final = 0.25
 """Where costs are not known: a token that stands less often is not worth a row."""
 
 
-class StandIns:
+class NgramFallback:
     """Makes them; engine thread only."""
 
     def __init__(self, costs: CostTable, *, enabled: bool) -> None:
         """`costs`: forwards by the shape of their round."""
         self._costs, self._enabled = costs, enabled
 
-    def follow(self, session: Session) -> None:
+    def add_session(self, session: Session) -> None:
         """A session begins, or its plan has changed."""
-        able = self._enabled and session.plan.speculative and not session.own_draft
+        able = self._enabled and session.plan.is_speculative and not session.in_process_draft_length
         # Of what a lookup finds a grammar may allow nothing.
         if not able or session.constraint is not None:
-            session.stand_in = None
-        elif session.stand_in is None:
-            session.stand_in = StandIn()
+            session.ngram_fallback = None
+        elif session.ngram_fallback is None:
+            session.ngram_fallback = NgramFallbackState()
 
-    def better(self, session: Session, room: int) -> Draft | None:
+    def propose_better(self, session: Session, block_manager: int) -> VerifyDraft | None:
         """A draft of up to `room` nodes for the session's prefix that is expected to emit more than
         its drafter's."""
-        stand_in = session.stand_in
-        if stand_in is None or not session.outdone:
+        ngram_fallback = session.ngram_fallback
+        if ngram_fallback is None or not session.prefers_ngram_fallback:
             return None
-        return self._draft(session, stand_in, min(_longest(session), room))
+        return self._draft(session, ngram_fallback, min(_longest(session), block_manager))
 
-    def missed(self, session: Session, rows: int, room: int) -> Draft | None:
+    def propose_for_miss(
+        self, session: Session, rows: int, block_manager: int
+    ) -> VerifyDraft | None:
         """A draft for a row that goes without its drafter's, in a round of `rows` rows with room
         for so many nodes; None: none is found, or plain decoding is faster."""
-        stand_in = session.stand_in
-        if stand_in is None:
+        ngram_fallback = session.ngram_fallback
+        if ngram_fallback is None:
             return None
-        longest = min(_longest(session), room)
-        return self._draft(session, stand_in, self._length(stand_in, rows, longest))
+        longest = min(_longest(session), block_manager)
+        return self._draft(session, ngram_fallback, self._length(ngram_fallback, rows, longest))
 
-    def observe(self, rows: Iterable[Settled]) -> None:
+    def observe_rows(self, rows: Iterable[RowResult]) -> None:
         """Learn from a round that is settled; while the next one runs, if there can be one."""
         for row in rows:
             session = row.session
-            stand_in, verified = session.stand_in, row.verified
-            if stand_in is None or session.paused or session.ended:
+            ngram_fallback, verified = session.ngram_fallback, row.verify_row
+            if ngram_fallback is None or session.is_speculation_off or session.is_ended:
                 continue
-            stand_in.lookup.follow(session.tokens, session.length)
-            if verified is not None and verified.nodes and not verified.stand_in:
-                known = stand_in.drafters
+            ngram_fallback.lookup.update(session.tokens, session.length)
+            if verified is not None and verified.nodes and not verified.ngram_fallback:
+                known = ngram_fallback.drafters
                 count = float(len(row.tokens))
-                stand_in.drafters = count if known is None else known + GAIN * (count - known)
-            stand_in.better = _outdoes(session, stand_in)
+                ngram_fallback.drafters = (
+                    count if known is None else known + DRAFTER_GAIN * (count - known)
+                )
+            ngram_fallback.better = _outdoes(session, ngram_fallback)
 
-    def _draft(self, session: Session, stand_in: StandIn, most: int) -> Draft | None:
-        found = stand_in.lookup.draft(session.tokens, session.length, most)
-        return None if found is None else Draft(tree=DraftTree.chain(found), law=None)
+    def _draft(
+        self, session: Session, ngram_fallback: NgramFallbackState, most: int
+    ) -> VerifyDraft | None:
+        found = ngram_fallback.lookup.propose(session.tokens, session.length, most)
+        return (
+            None if found is None else VerifyDraft(tree=DraftTree.chain(found), distribution=None)
+        )
 
-    def _length(self, stand_in: StandIn, rows: int, longest: int) -> int:
+    def _length(self, ngram_fallback: NgramFallbackState, rows: int, longest: int) -> int:
         """How many tokens to verify, for the most tokens per second of the row; 0: none."""
         if longest <= 0:
             return 0
-        reached = stand_in.lookup.reached(longest)
+        reached = ngram_fallback.lookup.acceptance_by_depth(longest)
         nodes = np.arange(longest + 1, dtype=np.float64)
         # As if every row had as many: who misses a draft seldom misses it alone.
         seconds = self._costs.estimates(rows, nodes * rows)
         if not np.isfinite(seconds).all():
-            return int((reached >= LEAST_REACHED).sum())
+            return int((reached >= MIN_ACCEPTANCE).sum())
         emitted = 1.0 + np.concatenate(([0.0], np.cumsum(reached)))
         return int(np.argmax(emitted / seconds))
 
@@ -98,8 +106,10 @@ def _longest(session: Session) -> int:
     return min(session.plan.draft_tokens, session.remaining - 1)
 
 
-def _outdoes(session: Session, stand_in: StandIn) -> bool:
-    if stand_in.drafters is None:
+def _outdoes(session: Session, ngram_fallback: NgramFallbackState) -> bool:
+    if ngram_fallback.drafters is None:
         return False
-    expected = 1.0 + float(stand_in.lookup.reached(max(0, _longest(session))).sum())
-    return expected > MARGIN * stand_in.drafters
+    expected = 1.0 + float(
+        ngram_fallback.lookup.acceptance_by_depth(max(0, _longest(session))).sum()
+    )
+    return expected > MARGIN * ngram_fallback.drafters

@@ -17,23 +17,28 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from outrider.ids import DrafterId
-from outrider.spec.decoding_mode import Mode, Reason
+from outrider.spec.decoding_mode import DecodingModeReason, Mode
 from outrider.speculation.cost_table import CostTable
-from outrider.speculation.estimates import LEAST_ROUNDS, patience_s
+from outrider.speculation.estimates import MIN_WAIT_ROUNDS, proposal_timeout_s
 from outrider.wire.messages import PAUSED
 from outrider.wire.spec_stats_accumulator import REASON_FLAGS
-from outrider_verifier.model_runner.results import NO_ROWS, Alike, Settled
+from outrider_verifier.model_runner.results import NO_ROWS, PlainRows, RowResult
 from outrider_verifier.planner import feature_retention
-from outrider_verifier.planner.draft_length import Lengths
-from outrider_verifier.planner.in_process_planner import OwnVerdicts
-from outrider_verifier.planner.load_burst_hold import hold, stays
-from outrider_verifier.planner.load_stats import Loads, Times
-from outrider_verifier.planner.round_observer import Judging
-from outrider_verifier.planner.workload_registry import Kinds
-from outrider_verifier.planner.workload_stats import Kind, Known, Pace, named_gain
+from outrider_verifier.planner.draft_length import DraftLengthChooser
+from outrider_verifier.planner.in_process_planner import InProcessDraftPlanner
+from outrider_verifier.planner.load_burst_hold import should_hold, stays_off
+from outrider_verifier.planner.load_stats import LoadStats, RoundCostModel
+from outrider_verifier.planner.round_observer import RoundObserver
+from outrider_verifier.planner.workload_registry import WorkloadClasses
+from outrider_verifier.planner.workload_stats import (
+    SpeculationState,
+    WorkloadClass,
+    WorkloadStats,
+    format_gain,
+)
 from outrider_verifier.state.session import NO_LIMIT, Session
 
-PLAIN_LOOKS: Final = 4
+PLAIN_CHECK_ROUNDS: Final = 4
 """Rounds for which what is in force for sessions that decode plainly is not looked up anew, if
 nothing has changed: a small model's rounds are short, and in each of them they would ask."""
 IDLE_S: Final = 0.25
@@ -42,7 +47,7 @@ IDLE_ROUNDS: Final = 16
 comes then is not one of those who were left."""
 
 
-class Policy:
+class SpeculationPolicy:
     """Decides for all sessions of a verifier; engine thread only, `summary` by any."""
 
     def __init__(
@@ -50,36 +55,35 @@ class Policy:
         *,
         automatic: bool,
         ceiling_s: float,
-        times: Times = lambda rows, *, own, pieces=0, featured=False: None,
+        times: RoundCostModel = lambda rows, *, own, chunks=0, featured=False: None,
         verify_s: Callable[[int, int], float | None] = lambda rows, nodes: None,
-        piece_tokens: int = 1,
+        chunk_tokens: int = 1,
         shares_cores: bool = False,
     ) -> None:
-        """`automatic`: False carries plans out as they are. `ceiling_s`: see `patience_s`.
-        `verify_s`: seconds of a forward over so many rows, of so many nodes each; None where that
-        was not measured. `piece_tokens`: prompt tokens of a piece, as `times` counts them.
-        `shares_cores`: whether
-        the target computes where a drafter of this host does, so that what is drafted ahead is
-        likely to cost more than it hides."""
+        """`automatic`: False carries plans out as they are. `max_proposal_wait_s`: see
+        `proposal_timeout_s`. `verify_round_s`: seconds of a forward over so many rows, of so many
+        nodes each; None where that was not measured. `chunk_tokens`: prompt tokens of a piece, as
+        `times` counts them. `shares_cores`: whether the target computes where a drafter of this
+        host does, so that what is drafted ahead is likely to cost more than it hides."""
         self._automatic = automatic
         self._ceiling_s = ceiling_s
         self.costs = CostTable()
         """Forwards by the shape of their round."""
-        self._kinds = Kinds(automatic=automatic, begins_ahead=not shares_cores)
-        self._loads = Loads(times, self.costs, piece_tokens=piece_tokens)
-        self._own = OwnVerdicts(self._loads)
-        self._judging = Judging(
+        self._workload_classes = WorkloadClasses(automatic=automatic, begins_ahead=not shares_cores)
+        self._loads = LoadStats(times, self.costs, chunk_tokens=chunk_tokens)
+        self._own = InProcessDraftPlanner(self._loads)
+        self._judging = RoundObserver(
             self._loads,
-            self._kinds,
+            self._workload_classes,
             self._own,
-            Lengths(self.costs, verify_s),
+            DraftLengthChooser(self.costs, verify_s),
             self.costs,
             automatic=automatic,
-            piece_tokens=piece_tokens,
+            chunk_tokens=chunk_tokens,
         )
         self._round = 0
         self._looked_at = 0
-        """The round in which it was last looked around; see `PLAIN_LOOKS`."""
+        """The round in which it was last looked around; see `PLAIN_CHECK_ROUNDS`."""
         self._settled = False
         """Whether the load had lasted when the last round was planned."""
         self._round_s = 0.0
@@ -93,61 +97,67 @@ class Policy:
 
     # ---- sessions ------------------------------------------------------------------------------
 
-    def opened(self, session: Session) -> None:
+    def add_session(self, session: Session) -> None:
         """A session begins. No round has it yet, so what is in force for its kind holds for it at
         once."""
-        self._now = max(self._now, session.since)
+        self._now = max(self._now, session.root_known_at)
         self._rest(1)
-        pace = self._join(session)
-        if pace is None:
+        speculation_state = self._join(session)
+        if speculation_state is None:
             return
-        if pace.known.sessions == 1 and not pace.own:
+        if speculation_state.workload.sessions == 1 and not speculation_state.is_in_process:
             # The only one of its kind may have changed what is in force.
             self.changed = self._automatic
             return
-        session.draft_limit = self.limit(session)
-        held = self._automatic and not pace.own and self._fresh(pace.known).begins_plainly
-        if not session.paused and (held or self.pauses(session)):
-            self.turn(session, paused=True)
-        if self.lets_go(session):
-            self.let_go(session)
+        session.draft_limit = self.draft_limit(session)
+        held = (
+            self._automatic
+            and not speculation_state.is_in_process
+            and self._fresh(speculation_state.workload).begins_plainly
+        )
+        if not session.is_speculation_off and (held or self.should_pause(session)):
+            self.record_pause(session, paused=True)
+        if self.should_drop_features(session):
+            self.record_features_dropped(session)
 
-    def follow(self, session: Session) -> None:
+    def update_session(self, session: Session) -> None:
         """The plan of a session, or its drafter, has changed."""
         if self._join(session) is not None:
             self.changed = self._automatic
 
-    def _join(self, session: Session) -> Pace | None:
+    def _join(self, session: Session) -> SpeculationState | None:
         """Count a session to its kind; None: its plan has no choice."""
-        self.leave(session)
-        session.draft_limit, session.ahead = NO_LIMIT, False
-        if not session.plan.speculative:
+        self.remove_session(session)
+        session.draft_limit, session.is_look_ahead_on = NO_LIMIT, False
+        if not session.plan.is_speculative:
             return None
-        known = self._kinds.of(Kind.of(session))
+        known = self._workload_classes.get_stats(WorkloadClass.of_session(session))
         known.sessions += 1
-        own = session.own_draft > 0
-        session.pace = pace = Pace(known, own, feature_retention.never_drafts(session))
-        known.lean += pace.lean
-        if known.look is not None:
-            known.look.begins(known.sessions)
-        session.ahead = self.looks_ahead(session)
+        own = session.in_process_draft_length > 0
+        session.speculation_state = speculation_state = SpeculationState(
+            known, own, feature_retention.can_never_draft(session)
+        )
+        known.num_featureless += speculation_state.lacks_features
+        if known.look_ahead is not None:
+            known.look_ahead.begin_session(known.sessions)
+        session.is_look_ahead_on = self.should_look_ahead(session)
         if own:
-            self._own.follow(known.kind)
-            if self.pauses(session):
-                self.turn(session, paused=True)
-        elif known.sessions == 1 and known.contests:
-            self._kinds.contest(known, self._loads).begin_text()
-        return pace
+            self._own.add_session(known.workload_class)
+            if self.should_pause(session):
+                self.record_pause(session, paused=True)
+        elif known.sessions == 1 and known.controllers:
+            self._workload_classes.get_controller(known, self._loads).begin_session()
+        return speculation_state
 
-    def leave(self, session: Session) -> None:
+    def remove_session(self, session: Session) -> None:
         """A session ends, or its plan is about to change; idempotent."""
-        if session.pace is not None:
-            known = session.pace.known
+        if session.speculation_state is not None:
+            known = session.speculation_state.workload
             known.sessions -= 1
-            known.lean -= session.pace.lean
-            if session.pace.own:
-                self._own.leave(known.kind)
-            session.pace = None
+            known.num_featureless -= session.speculation_state.lacks_features
+            if session.speculation_state.is_in_process:
+                self._own.remove_session(known.workload_class)
+            session.speculation_state = None
 
     def begin_round(self, sessions: int, now: float) -> None:
         """A round is about to be planned while so many sessions are being served."""
@@ -157,124 +167,134 @@ class Policy:
         if self._loads.begin_round(sessions):
             self.changed = self._automatic
             self._round_s = self._loads.round_s
-        if self._settled is not self._loads.settled:
-            self._settled = self._loads.settled
+        if self._settled is not self._loads.is_settled:
+            self._settled = self._loads.is_settled
             self.changed = self._automatic
-        if self.changed or self._round - self._looked_at >= PLAIN_LOOKS:
+        if self.changed or self._round - self._looked_at >= PLAIN_CHECK_ROUNDS:
             self._looked_at = self._round
-            self._judging.look_around()
+            self._judging.update_sampling()
 
     def _rest(self, sessions: int) -> None:
         """Begin anew with so many sessions if nothing has run for a while."""
         if self._now - self._ended_at > max(IDLE_S, IDLE_ROUNDS * self._round_s):
             self._ended_at = self._now
-            self._loads.rest(sessions)
+            self._loads.reset_after_idle(sessions)
             self._round_s = self._loads.round_s
             self.changed = self._automatic
 
-    def pauses(self, session: Session) -> bool:
+    def should_pause(self, session: Session) -> bool:
         """Whether the session should decode plainly now, whatever its plan wishes for."""
-        pace = session.pace
-        if not self._automatic or pace is None:
+        speculation_state = session.speculation_state
+        if not self._automatic or speculation_state is None:
             return False
-        if pace.own:
-            return session.paused or self._own.plain(self._now)
-        known = self._fresh(pace.known)
-        return pace.lean or known.plain or stays(known, session)
+        if speculation_state.is_in_process:
+            return session.is_speculation_off or self._own.is_plain(self._now)
+        known = self._fresh(speculation_state.workload)
+        return speculation_state.lacks_features or known.is_plain or stays_off(known, session)
 
-    def lets_go(self, session: Session) -> bool:
+    def should_drop_features(self, session: Session) -> bool:
         """Whether a paused session should keep no features any more: see `lean`."""
-        pace = session.pace
-        if pace is None or not (session.paused and session.keeps_features and self._automatic):
+        speculation_state = session.speculation_state
+        if speculation_state is None or not (
+            session.is_speculation_off and session.keeps_features and self._automatic
+        ):
             return False
-        return self._fresh(pace.known).lets_go
+        return self._fresh(speculation_state.workload).drops_features
 
-    def let_go(self, session: Session) -> None:
+    def record_features_dropped(self, session: Session) -> None:
         """The session is kept no features of any more, and so paused to its end."""
-        session.lean, session.keeps_features = True, False
-        if session.pace is not None:
-            session.pace.lean = True
-            session.pace.known.lean += 1
+        session.has_dropped_features, session.keeps_features = True, False
+        if session.speculation_state is not None:
+            session.speculation_state.lacks_features = True
+            session.speculation_state.workload.num_featureless += 1
 
-    def looks_ahead(self, session: Session) -> bool:
+    def should_look_ahead(self, session: Session) -> bool:
         """Whether the session is to be drafted for ahead of its verdicts, if its plan allows it."""
-        pace = session.pace
-        if pace is None or pace.own or not session.plan.look_ahead:
+        speculation_state = session.speculation_state
+        if (
+            speculation_state is None
+            or speculation_state.is_in_process
+            or not session.plan.look_ahead
+        ):
             return False
-        look = pace.known.look
-        return not self._automatic or (look is not None and look.ahead(self._loads.load))
+        look = speculation_state.workload.look_ahead
+        return not self._automatic or (look is not None and look.is_active(self._loads.load))
 
-    def limit(self, session: Session) -> int:
+    def draft_limit(self, session: Session) -> int:
         """Draft levels of the session that are worth verifying.
 
         What is drafted ahead is for outcomes of whole drafts: of one that was cut, those that end
         at the cut are none of them, so every cut would be a miss.
         """
-        pace = session.pace
-        if pace is None or self.looks_ahead(session):
+        speculation_state = session.speculation_state
+        if speculation_state is None or self.should_look_ahead(session):
             return NO_LIMIT
-        return pace.known.limit(self._loads.load)
+        return speculation_state.workload.draft_limit(self._loads.load)
 
-    def turn(self, session: Session, *, paused: bool) -> None:
+    def record_pause(self, session: Session, *, paused: bool) -> None:
         """The session pauses or resumes speculation with its next round."""
-        session.paused = paused
-        if session.pace is not None:
-            session.pace.turned(self._now, paused=paused)
-            if paused and session.pace.own:
+        session.is_speculation_off = paused
+        if session.speculation_state is not None:
+            session.speculation_state.record_mode_change(self._now, paused=paused)
+            if paused and session.speculation_state.is_in_process:
                 # The head's K/V ends here: its drafts cannot be had again.
-                session.own_draft = 0
+                session.in_process_draft_length = 0
 
-    def turn_ahead(self, session: Session, *, ahead: bool) -> None:
+    def record_look_ahead(self, session: Session, *, ahead: bool) -> None:
         """The session's drafter is about to be told to look ahead, or not to."""
-        session.ahead = ahead
-        if session.pace is not None:
-            session.pace.turned_ahead()
+        session.is_look_ahead_on = ahead
+        if session.speculation_state is not None:
+            session.speculation_state.record_look_ahead_change()
 
-    def attached(self, drafter_id: DrafterId) -> None:
+    def reset_drafter(self, drafter_id: DrafterId) -> None:
         """A drafter has connected: what was found of its predecessor's speed is void."""
         self.changed = self._automatic
-        self._kinds.attached(drafter_id)
+        self._workload_classes.reset_drafter(drafter_id)
 
-    def answer_s(self) -> float:
-        """See `Kinds.answer_s`."""
-        return self._kinds.answer_s()
+    def slowest_response_s(self) -> float:
+        """See `WorkloadClasses.slowest_response_s`."""
+        return self._workload_classes.slowest_response_s()
 
-    def answer_s_of(self, drafter_id: DrafterId) -> float:
-        """See `Kinds.answer_s_of`; any thread may ask."""
-        return self._kinds.answer_s_of(drafter_id)
+    def drafter_response_s(self, drafter_id: DrafterId) -> float:
+        """See `WorkloadClasses.drafter_response_s`; any thread may ask."""
+        return self._workload_classes.drafter_response_s(drafter_id)
 
     # ---- waiting -------------------------------------------------------------------------------
 
-    def patience(self, session: Session) -> float:
+    def proposal_timeout_s(self, session: Session) -> float:
         """How long the session's next round waits for a proposal; the plan's bound holds."""
-        bound_s = session.plan.patience_ms / 1000.0
-        pace = session.pace
-        if not self._automatic or pace is None:
+        bound_s = session.plan.proposal_timeout_ms / 1000.0
+        speculation_state = session.speculation_state
+        if not self._automatic or speculation_state is None:
             return bound_s
-        if pace.holding:
+        if speculation_state.is_holding:
             # A drafter that has to catch up first takes longer than it usually does.
-            return min(bound_s, max(self._ceiling_s, LEAST_ROUNDS * self._round_s))
-        return min(bound_s, self._fresh(pace.known).patience_s)
+            return min(bound_s, max(self._ceiling_s, MIN_WAIT_ROUNDS * self._round_s))
+        return min(bound_s, self._fresh(speculation_state.workload).proposal_timeout_s)
 
-    def arrived(self, session: Session, *, prefix_len: int, usable: bool, now: float) -> None:
+    def record_arrival(
+        self, session: Session, *, prefix_len: int, usable: bool, now: float
+    ) -> None:
         """A proposal arrived; `usable`: it is for the session's present prefix."""
-        session.suspect = False
-        if session.pace is not None and not session.paused:
-            session.pace.arrived(session, prefix_len=prefix_len, usable=usable, now=now)
+        session.has_stalled_drafter = False
+        if session.speculation_state is not None and not session.is_speculation_off:
+            session.speculation_state.record_arrival(
+                session, prefix_len=prefix_len, usable=usable, now=now
+            )
 
-    def missed(self, session: Session) -> None:
+    def record_timeout(self, session: Session) -> None:
         """A patience ran out: the session's rounds do not wait until its drafter is heard of, or
         for a number of rounds."""
-        session.suspect = True
-        if session.pace is not None:
-            session.pace.missed(session)
+        session.has_stalled_drafter = True
+        if session.speculation_state is not None:
+            session.speculation_state.record_timeout(session)
 
     # ---- what rounds were seen to give ---------------------------------------------------------
 
     def observe_round(
         self,
-        rows: Sequence[Settled],
-        alike: Alike = NO_ROWS,
+        rows: Sequence[RowResult],
+        alike: PlainRows = NO_ROWS,
         *,
         seconds: float,
         forward_s: float,
@@ -292,46 +312,52 @@ class Policy:
 
     # ---- reports -------------------------------------------------------------------------------
 
-    def planned(self, session: Session) -> int:
+    def decision_flags(self, session: Session) -> int:
         """Flags of the mode in force for the session and why; 0 without a choice."""
-        pace = session.pace
-        if pace is None or not self._automatic:
+        speculation_state = session.speculation_state
+        if speculation_state is None or not self._automatic:
             return 0
-        why = REASON_FLAGS[Reason.FASTER] if pace.own else self._fresh(pace.known).why
-        return why | PAUSED if session.paused else why
+        why = (
+            REASON_FLAGS[DecodingModeReason.FASTER]
+            if speculation_state.is_in_process
+            else self._fresh(speculation_state.workload).reason_flags
+        )
+        return why | PAUSED if session.is_speculation_off else why
 
-    def summary(self) -> str:
+    def describe(self) -> str:
         """For each kind of session being served: its mode, why, and what drafts gain; ASCII."""
         return "; ".join(self._summaries())
 
     def _summaries(self) -> Iterator[str]:
         for name, mode, gain in self._own.summaries(self._now):
-            yield f"{name}: {mode}{named_gain(gain)}"
-        for known in list(self._kinds.values()):
+            yield f"{name}: {mode}{format_gain(gain)}"
+        for known in list(self._workload_classes.values()):
             yield from known.summaries(self._loads.load)
 
     @property
-    def automatic(self) -> bool:
+    def is_automatic(self) -> bool:
         """Whether anything is decided here."""
         return self._automatic
 
-    def _fresh(self, known: Known) -> Known:
+    def _fresh(self, known: WorkloadStats) -> WorkloadStats:
         """`known` with what rows ask of it looked up for this round."""
-        if known.fresh_at < (self._looked_at if known.plain else self._round):
-            known.fresh_at = self._round
-            known.ahead = known.look is not None and known.look.ahead(self._loads.load)
-            known.patience_s = patience_s(
+        if known.refresh_round < (self._looked_at if known.is_plain else self._round):
+            known.refresh_round = self._round
+            known.is_looking_ahead = known.look_ahead is not None and known.look_ahead.is_active(
+                self._loads.load
+            )
+            known.proposal_timeout_s = proposal_timeout_s(
                 known.arrival, self._round_s, bound_s=math.inf, ceiling_s=self._ceiling_s
             )
-            contest = self._kinds.contest(known, self._loads)
-            known.plain = contest.mode is Mode.PLAIN
-            if contest.in_force is Mode.PLAIN:
-                contest.ready_s = feature_retention.ready_s(known, self._loads)
-            hold(known, contest, self._loads)
-            lets_go = feature_retention.lets_go(known, contest, self._loads)
-            if lets_go and not known.lets_go:
+            controller = self._workload_classes.get_controller(known, self._loads)
+            known.is_plain = controller.current_mode is Mode.PLAIN
+            if controller.active_mode is Mode.PLAIN:
+                controller.preparation_s = feature_retention.preparation_s(known, self._loads)
+            should_hold(known, controller, self._loads)
+            lets_go = feature_retention.should_drop_features(known, controller, self._loads)
+            if lets_go and not known.drops_features:
                 # Whoever is paused already was not asked about it.
                 self.changed = self._automatic
-            known.lets_go = lets_go
-            known.why = REASON_FLAGS[contest.reason]
+            known.drops_features = lets_go
+            known.reason_flags = REASON_FLAGS[controller.decision_reason]
         return known

@@ -11,26 +11,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-LEAST: Final = 4
+MIN_SESSIONS: Final = 4
 """Fewer sessions than this always share: there is no table that fine."""
-MARGIN: Final = 0.95
+MIN_SWITCH_GAIN: Final = 0.95
 """How much shorter the other way must be to change to it."""
 
 
-class Halves:
+class TwoBatchOverlap:
     """Decides anew before each round, with hysteresis."""
 
     def __init__(self, verify_s: Callable[[int, int], float | None]) -> None:
-        """`verify_s`: seconds of a forward over so many rows, of so many nodes each; None where
-        that was not measured."""
+        """`verify_round_s`: seconds of a forward over so many rows, of so many nodes each; None
+        where that was not measured."""
         self._verify_s = verify_s
         self.in_force = False
 
-    def most_rows(self, rows: int, nodes: int, answer_s: float) -> int | None:
+    def max_rows_of_half(self, rows: int, nodes: int, answer_s: float) -> int | None:
         """Rows of a half; None: all share a round. `rows` drafted sessions of `nodes` nodes each,
-        the root included; `answer_s`: from a round's end to its proposals, 0 while unknown."""
+        the root included; `slowest_response_s`: from a round's end to its proposals, 0 while
+        unknown."""
         half = -(-rows // 2)
-        if rows < LEAST or not answer_s:
+        if rows < MIN_SESSIONS or not answer_s:
             self.in_force = False
             return None
         whole_s, half_s = self._verify_s(rows, nodes), self._verify_s(half, nodes)
@@ -40,7 +41,7 @@ class Halves:
         shared_s = whole_s + answer_s
         turns_s = max(2.0 * half_s, half_s + answer_s)
         if self.in_force:
-            self.in_force = turns_s * MARGIN < shared_s
+            self.in_force = turns_s * MIN_SWITCH_GAIN < shared_s
         else:
-            self.in_force = turns_s < MARGIN * shared_s
+            self.in_force = turns_s < MIN_SWITCH_GAIN * shared_s
         return half if self.in_force else None

@@ -12,9 +12,9 @@ from outrider.spec.decoding_mode import Mode
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.speculation.estimates import AcceptanceEstimate, ArrivalEstimate
-from outrider.speculation.look_ahead_controller import LookAhead
-from outrider.speculation.measurements import Seen
-from outrider.speculation.speculation_controller import Contest
+from outrider.speculation.look_ahead_controller import LookAheadController
+from outrider.speculation.measurements import RoundObservation
+from outrider.speculation.speculation_controller import SpeculationController
 from outrider_verifier.state.session import NO_LIMIT, Session
 
 HOLD_ROUNDS: Final = 16
@@ -23,14 +23,14 @@ that this is in vain."""
 MAX_HOLD_ROUNDS: Final = 256
 CATCH_UP_ROUNDS: Final = 16
 """Rounds without a draft in which a session that resumes says nothing of drafts."""
-MISS_COST: Final = 4
+MISS_WEIGHT: Final = 4
 """What one that waited in vain counts as of these: it has cost all that a miss does."""
 CATCH_UP_S: Final = 1.0
 """How long a drafter that was missed once may be silent before rounds that do not wait for it count
 among them: reading what 64 sessions missed takes .25 s."""
-TURN_ROUNDS: Final = 1
+MODE_CHANGE_ROUNDS: Final = 1
 RESUME_ROUNDS: Final = 3
-AHEAD_ROUNDS: Final = 2
+LOOK_AHEAD_CHANGE_ROUNDS: Final = 2
 """Rounds of a session that tell of a change and not of what is changed to: of one that begins or
 pauses; of one that is drafted for again, which the drafter has to catch up with, as with all others
 that were paused, and which are out of step until then (64 sessions at an 8B's cost: 17 to 25 ms a
@@ -38,7 +38,7 @@ round for some three rounds, then 11); and of one between lock-step and look-ahe
 of the round under way are of the old way still."""
 
 
-class Kind(NamedTuple):
+class WorkloadClass(NamedTuple):
     """What sessions share whose speculation goes alike."""
 
     drafter_id: DrafterId | None
@@ -51,11 +51,11 @@ class Kind(NamedTuple):
     look_ahead: bool = False
     """Whether they may be drafted for ahead of their verdicts."""
     fan_out: int = 0
-    constrained: bool = False
+    has_grammar: bool = False
     """Whether they are in grammars: their rounds wait for the host, and other drafts stand."""
 
     @classmethod
-    def of(cls, session: Session) -> Kind:
+    def of_session(cls, session: Session) -> WorkloadClass:
         """The kind of a session with a speculative plan."""
         plan, sampling = session.plan, session.spec.sampling
         return cls(
@@ -67,31 +67,31 @@ class Kind(NamedTuple):
             temperature=round(sampling.temperature, 1),
             look_ahead=plan.look_ahead > 0,
             fan_out=plan.fan_out,
-            constrained=session.constraint is not None,
+            has_grammar=session.constraint is not None,
         )
 
-    def no_easier_than(self, other: Kind) -> bool:
+    def is_at_least_as_hard(self, other: WorkloadClass) -> bool:
         """Whether the same drafts are at least as hard to make stand as for `other`: those of
         hotter sessions, and those in grammars, stand less often."""
-        harder = self.temperature >= other.temperature and self.constrained >= other.constrained
+        harder = self.temperature >= other.temperature and self.has_grammar >= other.has_grammar
         return self[:4] == other[:4] and harder
 
     def __str__(self) -> str:
         shape = "chain" if self.top_k == 1 else "tree"
         named = f"{self.method} {shape} of {self.draft_tokens}"
-        bound = ", in grammars" if self.constrained else ""
+        bound = ", in grammars" if self.has_grammar else ""
         return f"{named}, {self.rule}, T {self.temperature}{bound}"
 
 
 @dataclass(slots=True)
-class Tally:
+class RoundTally:
     """What sessions of one kind and mode got in a round; cleared when it has been judged."""
 
-    known: Known
+    workload: WorkloadStats
     mode: Mode
-    ahead: bool
+    is_looking_ahead: bool
     """Whether the drafter had been told to look ahead."""
-    settled: bool
+    is_settled: bool
     rows: int = 0
     tokens: int = 0
     squares: int = 0
@@ -102,24 +102,26 @@ class Tally:
     """Seconds of these in which rounds of nothing but prompts ran."""
     hits: int = 0
     """Rows whose draft was made before their prefix was known."""
-    missed: int = 0
+    missed_rows: int = 0
     """Rows that went without a draft, wanted or not: each emitted a token."""
 
-    def seen(self, *, timed: bool, stands_for: int) -> Seen:
+    def to_observation(self, *, timed: bool, stands_for: int) -> RoundObservation:
         """The round as a contest sees it; `timed`: whether its seconds tell anything."""
-        return Seen(
+        return RoundObservation(
             rows=self.rows,
             tokens=self.tokens,
             squares=self.squares,
             seconds=self.seconds,
-            sessions=self.known.sessions,
-            settled=self.settled,
-            timed=timed,
-            able=1.0 - self.known.lean / max(1, self.known.sessions),
-            stands_for=stands_for,
+            sessions=self.workload.sessions,
+            is_settled=self.is_settled,
+            is_timed=timed,
+            eligible_share=1.0 - self.workload.num_featureless / max(1, self.workload.sessions),
+            weight=stands_for,
         )
 
-    def add(self, rows: int, tokens: int, squares: int, seconds: float, alone_s: float) -> None:
+    def add_rows(
+        self, rows: int, tokens: int, squares: int, seconds: float, alone_s: float
+    ) -> None:
         """Count rows that took `seconds` together."""
         self.rows += rows
         self.tokens += tokens
@@ -129,16 +131,16 @@ class Tally:
 
     def clear(self) -> None:
         """Begin with the next round."""
-        self.rows = self.tokens = self.squares = self.hits = self.missed = 0
+        self.rows = self.tokens = self.squares = self.hits = self.missed_rows = 0
         self.seconds = self.alone_s = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Known:
+class WorkloadStats:
     """What is known of a kind."""
 
-    kind: Kind
-    look: LookAhead | None = None
+    workload_class: WorkloadClass
+    look_ahead: LookAheadController | None = None
     """Whether its sessions are drafted for ahead of their verdicts; None: never."""
     acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
     arrivals: tuple[ArrivalEstimate, ArrivalEstimate] = field(
@@ -146,219 +148,238 @@ class Known:
     )
     """Of proposals that were waited for, in lock-step and under look-ahead: there the drafter may
     be busy with what it drafts ahead. A hit does not arrive, it was there."""
-    contests: dict[int, Contest] = field(default_factory=dict)
+    controllers: dict[int, SpeculationController] = field(default_factory=dict)
     """By load: see `Loads`."""
     sessions: int = 0
-    lean: int = 0
+    num_featureless: int = 0
     """Of these, sessions that keep no features, so that nobody can draft for them."""
-    gathers_until: int = 0
+    collect_features_until: int = 0
     """The round of `Loads` until which sessions keep features, so that they can be tried."""
     limits: dict[int, int] = field(default_factory=dict)
     """Draft levels worth verifying, by load; absent: all."""
-    judged: dict[tuple[int, int], int] = field(default_factory=dict)
+    accepted_levels: dict[tuple[int, int], int] = field(default_factory=dict)
     """Rounds by (levels of the draft, levels that stood) since the last review."""
-    review: int = 0
+    rounds_since_review: int = 0
     """Rounds with drafts since then."""
-    starved: int = 0
+    starved_rounds: int = 0
     """Rounds in a row whose times told nothing."""
-    tallies: tuple[Tally, ...] = ()
+    tallies: tuple[RoundTally, ...] = ()
     """Of lock-step, look-ahead and plain decoding, unsettled and settled: see `tally`."""
-    fresh_at: int = -1
+    refresh_round: int = -1
     """The round for which the next ones were looked up."""
-    ahead: bool = False
+    is_looking_ahead: bool = False
     """Whether look-ahead is in force."""
-    plain: bool = False
+    is_plain: bool = False
     """Whether its sessions are to decode plainly."""
-    held: bool = False
+    is_held: bool = False
     """Whether those that are paused stay so until the load has lasted,"""
-    spares: bool = False
+    excludes_finishing_sessions: bool = False
     """and those that are about to end do for good: what is tried, all have to try,"""
     begins_plainly: bool = False
     """and those that begin do so without drafts."""
-    lets_go: bool = False
+    drops_features: bool = False
     """Whether those that do keep no features any more."""
-    patience_s: float = 0.0
-    why: int = 0
+    proposal_timeout_s: float = 0.0
+    reason_flags: int = 0
     """Flags of `accounting.REASON_FLAGS`."""
 
     def __post_init__(self) -> None:
         ways = ((Mode.SPECULATE, False), (Mode.SPECULATE, True), (Mode.PLAIN, False))
         self.tallies = tuple(
-            Tally(self, mode, ahead, settled) for mode, ahead in ways for settled in (False, True)
+            RoundTally(self, mode, ahead, settled)
+            for mode, ahead in ways
+            for settled in (False, True)
         )
 
-    def tally(self, paused: bool, ahead: bool, *, settled: bool) -> Tally:
+    def get_tally(self, paused: bool, ahead: bool, *, settled: bool) -> RoundTally:
         """Where a row of a session counts that is paused or drafted for ahead."""
         return self.tallies[2 * (2 if paused else ahead) + settled]
 
-    def limit(self, load: int) -> int:
+    def draft_limit(self, load: int) -> int:
         """Draft levels worth verifying at a load: one session's says nothing of many."""
         return self.limits.get(load, NO_LIMIT)
 
     @property
     def arrival(self) -> ArrivalEstimate:
         """When proposals arrive the way that is in force."""
-        return self.arrivals[self.ahead]
+        return self.arrivals[self.is_looking_ahead]
 
     @property
-    def waits_s(self) -> float:
+    def mean_wait_s(self) -> float:
         """How long a row waits for its proposal, in the mean: what was drafted ahead is there at
         once; 0 while unknown."""
-        share = self.look.misses if self.ahead and self.look is not None else 1.0
+        share = (
+            self.look_ahead.miss_share
+            if self.is_looking_ahead and self.look_ahead is not None
+            else 1.0
+        )
         return share * self.arrival.mean_s
 
     def summaries(self, load: int) -> Iterator[str]:
         """What is in force for it at a load and why, while it is being served."""
-        contest = self.contests.get(load)
-        if not self.sessions or contest is None:
+        controller = self.controllers.get(load)
+        if not self.sessions or controller is None:
             return
-        yield f"{self.kind}: {contest.mode} ({contest.reason}{named_gain(contest.gain)})"
-        if self.look is not None:
-            way = "look-ahead" if self.look.ahead(load) else "lock-step"
-            yield f"{self.kind}: {way}{named_gain(self.look.gain(load), 'lock-step')}"
+        gain = format_gain(controller.gain)
+        decision = f"{controller.current_mode} ({controller.decision_reason}{gain})"
+        yield f"{self.workload_class}: {decision}"
+        if self.look_ahead is not None:
+            way = "look-ahead" if self.look_ahead.is_active(load) else "lock-step"
+            gain = format_gain(self.look_ahead.gain(load), "lock-step")
+            yield f"{self.workload_class}: {way}{gain}"
 
-    def attached(self) -> None:
+    def reset_drafter(self) -> None:
         """A drafter has connected: what was found of its predecessor's speed is void."""
-        self.contests.clear()
+        self.controllers.clear()
         self.arrivals = ArrivalEstimate(), ArrivalEstimate()
-        if self.look is not None:
-            self.look.forget()
+        if self.look_ahead is not None:
+            self.look_ahead.reset_drafter()
 
-    def share(self) -> None:
+    def share_acceptance(self) -> None:
         """Let `acceptance` have what was judged since the last time."""
-        levels = max((depth for depth, _ in self.judged), default=0)
+        levels = max((depth for depth, _ in self.accepted_levels), default=0)
         tried, stood = [0] * levels, [0] * levels
-        for (depth, accepted), rounds in self.judged.items():
+        for (depth, accepted), rounds in self.accepted_levels.items():
             # What lies behind the first rejection was not tried.
             for level in range(min(accepted + 1, depth)):
                 tried[level] += rounds
             for level in range(min(accepted, depth)):
                 stood[level] += rounds
-        self.judged.clear()
-        self.acceptance.add(tried, stood)
+        self.accepted_levels.clear()
+        self.acceptance.add_rounds(tried, stood)
 
 
-def named_gain(gain: float, over: str = "plain") -> str:
+def format_gain(gain: float, over: str = "plain") -> str:
     """A gain as summaries say it; "" while it is not known."""
     return "" if math.isnan(gain) else f", {gain:.2f}x of {over}"
 
 
-def begun_contest(known: Known, others: Iterable[Known], load: int) -> Contest:
+def start_controller(
+    known: WorkloadStats, others: Iterable[WorkloadStats], load: int
+) -> SpeculationController:
     """The contest of a kind at a load at which it has none that is decided: it begins with what was
     found at the nearest load, or plainly where easier drafts of the same drafter lose there."""
-    held = known.contests
-    decided = [other for other in held if held[other].decided]
+    held = known.controllers
+    decided = [other for other in held if held[other].is_decided]
     if decided:
         near = min(decided, key=lambda other: abs(other - load))
-        return Contest.beside(held[near], near - load)
+        return SpeculationController.from_other_load(held[near], near - load)
     for other in others:
-        found = other.contests.get(load)
-        if found is None or not found.decided or found.mode is not Mode.PLAIN:
+        found = other.controllers.get(load)
+        if found is None or not found.is_decided or found.current_mode is not Mode.PLAIN:
             continue
-        if other is not known and known.kind.no_easier_than(other.kind):
-            return Contest.beside(found)
-    return held.get(load) or Contest()
+        if other is not known and known.workload_class.is_at_least_as_hard(other.workload_class):
+            return SpeculationController.from_other_load(found)
+    return held.get(load) or SpeculationController()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mark:
+class RoundMark:
     """The end of a round."""
 
-    at: float
+    ended_at: float
     prompts_s: float
     alone_s: float
     """What `Loads` had counted then."""
 
-    def since(self, last: Mark) -> tuple[float, float]:
+    def elapsed_since(self, last: RoundMark) -> tuple[float, float]:
         """Seconds from the end of `last`, what prompts added to rounds left out; and how many of
         them went to rounds of nothing but prompts."""
-        spent_s = self.at - last.at - (self.prompts_s - last.prompts_s)
+        spent_s = self.ended_at - last.ended_at - (self.prompts_s - last.prompts_s)
         return spent_s, self.alone_s - last.alone_s
 
 
 @dataclass(slots=True, eq=False)
-class Pace:
+class SpeculationState:
     """What the planner keeps of one session, and how long that waits for its drafter."""
 
-    known: Known
-    own: bool
+    workload: WorkloadStats
+    is_in_process: bool
     """Whether drafts are made in this process."""
-    lean: bool = False
+    lacks_features: bool = False
     """Whether it is counted as one that nobody can draft for."""
-    mark: Mark | None = None
+    last_round: RoundMark | None = None
     """The end of its last round, shared by the sessions of that; None before its first one."""
-    unsettled: int = TURN_ROUNDS
+    unsettled_rounds: int = MODE_CHANGE_ROUNDS
     """Rounds to come that tell of a change."""
-    catching_up: int = 0
+    catch_up_rounds_left: int = 0
     """Rounds without a draft that may yet go by before they tell of more than that its drafter has
     to catch up with it,"""
-    late_at: float = 0.0
+    proposals_late_since: float = 0.0
     """and from when on those count that do not wait."""
-    holding: bool = True
+    is_holding: bool = True
     """Whether its drafter is thought to be catching up, and given more time for that."""
-    missed_len: int = -1
+    missed_prefix_len: int = -1
     """Length of the prefix whose proposal did not come in time, and since when it was awaited."""
     missed_at: float = 0.0
-    unheard: int = 0
+    rounds_without_proposal: int = 0
     """Rounds that did not wait since the drafter became suspect."""
-    silent: bool = False
+    is_silent: bool = False
     """Whether its drafter says nothing to anybody: so it is not tried, it will be heard."""
-    hold_after: int = HOLD_ROUNDS
+    hold_delay_rounds: int = HOLD_ROUNDS
     """How many of these there may be before it is waited for once more."""
 
-    def turned(self, now: float, *, paused: bool) -> None:
+    def record_mode_change(self, now: float, *, paused: bool) -> None:
         """The session pauses or resumes."""
-        self.unsettled = max(self.unsettled, TURN_ROUNDS if paused else RESUME_ROUNDS)
-        self.catching_up = 0 if paused else CATCH_UP_ROUNDS
-        self.late_at = now + CATCH_UP_S
-        self.holding = not paused
+        self.unsettled_rounds = max(
+            self.unsettled_rounds, MODE_CHANGE_ROUNDS if paused else RESUME_ROUNDS
+        )
+        self.catch_up_rounds_left = 0 if paused else CATCH_UP_ROUNDS
+        self.proposals_late_since = now + CATCH_UP_S
+        self.is_holding = not paused
 
-    def settle(self, *, drafted: bool, missed: bool = False) -> None:
+    def record_round(self, *, drafted: bool, missed: bool = False) -> None:
         """A round of it went by, with or without a draft of its drafter; `missed`: it had waited
         for one."""
-        if not drafted and self.catching_up > 0:
-            self.catching_up -= MISS_COST if missed else 1
+        if not drafted and self.catch_up_rounds_left > 0:
+            self.catch_up_rounds_left -= MISS_WEIGHT if missed else 1
             return
-        self.catching_up = 0
-        self.unsettled -= 1
+        self.catch_up_rounds_left = 0
+        self.unsettled_rounds -= 1
 
-    def turned_ahead(self) -> None:
+    def record_look_ahead_change(self) -> None:
         """It goes over to look-ahead or to lock-step."""
-        self.unsettled = AHEAD_ROUNDS
+        self.unsettled_rounds = LOOK_AHEAD_CHANGE_ROUNDS
 
-    def resumed(self) -> None:
+    def record_resume(self) -> None:
         """It was preempted: what passed since its last round tells nothing of rounds."""
-        self.mark = None
+        self.last_round = None
 
-    def arrived(self, session: Session, *, prefix_len: int, usable: bool, now: float) -> None:
+    def record_arrival(
+        self, session: Session, *, prefix_len: int, usable: bool, now: float
+    ) -> None:
         """A proposal came that was not there when its prefix was; `usable`: it is for the present
         one."""
-        arrival = self.known.arrivals[session.ahead]
+        arrival = self.workload.arrivals[session.is_look_ahead_on]
         if usable:
             # The first one after a pause or a miss shows what catching up takes, not drafting.
-            if not self.holding:
-                arrival.observe(now - session.since)
-            self.well()
-        elif prefix_len == self.missed_len:
-            arrival.observe(now - self.missed_at)
+            if not self.is_holding:
+                arrival.observe_arrival(now - session.root_known_at)
+            self.record_healthy()
+        elif prefix_len == self.missed_prefix_len:
+            arrival.observe_arrival(now - self.missed_at)
             # It was late: wait for it once, so that plain rounds do not outrun it for good.
-            self.holding = True
+            self.is_holding = True
 
-    def well(self) -> None:
+    def record_healthy(self) -> None:
         """The drafter follows."""
-        self.holding, self.hold_after = False, HOLD_ROUNDS
+        self.is_holding, self.hold_delay_rounds = False, HOLD_ROUNDS
 
-    def missed(self, session: Session) -> None:
+    def record_timeout(self, session: Session) -> None:
         """A patience ran out."""
-        self.missed_len, self.missed_at = session.length, session.since
-        self.unheard, self.holding = 0, True
+        self.missed_prefix_len, self.missed_at = session.length, session.root_known_at
+        self.rounds_without_proposal, self.is_holding = 0, True
 
-    def went_by(self, session: Session) -> None:
+    def record_skipped_round(self, session: Session) -> None:
         """A round went by that did not wait for the drafter, if that is suspect."""
-        if not session.suspect:
+        if not session.has_stalled_drafter:
             return
-        self.unheard += 1
-        if self.unheard >= self.hold_after and not self.silent:
+        self.rounds_without_proposal += 1
+        if self.rounds_without_proposal >= self.hold_delay_rounds and not self.is_silent:
             # Told of every round, a drafter that is well again needs no more than usual.
-            session.suspect, self.holding, self.unheard = False, False, 0
-            self.hold_after = min(2 * self.hold_after, MAX_HOLD_ROUNDS)
+            session.has_stalled_drafter, self.is_holding, self.rounds_without_proposal = (
+                False,
+                False,
+                0,
+            )
+            self.hold_delay_rounds = min(2 * self.hold_delay_rounds, MAX_HOLD_ROUNDS)

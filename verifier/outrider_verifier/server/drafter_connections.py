@@ -16,50 +16,60 @@ from typing import TypeVar
 from outrider.errors import InvalidMessageError, OutriderError, UnavailableError
 from outrider.ids import DrafterId
 from outrider.transport.interface import VerifierConnection
-from outrider.transport.send_queue import Outgoing
-from outrider.transport.shm import Lane, LaneListener
+from outrider.transport.send_queue import SendQueue
+from outrider.transport.shm import ShmChannel, ShmListener
 from outrider.wire.messages import (
-    Encoded,
+    EncodedMessage,
     FeatureLayout,
     Hello,
-    LaneAnswer,
+    ShmAnswer,
     VerifierMessage,
 )
-from outrider_verifier.exchange.message_checks import DrafterChecks, Identity, check_hello
-from outrider_verifier.state.commands import Attached, Command, Detached, Garbled, Link
+from outrider_verifier.exchange.message_checks import (
+    DrafterMessageChecker,
+    VerifierIdentity,
+    check_hello,
+)
+from outrider_verifier.state.commands import (
+    Command,
+    DrafterAttached,
+    DrafterDetached,
+    ExchangeLink,
+    MalformedMessage,
+)
 
-CUT_S = 5.0
+DISCONNECT_TIMEOUT_S = 5.0
 """How long a drafter that flooded is refused."""
-MOST_WAITING = 256
+MAX_BACKLOG_COMMANDS = 256
 """Commands that may wait for the engine thread before drafters are read no further."""
 BACKLOG_POLL_S = 0.002
 
-GreetingT = TypeVar("GreetingT", Hello, LaneAnswer)
+GreetingT = TypeVar("GreetingT", Hello, ShmAnswer)
 
 logger = logging.getLogger(__name__)
 
 
 def _message_bytes(message: VerifierMessage) -> int:
-    return message.nbytes if isinstance(message, Encoded) else 256
+    return message.nbytes if isinstance(message, EncodedMessage) else 256
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
     """One attached drafter and its unsent messages."""
 
-    link: Link
+    link: ExchangeLink
     connection: VerifierConnection
-    outgoing: Outgoing[VerifierMessage]
+    outgoing: SendQueue[VerifierMessage]
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end the connection: replaced by a newer one, or not reading."""
 
 
-class DrafterHub:
+class DrafterConnections:
     """All attached drafters; asyncio thread only."""
 
     def __init__(
         self,
-        identity: Identity,
+        identity: VerifierIdentity,
         *,
         post: Callable[[Command], None],
         hello_s: float,
@@ -68,7 +78,7 @@ class DrafterHub:
     ) -> None:
         """`backlog`: commands that the engine thread has not taken yet."""
         self._identity = identity
-        self._checks = DrafterChecks(identity)
+        self._checks = DrafterMessageChecker(identity)
         self._post = post
         self._hello_s = hello_s
         self._queue_bytes = queue_bytes
@@ -79,21 +89,21 @@ class DrafterHub:
         self._numbers = itertools.count(1)
         self.counters: Counter[str] = self._checks.counters
         """Monotonic counts for metrics."""
-        self.lanes: LaneListener | None = None
+        self.shm_channels: ShmListener | None = None
         """Where drafters of this host may join; None: they get no lanes."""
 
     @property
-    def links(self) -> list[Link]:
+    def links(self) -> list[ExchangeLink]:
         """The drafters attached now."""
         return [peer.link for peer in self._peers.values()]
 
-    def tell(self, link_id: int, *messages: VerifierMessage) -> None:
+    def send_messages(self, link_id: int, *messages: VerifierMessage) -> None:
         """Send messages together, or queue them; dropped if the connection is gone."""
         peer = self._peers.get(link_id)
         if peer is None or peer.lost.is_set():
             return
         try:
-            peer.outgoing.put(*messages)
+            peer.outgoing.put_messages(*messages)
         except Exception as error:
             if not isinstance(error, OutriderError):
                 logger.exception("messages not sent", extra=_describe(peer))
@@ -105,63 +115,68 @@ class DrafterHub:
             )
             peer.lost.set()
 
-    async def serve(self, connection: VerifierConnection) -> None:
+    async def serve_connection(self, connection: VerifierConnection) -> None:
         """Serve one drafter's connection until it ends; the transport closes it afterwards.
 
         Raises FailedPreconditionError or InvalidMessageError if its hello is no good,
         UnavailableError if it was cut off a moment ago; that is what the drafter is told.
         """
-        link, lane = await self._shake_hands(connection)
-        peer = _Peer(link, connection, Outgoing(connection, size_of=_message_bytes))
+        link, shm_channel = await self._shake_hands(connection)
+        peer = _Peer(link, connection, SendQueue(connection, size_of=_message_bytes))
         self._replace_older(link.drafter_id)
         self._peers[link.link_id] = peer
-        self._post(Attached(link, lane))
+        self._post(DrafterAttached(link, shm_channel))
         self.counters["drafters_attached"] += 1
-        self.counters["lanes_joined"] += int(lane is not None)
-        logger.info("drafter attached", extra=_describe(peer) | {"lane": lane is not None})
+        self.counters["lanes_joined"] += int(shm_channel is not None)
+        logger.info(
+            "drafter attached", extra=_describe(peer) | {"shared_memory": shm_channel is not None}
+        )
         try:
             await self._pump(peer)
         finally:
             peer.lost.set()
             self._peers.pop(link.link_id, None)
-            self._post(Detached(link.link_id))
+            self._post(DrafterDetached(link.link_id))
             self.counters["drafters_lost"] += 1
             logger.info("drafter lost", extra=_describe(peer))
 
-    def lose(self, link_id: int) -> None:
+    def drop_link(self, link_id: int) -> None:
         """End the connection of a link whose lane is lost."""
         peer = self._peers.get(link_id)
         if peer is not None:
             peer.lost.set()
 
-    def cut(self, link_id: int) -> None:
+    def disconnect_drafter(self, link_id: int) -> None:
         """End the connection of a drafter that sends more than anybody asked for, and have none
         with it for a while."""
         peer = self._peers.get(link_id)
         if peer is None:
             return
-        self.counters["drafters_cut"] += 1
+        self.counters["drafters_disconnected_flooding"] += 1
         logger.warning("drafter floods; disconnecting", extra=_describe(peer))
         now = asyncio.get_running_loop().time()
         self._cut = {name: until for name, until in self._cut.items() if until > now}
-        self._cut[peer.link.drafter_id] = now + CUT_S
+        self._cut[peer.link.drafter_id] = now + DISCONNECT_TIMEOUT_S
         peer.lost.set()
 
-    async def _shake_hands(self, connection: VerifierConnection) -> tuple[Link, Lane | None]:
+    async def _shake_hands(
+        self, connection: VerifierConnection
+    ) -> tuple[ExchangeLink, ShmChannel | None]:
         hello = await self._hear(connection, Hello)
         check_hello(hello, self._identity)
         self._check_cut(hello.drafter_id)
-        lane = await self._welcome(connection, wants_lane=hello.lanes)
-        link = Link(
+        shm_channel = await self._welcome(connection, wants_shm_channel=hello.supports_shm)
+        link = ExchangeLink(
             link_id=next(self._numbers),
             drafter_id=hello.drafter_id,
             incarnation=hello.incarnation,
             methods=hello.methods,
             feature_layout=hello.feature_layout,
-            same_host=lane is not None,
-            places=hello.feature_offsets and hello.feature_layout is FeatureLayout.PROJECTED,
+            same_host=shm_channel is not None,
+            reads_shm_features=hello.feature_offsets
+            and hello.feature_layout is FeatureLayout.PROJECTED,
         )
-        return link, lane
+        return link, shm_channel
 
     async def _hear(self, connection: VerifierConnection, kind: type[GreetingT]) -> GreetingT:
         """The one message that may come now."""
@@ -174,19 +189,21 @@ class DrafterHub:
             raise InvalidMessageError(f"{kind.__name__} is to come first", reason="NO_HELLO")
         return message
 
-    async def _welcome(self, connection: VerifierConnection, *, wants_lane: bool) -> Lane | None:
+    async def _welcome(
+        self, connection: VerifierConnection, *, wants_shm_channel: bool
+    ) -> ShmChannel | None:
         """Answer a hello; the drafter's lane, if it is on this host and has joined one."""
-        listener, welcome = self.lanes, self._identity.welcome
-        if listener is None or not wants_lane:
+        listener, welcome = self.shm_channels, self._identity.welcome
+        if listener is None or not wants_shm_channel:
             await connection.send(welcome)
             return None
-        offer = listener.offer()
+        offer = listener.make_offer()
         try:
-            await connection.send(replace(welcome, lane=offer))
-            answer = await self._hear(connection, LaneAnswer)
-            return await listener.joined(offer) if answer.joined else None
+            await connection.send(replace(welcome, shm_offer=offer))
+            answer = await self._hear(connection, ShmAnswer)
+            return await listener.wait_joined(offer) if answer.is_joined else None
         finally:
-            listener.withdraw(offer)
+            listener.withdraw_offer(offer)
 
     def _check_cut(self, drafter_id: DrafterId) -> None:
         left_s = self._cut.get(drafter_id, 0.0) - asyncio.get_running_loop().time()
@@ -206,7 +223,7 @@ class DrafterHub:
         """Run both directions until one of them ends, or `lost` is set."""
         tasks = [
             asyncio.ensure_future(self._receive_all(peer)),
-            asyncio.ensure_future(peer.outgoing.pump()),
+            asyncio.ensure_future(peer.outgoing.run_sender()),
             asyncio.ensure_future(peer.lost.wait()),
         ]
         try:
@@ -225,20 +242,20 @@ class DrafterHub:
                 message = await peer.connection.receive()
             except InvalidMessageError as error:
                 self._checks.count_invalid(error)
-                self._post(Garbled(peer.link.link_id))
-                await self._keep_pace()
+                self._post(MalformedMessage(peer.link.link_id))
+                await self._wait_for_engine()
                 continue
-            messages = (message, *peer.connection.ready())
+            messages = (message, *peer.connection.receive_ready())
             # All are checked before the first is posted: what wakes a round is there together.
             link_id = peer.link.link_id
-            for command in [self._checks.command(link_id, message) for message in messages]:
+            for command in [self._checks.to_command(link_id, message) for message in messages]:
                 if command is not None:
                     self._post(command)
-            await self._keep_pace()
+            await self._wait_for_engine()
 
-    async def _keep_pace(self) -> None:
+    async def _wait_for_engine(self) -> None:
         """Read no further while the engine thread is behind: what waits for it is memory."""
-        while self._backlog() > MOST_WAITING:
+        while self._backlog() > MAX_BACKLOG_COMMANDS:
             await asyncio.sleep(BACKLOG_POLL_S)
 
 

@@ -9,63 +9,63 @@ from outrider.engine.swap import SwapSpace
 from outrider.wire.limits import MAX_SEQUENCE_LEN
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
-from outrider_verifier.engine.core import Core
-from outrider_verifier.engine.round_executor import Rounds
-from outrider_verifier.exchange.feature_store import CHUNK, FeatureStore
-from outrider_verifier.exchange.proposal_inbox import Inbox
-from outrider_verifier.exchange.verdict_builder import Handover
-from outrider_verifier.kv.block_manager import GUARD_TOKENS, Room
-from outrider_verifier.kv.preemption import Bounds
-from outrider_verifier.kv.prefix_cache import Prefixes
-from outrider_verifier.model_runner.cpu_runner import Projection, Target
-from outrider_verifier.model_runner.interface import RoundRunner
-from outrider_verifier.planner.ngram_fallback import StandIns
-from outrider_verifier.planner.speculation_policy import Policy
+from outrider_verifier.engine.core import EngineCore
+from outrider_verifier.engine.round_executor import RoundExecutor
+from outrider_verifier.exchange.feature_store import FEATURE_BLOCK_TOKENS, FeatureStore
+from outrider_verifier.exchange.proposal_inbox import ProposalInbox
+from outrider_verifier.exchange.verdict_builder import VerdictBuilder
+from outrider_verifier.kv.block_manager import GUARD_TOKENS, BlockManager
+from outrider_verifier.kv.preemption import PreemptionLimits
+from outrider_verifier.kv.prefix_cache import PrefixCache
+from outrider_verifier.model_runner.cpu_runner import FeatureProjector, TargetForward
+from outrider_verifier.model_runner.interface import ModelRunner
+from outrider_verifier.planner.ngram_fallback import NgramFallback
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.effects import Effect
 from outrider_verifier.state.preemption_mode import PreemptionMode
-from outrider_verifier.state.round_plan import Limits
+from outrider_verifier.state.round_plan import RoundLimits
 
 
 def assemble(
     config: VerifierConfig,
-    target: Target,
-    projection: Projection | None,
-    runner: RoundRunner,
+    target: TargetForward,
+    projection: FeatureProjector | None,
+    runner: ModelRunner,
     pool: KVPool,
     max_context_len: int,
     outbox: list[Effect],
-) -> tuple[Core, Rounds]:
+) -> tuple[EngineCore, RoundExecutor]:
     """Everything that the engine thread will own."""
     # A session that waits keeps its proposals, its features and its drafter.
     places = config.max_sessions + config.max_waiting
     store = _store(config, projection, max_sessions=places, block_tokens=pool.block_tokens)
-    inbox = Inbox(
+    inbox = ProposalInbox(
         max_sessions=places,
-        per_session=config.inbox_per_session,
+        per_session=config.max_proposals_per_session,
         # The root's successor stands in any case.
         reach=config.max_tree_nodes + 1,
-        budget_bytes=config.inbox_mb << 20,
+        budget_bytes=config.proposal_memory_mb << 20,
     )
     counters: Counter[str] = Counter()
     prefixes = _prefixes(config, runner, pool, store, counters)
     automatic = config.planner == AUTOMATIC_PLANNER
-    policy = Policy(
+    policy = SpeculationPolicy(
         automatic=automatic,
-        ceiling_s=config.ceiling_s,
-        times=runner.round_s,
-        verify_s=runner.verify_s,
-        piece_tokens=runner.piece_tokens,
-        shares_cores=not config.on_cuda,
+        ceiling_s=config.max_proposal_wait_s,
+        times=runner.plain_round_s,
+        verify_s=runner.verify_round_s,
+        chunk_tokens=runner.chunk_tokens,
+        shares_cores=not config.is_on_cuda,
     )
-    core = Core(
+    core = EngineCore(
         pool=pool,
         runner=runner,
         inbox=inbox,
-        handover=Handover(
+        verdict_builder=VerdictBuilder(
             inbox=inbox,
             store=store,
             dtype=config.feature_dtype,
-            chunk_tokens=config.prefill_tokens,
+            chunk_tokens=config.resolved_prefill_tokens,
             max_sessions=places,
         ),
         store=store,
@@ -74,27 +74,33 @@ def assemble(
         max_tree_nodes=config.max_tree_nodes,
         max_sessions=places,
         policy=policy,
-        stand_ins=StandIns(policy.costs, enabled=automatic and config.stand_in),
-        room=_room(config, runner, pool, prefixes, counters),
+        ngram_fallback=NgramFallback(policy.costs, enabled=automatic and config.ngram_fallback),
+        block_manager=_block_manager(config, runner, pool, prefixes, counters),
         counters=counters,
         post=outbox.append,
     )
-    return core, Rounds(core, runner, _limits(config, runner))
+    return core, RoundExecutor(core, runner, _limits(config, runner))
 
 
-def _limits(config: VerifierConfig, runner: RoundRunner) -> Limits:
-    return Limits(
-        prefill_tokens=min(config.prefill_tokens, runner.most_prompt_tokens or MAX_SEQUENCE_LEN),
-        prefill_beside=runner.prompt_tokens_beside,
-        piece_tokens=runner.piece_tokens,
+def _limits(config: VerifierConfig, runner: ModelRunner) -> RoundLimits:
+    return RoundLimits(
+        prefill_tokens=min(
+            config.resolved_prefill_tokens, runner.max_prompt_tokens or MAX_SEQUENCE_LEN
+        ),
+        prefill_limit=runner.prompt_token_limit,
+        chunk_tokens=runner.chunk_tokens,
         decode_tokens=config.decode_tokens_per_round,
-        gather_s=config.gather_s,
-        gather_rounds=config.gather_rounds,
+        batch_wait_s=config.batch_wait_s,
+        batch_wait_rounds=config.batch_wait_rounds,
     )
 
 
 def _store(
-    config: VerifierConfig, projection: Projection | None, *, max_sessions: int, block_tokens: int
+    config: VerifierConfig,
+    projection: FeatureProjector | None,
+    *,
+    max_sessions: int,
+    block_tokens: int,
 ) -> FeatureStore | None:
     if projection is None:
         return None
@@ -104,53 +110,53 @@ def _store(
         dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
         budget_bytes=config.feature_budget_mb << 20,
         max_sessions=max_sessions,
-        chunk=next(n for n in range(CHUNK, 0, -1) if block_tokens % n == 0),
+        chunk=next(n for n in range(FEATURE_BLOCK_TOKENS, 0, -1) if block_tokens % n == 0),
     )
 
 
 def _prefixes(
     config: VerifierConfig,
-    runner: RoundRunner,
+    runner: ModelRunner,
     pool: KVPool,
     store: FeatureStore | None,
     counters: Counter[str],
-) -> Prefixes | None:
+) -> PrefixCache | None:
     if not config.prefix_cache:
         return None
-    return Prefixes(
+    return PrefixCache(
         pool,
         store=store,
-        drafted=runner.drafted,
+        drafted=runner.has_draft_kv,
         feature_bytes=config.feature_budget_mb << 20,
         counters=counters,
     )
 
 
-def _room(
+def _block_manager(
     config: VerifierConfig,
-    runner: RoundRunner,
+    runner: ModelRunner,
     pool: KVPool,
-    prefixes: Prefixes | None,
+    prefixes: PrefixCache | None,
     counters: Counter[str],
-) -> Room:
-    return Room(
+) -> BlockManager:
+    return BlockManager(
         pool=pool,
         runner=runner,
         swap=_swap_space(config, runner, pool),
-        bounds=Bounds(
+        bounds=PreemptionLimits(
             max_running=config.max_sessions,
             max_preemptions=config.max_preemptions,
             watermark=config.kv_watermark,
-            aging_s=config.aging_s,
+            aging_s=config.priority_aging_s,
             guard_blocks=pool.blocks_for(GUARD_TOKENS),
         ),
-        way=config.way_back,
+        way=config.preemption_mode,
         prefixes=prefixes,
         counters=counters,
     )
 
 
-def _swap_space(config: VerifierConfig, runner: RoundRunner, pool: KVPool) -> SwapSpace | None:
+def _swap_space(config: VerifierConfig, runner: ModelRunner, pool: KVPool) -> SwapSpace | None:
     budget = int(config.swap_space_gb * (1 << 30))
-    recompute = config.way_back is PreemptionMode.RECOMPUTE or not config.max_preemptions
-    return runner.swap_space(budget, pool) if budget and not recompute else None
+    recompute = config.preemption_mode is PreemptionMode.RECOMPUTE or not config.max_preemptions
+    return runner.make_swap_space(budget, pool) if budget and not recompute else None

@@ -39,17 +39,17 @@ _COUNTERS = {
     "device_losses": "Devices that stopped working; the process ends with the first",
     "emitted_tokens": "Tokens emitted",
     "prefill_tokens": "Prompt tokens processed",
-    "prefix_tokens_asked": "Tokens of sessions that were let in without K/V",
-    "prefix_tokens_found": "Of these, tokens whose K/V other sessions had left behind",
+    "prefix_cache_query_tokens": "Tokens of sessions that were let in without K/V",
+    "prefix_cache_hit_tokens": "Of these, tokens whose K/V other sessions had left behind",
     "proposed_tokens": "Draft nodes verified",
     "accepted_tokens": "Draft nodes accepted",
     "fallback_rounds": "Session rounds without a proposal although one was wanted",
     "sessions_lost_by_drafters": "Sessions that a drafter could not follow any more",
     "sessions_moved": "Sessions that were given to another drafter while they ran",
     "moves_refused": "Sessions that their routers wanted moved and that could not be",
-    "stand_in_rounds": "Session rounds that verified a lookup in the session's own text",
-    "stand_in_accepted_tokens": "Tokens of these lookups that stood",
-    "patience_over": "Session rounds whose wait for a proposal ran into the patience",
+    "ngram_fallback_rounds": "Session rounds that verified a lookup in the session's own text",
+    "ngram_fallback_accepted_tokens": "Tokens of these lookups that stood",
+    "proposal_timeouts": "Session rounds whose wait for a proposal ran into the patience",
     "paused_rounds": "Session rounds decoded plainly because the planner had found that faster",
     "look_ahead_rounds": "Session rounds with look-ahead that used a proposal or wanted one",
     "hit_rounds": "Look-ahead rounds whose proposal had come before its prefix did",
@@ -57,15 +57,15 @@ _COUNTERS = {
     "fresh_rounds": "Look-ahead rounds whose proposal was made for a prefix that was there",
     "fresh_accepted_tokens": "Draft nodes accepted in fresh rounds",
     "speculation_paused": "Sessions whose speculation the planner paused",
-    "lean_sessions": "Sessions that keep no features any more, by the planner's decision",
+    "features_dropped_sessions": "Sessions whose features were dropped by the planner",
     "speculation_resumed": "Sessions whose speculation the planner resumed",
-    "look_ahead_begun": "Sessions that the planner had drafted for ahead of their verdicts",
+    "look_ahead_started": "Sessions that the planner had drafted for ahead of their verdicts",
     "look_ahead_ended": "Sessions that the planner had drafted for in lock-step again",
     "messages_invalid": "Messages of drafters and routers that failed validation",
     "drafters_attached": "Drafter connections accepted",
     "drafters_lost": "Drafter connections that ended",
-    "drafters_silent": "Times that nobody waited any longer for a drafter that said nothing",
-    "drafters_cut": "Drafters disconnected because they sent more than anybody asked for",
+    "drafters_stalled": "Times that nobody waited any longer for a drafter that said nothing",
+    "drafters_disconnected_flooding": "Drafters disconnected because they flooded the verifier",
     "drafters_overflowed": "Drafters disconnected because they did not read",
     "routers_overflowed": "Routers disconnected because they did not read",
     "commands_refused": "Requests and proposals refused because the engine thread was behind",
@@ -80,12 +80,12 @@ _GAUGES = {
     "prefix_blocks": "K/V blocks that sessions may begin with, those in use included",
     "prefix_feature_bytes": "Host memory that the features of these take",
     "drafters_connected": "Drafters attached now",
-    "inbox_proposals": "Proposals held for rounds to come",
+    "pending_proposals": "Proposals held for rounds to come",
     "feature_bytes": "Host memory that the features of live sessions take",
 }
 
 
-class Medians:
+class RoundMedians:
     """Rolling medians of the recent rounds, milliseconds; asyncio thread only."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Medians:
         self._overhead: deque[float] = deque(maxlen=WINDOW)
         self._hit_idle: deque[float] = deque(maxlen=WINDOW)
 
-    def add(self, report: RoundReport) -> None:
+    def add_report(self, report: RoundReport) -> None:
         """Take in a round; rounds with prompt tokens are left out, they measure the prompt."""
         if report.prefill_tokens:
             return
@@ -169,7 +169,7 @@ def _median_ms(window: deque[float]) -> float:
     return statistics.median(window) * 1000.0 if window else 0.0
 
 
-class Metrics(Collector):
+class VerifierMetrics(Collector):
     """Histograms of round times; counts and gauges are read when scraped."""
 
     def __init__(
@@ -178,7 +178,7 @@ class Metrics(Collector):
         gauges: Callable[[], Mapping[str, float]],
     ) -> None:
         self.registry = CollectorRegistry()
-        self.medians = Medians()
+        self.medians = RoundMedians()
         self._counts = counts
         self._gauges = gauges
         self._round = Histogram(
@@ -203,9 +203,9 @@ class Metrics(Collector):
         )
         self.registry.register(self)
 
-    def observe(self, report: RoundReport) -> None:
+    def observe_report(self, report: RoundReport) -> None:
         """Take in a round."""
-        self.medians.add(report)
+        self.medians.add_report(report)
         self._parts["forward"].observe(report.forward_s)
         self._parts["accept"].observe(report.accept_s)
         self._parts["draft"].observe(report.draft_s)

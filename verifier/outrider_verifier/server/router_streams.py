@@ -24,8 +24,8 @@ from outrider.errors import (
 )
 from outrider.ids import DrafterId
 from outrider.transport.interface import ServingConnection
-from outrider.transport.send_queue import Outgoing
-from outrider.transport.session_stream import failure_of
+from outrider.transport.send_queue import SendQueue
+from outrider.transport.session_stream import make_failure
 from outrider.wire.messages import (
     Heartbeat,
     MalformedOpen,
@@ -39,12 +39,12 @@ from outrider.wire.messages import (
     SessionSpec,
     SessionsRequest,
 )
-from outrider_verifier.model_runner.grammar_preparation import Forms
-from outrider_verifier.server.session_registry import Served, ServedSessions
-from outrider_verifier.server.session_spans import SessionSpans
-from outrider_verifier.server.shares import shares
-from outrider_verifier.state.commands import Close, Command, Open, SetDrafter
-from outrider_verifier.state.effects import Emits
+from outrider_verifier.model_runner.grammar_preparation import GrammarPreparation
+from outrider_verifier.server.session_registry import ServedSession, SessionRegistry
+from outrider_verifier.server.session_spans import VerifierSpans
+from outrider_verifier.server.shares import split_by_router
+from outrider_verifier.state.commands import CloseSession, Command, OpenSession, SetDrafter
+from outrider_verifier.state.effects import EventBatch
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class _Router:
 
     number: int
     connection: ServingConnection
-    outgoing: Outgoing[SessionsMessage]
+    outgoing: SendQueue[SessionsMessage]
     tickets: dict[int, int] = field(default_factory=dict)
     """The session of each handle that is served or being opened."""
     opening: int = 0
@@ -77,7 +77,7 @@ class _Router:
     """Set to end the connection: it does not read."""
 
 
-class RouterHub:
+class RouterStreams:
     """All connected routers; asyncio thread only."""
 
     def __init__(
@@ -86,7 +86,7 @@ class RouterHub:
         post: Callable[[Command], None],
         admit: Callable[[], None],
         on_change: Callable[[int], None],
-        forms: Forms,
+        forms: GrammarPreparation,
     ) -> None:
         """`admit` raises while no session may be opened; `on_change` hears how many there are;
         `forms` compiles structured outputs."""
@@ -96,13 +96,13 @@ class RouterHub:
         self._post = post
         self._admit = admit
         self._on_change = on_change
-        self._served = ServedSessions()
+        self._served = SessionRegistry()
         self._moving: dict[int, tuple[DrafterId | None] | None] = {}
         """Sessions that the engine is moving, and where each is to go after that."""
         self._numbers = itertools.count()
         self._routers: dict[int, _Router] = {}
         """By number."""
-        self._spans = SessionSpans()
+        self._spans = VerifierSpans()
         self._drains_until: float | None = None
         """Time of the event loop at which the sessions must be gone; None: they may stay."""
         self.counters: Counter[str] = Counter()
@@ -115,15 +115,15 @@ class RouterHub:
         """Sessions that are served or being opened."""
         return len(self._served)
 
-    async def serve(self, connection: ServingConnection) -> None:
+    async def serve_router(self, connection: ServingConnection) -> None:
         """Serve one router until its stream ends, then free its sessions."""
-        router = _Router(next(self._numbers), connection, Outgoing(connection, size_of=_size))
+        router = _Router(next(self._numbers), connection, SendQueue(connection, size_of=_size))
         self._routers[router.number] = router
         if self._drains_until is not None:
             self._tell_of_drain(router, self._drains_until)
         tasks = [
             asyncio.ensure_future(self._receive_all(router)),
-            asyncio.ensure_future(router.outgoing.pump()),
+            asyncio.ensure_future(router.outgoing.run_sender()),
             asyncio.ensure_future(router.lost.wait()),
         ]
         try:
@@ -140,40 +140,40 @@ class RouterHub:
             if isinstance(result, Exception) and not isinstance(result, OutriderError):
                 logger.error("a router's stream failed", exc_info=result, extra=_facts(router))
 
-    def drain(self, seconds: float) -> None:
+    def announce_drain(self, seconds: float) -> None:
         """Tell all routers, also those to come, that sessions are served for so long yet."""
         self._drains_until = asyncio.get_running_loop().time() + seconds
         for router in self._routers.values():
             self._tell_of_drain(router, self._drains_until)
 
-    def end_all(self, error: OutriderError) -> None:
+    def fail_all_sessions(self, error: OutriderError) -> None:
         """Fail every session that is left."""
         for ticket, served in self._served.items():
-            self.fail(ticket, error)
-            self._post(Close(served.session_id, ticket))
+            self.fail_session(ticket, error)
+            self._post(CloseSession(served.session_id, ticket))
 
-    def emit(self, batch: Emits) -> None:
+    def send_events(self, batch: EventBatch) -> None:
         """Send the events of a round: one message to each router that has sessions in it."""
         if self._spans:  # some session is traced
-            self._spans.emitted(batch)
+            self._spans.record_events(batch)
         tickets, reasons = batch.tickets, batch.reasons
         # A session that its router has left is nobody's; its Close is on the way.
-        for number, events in shares(batch, *self._served.owners(tickets)):
+        for number, events in split_by_router(batch, *self._served.owners(tickets)):
             self._tell(self._routers[number], events)
         for ticket in tickets[reasons > 0].tolist():
             self._forget(ticket)
 
-    def fail(self, ticket: int, error: OutriderError) -> None:
+    def fail_session(self, ticket: int, error: OutriderError) -> None:
         """Tell a session's router that the session was refused or failed."""
-        self._spans.ended(ticket, error)
+        self._spans.end_span(ticket, error)
         served = self._forget(ticket)
         if served is not None:
             facts = {"session_id": served.session_id, "reason": error.reason}
             router = self._routers[served.router]
             logger.info("session refused or failed", extra=facts | _facts(router))
-            self._tell(router, failure_of(served.handle, error))
+            self._tell(router, make_failure(served.handle, error))
 
-    def moved(self, ticket: int, drafter_id: DrafterId | None) -> None:
+    def announce_drafter(self, ticket: int, drafter_id: DrafterId | None) -> None:
         """Tell a session's router which drafter it has now that it was to be moved."""
         served, wish = self._served.get(ticket), self._moving.pop(ticket, None)
         if served is None:
@@ -192,7 +192,7 @@ class RouterHub:
                 self.counters["messages_invalid"] += 1
                 logger.debug("invalid message: %s", error.message, extra=_facts(router))
                 continue
-            for request in (message, *router.connection.ready()):
+            for request in (message, *router.connection.receive_ready()):
                 self._take(router, request)
 
     def _take(self, router: _Router, request: SessionsRequest | MalformedOpen) -> None:
@@ -201,10 +201,10 @@ class RouterHub:
                 try:
                     self._open(router, handle, spec)
                 except OutriderError as error:
-                    self._tell(router, failure_of(handle, error))
+                    self._tell(router, make_failure(handle, error))
             case MalformedOpen(handle=handle, error=malformed):
                 self.counters["messages_invalid"] += 1
-                self._tell(router, failure_of(handle, malformed))
+                self._tell(router, make_failure(handle, malformed))
             case SessionLeave(handle=handle):
                 self._leave(router, handle)
             case SessionMove(handle=handle, drafter_id=drafter_id):
@@ -220,16 +220,16 @@ class RouterHub:
             raise ResourceExhaustedError(
                 f"{MAX_OPENING} sessions are being opened", reason="OPENING_EXHAUSTED"
             )
-        ticket = self._served.add(Served(router.number, handle, spec.session_id))
+        ticket = self._served.add(ServedSession(router.number, handle, spec.session_id))
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         router.tickets[handle] = ticket
         router.opening += 1
         self._on_change(len(self._served))
-        self._spans.opened(ticket, spec)
+        self._spans.start_span(ticket, spec)
         answer.add_done_callback(partial(self._answered, router, ticket))
-        known = self._forms.known(spec)
+        known = self._forms.get_cached(spec)
         if known is not None:
-            self._post(Open(ticket, spec, answer, *known))
+            self._post(OpenSession(ticket, spec, answer, *known))
             return
         # Nobody else's rounds wait for it.
         task = asyncio.ensure_future(self._compile(ticket, spec, answer))
@@ -258,7 +258,7 @@ class RouterHub:
             # Its router has left it.
             answer.set_result(None)
             return
-        self._post(Open(ticket, spec, answer, form))
+        self._post(OpenSession(ticket, spec, answer, form))
         del self._compiling[ticket]
         wish = self._moving.pop(ticket, None)
         if wish is not None:
@@ -268,7 +268,7 @@ class RouterHub:
         router.opening -= 1
         error = answer.exception()
         if isinstance(error, OutriderError):
-            self.fail(ticket, error)
+            self.fail_session(ticket, error)
 
     def _move(self, router: _Router, handle: int, drafter_id: DrafterId | None) -> None:
         ticket = router.tickets.get(handle)
@@ -285,15 +285,15 @@ class RouterHub:
         ticket = router.tickets.get(handle)
         served = None if ticket is None else self._forget(ticket)
         if ticket is not None and served is not None:
-            self._post(Close(served.session_id, ticket))
+            self._post(CloseSession(served.session_id, ticket))
 
-    def _forget(self, ticket: int) -> Served | None:
+    def _forget(self, ticket: int) -> ServedSession | None:
         served = self._served.pop(ticket)
         self._moving.pop(ticket, None)
         compiling = self._compiling.get(ticket)
         if compiling is not None:
             compiling.cancel()
-        self._spans.ended(ticket)
+        self._spans.end_span(ticket)
         if served is not None:
             del self._routers[served.router].tickets[served.handle]
             self._on_change(len(self._served))
@@ -307,7 +307,7 @@ class RouterHub:
         if router.lost.is_set():
             return
         with contextlib.suppress(OutriderError):  # whoever receives hears of the loss
-            router.outgoing.put(message)
+            router.outgoing.put_messages(message)
         if router.outgoing.size > MAX_UNREAD_BYTES:
             self.counters["routers_overflowed"] += 1
             logger.warning("router does not read; disconnecting", extra=_facts(router))

@@ -10,16 +10,16 @@ import time
 from collections import Counter
 from typing import assert_never
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.engine.kv_cache import KVPool
 from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableError
-from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.grammar_cache import GrammarCache
 from outrider.ids import SessionId, VerifierId
-from outrider.spec.plan import Plan
-from outrider.transport.in_process import local_sessions
+from outrider.spec.plan import SpeculationPlan
+from outrider.transport.in_process import open_local_sessions
 from outrider.transport.interface import RouterConnection, ServingConnection, VerifierConnection
 from outrider.transport.session_stream import SessionIterators
-from outrider.transport.shm import LaneListener
+from outrider.transport.shm import ShmListener
 from outrider.watchdog import Watchdog
 from outrider.wire.limits import MAX_PLANNER_BYTES
 from outrider.wire.messages import (
@@ -28,37 +28,41 @@ from outrider.wire.messages import (
     Welcome,
 )
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.engine.core import OWN_METHODS
+from outrider_verifier.engine.core import IN_PROCESS_METHODS
 from outrider_verifier.engine.failure_handler import device_lost_error, engine_stalled_error
 from outrider_verifier.engine.loop import EngineLoop
-from outrider_verifier.exchange.message_checks import DrafterChecks, Identity
-from outrider_verifier.exchange.shm_channels import Lanes
-from outrider_verifier.model_runner.cpu_runner import Projection, RoundEngine, Target
-from outrider_verifier.model_runner.grammar_preparation import Forms
-from outrider_verifier.model_runner.interface import RoundRunner
-from outrider_verifier.server.drafter_connections import DrafterHub
+from outrider_verifier.exchange.message_checks import DrafterMessageChecker, VerifierIdentity
+from outrider_verifier.exchange.shm_channels import DrafterShmChannels
+from outrider_verifier.model_runner.cpu_runner import (
+    CpuModelRunner,
+    FeatureProjector,
+    TargetForward,
+)
+from outrider_verifier.model_runner.grammar_preparation import GrammarPreparation
+from outrider_verifier.model_runner.interface import ModelRunner
+from outrider_verifier.server.drafter_connections import DrafterConnections
 from outrider_verifier.server.engine_builder import assemble
-from outrider_verifier.server.metrics import Metrics, stats_of
-from outrider_verifier.server.router_streams import RouterHub
+from outrider_verifier.server.metrics import VerifierMetrics, stats_of
+from outrider_verifier.server.router_streams import RouterStreams
 from outrider_verifier.state.commands import (
-    Attached,
-    Close,
+    CloseSession,
     Command,
-    Garbled,
-    Offered,
-    Open,
+    DrafterAttached,
+    MalformedMessage,
+    OpenSession,
+    ProposalsReceived,
     SetPlan,
 )
 from outrider_verifier.state.effects import (
-    Answer,
-    Cut,
+    CompleteCommand,
+    DisconnectDrafter,
+    DrafterChanged,
     Effect,
-    Emits,
-    Fail,
-    Moved,
+    EventBatch,
+    FailSession,
     RoundReport,
-    Tell,
-    told_by_link,
+    SendMessage,
+    messages_by_link,
 )
 
 logger = logging.getLogger(__name__)
@@ -82,37 +86,37 @@ class VerifierService(SessionIterators):
     def __init__(
         self,
         config: VerifierConfig,
-        target: Target,
-        projection: Projection | None = None,
+        target: TargetForward,
+        projection: FeatureProjector | None = None,
         *,
-        runner: RoundRunner | None = None,
+        runner: ModelRunner | None = None,
         pool: KVPool,
         max_context_len: int,
         model_name: str = "",
         tokenizer_hash: str = "",
-        grammars: Grammars | None = None,
-        awake: AwakeCores | None = None,
+        grammars: GrammarCache | None = None,
+        busy_cores: BusyCores | None = None,
     ) -> None:
         """`pool` holds the K/V of `target`; `max_context_len` is the model's own limit.
 
         Without `grammars` sessions with structured output are refused. Without a `runner`, rounds
-        are run by a `RoundEngine` of target and projection. `awake` is kept while there are
+        are run by a `CpuModelRunner` of target and projection. `awake` is kept while there are
         sessions.
         """
         self._config = config
         self._pool = pool
-        self._awake = awake or AwakeCores.claim(0)
+        self._busy_cores = busy_cores or BusyCores.claim(0)
         self._incarnation = secrets.token_hex(8)
         self._model_name = model_name
         self._tokenizer_hash = tokenizer_hash
         self._fingerprint = "" if projection is None else projection.fingerprint
         self._vocab_size = target.vocab_size
-        runner = runner or RoundEngine.build(config, target, projection)
-        self._own_draft_length = runner.drafts_itself
+        runner = runner or CpuModelRunner.build(config, target, projection)
+        self._in_process_draft_length = runner.in_process_draft_length
         self._kv_blocks = pool.free_blocks
         """Blocks that sessions can get; what the runner took for itself is out of their reach."""
         # A session longer than the whole budget could never be admitted.
-        fits = self._kv_blocks * pool.block_tokens + 1 - runner.slack.most
+        fits = self._kv_blocks * pool.block_tokens + 1 - runner.slot_headroom.max_slots
         limits = (config.max_context_len, max_context_len, fits)
         self._max_context_len = min(limit for limit in limits if limit > 0)
         if config.max_context_len > self._max_context_len:
@@ -124,28 +128,28 @@ class VerifierService(SessionIterators):
         self._core, self._rounds = assemble(
             config, target, projection, runner, pool, self._max_context_len, self._outbox
         )
-        self._hub = DrafterHub(
+        self._hub = DrafterConnections(
             self._identity(),
             post=self._post,
-            hello_s=config.hello_s,
+            hello_s=config.handshake_timeout_s,
             queue_bytes=config.drafter_queue_mb << 20,
             backlog=lambda: 0 if self._loop is None else self._loop.backlog,
         )
-        self._lanes = Lanes(
-            DrafterChecks(self._identity()),
+        self._shm_channels = DrafterShmChannels(
+            DrafterMessageChecker(self._identity()),
             queue_bytes=config.drafter_queue_mb << 20,
-            on_lost=self._on_lane_lost,
-            pin=runner.pin,
+            on_lost=self._on_shm_channel_lost,
+            pin=runner.pin_memory,
         )
-        runner.land_in(self._lanes.reserve)
-        self._forms = Forms(grammars)
-        self._routers = RouterHub(
+        runner.set_feature_allocator(self._shm_channels.reserve)
+        self._forms = GrammarPreparation(grammars)
+        self._routers = RouterStreams(
             post=self._post,
             admit=self._check_draining,
-            on_change=lambda sessions: self._awake.keep(sessions > 0),
+            on_change=lambda sessions: self._busy_cores.set_busy(sessions > 0),
             forms=self._forms,
         )
-        self.metrics = Metrics(self._counts, self._gauges)
+        self.metrics = VerifierMetrics(self._counts, self._gauges)
         self._loop: EngineLoop | None = None
         self._running_on: asyncio.AbstractEventLoop | None = None
         self._overflows = 0
@@ -170,14 +174,14 @@ class VerifierService(SessionIterators):
                 self._core,
                 self._rounds,
                 self._outbox,
-                self._lanes,
+                self._shm_channels,
                 loop=asyncio.get_running_loop(),
                 dispatch=self._dispatch,
                 on_lost=self._on_lost,
             )
             self._running_on = asyncio.get_running_loop()
-            if self._config.lanes:
-                self._hub.lanes = LaneListener.open()
+            if self._config.shared_memory:
+                self._hub.shm_channels = ShmListener.open()
             self._loop.start()
             self._watchdog = Watchdog(
                 self._loop.progress,
@@ -193,12 +197,12 @@ class VerifierService(SessionIterators):
         What is left when time has run out fails, so that routers go on with it; then False.
         """
         self._draining = True
-        self._routers.drain(timeout_s)
+        self._routers.announce_drain(timeout_s)
         deadline = time.monotonic() + timeout_s
         while self._routers.num_sessions and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
         left = self._routers.num_sessions
-        self._routers.end_all(draining_error())
+        self._routers.fail_all_sessions(draining_error())
         return left == 0
 
     async def stop(self) -> None:
@@ -207,11 +211,11 @@ class VerifierService(SessionIterators):
         if self._watchdog is not None:
             self._watchdog.stop()
         loop, self._loop = self._loop, None
-        self._close_lanes()
+        self._close_shm_channels()
         self._forms.close()
         if loop is not None:
             await asyncio.to_thread(loop.stop, _STOP_TIMEOUT_S)
-            for command in loop.left_over():
+            for command in loop.remaining_commands():
                 self._refuse(command, UnavailableError("the verifier has stopped"))
 
     # ---- VerifierEndpoint ----------------------------------------------------------------------
@@ -233,7 +237,9 @@ class VerifierService(SessionIterators):
             kv_free_blocks=self._pool.free_blocks,
             sessions=self._core.num_sessions,
             max_sessions=self._config.max_sessions,
-            drafters=tuple(self._core.attached(link, time.monotonic()) for link in self._hub.links),
+            drafters=tuple(
+                self._core.describe_drafter(link, time.monotonic()) for link in self._hub.links
+            ),
             feature_fingerprint=self._fingerprint,
             rounds_total=counters["rounds"],
             tokens_total=counters["emitted_tokens"],
@@ -241,32 +247,32 @@ class VerifierService(SessionIterators):
             round_ms_p50=medians.round_ms,
             forward_ms_p50=medians.forward_ms,
             overhead_ms_p50=medians.overhead_ms,
-            own_methods=OWN_METHODS if self._own_draft_length else (),
-            own_draft_length=self._own_draft_length,
+            in_process_methods=IN_PROCESS_METHODS if self._in_process_draft_length else (),
+            in_process_draft_length=self._in_process_draft_length,
             simulated_acceptance=self._config.simulated_acceptance,
-            planner=self._core.policy.summary()[:MAX_PLANNER_BYTES],
+            planner=self._core.policy.describe()[:MAX_PLANNER_BYTES],
             stats=stats_of(counters),
             hit_idle_us_p50=medians.hit_idle_us,
             draining=self._draining or self._stopped,
             waiting_sessions=len(self._core.room.waiting),
             preemptions_swap=counters["preemptions_swap"],
             preemptions_recompute=counters["preemptions_recompute"],
-            prefix_tokens_asked=counters["prefix_tokens_asked"],
-            prefix_tokens_found=counters["prefix_tokens_found"],
+            prefix_cache_query_tokens=counters["prefix_cache_query_tokens"],
+            prefix_cache_hit_tokens=counters["prefix_cache_hit_tokens"],
             engine_steps=self._steps(),
         )
 
     async def sessions(self) -> RouterConnection:
         """A stream of sessions for a caller in this process."""
         self.start()
-        return local_sessions(self)
+        return open_local_sessions(self)
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
         """Serve one router's stream of sessions; its end, however it comes, frees them all."""
         self.start()
-        await self._routers.serve(connection)
+        await self._routers.serve_router(connection)
 
-    async def set_plan(self, session_id: SessionId, plan: Plan) -> None:
+    async def set_plan(self, session_id: SessionId, plan: SpeculationPlan) -> None:
         """Change a session's plan; NotFoundError if there is none."""
         self.start()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -277,13 +283,13 @@ class VerifierService(SessionIterators):
         """End a session, whose stream then ends with CANCELLED; returns when all is free."""
         self.start()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._post(Close(session_id, answer=answer))
+        self._post(CloseSession(session_id, answer=answer))
         await answer
 
     async def exchange(self, connection: VerifierConnection) -> None:
         """Serve one drafter's connection until it ends."""
         self.start()
-        await self._hub.serve(connection)
+        await self._hub.serve_connection(connection)
 
     # ---- between the threads -------------------------------------------------------------------
 
@@ -296,48 +302,48 @@ class VerifierService(SessionIterators):
                 command, ResourceExhaustedError("the engine is behind", reason="ENGINE_BEHIND")
             )
         else:
-            self._loop.post(command)
+            self._loop.post_command(command)
 
     @staticmethod
     def _must_take(command: Command) -> bool:
         """Whether a command is bounded by itself: one an opened session or connection."""
-        unanswered_close = isinstance(command, Close) and command.answer is None
-        droppable = Open | SetPlan | Close | Offered | Garbled
+        unanswered_close = isinstance(command, CloseSession) and command.answer is None
+        droppable = OpenSession | SetPlan | CloseSession | ProposalsReceived | MalformedMessage
         return unanswered_close or not isinstance(command, droppable)
 
     @staticmethod
     def _refuse(command: Command, error: OutriderError) -> None:
-        if isinstance(command, Open | SetPlan | Close) and command.answer is not None:
+        if isinstance(command, OpenSession | SetPlan | CloseSession) and command.answer is not None:
             _settle(command.answer, error)
-        if isinstance(command, Attached) and command.lane is not None:
-            command.lane.close()
+        if isinstance(command, DrafterAttached) and command.shm_channel is not None:
+            command.shm_channel.close()
 
     def _on_lost(self) -> None:
         """The engine thread has ended because the device is lost; all it told has come."""
         loop, self._loop = self._loop, None
-        self._close_lanes()
+        self._close_shm_channels()
         self.lost.set()
-        for command in [] if loop is None else loop.left_over():
+        for command in [] if loop is None else loop.remaining_commands():
             self._refuse(command, device_lost_error())
 
     def _on_stall(self, silent_s: float) -> None:
         """The engine thread hangs: leave it alone, and let routers go on elsewhere."""
         self.is_stalled = True
         loop, self._loop = self._loop, None
-        self._close_lanes()
-        for command in [] if loop is None else loop.left_over():
+        self._close_shm_channels()
+        for command in [] if loop is None else loop.remaining_commands():
             self._refuse(command, engine_stalled_error())
-        self._routers.end_all(engine_stalled_error())
+        self._routers.fail_all_sessions(engine_stalled_error())
         self.lost.set()
 
-    def _on_lane_lost(self, link_id: int) -> None:
+    def _on_shm_channel_lost(self, link_id: int) -> None:
         """Called on the engine thread."""
         assert self._running_on is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the connection
-            self._running_on.call_soon_threadsafe(self._hub.lose, link_id)
+            self._running_on.call_soon_threadsafe(self._hub.drop_link, link_id)
 
-    def _close_lanes(self) -> None:
-        listener, self._hub.lanes = self._hub.lanes, None
+    def _close_shm_channels(self) -> None:
+        listener, self._hub.shm_channels = self._hub.shm_channels, None
         if listener is not None:
             listener.close()
 
@@ -352,24 +358,24 @@ class VerifierService(SessionIterators):
 
     def _dispatch(self, effects: list[Effect]) -> None:
         """Perform what a round (or a command) asked for; drafters first, each told all at once."""
-        for link_id, messages in told_by_link(effects).items():
-            self._hub.tell(link_id, *messages)
+        for link_id, messages in messages_by_link(effects).items():
+            self._hub.send_messages(link_id, *messages)
         for effect in effects:
             match effect:
-                case Tell():
+                case SendMessage():
                     pass
-                case Emits():
-                    self._routers.emit(effect)
-                case Fail(ticket=ticket, error=error):
-                    self._routers.fail(ticket, error)
-                case Moved(ticket=ticket, drafter_id=drafter_id):
-                    self._routers.moved(ticket, drafter_id)
-                case Cut(link_id=link_id):
-                    self._hub.cut(link_id)
-                case Answer(future=future, error=refused):
+                case EventBatch():
+                    self._routers.send_events(effect)
+                case FailSession(ticket=ticket, error=error):
+                    self._routers.fail_session(ticket, error)
+                case DrafterChanged(ticket=ticket, drafter_id=drafter_id):
+                    self._routers.announce_drafter(ticket, drafter_id)
+                case DisconnectDrafter(link_id=link_id):
+                    self._hub.disconnect_drafter(link_id)
+                case CompleteCommand(future=future, error=refused):
                     _settle(future, refused)
                 case RoundReport() as report:
-                    self.metrics.observe(report)
+                    self.metrics.observe_report(report)
                 case _:
                     assert_never(effect)
 
@@ -379,8 +385,8 @@ class VerifierService(SessionIterators):
         engine = 0 if self._loop is None else self._loop.session_steps
         return engine + self._routers.compilations
 
-    def _identity(self) -> Identity:
-        return Identity(
+    def _identity(self) -> VerifierIdentity:
+        return VerifierIdentity(
             welcome=Welcome(
                 protocol_version=PROTOCOL_VERSION,
                 verifier_id=VerifierId(self._config.verifier_id),
@@ -396,7 +402,7 @@ class VerifierService(SessionIterators):
         # The engine thread writes to the first one: only a copy at once is safe.
         counters = Counter({**self._core.counters, "commands_refused": self._overflows})
         counters.update(self._hub.counters)
-        counters.update(self._lanes.counters)
+        counters.update(self._shm_channels.counters)
         counters.update(self._routers.counters)
         return counters
 
@@ -412,7 +418,7 @@ class VerifierService(SessionIterators):
             "prefix_blocks": self._core.room.prefix_blocks,
             "prefix_feature_bytes": self._core.room.prefix_feature_bytes,
             "drafters_connected": len(self._hub.links),
-            "inbox_proposals": self._core.num_proposals,
+            "pending_proposals": self._core.num_proposals,
             "feature_bytes": 0 if store is None else store.used_bytes,
         }
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.checkpoints.head_tensors import read_head
 from outrider.checkpoints.model_config import ModelConfig
 from outrider.engine.checkpoint import load_model_config
-from outrider.engine.device.current_device import check_device, check_kernels, make_current
-from outrider.engine.device.slots.logits_slots import warp_bytes
+from outrider.engine.device.current_device import check_device, check_kernels, set_current_device
+from outrider.engine.device.slots.logits_slots import logits_slot_bytes
 from outrider.engine.heads import (
     DraftHead,
     FeatureProjection,
@@ -23,23 +23,23 @@ from outrider.engine.heads import (
     load_head_config,
 )
 from outrider.engine.linear import make_linear
-from outrider.engine.matmul_tuning import choices, set_threads, this_processor
+from outrider.engine.matmul_tuning import measured_choices, set_compute_threads, this_processor
 from outrider.engine.model_loader import kv_bytes_per_token, load_lm_head, load_target
 from outrider.engine.target import TargetModel
 from outrider.errors import InvalidRequestError
-from outrider.grammar.grammar_cache import Grammars
-from outrider.models import resolve
+from outrider.grammar.grammar_cache import GrammarCache
+from outrider.models import resolve_model
 from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
-from outrider_verifier.kv.capacity import kv_tokens_that_fit, reserved_bytes
-from outrider_verifier.model_runner.cpu_runner import RoundEngine
-from outrider_verifier.model_runner.interface import RoundRunner
+from outrider_verifier.kv.capacity import max_kv_tokens, reserved_bytes
+from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
+from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.server.service import VerifierService
 
 logger = logging.getLogger(__name__)
 
 
-def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> VerifierService:
+def build_service(config: VerifierConfig, busy_cores: BusyCores | None = None) -> VerifierService:
     """Load everything that `config` names; the service keeps `awake` while it serves.
 
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
@@ -48,31 +48,31 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
     if not config.model:
         raise InvalidRequestError("`model` must be given", reason="INVALID_CONFIG")
     check_device(config.device)
-    if uses_device_engine(config):
+    if uses_gpu_runner(config):
         check_kernels()
-    set_threads(config.threads, config.device)
-    make_current(config.device)
+    set_compute_threads(config.threads, config.device)
+    set_current_device(config.device)
     began = time.monotonic()
-    path = resolve(config.model)
-    if config.features_from:
+    path = resolve_model(config.model)
+    if config.feature_head:
         # Before the target is loaded, which takes long.
         _check_head(config, load_model_config(path))
     target = _load_target(config, path)
     projection: FeatureProjection | None = None
-    if config.features_from:
+    if config.feature_head:
         projection = _load_projection(config, target.config.num_layers)
-    runner = build_runner(config, target, projection)
+    runner = build_model_runner(config, target, projection)
     seconds = round(time.monotonic() - began, 2)
     kv_tokens = target.pool.total_blocks * target.pool.block_tokens
     facts = {"model": str(path), "seconds": seconds, "kv_tokens": kv_tokens}
     logger.info("target loaded", extra=facts)
-    if products := choices():
+    if products := measured_choices():
         threads = torch.get_num_threads()
         logger.info(
             "single-row products chosen",
             extra={"processor": str(this_processor()), "threads": threads, "products": products},
         )
-    if config.drafts_itself and torch.device(config.device).type == "cpu":
+    if config.has_in_process_drafter and torch.device(config.device).type == "cpu":
         logger.warning(
             "a head in the verifier is for GPUs: on a CPU its rounds run a device's programs over"
             " unpacked weights, several times as long as with a drafter of its own",
@@ -92,34 +92,34 @@ def build_service(config: VerifierConfig, awake: AwakeCores | None = None) -> Ve
         max_context_len=target.config.max_position_embeddings,
         model_name=config.model,
         tokenizer_hash=tokenizer_hash(path),
-        grammars=Grammars.load(
+        grammars=GrammarCache.from_tokenizer_file(
             tokenizer_file(path),
             vocab_size=target.vocab_size,
             limits=config.grammar_compile,
             masks=config.grammar_masks,
         ),
-        awake=awake,
+        busy_cores=busy_cores,
     )
 
 
-def build_runner(
+def build_model_runner(
     config: VerifierConfig, target: TargetModel, projection: FeatureProjection | None
-) -> RoundRunner:
+) -> ModelRunner:
     """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more."""
-    if not uses_device_engine(config):
-        return RoundEngine.build(config, target, projection)
-    head = _load_own_head(config, target) if config.drafts_itself else None
-    from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+    if not uses_gpu_runner(config):
+        return CpuModelRunner.build(config, target, projection)
+    head = _load_in_process_drafter(config, target) if config.has_in_process_drafter else None
+    from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
-    runner = DeviceRoundEngine.build(config, target, projection, head)
+    runner = GpuModelRunner.build(config, target, projection, head)
     runner.warm_up()
     return runner
 
 
-def uses_device_engine(config: VerifierConfig) -> bool:
+def uses_gpu_runner(config: VerifierConfig) -> bool:
     """Whether rounds need the device engine: on a GPU, and on a CPU for what only it can do."""
     on_device = torch.device(config.device).type != "cpu"
-    return on_device or config.drafts_itself or bool(config.simulated_acceptance)
+    return on_device or config.has_in_process_drafter or bool(config.simulated_acceptance)
 
 
 def _load_target(config: VerifierConfig, path: Path) -> TargetModel:
@@ -132,27 +132,29 @@ def _load_target(config: VerifierConfig, path: Path) -> TargetModel:
         kv_tokens=partial(_kv_tokens, config) if sized else config.kv_tokens or DEFAULT_KV_TOKENS,
         block_tokens=config.kv_block_tokens,
         # Kernels read weights as they are; a CPU's packed ones have a layout of their own.
-        packed=not uses_device_engine(config),
+        packed=not uses_gpu_runner(config),
     )
 
 
 def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
     """Tokens of K/V that the device has room for beside the weights, which are there already."""
     # Not before it is a GPU that is served: a CPU needs no triton, which this asks for.
-    from outrider.engine.device.inputs.token_masks import legal_bytes
-    from outrider_verifier.model_runner.gpu_runner.shape_family import family_of
+    from outrider.engine.device.inputs.token_masks import mask_bytes
+    from outrider_verifier.model_runner.gpu_runner.shape_family import shape_family_for
 
     per_token = kv_bytes_per_token(model, getattr(torch, config.dtype))
     head_bytes = 0
-    if config.drafts_itself:
+    if config.has_in_process_drafter:
         # The head's own K/V has the pool's slots: about one more layer.
         per_token += per_token // model.num_layers
-        head_bytes = _size_of(Path(config.features_from))
+        head_bytes = _size_of(Path(config.feature_head))
     free, total = torch.cuda.mem_get_info(config.device)
     longest = config.max_context_len or model.max_position_embeddings
-    own_nodes = config.draft_length + 1 if config.drafts_itself else 0
-    family = family_of(config, own_nodes=own_nodes, features=bool(config.features_from))
-    return kv_tokens_that_fit(
+    in_process_nodes = config.draft_length + 1 if config.has_in_process_drafter else 0
+    family = shape_family_for(
+        config, in_process_nodes=in_process_nodes, features=bool(config.feature_head)
+    )
+    return max_kv_tokens(
         free_bytes=free,
         total_bytes=total,
         fraction=config.memory_fraction,
@@ -161,18 +163,18 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
             vocab_size=model.vocab_size,
             head_bytes=head_bytes,
             # The head's vocabulary is no larger.
-            warp_bytes=(2 if config.drafts_itself else 1)
-            * warp_bytes(config.max_sessions, model.vocab_size)
-            + legal_bytes(
+            warp_bytes=(2 if config.has_in_process_drafter else 1)
+            * logits_slot_bytes(config.max_sessions, model.vocab_size)
+            + mask_bytes(
                 config.max_sessions,
                 config.max_tree_nodes + 1,
-                own_nodes,
+                in_process_nodes,
                 model.vocab_size,
             ),
-            graph_layers=model.num_layers * sum(1 for _ in family.shapes()),
+            graph_layers=model.num_layers * sum(1 for _ in family.all_shapes()),
         ),
         bytes_per_token=per_token,
-        most_tokens=config.max_sessions * (longest + config.max_tree_nodes),
+        max_tokens=config.max_sessions * (longest + config.max_tree_nodes),
     )
 
 
@@ -182,23 +184,23 @@ def _size_of(directory: Path) -> int:
 
 
 def _check_head(config: VerifierConfig, target: ModelConfig) -> None:
-    kind = "eagle3" if config.drafts_itself else None
+    kind = "eagle3" if config.has_in_process_drafter else None
     try:
-        read_head(Path(config.features_from), target, kind=kind)
+        read_head(Path(config.feature_head), target, kind=kind)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"features_from {error.message}", reason=error.reason) from error
+        raise InvalidRequestError(f"feature_head {error.message}", reason=error.reason) from error
 
 
-def _load_own_head(config: VerifierConfig, target: TargetModel) -> DraftHead:
-    """The head of `features_from`, on the target's device, with the target's embedding."""
-    path, num_layers = config.features_from, target.config.num_layers
+def _load_in_process_drafter(config: VerifierConfig, target: TargetModel) -> DraftHead:
+    """The head of `feature_head`, on the target's device, with the target's embedding."""
+    path, num_layers = config.feature_head, target.config.num_layers
     shape = load_head_config(path, num_target_layers=num_layers)
     # Only a head over the whole vocabulary can be without an output projection of its own.
     borrows = shape.draft_vocab_size == shape.vocab_size
     return load_head(
         path,
         embedding=target.embedding,
-        lm_head=load_lm_head(resolve(config.model), dtype=target.dtype) if borrows else None,
+        lm_head=load_lm_head(resolve_model(config.model), dtype=target.dtype) if borrows else None,
         num_target_layers=num_layers,
         dtype=target.dtype,
         device=config.device,
@@ -208,7 +210,7 @@ def _load_own_head(config: VerifierConfig, target: TargetModel) -> DraftHead:
 
 def _load_projection(config: VerifierConfig, num_layers: int) -> FeatureProjection:
     return load_feature_projection(
-        config.features_from,
+        config.feature_head,
         num_target_layers=num_layers,
         dtype=getattr(torch, config.dtype),
         device=config.device,

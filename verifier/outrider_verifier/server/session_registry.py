@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from outrider.ids import SessionId
 
-NOBODY: Final = -1
+NO_ROUTER: Final = -1
 _PLACES: Final = 1 << 24
 """Tickets are that far apart; between them lies the place in the columns."""
 _FIRST_PLACES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedSession:
     """Whose session it is."""
 
     router: int
@@ -27,11 +27,11 @@ class Served:
     session_id: SessionId
 
 
-class ServedSessions:
+class SessionRegistry:
     """Sessions that are served or being opened."""
 
     def __init__(self) -> None:
-        self._served: dict[int, Served] = {}
+        self._served: dict[int, ServedSession] = {}
         self._numbers = itertools.count(1)
         self._free: list[int] = []
         """Places that nobody has."""
@@ -43,18 +43,18 @@ class ServedSessions:
     def __len__(self) -> int:
         return len(self._served)
 
-    def items(self) -> list[tuple[int, Served]]:
+    def items(self) -> list[tuple[int, ServedSession]]:
         """All of them, by ticket."""
         return list(self._served.items())
 
-    def __getitem__(self, ticket: int) -> Served:
+    def __getitem__(self, ticket: int) -> ServedSession:
         return self._served[ticket]
 
-    def get(self, ticket: int) -> Served | None:
+    def get(self, ticket: int) -> ServedSession | None:
         """The session with this ticket, if there is one."""
         return self._served.get(ticket)
 
-    def add(self, served: Served) -> int:
+    def add(self, served: ServedSession) -> int:
         """A ticket for a session, which no other has had."""
         if not self._free:
             self._grow()
@@ -65,12 +65,12 @@ class ServedSessions:
         self._served[ticket] = served
         return ticket
 
-    def pop(self, ticket: int) -> Served | None:
+    def pop(self, ticket: int) -> ServedSession | None:
         """Forget a session; idempotent."""
         served = self._served.pop(ticket, None)
         if served is not None:
             place = ticket % _PLACES
-            self._tickets[place] = NOBODY
+            self._tickets[place] = NO_ROUTER
             self._free.append(place)
         return served
 
@@ -79,12 +79,12 @@ class ServedSessions:
         their handles. All `tickets` are of `add`."""
         places = tickets % _PLACES
         there = self._tickets[places] == tickets
-        return np.where(there, self._routers[places], NOBODY), self._handles[places]
+        return np.where(there, self._routers[places], NO_ROUTER), self._handles[places]
 
     def _grow(self) -> None:
         held = len(self._tickets)
         more = max(_FIRST_PLACES, held)
-        self._tickets = np.concatenate([self._tickets, np.full(more, NOBODY, np.int64)])
+        self._tickets = np.concatenate([self._tickets, np.full(more, NO_ROUTER, np.int64)])
         self._routers = np.concatenate([self._routers, np.zeros(more, np.int64)])
         self._handles = np.concatenate([self._handles, np.zeros(more, np.uint32)])
         self._free.extend(reversed(range(held, held + more)))

@@ -11,39 +11,46 @@ from dataclasses import dataclass, field
 
 from outrider import spans
 from outrider.errors import OutriderError
-from outrider.spans import Sampling, Span
-from outrider.wire.messages import FALLBACK, HIT, LOOKED_AHEAD, PAUSED, REASONS, SessionSpec
-from outrider_verifier.state.effects import Emits, Event
+from outrider.spans import RequestSpan, RoundTraceSampler
+from outrider.wire.messages import (
+    FALLBACK,
+    LOOK_AHEAD_HIT,
+    LOOKED_AHEAD,
+    PAUSED,
+    REASONS,
+    SessionSpec,
+)
+from outrider_verifier.state.effects import EventBatch, SessionEventRow
 
 
 @dataclass(slots=True, eq=False)
-class _Traced:
+class _TracedVerifierSession:
     """A session that is traced."""
 
-    span: Span
+    span: RequestSpan
     last: float
     """Wall time of its newest event, seconds."""
-    sampling: Sampling = field(default_factory=spans.round_sampling)
+    sampling: RoundTraceSampler = field(default_factory=spans.round_sampling)
     rounds: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
 
 
-class SessionSpans:
+class VerifierSpans:
     """The traced sessions of a verifier, by ticket; asyncio thread only."""
 
     def __init__(self) -> None:
-        self._traced: dict[int, _Traced] = {}
+        self._traced: dict[int, _TracedVerifierSession] = {}
 
     def __bool__(self) -> bool:
         return bool(self._traced)
 
-    def opened(self, ticket: int, spec: SessionSpec) -> None:
+    def start_span(self, ticket: int, spec: SessionSpec) -> None:
         """A router opens a session."""
         if not spec.traceparent:
             return
-        span = spans.start(
+        span = spans.start_span(
             "outrider.verifier.session",
             spec.traceparent,
             {
@@ -54,23 +61,23 @@ class SessionSpans:
                 "outrider.rule": spec.sampling.effective_rule.value,
             },
         )
-        if span.sampled:
-            self._traced[ticket] = _Traced(span, time.time())
+        if span.is_sampled:
+            self._traced[ticket] = _TracedVerifierSession(span, time.time())
 
-    def emitted(self, batch: Emits) -> None:
+    def record_events(self, batch: EventBatch) -> None:
         """Events of a round are about to leave."""
         now = time.time()
-        for event in batch.events():
+        for event in batch.iter_events():
             traced = self._traced.get(event.ticket)
             if traced is not None:
                 self._saw(traced, event, now)
 
-    def ended(self, ticket: int, error: OutriderError | None = None) -> None:
+    def end_span(self, ticket: int, error: OutriderError | None = None) -> None:
         """A session is over, or its router has left it; idempotent."""
         traced = self._traced.pop(ticket, None)
         if traced is None:
             return
-        traced.span.set(
+        traced.span.set_attributes(
             {
                 "outrider.rounds": traced.rounds,
                 "outrider.tokens": traced.tokens,
@@ -80,12 +87,12 @@ class SessionSpans:
         )
         traced.span.end(error)
 
-    def _saw(self, traced: _Traced, event: Event, now: float) -> None:
+    def _saw(self, traced: _TracedVerifierSession, event: SessionEventRow, now: float) -> None:
         began, traced.last = traced.last, now
         traced.tokens += event.num_tokens
         flags, reason = event.flags, REASONS[event.reason]
         if reason is not None:
-            traced.span.set({"outrider.finish_reason": reason.value})
+            traced.span.set_attributes({"outrider.finish_reason": reason.value})
         if not event.round_id:
             about = {"outrider.tokens": event.num_tokens}
             traced.span.child("outrider.prefill", about, began=began).end()
@@ -93,7 +100,7 @@ class SessionSpans:
         traced.rounds += 1
         traced.drafted += event.proposed
         traced.accepted += event.accepted
-        if not traced.sampling.take():
+        if not traced.sampling.should_sample():
             return
         traced.span.child(
             "outrider.round",
@@ -102,7 +109,7 @@ class SessionSpans:
                 "outrider.tokens": event.num_tokens,
                 "outrider.draft_tokens": event.proposed,
                 "outrider.accepted_tokens": event.accepted,
-                "outrider.hit": bool(flags & HIT),
+                "outrider.hit": bool(flags & LOOK_AHEAD_HIT),
                 "outrider.look_ahead": bool(flags & LOOKED_AHEAD),
                 "outrider.fallback": bool(flags & FALLBACK),
                 "outrider.paused": bool(flags & PAUSED),

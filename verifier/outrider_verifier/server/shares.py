@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from outrider.engine.logprobs import PathLogprobs
 from outrider.wire.messages import EventLogprobs, SessionEvents
-from outrider.wire.rounds import owned
-from outrider_verifier.state.effects import Emits
+from outrider.wire.rounds import owned_indices
+from outrider_verifier.state.effects import EventBatch
 
 
-def shares(
-    batch: Emits, routers: NDArray[np.int64], handles: NDArray[np.uint32]
+def split_by_router(
+    batch: EventBatch, routers: NDArray[np.int64], handles: NDArray[np.uint32]
 ) -> Iterator[tuple[int, SessionEvents]]:
     """The events of each router, in order. `routers`: [n] whose each event is, negative: nobody's;
     `handles`: [n] of their sessions."""
@@ -24,7 +24,7 @@ def shares(
     edges = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     columns, tokens = batch.columns(), np.array(batch.tokens, np.int32)
     if len(edges) > 2:
-        tokens = tokens[owned(columns[2], order)]
+        tokens = tokens[owned_indices(columns[2], order)]
         columns, handles = columns[:, order], handles[order]
     _, round_ids, counts, reasons, flags, proposed, accepted = columns
     round_ids, counts = round_ids.astype(np.uint32), counts.astype(np.uint32)

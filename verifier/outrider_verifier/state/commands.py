@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.grammar_constraint import FormConstraint
+from outrider.grammar.grammar_constraint import GrammarConstraint
 from outrider.ids import DrafterId, SessionId
-from outrider.spec.plan import DraftMethod, Plan
-from outrider.transport.shm import Lane
+from outrider.spec.plan import DraftMethod, SpeculationPlan
+from outrider.transport.shm import ShmChannel
 from outrider.wire.messages import FeatureLayout, Proposals, SessionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class ExchangeLink:
     """One exchange connection whose drafter passed the hello checks."""
 
     link_id: int
@@ -27,23 +27,23 @@ class Link:
     feature_layout: FeatureLayout
     same_host: bool = False
     """Whether it has a lane, which is possible on one host alone."""
-    places: bool = False
+    reads_shm_features: bool = False
     """Whether it reads features where a device has put them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenSession:
     """Start serving a session; `answer` is settled once it is admitted or refused."""
 
     ticket: int
     spec: SessionSpec
     answer: asyncio.Future[None]
-    form: FormConstraint | None = None
+    form: GrammarConstraint | None = None
     """Of its structured output, behind what was emitted; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseSession:
     """End a session and free all it holds; unknown sessions and other tickets are ignored.
 
     With a ticket the owner of the stream left; without one, the session is closed by its id and
@@ -60,14 +60,14 @@ class SetPlan:
     """Change a session's plan."""
 
     session_id: SessionId
-    plan: Plan
+    plan: SpeculationPlan
     answer: asyncio.Future[None]
 
 
 @dataclass(frozen=True, slots=True)
 class SetDrafter:
-    """Give the session that was opened under a ticket to another drafter, or to none; a `Moved`
-    answers, unless the session has ended."""
+    """Give the session that was opened under a ticket to another drafter, or to none; a
+    `DrafterChanged` answers, unless the session has ended."""
 
     session_id: SessionId
     ticket: int
@@ -75,24 +75,24 @@ class SetDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class ProposalsReceived:
     """Proposals arrived on a link. Nobody waits any longer for those that are not sound."""
 
     link_id: int
     proposals: Proposals
-    sound: NDArray[np.bool_]
+    valid: NDArray[np.bool_]
     """[S]"""
 
 
 @dataclass(frozen=True, slots=True)
-class Garbled:
+class MalformedMessage:
     """A message arrived on a link that could not be read."""
 
     link_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class SessionsLostByDrafter:
     """The drafter on a link follows these sessions no longer."""
 
     link_id: int
@@ -100,26 +100,35 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class DrafterAttached:
     """A drafter is ready to serve sessions."""
 
-    link: Link
-    lane: Lane | None = None
+    link: ExchangeLink
+    shm_channel: ShmChannel | None = None
     """What the link's messages go by; None: the connection that the event loop serves."""
 
 
 @dataclass(frozen=True, slots=True)
-class Detached:
+class DrafterDetached:
     """A drafter's connection is gone."""
 
     link_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopEngine:
     """Fail every session and end the engine thread."""
 
 
 Command = (
-    Open | Close | SetPlan | SetDrafter | Offered | Garbled | Lost | Attached | Detached | Stop
+    OpenSession
+    | CloseSession
+    | SetPlan
+    | SetDrafter
+    | ProposalsReceived
+    | MalformedMessage
+    | SessionsLostByDrafter
+    | DrafterAttached
+    | DrafterDetached
+    | StopEngine
 )

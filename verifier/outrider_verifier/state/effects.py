@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from outrider.engine.logprobs import PathLogprobs
 from outrider.errors import OutriderError
 from outrider.ids import DrafterId
-from outrider.wire.messages import Encoded, VerifierMessage
+from outrider.wire.messages import EncodedMessage, VerifierMessage
 
 
-class Event(NamedTuple):
+class SessionEventRow(NamedTuple):
     """What a session emits; its tokens are elsewhere."""
 
     ticket: int
@@ -30,11 +30,11 @@ class Event(NamedTuple):
     accepted: int
 
 
-EVENT_FIELDS: Final = len(Event._fields)
+EVENT_FIELDS: Final = len(SessionEventRow._fields)
 
 
 @dataclass(slots=True, eq=False)
-class Emits:
+class EventBatch:
     """Events of sessions; more are added until it is handed over."""
 
     tokens: list[int] = field(default_factory=list)
@@ -42,32 +42,33 @@ class Emits:
     logprobs: dict[int, PathLogprobs] = field(default_factory=dict)
     """Of the tokens of events whose sessions ask, by their place."""
     _words: list[int] = field(default_factory=list)
-    """The fields of each `Event`, event after event: of plain numbers an array is made fastest."""
+    """The fields of each `SessionEventRow`, event after event: of plain numbers an array is made
+    fastest."""
     _before: list[NDArray[np.int64]] = field(default_factory=list)
     """[n, fields]: of those before them."""
 
     def __len__(self) -> int:
         return sum(map(len, self._before)) + len(self._words) // EVENT_FIELDS
 
-    def add(
+    def add_event(
         self, event: Iterable[int], tokens: Sequence[int], logprobs: PathLogprobs | None = None
     ) -> None:
-        """Add the event of one session, as the fields of an `Event`; `logprobs` may go on behind
-        its tokens."""
+        """Add the event of one session, as the fields of an `SessionEventRow`; `logprobs` may go on
+        behind its tokens."""
         if logprobs is not None:
-            self.logprobs[len(self)] = logprobs.first(len(tokens))
+            self.logprobs[len(self)] = logprobs.first_tokens(len(tokens))
         self._words.extend(event)
         self.tokens.extend(tokens)
 
-    def add_all(self, events: NDArray[np.int64], tokens: Sequence[int]) -> None:
-        """Add events of sessions that ask for no log-probabilities, [fields of `Event`, n], with
-        their tokens in turn."""
+    def add_events(self, events: NDArray[np.int64], tokens: Sequence[int]) -> None:
+        """Add events of sessions that ask for no log-probabilities, [fields of `SessionEventRow`,
+        n], with their tokens in turn."""
         self._seal()
         self._before.append(events.T)
         self.tokens.extend(tokens)
 
     def columns(self) -> NDArray[np.int64]:
-        """[fields of `Event`, n]."""
+        """[fields of `SessionEventRow`, n]."""
         self._seal()
         if len(self._before) != 1:
             self._before = [np.concatenate([np.empty((0, EVENT_FIELDS), np.int64), *self._before])]
@@ -90,13 +91,13 @@ class Emits:
             self._before.append(np.array(self._words, np.int64).reshape(-1, EVENT_FIELDS))
             self._words = []
 
-    def events(self) -> list[Event]:
+    def iter_events(self) -> list[SessionEventRow]:
         """One by one."""
-        return list(map(Event._make, self.columns().T.tolist()))
+        return list(map(SessionEventRow._make, self.columns().T.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class FailSession:
     """End the session with this ticket by an error."""
 
     ticket: int
@@ -104,7 +105,7 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class DrafterChanged:
     """Tell a session's router whose it is after a `SetDrafter`."""
 
     ticket: int
@@ -112,27 +113,31 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendMessage:
     """Send a message on the exchange link with this number."""
 
     link_id: int
     message: VerifierMessage
 
-    def owned(self) -> Tell:
+    def owned(self) -> SendMessage:
         """The same in memory that no round writes to, for another thread to send."""
         message = self.message
-        return Tell(self.link_id, message.owned()) if isinstance(message, Encoded) else self
+        return (
+            SendMessage(self.link_id, message.copy_owned())
+            if isinstance(message, EncodedMessage)
+            else self
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DisconnectDrafter:
     """End an exchange link: its drafter sends more than anybody asked for."""
 
     link_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CompleteCommand:
     """Settle the future of a command: an error, or None for success."""
 
     future: asyncio.Future[None]
@@ -153,7 +158,7 @@ class RoundReport:
     waited_s: float
     """Idle time before the round in which some session awaited its proposal."""
     drafted_s: float
-    """Part of `waited_s` that the drafter reports as its own work on the proposals used."""
+    """Part of `total_wait_s` that the drafter reports as its own work on the proposals used."""
     rows: int
     """Token rows of the forward."""
     verify_rows: int
@@ -179,14 +184,22 @@ class RoundReport:
         return max(0.0, self.total_s + self.waited_s - models_s)
 
 
-Effect = Emits | Fail | Moved | Tell | Cut | Answer | RoundReport
+Effect = (
+    EventBatch
+    | FailSession
+    | DrafterChanged
+    | SendMessage
+    | DisconnectDrafter
+    | CompleteCommand
+    | RoundReport
+)
 Post = Callable[[Effect], None]
 
 
-def told_by_link(effects: Iterable[Effect]) -> dict[int, list[VerifierMessage]]:
-    """The messages of all `Tell`s by link, in order: what a round says crosses together."""
+def messages_by_link(effects: Iterable[Effect]) -> dict[int, list[VerifierMessage]]:
+    """The messages of all `SendMessage`s by link, in order: what a round says crosses together."""
     told: dict[int, list[VerifierMessage]] = {}
     for effect in effects:
-        if isinstance(effect, Tell):
+        if isinstance(effect, SendMessage):
             told.setdefault(effect.link_id, []).append(effect.message)
     return told

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from outrider_verifier.state.session import Session
 
 
-class Handles:
+class SessionHandles:
     """Handles 0 .. count - 1; the lowest free one is the next to be given, so columns stay dense.
     Engine thread only."""
 
@@ -18,18 +18,18 @@ class Handles:
         self._free = list(range(count))
         """A heap."""
 
-    def give(self, session: Session) -> None:
+    def assign(self, session: Session) -> None:
         """A handle for a session that has none; one must be free."""
         session.handle = heappop(self._free)
         self._owners[session.handle] = session
 
-    def take_back(self, session: Session) -> None:
+    def release(self, session: Session) -> None:
         """The session needs its handle no more."""
         self._owners[session.handle] = None
         heappush(self._free, session.handle)
         session.handle = -1
 
-    def owner(self, handle: int) -> Session:
+    def get_owner(self, handle: int) -> Session:
         """The session that has a handle; there must be one."""
         session = self._owners[handle]
         assert session is not None, handle

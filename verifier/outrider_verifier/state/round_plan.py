@@ -11,22 +11,22 @@ from outrider.ids import SessionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RoundLimits:
     """Bounds of one round."""
 
     prefill_tokens: int
     """Prompt tokens of all sessions in one round."""
-    prefill_beside: Callable[[int, bool], int | None] = lambda rows, crowded: None
+    prefill_limit: Callable[[int, bool], int | None] = lambda rows, crowded: None
     """Prompt tokens in a round in which so many sessions decode, who wait for them, and in one to
     which prompts crowd; None: as many as in any round."""
-    piece_tokens: int = 1
+    chunk_tokens: int = 1
     """Prompt tokens that a round takes at a time: what a session leaves of a piece free counts as
     taken."""
     decode_tokens: int
     """Roots and nodes of all sessions in one round; one row always fits."""
-    gather_s: float
+    batch_wait_s: float
     """How long the first ready row waits for rows whose proposals may still come,"""
-    gather_rounds: float = 0.0
+    batch_wait_rounds: float = 0.0
     """and that is so many rounds at least, if the drafter usually answers within them. Where it
     computes on the target's cores, a round that goes at once makes both slower, and those that
     wait miss it all the same."""
@@ -35,7 +35,7 @@ class Limits:
     shorter for it."""
 
 
-class Times(NamedTuple):
+class RoundEstimates(NamedTuple):
     """What is known of how long things take, seconds; 0: nothing."""
 
     answer_s: float = 0.0
@@ -52,22 +52,22 @@ class RowState(NamedTuple):
     """Tokens to prefill that no round was submitted with; 0 once the session can decode."""
     nodes: int | None
     """Nodes of the usable proposal, None if there is none."""
-    since: float
+    root_known_at: float
     """When the session's root became known (a prefilling one: when it was opened)."""
     proposal_at: float = 0.0
     """When the usable proposal arrived."""
-    own_nodes: int = 0
+    in_process_nodes: int = 0
     """Nodes that this process drafted for it."""
-    stand_in: bool = False
+    has_ngram_fallback: bool = False
     """Whether these were looked up, which is better than to wait for its drafter."""
     awaits_proposal: bool = False
     """Whether there is none and one is expected: speculative plan, live drafter that is not
     suspect."""
-    patience_s: float = 0.0
+    proposal_timeout_s: float = 0.0
     """How long the row waits for a proposal, from `since`."""
     runs_ahead: bool = False
     """Whether its next round needs nothing that the one in flight tells the host."""
-    remaining: int = 2
+    tokens_left: int = 2
     """Tokens it may still emit, those of a round in flight not counted off."""
     priority: int = 0
     """Prompts of greater ones go first."""
@@ -85,11 +85,11 @@ class DecodeRow(NamedTuple):
     """A session's root, with its proposal if it has one."""
 
     session_id: SessionId
-    drafted: bool = False
+    has_proposal: bool = False
     """Whether there is a usable proposal."""
-    missed: bool = False
+    is_timed_out: bool = False
     """Whether the row goes without a proposal because its patience is over."""
-    stand_in: bool = False
+    uses_ngram_fallback: bool = False
     """Whether it goes without one because what is looked up is better."""
 
 
@@ -101,7 +101,7 @@ class RoundPlan:
     decode: tuple[DecodeRow, ...] = ()
     wait_until: float | None = None
     """Look again at this time; None: nothing will happen without a new command."""
-    alone: bool = False
+    is_self_contained: bool = False
     """Whether none of its sessions needs anything from outside this process, for this round or the
     one after it."""
 
@@ -115,11 +115,11 @@ class RoundPlan:
         return session_id in self.session_ids
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether there is nothing to run now."""
         return not self.prefill and not self.decode
 
-    def by(self, at: float | None) -> RoundPlan:
+    def wake_by(self, at: float | None) -> RoundPlan:
         """This one, looked at again at `at` at the latest, if that is a time."""
         if at is None or (self.wait_until is not None and self.wait_until <= at):
             return self

@@ -14,12 +14,12 @@ from outrider.engine.kv_cache import KVSequence
 from outrider.errors import InvalidRequestError
 from outrider.grammar.constraint import Constraint
 from outrider.ids import SessionId
-from outrider.spec.plan import Plan
+from outrider.spec.plan import SpeculationPlan
 from outrider.wire.messages import SessionSpec
-from outrider_verifier.state.ngram_index import StandIn
+from outrider_verifier.state.ngram_index import NgramFallbackState
 
 if TYPE_CHECKING:
-    from outrider_verifier.planner.workload_stats import Pace
+    from outrider_verifier.planner.workload_stats import SpeculationState
 
 NO_LIMIT: Final = 1 << 20
 """A draft limit that no draft reaches."""
@@ -30,33 +30,33 @@ class Session:
     """A request being served.
 
     `tokens[:length]` is the committed prefix. While prefilling, K/V is written for fewer than
-    `fill_to` of them; afterwards for length - 1: the last token is the root. A session that waits
-    has none: it was preempted, or has not begun. All else of it stays: a token, once committed, is
-    told once, and so is a position's feature.
+    `prefill_target` of them; afterwards for length - 1: the last token is the root. A session that
+    waits has none: it was preempted, or has not begun. All else of it stays: a token, once
+    committed, is told once, and so is a position's feature.
     """
 
     spec: SessionSpec
-    plan: Plan
+    plan: SpeculationPlan
     ticket: int
     """Number of the `open` call; tells two incarnations of one session id apart."""
     kv: KVSequence
     tokens: NDArray[np.int32]
     """[prompt + max_new_tokens], filled up to `length`."""
     length: int
-    since: float
+    root_known_at: float
     """When the current root became known (while prefilling: when the session was opened)."""
     stop_ids: frozenset[int]
     keeps_features: bool
     """Whether features are kept: from the opening on or not at all, because they cannot be had
     later."""
-    fill_to: int
+    prefill_target: int
     """Tokens to prefill: the prompt, or what a preempted session had written when it lost it."""
-    most_blocks: int = 0
+    max_blocks: int = 0
     """K/V blocks that it may ever have to hold."""
     prefill_sent: int = 0
     """Of these, tokens that rounds were submitted with; K/V is written for those of settled
     rounds."""
-    written: int = 0
+    written_positions: int = 0
     """Positions whose K/V was written, also if it was lost since: drafters know their features."""
     handle: int = -1
     """Its place in the columns of this process, and its name to a drafter; -1 before it has one."""
@@ -65,46 +65,46 @@ class Session:
     """Tokens emitted by this incarnation."""
     link_id: int | None = None
     """The exchange link on which the session is announced; None: it decodes plainly."""
-    suspect: bool = False
+    has_stalled_drafter: bool = False
     """Its drafter let a patience run out; no waiting until a proposal shows that it is back."""
-    losses: int = 0
+    drafter_losses: int = 0
     """How often its drafter could not follow it any more."""
     proposal_at: float = 0.0
     """When the newest usable proposal arrived."""
-    own_draft: int = 0
+    in_process_draft_length: int = 0
     """Draft length of the head in this process, which drafts for the session; 0: it does not."""
-    pace: Pace | None = None
+    speculation_state: SpeculationState | None = None
     """What the policy keeps of it; None: its plan does not speculate."""
-    paused: bool = False
+    is_speculation_off: bool = False
     """Whether the policy has it decode plainly; its drafter is told nothing meanwhile."""
-    lean: bool = False
+    has_dropped_features: bool = False
     """Whether the policy has its features be kept no more: whatever feeds on them never drafts for
     it again."""
-    ahead: bool = False
+    is_look_ahead_on: bool = False
     """Whether the policy has it drafted for ahead of its verdicts; its drafter is told so."""
     draft_limit: int = NO_LIMIT
     """Draft levels that the policy finds worth verifying."""
-    ended: bool = False
+    is_ended: bool = False
     """Whether everything it held was given back; a round in flight may still name it."""
     opened_at: float = 0.0
-    begun: bool = False
+    is_open: bool = False
     """Whether the runner knows it."""
-    waits_since: float | None = None
+    waiting_since: float | None = None
     """Since when it has no K/V; None: it runs."""
-    waited_s: float = 0.0
+    total_wait_s: float = 0.0
     """How long it had waited before."""
     preemptions: int = 0
     resumed_at: float = 0.0
     resumed_len: int = 0
     """When it was last resumed after a preemption, and its length then."""
-    covered: int = 0
+    covered_len: int = 0
     """Length up to which its blocks suffice for its next rounds."""
-    swapped: bool = False
+    is_swapped: bool = False
     """Whether its K/V was copied when it was preempted, and is to be brought back."""
     constraint: Constraint | None = None
     """What it may emit, by its grammar and the limits of its ids; None: anything. It follows the
     tokens that stand, so whatever was lost or preempted, it is where they are."""
-    stand_in: StandIn | None = None
+    ngram_fallback: NgramFallbackState | None = None
     """What drafts for it where its drafter does not, or does worse; None: nothing."""
 
     @classmethod
@@ -122,10 +122,10 @@ class Session:
             kv=kv,
             tokens=tokens,
             length=len(prompt),
-            fill_to=len(prompt),
-            since=now,
+            prefill_target=len(prompt),
+            root_known_at=now,
             opened_at=now,
-            waits_since=now,
+            waiting_since=now,
             stop_ids=frozenset(spec.stop_token_ids),
             keeps_features=keeps_features,
         )
@@ -136,11 +136,11 @@ class Session:
         return self.spec.session_id
 
     @property
-    def drafter_plan(self) -> Plan:
+    def drafter_plan(self) -> SpeculationPlan:
         """Its plan as its drafter is to carry it out."""
-        if self.ahead == (self.plan.look_ahead > 0):
+        if self.is_look_ahead_on == (self.plan.look_ahead > 0):
             return self.plan
-        return replace(self.plan, look_ahead=int(self.ahead))
+        return replace(self.plan, look_ahead=int(self.is_look_ahead_on))
 
     @property
     def max_len(self) -> int:
@@ -150,12 +150,12 @@ class Session:
     @property
     def prefill_left(self) -> int:
         """Tokens to prefill that no round was submitted with; 0 once the session can decode."""
-        return self.fill_to - self.prefill_sent
+        return self.prefill_target - self.prefill_sent
 
     @property
-    def prefilled(self) -> bool:
+    def is_prefilled(self) -> bool:
         """Whether the K/V of the whole prompt was written, as far as the host has seen."""
-        return self.written >= len(self.spec.token_ids)
+        return self.written_positions >= len(self.spec.token_ids)
 
     @property
     def kv_len(self) -> int:
@@ -164,9 +164,9 @@ class Session:
         return self.length - 1 if self.emitted else self.length
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether it has no K/V and is no row of any round."""
-        return self.waits_since is not None
+        return self.waiting_since is not None
 
     @property
     def root(self) -> int:
@@ -194,56 +194,66 @@ class Session:
     @property
     def draft_wanted(self) -> bool:
         """Whether a drafter's proposal for the current prefix could help."""
-        return self.wishes_drafts and self.max_draft_depth > 0
+        return self.wants_outside_drafts and self.max_draft_depth > 0
 
     @property
-    def wishes_drafts(self) -> bool:
+    def wants_outside_drafts(self) -> bool:
         """Whether drafts that this process does not make are verified as long as the budget lasts:
         if there is anybody who would."""
-        return not (self.paused or self.own_draft or self.lacks_drafter) and self.plan.speculative
+        return (
+            not (self.is_speculation_off or self.in_process_draft_length or self.lacks_drafter)
+            and self.plan.is_speculative
+        )
 
     @property
     def lacks_drafter(self) -> bool:
         """Whether it decodes plainly only because nobody has ever drafted for it. Where a drafter
         did and is lost, or is suspect, lookups may stand in for it."""
-        if self.link_id is not None or self.suspect or self.paused or self.own_draft:
+        if (
+            self.link_id is not None
+            or self.has_stalled_drafter
+            or self.is_speculation_off
+            or self.in_process_draft_length
+        ):
             return False
-        stand_in = self.stand_in
-        return self.plan.speculative and (stand_in is None or stand_in.drafters is None)
+        ngram_fallback = self.ngram_fallback
+        return self.plan.is_speculative and (
+            ngram_fallback is None or ngram_fallback.drafters is None
+        )
 
     @property
-    def outdone(self) -> bool:
+    def prefers_ngram_fallback(self) -> bool:
         """Whether a lookup is expected to emit more than its drafter's drafts."""
-        return self.stand_in is not None and self.stand_in.better
+        return self.ngram_fallback is not None and self.ngram_fallback.better
 
     @property
-    def own_depth(self) -> int:
+    def in_process_depth(self) -> int:
         """How deep the draft of this process's own head may stand in the next round.
 
         The token budget does not bound it: what exceeds that is cut off the emission, and a round
         may be submitted before the budget left is known.
         """
-        own, wanted = self.own_draft, self.plan.draft_tokens
-        if not own or self.paused:
+        own, wanted = self.in_process_draft_length, self.plan.draft_tokens
+        if not own or self.is_speculation_off:
             return 0
         return own if own < wanted else wanted
 
     @property
     def has_drafter(self) -> bool:
         """Whether a drafter outside follows it and makes its drafts."""
-        return self.link_id is not None and not self.paused
+        return self.link_id is not None and not self.is_speculation_off
 
     @property
     def looks_ahead(self) -> bool:
         """Whether its drafter is to draft for outcomes before they happen."""
-        return self.ahead and self.has_drafter
+        return self.is_look_ahead_on and self.has_drafter
 
     @property
     def awaits_proposal(self) -> bool:
         """Whether the next round should wait for a proposal, within the patience."""
-        return self.link_id is not None and not self.suspect and self.draft_wanted
+        return self.link_id is not None and not self.has_stalled_drafter and self.draft_wanted
 
-    def append(self, tokens: Sequence[int], now: float) -> None:
+    def commit_tokens(self, tokens: Sequence[int], now: float) -> None:
         """Commit emitted tokens; the last one becomes the root."""
         count = len(tokens)
         end = self.length + count
@@ -252,46 +262,46 @@ class Session:
         else:
             self.tokens[self.length : end] = tokens
         self.length = end
-        self.written = end - 1
+        self.written_positions = end - 1
         self.emitted += count
-        self.since = now
+        self.root_known_at = now
 
-    def preempted(self, now: float, *, swapped: bool) -> None:
+    def mark_preempted(self, now: float, *, swapped: bool) -> None:
         """It has lost its K/V: it waits. `swapped`: there is a copy."""
-        self.waits_since = now
+        self.waiting_since = now
         self.preemptions += 1
-        self.swapped = swapped
+        self.is_swapped = swapped
 
-    def let_in(self, now: float, *, kept: bool, found: int = 0) -> None:
+    def mark_admitted(self, now: float, *, kept: bool, found: int = 0) -> None:
         """It has blocks, and runs. `kept`: its K/V is there as it was; else it is to be computed
         (again), but for the first `found` tokens, behind which the root, if there is one, stays as
         it is."""
-        assert self.waits_since is not None
-        self.waited_s += now - self.waits_since
-        self.waits_since = None
-        self.swapped = False
+        assert self.waiting_since is not None
+        self.total_wait_s += now - self.waiting_since
+        self.waiting_since = None
+        self.is_swapped = False
         if not kept:
-            self.fill_to, self.prefill_sent = self.kv_len, found
-            self.written = max(self.written, found)
+            self.prefill_target, self.prefill_sent = self.kv_len, found
+            self.written_positions = max(self.written_positions, found)
         if not self.preemptions:
             return
         self.resumed_at, self.resumed_len = now, self.length
-        if self.pace is not None:
-            self.pace.resumed()
+        if self.speculation_state is not None:
+            self.speculation_state.record_resume()
         # Nobody waited for a draft meanwhile; its turn among prompts is that of its opening.
-        self.since = self.opened_at if self.prefill_left else now
+        self.root_known_at = self.opened_at if self.prefill_left else now
 
-    def saw_filled(self, end: int, now: float) -> int:
+    def mark_prefilled(self, end: int, now: float) -> int:
         """K/V of positions before `end` is written, by prefilling; how many of these positions
         were never written before."""
-        fresh = max(0, end - self.written)
-        self.written += fresh
-        if self.emitted and end == self.fill_to:
-            self.since = now
+        fresh = max(0, end - self.written_positions)
+        self.written_positions += fresh
+        if self.emitted and end == self.prefill_target:
+            self.root_known_at = now
         return fresh
 
 
-def keep_features(sessions: Sequence[Session]) -> bool:
+def any_keeps_features(sessions: Sequence[Session]) -> bool:
     """Whether any of them does, so that a round with them makes some."""
     return any([session.keeps_features for session in sessions])
 
@@ -331,9 +341,9 @@ def check_spec(
     check_plan(spec.plan, max_tree_nodes=max_tree_nodes)
 
 
-def check_plan(plan: Plan, *, max_tree_nodes: int) -> None:
+def check_plan(plan: SpeculationPlan, *, max_tree_nodes: int) -> None:
     """Refuse a plan whose proposals would all be invalid here. Raises InvalidRequestError."""
-    if plan.speculative and plan.draft_tokens > max_tree_nodes:
+    if plan.is_speculative and plan.draft_tokens > max_tree_nodes:
         _refuse(
             f"draft_tokens must be at most {max_tree_nodes} on this verifier, got "
             f"{plan.draft_tokens}",

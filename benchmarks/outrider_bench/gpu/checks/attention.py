@@ -55,7 +55,7 @@ BOUND = 5e-3
 """Largest relative error: weights and results are rounded to 8 bits."""
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """A bucket and how much each of its sessions has in the cache."""
 
     batch: int
@@ -68,18 +68,25 @@ class Shape(NamedTuple):
         return self.batch * (self.context + self.nodes) * SLOT_BYTES
 
 
-WIDE_TREE = Shape(1, 64)
+WIDE_TREE = AttentionShape(1, 64)
 """The shape whose best candidates are printed."""
 TIMED = (
     WIDE_TREE,
-    *(Shape(batch, nodes) for batch in (1, 8, 32, 64) for nodes in (1, 4, 6, 8)),
-    *(Shape(1, nodes, LONG) for nodes in (1, 6, 64)),
+    *(AttentionShape(batch, nodes) for batch in (1, 8, 32, 64) for nodes in (1, 4, 6, 8)),
+    *(AttentionShape(1, nodes, LONG) for nodes in (1, 6, 64)),
 )
-CHECKED = (Shape(1, 1), Shape(1, 8), Shape(1, 64), Shape(1, 6, LONG), Shape(8, 4), Shape(64, 6))
-COMPANIONS = (Shape(1, 1), Shape(1, 8), Shape(64, 6))
+CHECKED = (
+    AttentionShape(1, 1),
+    AttentionShape(1, 8),
+    AttentionShape(1, 64),
+    AttentionShape(1, 6, LONG),
+    AttentionShape(8, 4),
+    AttentionShape(64, 6),
+)
+COMPANIONS = (AttentionShape(1, 1), AttentionShape(1, 8), AttentionShape(64, 6))
 
 
-class Bucket(NamedTuple):
+class AttentionBucket(NamedTuple):
     """Static inputs of a round."""
 
     tables: Tensor
@@ -90,7 +97,7 @@ class Bucket(NamedTuple):
     qkv: Tensor
 
 
-def make_bucket(shape: Shape, *, tree: bool, num_blocks: int) -> Bucket:
+def make_bucket(shape: AttentionShape, *, tree: bool, num_blocks: int) -> AttentionBucket:
     """Sessions on scattered blocks; trees in which each node hangs off node (i - 1) // 2."""
     device = torch.device("cuda", 0)
     needed = (shape.context + shape.nodes) // BLOCK_TOKENS + 1
@@ -112,11 +119,15 @@ def make_bucket(shape: Shape, *, tree: bool, num_blocks: int) -> Bucket:
     )
     rows = shape.batch * shape.nodes
     qkv = torch.randn(rows, HEADS + 2 * KV_HEADS, DIM, device=device, dtype=torch.bfloat16)
-    return Bucket(tables, slots, context, parents, layout, qkv)
+    return AttentionBucket(tables, slots, context, parents, layout, qkv)
 
 
 def attend(
-    storage: Tensor, bucket: Bucket, config: AttentionConfig | None, shape: Shape, layer: int
+    storage: Tensor,
+    bucket: AttentionBucket,
+    config: AttentionConfig | None,
+    shape: AttentionShape,
+    layer: int,
 ) -> Tensor:
     """One layer's attention."""
     layer %= storage.shape[1]
@@ -136,7 +147,7 @@ def attend(
     )
 
 
-def default_config(shape: Shape) -> AttentionConfig:
+def default_config(shape: AttentionShape) -> AttentionConfig:
     """What the engine takes for this shape."""
     return choose_config(
         batch=shape.batch,
@@ -149,7 +160,7 @@ def default_config(shape: Shape) -> AttentionConfig:
     )
 
 
-def candidates(shape: Shape) -> list[AttentionConfig]:
+def candidates(shape: AttentionShape) -> list[AttentionConfig]:
     """The default, and others of VARIANTS with half to twice as many parts.
 
     One large tree can be cut by its rows as well: it gets every height of a tile, and few parts.
@@ -172,7 +183,7 @@ def candidates(shape: Shape) -> list[AttentionConfig]:
     return list(dict.fromkeys([default, *configs]))
 
 
-def reference(storage: Tensor, bucket: Bucket, shape: Shape) -> Tensor:
+def reference(storage: Tensor, bucket: AttentionBucket, shape: AttentionShape) -> Tensor:
     """float64 attention of layer 0, [M, Q * d]."""
     index = torch.arange(shape.context + shape.nodes, device=storage.device)
     blocks = bucket.tables[bucket.slots.long()].long()
@@ -205,16 +216,16 @@ def check(storage: Tensor) -> dict[str, float]:
     return errors
 
 
-def compile_all(shapes: tuple[Shape, ...]) -> None:
+def compile_all(shapes: tuple[AttentionShape, ...]) -> None:
     """Fill Triton's cache on disk with many processes, one kernel per specialisation."""
-    jobs: dict[tuple[object, ...], tuple[Shape, AttentionConfig]] = {}
+    jobs: dict[tuple[object, ...], tuple[AttentionShape, AttentionConfig]] = {}
     for shape in shapes:
         for config in candidates(shape):
             # Triton specialises on integers that are 1 or multiples of 16.
             kind = 1 if shape.nodes == 1 else 16 if shape.nodes % 16 == 0 else 0
             parts = 1 if config.splits == 1 else 16 if config.splits % 16 == 0 else 0
             key = (kind, parts, config._replace(splits=0))
-            jobs.setdefault(key, (Shape(1, shape.nodes, 64), config))
+            jobs.setdefault(key, (AttentionShape(1, shape.nodes, 64), config))
     started = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     workers = min(14, os.cpu_count() or 1)
@@ -226,7 +237,7 @@ def compile_all(shapes: tuple[Shape, ...]) -> None:
         print("  " + error, flush=True)
 
 
-def _compile(job: tuple[Shape, AttentionConfig]) -> str | None:
+def _compile(job: tuple[AttentionShape, AttentionConfig]) -> str | None:
     shape, config = job
     try:
         bucket = make_bucket(shape, tree=False, num_blocks=16)
@@ -247,7 +258,7 @@ def _make_storage(layers: int, num_blocks: int) -> Tensor:
 
 
 def time_config(
-    storage: Tensor, bucket: Bucket, config: AttentionConfig, shape: Shape
+    storage: Tensor, bucket: AttentionBucket, config: AttentionConfig, shape: AttentionShape
 ) -> float | None:
     """Seconds of one layer; None if the device cannot run it."""
     launch = functools.partial(attend, storage, bucket, config, shape)
@@ -298,7 +309,7 @@ def sweep(storage: Tensor, budget_s: float) -> list[dict[str, Any]]:
     return results
 
 
-def _write(storage: Tensor, bucket: Bucket, table: Tensor, layer: int) -> Tensor:
+def _write(storage: Tensor, bucket: AttentionBucket, table: Tensor, layer: int) -> Tensor:
     return rotary_write(
         bucket.qkv,
         table,
@@ -310,7 +321,7 @@ def _write(storage: Tensor, bucket: Bucket, table: Tensor, layer: int) -> Tensor
     )
 
 
-def _companions(storage: Tensor, shape: Shape) -> dict[str, Callable[[int], object]]:
+def _companions(storage: Tensor, shape: AttentionShape) -> dict[str, Callable[[int], object]]:
     bucket = make_bucket(shape, tree=True, num_blocks=POOL_BLOCKS)
     where = (bucket.context, bucket.tables, bucket.slots)
     inv_freq = 5e5 ** -(torch.arange(0, DIM, 2, device="cuda") / DIM)

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.device.slots.logits_slots import WarpSlots
-from outrider.engine.kernels.logits_processor.draft_path import TokenPath
-from outrider.engine.kernels.logits_processor.process import warp_logits
+from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
+from outrider.engine.kernels.logits_processor.process import process_logits
 from outrider.engine.kernels.sampling import scaled_scores
 from outrider.engine.kernels.session_tensors import (
     NUM_STREAMS,
@@ -28,12 +28,12 @@ from outrider.engine.kernels.session_tensors import (
     RULE_GREEDY,
     SamplingState,
 )
-from outrider.engine.logits_processor import TokenHistory, warp
+from outrider.engine.logits_processor import TokenHistory, apply_logits_processor
 from outrider.errors import FailedPreconditionError
 from outrider.spec.sampling import SamplingParams
 from outrider_bench.environment import describe
 from outrider_bench.gpu.checks.sampling import microseconds
-from outrider_bench.report import table
+from outrider_bench.report import format_table
 
 SESSIONS = (1, 8, 32, 64)
 NODES = 4
@@ -63,7 +63,7 @@ SETTINGS: dict[str, SamplingParams] = {
 }
 
 
-class Case:
+class LogitsCase:
     """Sessions of one setting, NODES rows each, a chain."""
 
     def __init__(
@@ -76,9 +76,11 @@ class Case:
         self.prompts = rng.integers(0, vocab, (sessions, HISTORY)).astype(np.int32)
         self.outputs = rng.integers(0, vocab, (sessions, HISTORY)).astype(np.int32)
         self.tokens = rng.integers(0, vocab, (sessions, NODES - 1)).astype(np.int32)
-        held = WarpSlots(sessions + 1, vocab, device)
+        held = LogitsSlots(sessions + 1, vocab, device)
         for slot in range(sessions):
-            held.begin(slot, params, prompt_ids=self.prompts[slot], output_ids=self.outputs[slot])
+            held.begin_session(
+                slot, params, prompt_ids=self.prompts[slot], output_ids=self.outputs[slot]
+            )
         self.warp = held.state
         rule = RULE_COUPLED if params.temperature else RULE_GREEDY
         self.state = SamplingState(
@@ -88,11 +90,11 @@ class Case:
         )
         self.slots = torch.arange(sessions, dtype=torch.int32, device=device)
         self.positions = torch.full((rows,), 2 * HISTORY, dtype=torch.int32, device=device)
-        self.path = TokenPath(torch.from_numpy(self.tokens).to(device))
+        self.path = OutputPath(torch.from_numpy(self.tokens).to(device))
 
     def run(self, logits: Tensor) -> None:
         """Warp in place."""
-        warp_logits(
+        process_logits(
             logits,
             self.warp,
             self.state,
@@ -114,7 +116,9 @@ class Case:
                 output_ids=self.outputs[owner],
                 path_ids=tuple(self.tokens[owner, :place].tolist()),
             )
-            expected = warp(self.logits[row : row + 1].cpu(), [self.params], [history])
+            expected = apply_logits_processor(
+                self.logits[row : row + 1].cpu(), [self.params], [history]
+            )
             scores = found[row : row + 1].cpu()
             if self.params.temperature:
                 scores = scaled_scores(scores, torch.tensor([self.params.temperature]))
@@ -138,7 +142,7 @@ def check(device: torch.device) -> list[tuple[str, bool]]:
     for name, params in SETTINGS.items():
         for vocab in VOCABULARIES:
             for scale in SCALES:
-                exact, near = Case(params, 2, vocab, scale, device).agrees()
+                exact, near = LogitsCase(params, 2, vocab, scale, device).agrees()
                 found.append((f"{name}, V={vocab}, scale {scale}: the host's set", exact))
                 found.append((f"{name}, V={vocab}, scale {scale}: float64", near))
     return found
@@ -152,14 +156,14 @@ def time_settings(device: torch.device) -> list[list[object]]:
             for scale in SCALES:
                 row: list[object] = [name, vocab, scale]
                 for sessions in SESSIONS:
-                    case = Case(params, sessions, vocab, scale, device)
+                    case = LogitsCase(params, sessions, vocab, scale, device)
                     copied = microseconds(case.logits.clone)
-                    row.append(round(microseconds(partial(_warp_copy, case)) - copied, 2))
+                    row.append(round(microseconds(partial(_process_copy, case)) - copied, 2))
                 result.append(row)
     return result
 
 
-def _warp_copy(case: Case) -> None:
+def _process_copy(case: LogitsCase) -> None:
     """Of a row that was warped before, less is left to do."""
     case.run(case.logits.clone())
 
@@ -180,7 +184,7 @@ def main() -> None:
     )
     names = ("setting", "V", "scale", *(f"{sessions}x{NODES} us" for sessions in SESSIONS))
     times = time_settings(device)
-    print(table(names, times), flush=True)
+    print(format_table(names, times), flush=True)
     if args.out is not None:
         figures = {
             "environment": describe(),

@@ -20,7 +20,11 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kernels.acceptance.matching import accept_matching
-from outrider.engine.kernels.acceptance.randomized import ChainLaw, DeviceLaw, accept_sampled
+from outrider.engine.kernels.acceptance.randomized import (
+    DenseChainDistribution,
+    SparseDistribution,
+    accept_sampled,
+)
 from outrider.engine.kernels.drafts.topk import log_softmax_topk, log_softmax_topk_torch
 from outrider.engine.kernels.sampling import choose_tokens, choose_tokens_torch
 from outrider.engine.kernels.session_tensors import (
@@ -34,14 +38,14 @@ from outrider.engine.kernels.session_tensors import (
 from outrider.errors import FailedPreconditionError
 from outrider_bench.environment import describe
 from outrider_bench.gpu.checks.tune_linear import seconds
-from outrider_bench.report import table
+from outrider_bench.report import format_table
 
 ROWS = (1, 8, 64, 384)
 VOCABULARIES = (32_000, 128_256)
 VOCAB = 128_256
 DRAFT_VOCAB = 32_000
 NODES = 8
-LAW_IDS = 256
+DISTRIBUTION_IDS = 256
 
 
 def choose_by_softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,24 +148,28 @@ def count_kernels(device: torch.device) -> dict[str, int]:
     }
 
 
-def sparse_law(sessions: int, tokens: Tensor) -> DeviceLaw:
+def sparse_distribution(sessions: int, tokens: Tensor) -> SparseDistribution:
     """LAW_IDS ids a node of equal weight, the drafted token among the first of them."""
     nodes = sessions * NODES
     drafted = tokens.view(sessions, NODES).roll(-1, dims=1).reshape(nodes, 1)
-    ids = (drafted + torch.arange(LAW_IDS, device=tokens.device) * 16).to(torch.int32)
-    starts = torch.arange(NODES + 1, device=tokens.device) * LAW_IDS
-    firsts = torch.arange(sessions, device=tokens.device)[:, None] * (NODES * LAW_IDS)
-    counts = torch.full((nodes * LAW_IDS,), 60_000, dtype=torch.int32, device=tokens.device)
-    return DeviceLaw(ids.flatten(), counts, (firsts + starts).to(torch.int32))
+    ids = (drafted + torch.arange(DISTRIBUTION_IDS, device=tokens.device) * 16).to(torch.int32)
+    starts = torch.arange(NODES + 1, device=tokens.device) * DISTRIBUTION_IDS
+    firsts = torch.arange(sessions, device=tokens.device)[:, None] * (NODES * DISTRIBUTION_IDS)
+    counts = torch.full(
+        (nodes * DISTRIBUTION_IDS,), 60_000, dtype=torch.int32, device=tokens.device
+    )
+    return SparseDistribution(ids.flatten(), counts, (firsts + starts).to(torch.int32))
 
 
-def dense_law(sessions: int, device: torch.device) -> ChainLaw:
+def dense_distribution(sessions: int, device: torch.device) -> DenseChainDistribution:
     """Uniform laws over every fourth id."""
     shape = (sessions + 1, NODES - 1, DRAFT_VOCAB)
     columns = torch.full((VOCAB,), -1, dtype=torch.int32, device=device)
     target_ids = _ints(DRAFT_VOCAB, device) * 4
     columns[target_ids.long()] = _ints(DRAFT_VOCAB, device)
-    return ChainLaw(torch.full(shape, 1.0 / DRAFT_VOCAB, device=device), columns, target_ids)
+    return DenseChainDistribution(
+        torch.full(shape, 1.0 / DRAFT_VOCAB, device=device), columns, target_ids
+    )
 
 
 def time_acceptance(device: torch.device) -> list[list[object]]:
@@ -174,7 +182,11 @@ def time_acceptance(device: torch.device) -> list[list[object]]:
         tokens = torch.randint(0, 4000, (rows,), dtype=torch.int32, device=device) * 4
         chosen = tokens.view(sessions, NODES).roll(-1, dims=1).reshape(-1)  # all drafts stand
         parents = (_ints(NODES - 1, device) - 1).repeat(sessions, 1)
-        laws = (None, sparse_law(sessions, tokens), dense_law(sessions, device))
+        distributions = (
+            None,
+            sparse_distribution(sessions, tokens),
+            dense_distribution(sessions, device),
+        )
         rules = (RULE_TARGET_ONLY, RULE_REJECTION, RULE_REJECTION)
         greedy = state_of(sessions, RULE_GREEDY, device)
         row: list[object] = [sessions]
@@ -182,11 +194,13 @@ def time_acceptance(device: torch.device) -> list[list[object]]:
         for tree in (None, parents):
             call = partial(accept_matching, chosen, tokens, tree, state=greedy, **common)
             row.append(microseconds(call))
-        for law, rule in zip(laws, rules, strict=True):
+        for distribution, rule in zip(distributions, rules, strict=True):
             state = state_of(sessions, rule, device)
             drafts = (logits, chosen, tokens, None)
             row.append(
-                microseconds(partial(accept_sampled, *drafts, state=state, law=law, **common))
+                microseconds(
+                    partial(accept_sampled, *drafts, state=state, law=distribution, **common)
+                )
             )
         result.append(row)
     return result
@@ -208,13 +222,15 @@ def main() -> None:
     )
     choice_names = ("V", "rows", "greedy us", "coupled us", "softmax+argmax us", "top-8 us")
     choices = time_choices(device)
-    print(table(choice_names, choices), flush=True)
+    print(format_table(choice_names, choices), flush=True)
     kernels = count_kernels(device)
     print("kernels of one call:", kernels, flush=True)
     accept_names = ("sessions", "chain us", "tree us", "target-only us", "sparse us", "dense us")
     acceptances = time_acceptance(device)
-    print(f"\nacceptance, {NODES} nodes a session, V = {VOCAB}, draft law on {LAW_IDS} ids")
-    print(table(accept_names, acceptances), flush=True)
+    print(
+        f"\nacceptance, {NODES} nodes a session, V = {VOCAB}, draft law on {DISTRIBUTION_IDS} ids"
+    )
+    print(format_table(accept_names, acceptances), flush=True)
     if args.out is not None:
         figures = {
             "environment": describe(),

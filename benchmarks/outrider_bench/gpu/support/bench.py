@@ -19,20 +19,20 @@ from outrider.engine.model_loader import load_target
 from outrider.errors import InvalidRequestError
 from outrider_bench.environment import describe
 from outrider_bench.gpu.support.load_driver import chat_prompts
-from outrider_bench.gpu.support.machine import AWAKE_CORES, DEVICE_COPY_BYTES_S
+from outrider_bench.gpu.support.machine import BUSY_POLLING_CORES, DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.support.random_model import (
     SHAPES,
     head_shape,
-    load_own_head,
+    load_in_process_drafter,
     random_head,
     random_target,
     widened_target,
     write_drafter_files,
 )
-from outrider_bench.gpu.support.services import Models
+from outrider_bench.gpu.support.services import LoadedModels
 from outrider_bench.gpu.support.widening import WideSpec, weight_bytes
 from outrider_bench.prompts import load_prompts
-from outrider_bench.report import say, table
+from outrider_bench.report import format_table, print_progress
 
 VLLM_EMITTED: Final = {1: 1.72, 3: 2.60, 5: 3.20, 7: 3.60}
 """Tokens a round that the peer's measurements simulated, by draft length."""
@@ -63,9 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--placements", help="comma-separated; default: those that the benchmark compares")
     add("--drafter-device", default="", help="device of a separate drafter; default: the next one")
     add(
-        "--awake-cores",
+        "--busy-polling-cores",
         type=int,
-        default=AWAKE_CORES if cuda and len(os.sched_getaffinity(0)) > 4 * AWAKE_CORES else 0,
+        default=BUSY_POLLING_CORES
+        if cuda and len(os.sched_getaffinity(0)) > 4 * BUSY_POLLING_CORES
+        else 0,
         help="that separate verifier and drafter each keep from going idle",
     )
     add("--no-cuda-graphs", dest="graphs", action="store_false", help="launch kernel by kernel")
@@ -85,7 +87,7 @@ class Bench:
     args: argparse.Namespace
     memo: dict[Hashable, Any] = field(default_factory=dict)
     """Measurements that several benchmarks of one run report."""
-    _loaded: dict[str, Models] = field(default_factory=dict)
+    _loaded: dict[str, LoadedModels] = field(default_factory=dict)
     _files: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -141,15 +143,15 @@ class Bench:
         """The placements to compare."""
         return tuple(self.args.placements.split(",")) if self.args.placements else default
 
-    def random(self) -> Models:
+    def random(self) -> LoadedModels:
         """The random-weight target and head."""
         return self._load("random", self._load_random)
 
-    def real(self) -> Models:
+    def real(self) -> LoadedModels:
         """The real model as it is."""
         return self._load("real", self._load_real)
 
-    def widened(self) -> Models:
+    def widened(self) -> LoadedModels:
         """The real model at the cost of a large one."""
         return self._load("widened", self._load_widened)
 
@@ -176,12 +178,14 @@ class Bench:
         """Tokens that end an answer of the real model."""
         return load_model_config(self.model_files().path).eos_ids
 
-    def floor_ms(self, models: Models) -> float:
+    def floor_ms(self, models: LoadedModels) -> float:
         """Time to read the weights of one forward once, at the rate of a device copy."""
         read = weight_bytes(models.target.config, models.target.dtype)
         return round(read / DEVICE_COPY_BYTES_S * 1000.0, 4)
 
-    def result(self, name: str, models: Models | None, **content: object) -> dict[str, object]:
+    def result(
+        self, name: str, models: LoadedModels | None, **content: object
+    ) -> dict[str, object]:
         """A benchmark's result with all that it must be stored with."""
         about: dict[str, object] = {"benchmark": f"gpu {name}", **describe()}
         about["device"] = _device_name(self.device)
@@ -199,17 +203,17 @@ class Bench:
             self._files = None
         free_memory()
 
-    def _load(self, key: str, make: Any) -> Models:
+    def _load(self, key: str, make: Any) -> LoadedModels:
         if key not in self._loaded:
-            say(f"loading the {key} model")
+            print_progress(f"loading the {key} model")
             with torch.inference_mode():
-                models: Models = make()
+                models: LoadedModels = make()
                 # Attention over zeros would be a benchmark of nothing.
                 models.target.pool.storage.normal_()
             self._loaded[key] = models
         return self._loaded[key]
 
-    def _load_random(self) -> Models:
+    def _load_random(self) -> LoadedModels:
         config = SHAPES[self.args.shape]
         target = random_target(
             config, dtype=self.dtype, device=self.device, kv_tokens=self.kv_tokens
@@ -217,9 +221,9 @@ class Bench:
         vocab = 32000 if config.vocab_size > 32000 else config.vocab_size * 2 // 3
         head, projection = random_head(head_shape(config, vocab), target.embedding)
         name = f"{self.args.shape}, random weights"
-        return Models(name=name, target=target, head=head, projection=projection)
+        return LoadedModels(name=name, target=target, head=head, projection=projection)
 
-    def _load_real(self) -> Models:
+    def _load_real(self) -> LoadedModels:
         files = self.model_files()
         assert files.head is not None
         target = load_target(
@@ -229,8 +233,8 @@ class Bench:
             kv_tokens=self.kv_tokens,
             packed=False,
         )
-        head, projection = load_own_head(files.head, target)
-        return Models(
+        head, projection = load_in_process_drafter(files.head, target)
+        return LoadedModels(
             name=files.name,
             target=target,
             head=head,
@@ -239,7 +243,7 @@ class Bench:
             drafter_head=files.head,
         )
 
-    def _load_widened(self) -> Models:
+    def _load_widened(self) -> LoadedModels:
         files = self.model_files()
         assert files.head is not None
         spec = wide_spec(self.args.wide)
@@ -251,8 +255,8 @@ class Bench:
         model, head_dir = write_drafter_files(
             files.path, files.head, Path(self._files.name), spec, target
         )
-        head, projection = load_own_head(head_dir, target)
-        return Models(
+        head, projection = load_in_process_drafter(head_dir, target)
+        return LoadedModels(
             name=f"{files.name}, widened",
             target=target,
             head=head,
@@ -278,7 +282,7 @@ def simulated(draft_length: int) -> str:
 
 def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table at once."""
-    print(f"\n{title}\n{table(headers, rows)}", flush=True)
+    print(f"\n{title}\n{format_table(headers, rows)}", flush=True)
 
 
 def free_memory() -> None:

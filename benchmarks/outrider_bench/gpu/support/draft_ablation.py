@@ -15,7 +15,7 @@ from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider_bench.gpu.support.bench import Bench, show
 from outrider_bench.gpu.support.machine import DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.support.random_model import head_shape, random_head
-from outrider_bench.gpu.support.services import Models
+from outrider_bench.gpu.support.services import LoadedModels
 from outrider_bench.gpu.support.steps import DraftBench, kernel_names
 
 CHAIN: Final = 5
@@ -53,7 +53,7 @@ def trees_by_score(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
-def _chains(bench: Bench, models: Models) -> list[dict[str, Any]]:
+def _chains(bench: Bench, models: LoadedModels) -> list[dict[str, Any]]:
     assert models.head is not None
     sessions = _at_most(bench, CHAIN_SESSIONS)
     found = []
@@ -85,7 +85,7 @@ def _chain_facts(bench: Bench, draft: DraftBench, count: int, name: str) -> dict
     }
 
 
-def _whole_vocabulary(models: Models) -> Models:
+def _whole_vocabulary(models: LoadedModels) -> LoadedModels:
     """The same target with a head that drafts over all of its ids."""
     target = models.target
     with torch.inference_mode():

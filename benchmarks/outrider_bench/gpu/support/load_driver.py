@@ -16,7 +16,7 @@ from outrider.ids import SessionId
 from outrider.spec.sampling import SamplingParams
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.messages import SessionEvent, SessionSpec, SpecStats
-from outrider_bench.gpu.support.services import Running
+from outrider_bench.gpu.support.services import RunningService
 from outrider_bench.prompts import BenchPrompt
 from outrider_bench.report import percentiles
 
@@ -28,7 +28,7 @@ class Clock(Protocol):
 
 
 @dataclass(slots=True)
-class Stream:
+class SessionStreamLog:
     """One session as its reader saw it."""
 
     opened: float
@@ -45,10 +45,10 @@ class Stream:
 
 
 @dataclass(slots=True)
-class Wave:
+class ServiceWave:
     """Sessions that were served at the same time, `concurrency` of them at a time."""
 
-    streams: list[Stream]
+    streams: list[SessionStreamLog]
     concurrency: int
 
     @property
@@ -141,8 +141,8 @@ def chat_prompts(model: Path, prompts: Sequence[BenchPrompt]) -> list[list[int]]
     ]
 
 
-async def drive(
-    running: Running,
+async def drive_sessions(
+    running: RunningService,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -151,7 +151,7 @@ async def drive(
     concurrency: int | None = None,
     tag: str = "s",
     clock: Clock = time.perf_counter,
-) -> Wave:
+) -> ServiceWave:
     """Open one session a prompt, `concurrency` (None: all) at a time, and read them to their ends.
 
     Session i samples with the seed of `sampling` plus i.
@@ -160,7 +160,7 @@ async def drive(
     limit = min(concurrency or len(prompts), len(prompts))
     gate = asyncio.Semaphore(limit)
 
-    async def one(index: int) -> Stream:
+    async def one(index: int) -> SessionStreamLog:
         spec = SessionSpec(
             session_id=SessionId(f"{tag}-{index}"),
             epoch=0,
@@ -173,10 +173,10 @@ async def drive(
             drafter_id=setup.drafter_id,
         )
         async with gate:
-            stream = Stream(clock())
+            stream = SessionStreamLog(clock())
             async for event in running.service.open_session(spec):
                 stream.take(clock(), event)
         return stream
 
     streams = await asyncio.gather(*(one(index) for index in range(len(prompts))))
-    return Wave(list(streams), limit)
+    return ServiceWave(list(streams), limit)

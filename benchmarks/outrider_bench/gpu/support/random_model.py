@@ -224,7 +224,9 @@ def write_drafter_files(
     return wide_model, wide_head
 
 
-def load_own_head(head: Path, target: TargetModel) -> tuple[Eagle3Head, FeatureProjection]:
+def load_in_process_drafter(
+    head: Path, target: TargetModel
+) -> tuple[Eagle3Head, FeatureProjection]:
     """Both parts of a head's checkpoint beside its target, over plain weights."""
     layers = target.config.num_layers
     both = load_head(

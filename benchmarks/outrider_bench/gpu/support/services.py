@@ -16,13 +16,13 @@ from typing import Any, Final
 
 import torch
 from outrider_drafter.config import DrafterConfig
-from outrider_drafter.gpu.eagle import DeviceHeadSource
-from outrider_drafter.proposers.eagle import HeadSource
-from outrider_drafter.server.service import DrafterService, Identity
+from outrider_drafter.gpu.eagle import GpuEagleProposer
+from outrider_drafter.proposers.eagle import EagleProposer
+from outrider_drafter.server.service import DrafterService, TargetIdentity
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.server.service import VerifierService
 
-from outrider.busy_polling import AwakeCores
+from outrider.busy_polling import BusyCores
 from outrider.engine.heads import FeatureProjection
 from outrider.engine.heads.eagle3 import Eagle3Head
 from outrider.engine.linear import PlainLinear
@@ -30,7 +30,7 @@ from outrider.engine.target import TargetModel
 from outrider.errors import FailedPreconditionError, UnavailableError
 from outrider.ids import DrafterId
 from outrider.process_tuning import tune_process
-from outrider.spec.plan import DraftMethod, Plan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.transport.in_process import InprocNetwork
 
 PLAIN, FUSED, COLOCATED = "plain", "fused", "colocated"
@@ -38,18 +38,18 @@ INPROC, SEPARATE = "separate-inproc", "separate"
 """separate-inproc: a drafter service in this process, messages handed over as objects.
 separate: a drafter process over gRPC, on a device of its own where there is one."""
 PLACEMENTS: Final = (PLAIN, FUSED, COLOCATED, INPROC, SEPARATE)
-OWN_HEAD: Final = (FUSED, COLOCATED)
+IN_PROCESS_PLACEMENTS: Final = (FUSED, COLOCATED)
 
 DRAFTER = DrafterId("bench-drafter")
 _ADDRESS = "verifier:1"
 _START_S = 120.0
 _ATTACH_S = 60.0
-_PATIENCE_MS = 10_000
+_PROPOSAL_TIMEOUT_MS = 10_000
 _MAX_TREE_NODES = 64
 
 
 @dataclass(slots=True, kw_only=True)
-class Models:
+class LoadedModels:
     """A target and its head in this process, and where a drafter process finds its files."""
 
     name: str
@@ -62,7 +62,7 @@ class Models:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class ServingSetup:
     """How to serve."""
 
     placement: str = PLAIN
@@ -84,21 +84,21 @@ class Setup:
     warm_buckets: bool = False
     """Whether the graphs of every number of sessions are captured at the start; otherwise those
     that a run does not meet in its first wave are captured within it."""
-    awake_cores: int = 0
+    busy_polling_cores: int = 0
     """Cores that verifier and drafter process each keep from going idle."""
     sampled: bool = False
     """Whether sessions of the coin rules will be served."""
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> SpeculationPlan:
         """The plan of every session."""
         if self.placement == PLAIN:
-            return Plan()
-        return Plan(
+            return SpeculationPlan()
+        return SpeculationPlan(
             method=DraftMethod.EAGLE3,
             draft_tokens=self.draft_length,
             top_k=self.top_k,
-            patience_ms=_PATIENCE_MS,
+            proposal_timeout_ms=_PROPOSAL_TIMEOUT_MS,
         )
 
     @property
@@ -108,12 +108,12 @@ class Setup:
 
 
 @dataclass(slots=True, kw_only=True)
-class Running:
+class RunningService:
     """A service that runs in this process."""
 
     service: VerifierService
-    setup: Setup
-    models: Models
+    setup: ServingSetup
+    models: LoadedModels
     runner: Any = None
     """The device engine; None where rounds run on the host's path."""
     recorder: Any = None
@@ -125,16 +125,16 @@ class Running:
 
 
 @asynccontextmanager
-async def serving(models: Models, setup: Setup) -> AsyncIterator[Running]:
+async def serve_models(models: LoadedModels, setup: ServingSetup) -> AsyncIterator[RunningService]:
     """Serve with this placement; everything is torn down at the end."""
     config = verifier_config(models, setup)
     runner = recorder = None
     if uses_device_engine(models):
         runner, recorder = make_runner(models, setup, config)
-    elif setup.placement in OWN_HEAD:
+    elif setup.placement in IN_PROCESS_PLACEMENTS:
         raise FailedPreconditionError(f"{setup.placement} needs plain weights", reason="PACKED")
     drafts = setup.placement != PLAIN
-    awake = AwakeCores.claim(setup.awake_cores if setup.placement == SEPARATE else 0)
+    busy_cores = BusyCores.claim(setup.busy_polling_cores if setup.placement == SEPARATE else 0)
     service = VerifierService(
         config,
         models.target,
@@ -143,13 +143,15 @@ async def serving(models: Models, setup: Setup) -> AsyncIterator[Running]:
         pool=models.target.pool,
         max_context_len=models.target.config.max_position_embeddings,
         model_name=models.name,
-        awake=awake,
+        busy_cores=busy_cores,
     )
-    running = Running(service=service, setup=setup, models=models, runner=runner, recorder=recorder)
+    running = RunningService(
+        service=service, setup=setup, models=models, runner=runner, recorder=recorder
+    )
     _collect_reports(service, running.reports)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            running.cores = stack.enter_context(_serving_process(awake))
+            running.cores = stack.enter_context(_serving_process(busy_cores))
             service.start()
             if setup.placement == INPROC:
                 await stack.enter_async_context(_inproc_drafter(running))
@@ -162,15 +164,15 @@ async def serving(models: Models, setup: Setup) -> AsyncIterator[Running]:
 
 
 @contextlib.contextmanager
-def _serving_process(awake: AwakeCores) -> Iterator[set[int]]:
+def _serving_process(busy_cores: BusyCores) -> Iterator[set[int]]:
     """What a verifier process does to itself before it serves, undone at the end; the cores that
     its thread ran on before."""
     switch_interval = sys.getswitchinterval()
     cores = os.sched_getaffinity(0)
     tune_process()
     try:
-        with awake:
-            awake.adopt_thread()
+        with busy_cores:
+            busy_cores.adopt_thread()
             yield cores
     finally:
         os.sched_setaffinity(0, cores)
@@ -178,17 +180,17 @@ def _serving_process(awake: AwakeCores) -> Iterator[set[int]]:
         sys.setswitchinterval(switch_interval)
 
 
-def uses_device_engine(models: Models) -> bool:
+def uses_device_engine(models: LoadedModels) -> bool:
     """Whether rounds run on the device path: it needs plain weights."""
     return isinstance(models.target.weights.lm_head, PlainLinear)
 
 
-def verifier_config(models: Models, setup: Setup) -> VerifierConfig:
+def verifier_config(models: LoadedModels, setup: ServingSetup) -> VerifierConfig:
     """The verifier's settings for a setup."""
-    own = setup.placement in OWN_HEAD
+    own = setup.placement in IN_PROCESS_PLACEMENTS
     return VerifierConfig(
         model=models.name,
-        features_from="loaded" if own else "",
+        feature_head="loaded" if own else "",
         placement=setup.placement if own else "separate",
         draft_length=setup.draft_length if own else 3,
         simulated_acceptance=setup.simulated if own else "",
@@ -204,17 +206,19 @@ def verifier_config(models: Models, setup: Setup) -> VerifierConfig:
     )
 
 
-def make_runner(models: Models, setup: Setup, config: VerifierConfig) -> tuple[Any, Any]:
+def make_runner(
+    models: LoadedModels, setup: ServingSetup, config: VerifierConfig
+) -> tuple[Any, Any]:
     """The device engine for a setup, and its recorder."""
-    from outrider_verifier.model_runner.gpu_runner.runner import DeviceRoundEngine
+    from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
-    from outrider.engine.device.device_timeline import Recorder
+    from outrider.engine.device.device_timeline import DeviceRecorder
 
     target = models.target
-    recorder = Recorder(target.device, enabled=setup.record)
+    recorder = DeviceRecorder(target.device, enabled=setup.record)
     projection = models.projection if setup.placement != PLAIN else None
-    head = models.head if setup.placement in OWN_HEAD else None
-    runner = DeviceRoundEngine.build(config, target, projection, head, recorder=recorder)
+    head = models.head if setup.placement in IN_PROCESS_PLACEMENTS else None
+    runner = GpuModelRunner.build(config, target, projection, head, recorder=recorder)
     if setup.warm_buckets and setup.cuda_graphs and target.device.type == "cuda":
         runner.warm_up()
     return runner, recorder
@@ -229,7 +233,7 @@ def release_runner(runner: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def drafter_device(setup: Setup, target: TargetModel) -> str:
+def drafter_device(setup: ServingSetup, target: TargetModel) -> str:
     """Where a separate drafter's head lives."""
     if setup.drafter_device:
         return setup.drafter_device
@@ -241,17 +245,17 @@ def drafter_device(setup: Setup, target: TargetModel) -> str:
 
 
 def _collect_reports(service: VerifierService, reports: list[Any]) -> None:
-    observe = service.metrics.observe
+    observe = service.metrics.observe_report
 
     def both(report: Any) -> None:
         reports.append(report)
         observe(report)
 
-    service.metrics.observe = both  # type: ignore[method-assign]
+    service.metrics.observe_report = both  # type: ignore[method-assign]
 
 
 @asynccontextmanager
-async def _inproc_drafter(running: Running) -> AsyncIterator[None]:
+async def _inproc_drafter(running: RunningService) -> AsyncIterator[None]:
     """A drafter service over the head that is loaded here."""
     models, target = running.models, running.models.target
     assert models.head is not None
@@ -259,12 +263,12 @@ async def _inproc_drafter(running: Running) -> AsyncIterator[None]:
     network = InprocNetwork()
     network.serve_verifier(_ADDRESS, running.service)
     tokens = running.setup.max_sessions * (running.setup.max_tokens + 64)
-    kind = DeviceHeadSource if target.device.type == "cuda" else HeadSource
+    kind = GpuEagleProposer if target.device.type == "cuda" else EagleProposer
     source = kind(models.head, max_rows=tokens, dtype=target.dtype, device=target.device)
     config = DrafterConfig(
         model=models.name, head="loaded", methods=(DraftMethod.EAGLE3,), drafter_id=str(DRAFTER)
     )
-    identity = Identity(vocab_size=target.vocab_size)
+    identity = TargetIdentity(vocab_size=target.vocab_size)
     drafter = DrafterService(config, [source], network.dialer(), identity=identity)
     await drafter.attach(_ADDRESS)
     await _attached(running)
@@ -272,11 +276,11 @@ async def _inproc_drafter(running: Running) -> AsyncIterator[None]:
         yield
     finally:
         await drafter.close()
-        await network.withdraw(_ADDRESS)
+        await network.remove(_ADDRESS)
 
 
 @asynccontextmanager
-async def _drafter_process(running: Running) -> AsyncIterator[None]:
+async def _drafter_process(running: RunningService) -> AsyncIterator[None]:
     """A drafter in a process of its own, attached over gRPC."""
     from outrider.transport.grpc import GrpcDialer, GrpcServer, verifier_services
 
@@ -294,7 +298,7 @@ async def _drafter_process(running: Running) -> AsyncIterator[None]:
         "dtype": str(models.target.dtype).removeprefix("torch."),
         "device": running.drafter_device,
         "drafter-id": str(DRAFTER),
-        "awake-cores": str(running.setup.awake_cores),
+        "awake-cores": str(running.setup.busy_polling_cores),
         "log-level": "WARNING",
     }
     arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]
@@ -333,7 +337,7 @@ async def _ready_address(process: asyncio.subprocess.Process) -> str:
     return str(json.loads(line)["address"])
 
 
-async def _attached(running: Running) -> None:
+async def _attached(running: RunningService) -> None:
     """Wait until the verifier knows its drafter."""
     async with asyncio.timeout(_ATTACH_S):
         while not (await running.service.info()).drafters:

@@ -15,10 +15,10 @@ from torch import Tensor
 from outrider.engine.device.drafting.draft_forward import NewRows
 from outrider.engine.device.drafting.draft_program import ChainDraft, DraftProgram
 from outrider.engine.device.drafting.eagle_weights import HeadWeights
-from outrider.engine.device.drafting.in_process_drafter import OwnHead
+from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter
 from outrider.engine.device.graphs.graph_cache import GraphCache
-from outrider.engine.device.graphs.shapes import Drafts, Judge
-from outrider.engine.device.inputs.round_rows import RoundRows, RowInput
+from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind
+from outrider.engine.device.inputs.round_rows import RoundRow, RoundRows
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.engine.kv_cache import KVSequence
 from outrider.spec.sampling import SamplingParams
@@ -27,8 +27,8 @@ from outrider_bench.gpu.support.bench import Bench
 from outrider_bench.gpu.support.services import (
     COLOCATED,
     PLAIN,
-    Models,
-    Setup,
+    LoadedModels,
+    ServingSetup,
     make_runner,
     release_runner,
     verifier_config,
@@ -54,7 +54,7 @@ def timed_ms(
         return ()
 
     def once() -> None:
-        cache.run("timed", body)
+        cache.run_graph("timed", body)
 
     with torch.inference_mode():
         for _ in range(3):
@@ -100,9 +100,11 @@ def _wall_ms(fn: Callable[[], None]) -> float:
 class VerifyBench:
     """Verify rounds of rows with a given context, acceptance and the target's head included."""
 
-    def __init__(self, models: Models, *, max_rows: int, max_tokens: int, graphs: bool) -> None:
+    def __init__(
+        self, models: LoadedModels, *, max_rows: int, max_tokens: int, graphs: bool
+    ) -> None:
         self._models = models
-        setup = Setup(
+        setup = ServingSetup(
             placement=PLAIN,
             max_sessions=max_rows,
             max_tokens=max_tokens,
@@ -126,13 +128,15 @@ class VerifyBench:
             for place, sequence in zip(places, sequences, strict=True):
                 slots.begin(place, sequence, SamplingParams(), length=context + 1, root=5)
             slots.tell()
-            inputs = RoundRows.of([RowInput(place, self._tree(nodes)) for place in places])
-            drafts = Drafts.NONE if nodes == 1 else Drafts.CHAIN
+            inputs = RoundRows.of_rows([RoundRow(place, self._tree(nodes)) for place in places])
+            drafts = DraftKind.NONE if nodes == 1 else DraftKind.CHAIN
             if nodes > _CHAIN_NODES:
-                drafts = Drafts.TREE
+                drafts = DraftKind.TREE
 
             def launch() -> None:
-                rounds.launch(inputs, drafts=drafts, judge=Judge.MATCH, features=False)
+                rounds.launch(
+                    inputs, drafts=drafts, acceptance_mode=AcceptanceMode.MATCH, features=False
+                )
 
             launch()
             launch()
@@ -172,11 +176,11 @@ class DraftBench:
     The sessions of the latest inputs are the only ones: what was made before must not run again.
     """
 
-    def __init__(self, bench: Bench, models: Models, *, max_rows: int) -> None:
+    def __init__(self, bench: Bench, models: LoadedModels, *, max_rows: int) -> None:
         assert models.head is not None
         self._models, self._graphs = models, bool(bench.args.graphs)
         self._context, self._repeats = bench.prompt_tokens, bench.repeats
-        setup = Setup(
+        setup = ServingSetup(
             placement=COLOCATED,
             draft_length=_LONGEST_CHAIN,
             max_sessions=max_rows,
@@ -191,16 +195,16 @@ class DraftBench:
     @property
     def program(self) -> DraftProgram:
         """The head as functions."""
-        return self._own_head.program
+        return self._in_process_drafter.program
 
     @property
     def weights(self) -> HeadWeights:
         """The head's tensors."""
-        return self._own_head.weights
+        return self._in_process_drafter.weights
 
     @property
-    def _own_head(self) -> OwnHead:
-        own: OwnHead = self._runner._own_head
+    def _in_process_drafter(self) -> InProcessDrafter:
+        own: InProcessDrafter = self._runner._in_process_drafter
         return own
 
     def chain(
@@ -208,7 +212,7 @@ class DraftBench:
     ) -> Callable[[], ChainDraft]:
         """A catch-up on `new_rows` rows of each of `rows` sessions, with a chain."""
         inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
-        return partial(self.program.chain, inputs, length=length, state=state, prune=prune)
+        return partial(self.program.draft_chain, inputs, length=length, state=state, prune=prune)
 
     def tree(
         self, rows: int, *, new_rows: int, num_nodes: int, top_k: int, depth: int
@@ -216,7 +220,12 @@ class DraftBench:
         """The same catch-up, with a tree."""
         inputs, state = self._inputs(rows, new_rows), self._runner._slots.sampling
         return partial(
-            self.program.tree, inputs, state=state, num_nodes=num_nodes, top_k=top_k, depth=depth
+            self.program.draft_tree,
+            inputs,
+            state=state,
+            num_nodes=num_nodes,
+            top_k=top_k,
+            depth=depth,
         )
 
     def catch_up(self, rows: int, *, new_rows: int, prune: bool) -> Callable[[], Tensor]:
@@ -255,7 +264,7 @@ class DraftBench:
         )
         return NewRows(
             slots=torch.arange(rows, dtype=torch.int32, device=target.device),
-            tables=slots.sequence.tables,
+            tables=slots.new_sequence.tables,
             tokens=integers(0, target.vocab_size, rows, new_rows),
             features=features,
             counts=integers(new_rows, new_rows + 1, rows),

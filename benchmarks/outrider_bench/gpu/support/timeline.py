@@ -91,7 +91,7 @@ def split_ms(spans: Sequence[TrackSpan]) -> dict[str, float]:
     return {name: round(median(values), 4) for name, values in by_name.items()}
 
 
-def window(spans: Sequence[TrackSpan], rounds: int, skip: int = 0) -> list[TrackSpan]:
+def select_rounds(spans: Sequence[TrackSpan], rounds: int, skip: int = 0) -> list[TrackSpan]:
     """The spans of `rounds` rounds after the first `skip`; a round begins with its verify (off a
     device: with the call that submits it)."""
     starts = sorted(s.start_ms for s in spans if s.track == VERIFY) or sorted(

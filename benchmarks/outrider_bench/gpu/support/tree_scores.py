@@ -11,12 +11,12 @@ import torch
 from outrider_drafter.proposers import tree_growth as drafter_growth
 from outrider_drafter.proposers.tree_growth import BeamGrowth
 
-from outrider.process_tuning import run as run_loop
+from outrider.process_tuning import run_event_loop as run_loop
 from outrider.spec.tree import ROOT
 from outrider_bench.gpu.plain import sized
 from outrider_bench.gpu.support.bench import Bench
-from outrider_bench.gpu.support.load_driver import drive
-from outrider_bench.gpu.support.services import INPROC, Setup, serving
+from outrider_bench.gpu.support.load_driver import drive_sessions
+from outrider_bench.gpu.support.services import INPROC, ServingSetup, serve_models
 from outrider_bench.prompts import is_loop
 
 CERTAIN = 0.9985
@@ -72,13 +72,13 @@ def _bfloat16(value: float) -> float:
 def tree_acceptance(bench: Bench) -> dict[str, dict[str, object]]:
     """Tokens a round of greedy trees of the real model, ranked either way; loops left out."""
     models = bench.real()
-    setup = sized(bench, Setup(placement=INPROC, draft_length=NODES, top_k=TOP_K))
+    setup = sized(bench, ServingSetup(placement=INPROC, draft_length=NODES, top_k=TOP_K))
     prompts = bench.prompts()[:PROMPTS]
 
     async def measure() -> dict[str, object]:
         limit = min(4, setup.max_sessions)
-        async with serving(models, replace(setup, max_sessions=limit)) as running:
-            wave = await drive(
+        async with serve_models(models, replace(setup, max_sessions=limit)) as running:
+            wave = await drive_sessions(
                 running,
                 prompts,
                 min(MAX_TOKENS, bench.output_tokens),

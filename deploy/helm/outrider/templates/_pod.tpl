@@ -18,8 +18,8 @@ spec:
   {{- with .root.Values.imagePullSecrets }}
   imagePullSecrets: {{ toYaml . | nindent 4 }}
   {{- end }}
-  # preStop, drain_s and 10 s for what is left to close.
-  {{- $drain := default (dict "router" 30 "verifier" 20 "drafter" 10 | dig .role 0) $values.config.drain_s }}
+  # preStop, drain_timeout_s and 10 s for what is left to close.
+  {{- $drain := default (dict "router" 30 "verifier" 20 "drafter" 10 | dig .role 0) $values.config.drain_timeout_s }}
   terminationGracePeriodSeconds: {{ add (ceil $drain) (default 0 $values.preStopSeconds) 10 }}
   securityContext:
     runAsNonRoot: true

@@ -14,11 +14,11 @@ from outrider.engine.kernels.drafts.coupled_topk import put_coupled_topk
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.session_tensors import SamplingState
 
-NUM_OTHERS: Final = 4
+NUM_ALTERNATIVES: Final = 4
 """Ids told beside each drafted one, where they are asked for; each costs a pass over the logits."""
 
 
-def ranked_ids(
+def ranked_alternatives(
     logits: Tensor,
     count: int,
     state: SamplingState,
@@ -41,8 +41,9 @@ def ranked_ids(
     return torch.where(columns >= 0, found, -1), logprobs
 
 
-def best_ids(
+def best_alternatives(
     logits: Tensor, state: SamplingState, owners: Tensor, following: Tensor, *, ids: Tensor
 ) -> Tensor:
-    """int32 [R, NUM_OTHERS]: see `ranked_ids`; draws of the rejection rule have no such."""
-    return ranked_ids(logits, NUM_OTHERS, state, owners, following, ids=ids)[0]
+    """int32 [R, NUM_OTHERS]: see `ranked_alternatives`; draws of the rejection rule have no
+    such."""
+    return ranked_alternatives(logits, NUM_ALTERNATIVES, state, owners, following, ids=ids)[0]

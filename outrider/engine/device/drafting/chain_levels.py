@@ -10,37 +10,37 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows
-from outrider.engine.device.drafting.draft_masks import DraftMasks
+from outrider.engine.device.drafting.draft_masks import DraftTokenMasks
 from outrider.engine.device.drafting.draft_program import DraftProgram
 from outrider.engine.device.drafting.eagle_weights import HeadWeights
-from outrider.engine.device.drafting.recent_rows import KeptRows
-from outrider.engine.device.slots.logits_slots import WarpSlots
-from outrider.engine.device.slots.session_slots import SessionSlots
-from outrider.engine.kernels.acceptance.randomized import ChainLaw
-from outrider.engine.kernels.drafts.in_process_distributions import put_own_laws
-from outrider.engine.kernels.logits_processor.draft_path import TokenPath
-from outrider.engine.kernels.logits_processor.process import warp_drafts
+from outrider.engine.device.drafting.recent_rows import RecentRows
+from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.device.slots.session_slots import DeviceSessionSlots
+from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution
+from outrider.engine.kernels.drafts.in_process_distributions import write_distributions
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
+from outrider.engine.kernels.logits_processor.process import process_draft_logits
 from outrider.engine.kernels.sampling import choose_tokens
 
 
-class ChainLevels:
+class ChainLevelDrafter:
     """`see`, or `step`, then `choose`, for each level; all look at no value."""
 
     def __init__(
         self,
         program: DraftProgram,
         weights: HeadWeights,
-        slots: SessionSlots,
+        slots: DeviceSessionSlots,
         *,
-        kept: KeptRows,
+        kept: RecentRows,
         tokens: Tensor,
-        law: ChainLaw,
-        warp: WarpSlots,
+        distribution: DenseChainDistribution,
+        warp: LogitsSlots,
     ) -> None:
         """weights: of the head that `program` drafts by; tokens int32 [X, n]: the chains; law: what
         they are drawn from; both are written."""
         self._program, self._slots, self._kept = program, slots, kept
-        self._tokens, self._law, self._warp = tokens, law, warp
+        self._tokens, self._distribution, self._warp = tokens, distribution, warp
         dtype, device = weights.lm_head.dtype, weights.lm_head.device
         size = (len(tokens), weights.config.hidden_size)
         self._features = torch.zeros(size, dtype=dtype, device=device)
@@ -52,31 +52,33 @@ class ChainLevels:
         )
         """[X, Vd]: and what it thinks of the token behind it."""
 
-    def see(self, rows: NewRows) -> None:
+    def run_rows(self, rows: NewRows) -> None:
         """Run the head over new rows, for what may follow the last of each session."""
         x, places = self._program.catch_up(rows), rows.slots.long()
         self._features.index_copy_(0, places, x)
         self._logits.index_copy_(0, places, self._program.forward.logits(x))
 
-    def step(self, slots: Tensor, levels: Tensor) -> None:
+    def run_level(self, slots: Tensor, levels: Tensor) -> None:
         """Run it over the tokens at the levels before these; slots, levels: int32 [B], levels from
         1."""
         places = slots.long()
         tokens = self._tokens[places].gather(1, (levels - 1).long()[:, None])
-        self.see(
+        self.run_rows(
             NewRows(
                 slots=slots,
                 tables=self._slots.sequence.tables,
                 tokens=tokens,
                 features=self._features[places][:, None],
                 counts=((slots != self._slots.padding) & (tokens[:, 0] >= 0)).int(),
-                starts=self._kept.newest(slots) + levels,
+                starts=self._kept.newest_positions(slots) + levels,
             )
         )
 
-    def choose(self, slots: Tensor, levels: Tensor, legal: DraftMasks) -> Tensor:
+    def choose_tokens_at(
+        self, slots: Tensor, levels: Tensor, allowed_tokens: DraftTokenMasks
+    ) -> Tensor:
         """Draft the tokens at these levels, int32 [B], under their masks; they end the chains. By
-        each session's rule, as `DraftProgram.chain` does; slots, levels: int32 [B]."""
+        each session's rule, as `DraftProgram.draft_chain` does; slots, levels: int32 [B]."""
         places, state, vocabulary = (
             slots.long(),
             self._slots.sampling,
@@ -85,16 +87,16 @@ class ChainLevels:
         ids = vocabulary.target_ids
         earlier = torch.arange(self._tokens.shape[1], device=slots.device) < levels[:, None]
         known = torch.where(earlier, self._tokens[places], -1)
-        path = TokenPath(vocabulary.columns_of(known), seen=known.shape[1])
+        path = OutputPath(vocabulary.columns_of(known), num_visible=known.shape[1])
         # The newest row pairs a feature with the token behind it, and thinks of the next one.
-        following = self._kept.newest(slots) + 2 + levels
-        logits = legal.cut(self._logits[places], 0, ids)
-        logits = warp_drafts(logits, self._warp.state, state, slots, following, path)
+        following = self._kept.newest_positions(slots) + 2 + levels
+        logits = allowed_tokens.apply_masks(self._logits[places], 0, ids)
+        logits = process_draft_logits(logits, self._warp.state, state, slots, following, path)
         chosen = choose_tokens(
             logits, state, slots, following, rows_per_slot=1, side="draft", ids=ids
         )
         drafted = ids[chosen.long()].int()
         known.scatter_(1, levels.long()[:, None], drafted[:, None])
         self._tokens.index_copy_(0, places, known)
-        put_own_laws(self._law.probs, logits, state, slots, levels)
+        write_distributions(self._distribution.probs, logits, state, slots, levels)
         return drafted

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.engine.kernels.attention.rotary import rotary_table
 from outrider.engine.kernels.drafts.inputs import DraftLayout, draft_layout
-from outrider.engine.kernels.drafts.proposal_layout import GivenLayout, given_layout
+from outrider.engine.kernels.drafts.proposal_layout import ProposalLayout, layout_proposals
 
 
 class NewRows(NamedTuple):
@@ -40,7 +40,7 @@ class NewRows(NamedTuple):
     """int32 [B]: draft position of the first one."""
 
 
-class GivenNodes(NamedTuple):
+class ProposalNodes(NamedTuple):
     """The nodes of proposals, parents before their children."""
 
     tokens: Tensor
@@ -52,7 +52,7 @@ class GivenNodes(NamedTuple):
     """Whether every node is the parent of the next one."""
 
 
-class Places(NamedTuple):
+class RowPositions(NamedTuple):
     """Where the rows of one forward stand."""
 
     positions: Tensor
@@ -62,12 +62,12 @@ class Places(NamedTuple):
     write_slots: Tensor
     """int64 [M]."""
 
-    def at(self, rows: slice) -> Places:
+    def select(self, rows: slice) -> RowPositions:
         """Those of some rows."""
-        return Places(self.positions[rows], self.table[rows], self.write_slots[rows])
+        return RowPositions(self.positions[rows], self.table[rows], self.write_slots[rows])
 
 
-class Seen(NamedTuple):
+class AttentionContext(NamedTuple):
     """What attention needs beside the queries."""
 
     tables: Tensor
@@ -85,7 +85,7 @@ class DraftVocabulary(NamedTuple):
     """int32 [V]: draft id of every target id, -1 where there is none."""
 
     @classmethod
-    def whole(cls, vocab_size: int, device: torch.device) -> DraftVocabulary:
+    def identity(cls, vocab_size: int, device: torch.device) -> DraftVocabulary:
         """All of so many ids."""
         ids = torch.arange(vocab_size, device=device)
         return cls(ids, ids.int())
@@ -105,7 +105,7 @@ class DraftForward(ABC):
 
     feature_size: int
     """F; 0: rows are made of tokens alone."""
-    keeps_given_chains: bool = False
+    keeps_proposal_kv: bool = False
     """Whether K/V of given chains is as if their tokens were new rows, so that what is drafted
     below need not run them again."""
 
@@ -143,14 +143,14 @@ class DraftForward(ABC):
         )
         return found if self.first_token else found._replace(following=found.following - 1)
 
-    def given_layout(self, given: GivenNodes, live: Tensor) -> GivenLayout:
+    def proposal_layout(self, given: ProposalNodes, live: Tensor) -> ProposalLayout:
         """Where given nodes stand below live rows int32 [B]; see `given_layout`."""
-        found = given_layout(given.parents, live)
+        found = layout_proposals(given.parents, live)
         return found if self.first_token else found._replace(following=found.following - 1)
 
-    def places(self, positions: Tensor, write_slots: Tensor) -> Places:
+    def row_positions(self, positions: Tensor, write_slots: Tensor) -> RowPositions:
         """Of rows at draft positions int32 [M], with pool slots int64 [M]."""
-        return Places(positions, rotary_table(positions, self._inv_freq), write_slots)
+        return RowPositions(positions, rotary_table(positions, self._inv_freq), write_slots)
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy K/V blocks of all layers, sources and targets int32 [B]; no block is both."""
@@ -161,12 +161,12 @@ class DraftForward(ABC):
         blocks.index_copy_(1, targets.long(), blocks.index_select(1, sources.long()))
 
     @abstractmethod
-    def write(self, rows: NewRows) -> None:
+    def write_rows(self, rows: NewRows) -> None:
         """Write the K/V of new rows; nothing else is wanted of them."""
 
     @abstractmethod
     def catch_up(
-        self, rows: NewRows, layout: DraftLayout, places: Places, *, prune: bool = True
+        self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
         """Write the K/V of new rows; x [B, H], the output of each session's live row.
 
@@ -175,12 +175,12 @@ class DraftForward(ABC):
         """
 
     @abstractmethod
-    def step(
+    def run_step(
         self,
         columns: Tensor,
         x: Tensor,
-        places: Places,
-        session: Seen,
+        places: RowPositions,
+        session: AttentionContext,
         *,
         num_nodes: int,
         mask: Tensor | None = None,
@@ -190,8 +190,13 @@ class DraftForward(ABC):
         int32 [M] names (None: its own); x [M, H]. mask: as in `tree_attention`."""
 
     @abstractmethod
-    def given(
-        self, rows: NewRows, given: GivenNodes, layout: DraftLayout, below: GivenLayout, sweeps: int
+    def run_proposal(
+        self,
+        rows: NewRows,
+        given: ProposalNodes,
+        layout: DraftLayout,
+        below: ProposalLayout,
+        sweeps: int,
     ) -> Tensor:
         """Catch up and run given nodes, laid out as one step; outputs [B, P, H] of all places.
         sweeps: how often nodes are run whose outputs depend on those of their parents."""

@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.inputs.round_inputs import zeros
+from outrider.engine.device.inputs.round_inputs import int32_zeros
 from outrider.engine.device.transfer.buffers import Uploader
-from outrider.engine.device.transfer.uploads import upload
+from outrider.engine.device.transfer.uploads import upload_int32s
 from outrider.engine.kernels.drafts.token_masks import mask_drafts
-from outrider.engine.kernels.session_tensors import LegalBits
+from outrider.engine.kernels.session_tensors import AllowedTokenBits
 
 Masks = NDArray[np.uint32]
 """[<= L, W]: what may be drafted at the first levels; at those beyond, anything."""
 
 
-class DraftMasks:
+class DraftTokenMasks:
     """Static tensors, filled before a launch, in the order of the stream. Launches of drafts that
     nobody masks upload nothing."""
 
@@ -47,7 +47,7 @@ class DraftMasks:
         # The first row of bits belongs to rows that may have anything; places stand in the next.
         self._first = 1 + -(-(levels * max_rows + num_beside) // self.words)
         size = (self._first + levels * max_rows) * self.words
-        self._bits = zeros(size, device).view(-1, self.words)
+        self._bits = int32_zeros(size, device).view(-1, self.words)
         self._told = self._bits[1:].view(-1)
         self._places = self._told[: levels * max_rows]
         self.beside = self._told[levels * max_rows : levels * max_rows + num_beside]
@@ -56,21 +56,21 @@ class DraftMasks:
         self._masked = False
         """Whether any place names bits."""
 
-    def cut(self, logits: Tensor, level: int, ids: Tensor) -> Tensor:
+    def apply_masks(self, logits: Tensor, level: int, ids: Tensor) -> Tensor:
         """Logits [B, Vd] of a level without what must not be drafted there; ids: int64 [Vd], the
         target id of each column. Float32; the same tensor, changed, if it is that already."""
         if level >= self.levels:
             return logits
         rows, logits = len(logits), logits.to(torch.float32)
         places = self._places[level * rows : (level + 1) * rows]
-        mask_drafts(logits, LegalBits(self._bits, places), ids)
+        mask_drafts(logits, AllowedTokenBits(self._bits, places), ids)
         return logits
 
-    def knows(self, token: int) -> bool:
+    def has_token(self, token: int) -> bool:
         """Whether a target id is in the draft vocabulary."""
         return bool(int(self._drafted[token >> 5]) >> (token & 31) & 1)
 
-    def fill(
+    def set_masks(
         self,
         masks: Sequence[Masks | None],
         rows: int,
@@ -100,11 +100,11 @@ class DraftMasks:
     def _send(self, header: NDArray[np.int32], bits: Sequence[NDArray[np.int32]]) -> None:
         told = self._told[: header.size + len(bits) * self.words]
         if self._uploads is None:
-            upload(told, header, *bits)
+            upload_int32s(told, header, *bits)
             return
-        staged = self._uploads.stage()
+        staged = self._uploads.stage_int32s()
         staged[: header.size] = header
         for place, words in enumerate(bits):
             start = header.size + place * self.words
             staged[start : start + self.words] = words
-        self._uploads.send(told)
+        self._uploads.start_upload(told)

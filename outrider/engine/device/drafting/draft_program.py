@@ -13,17 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.device.drafting.alternatives import best_ids
-from outrider.engine.device.drafting.draft_forward import DraftForward, NewRows, Seen
-from outrider.engine.device.drafting.draft_masks import DraftMasks
-from outrider.engine.device.drafting.draft_row_state import Drawing, chain_path, tree_path
-from outrider.engine.draft_sampling import LawLimits
+from outrider.engine.device.drafting.alternatives import best_alternatives
+from outrider.engine.device.drafting.draft_forward import AttentionContext, DraftForward, NewRows
+from outrider.engine.device.drafting.draft_masks import DraftTokenMasks
+from outrider.engine.device.drafting.draft_row_state import (
+    DraftSampling,
+    chain_output_path,
+    tree_output_path,
+)
+from outrider.engine.draft_sampling import DistributionLimits
 from outrider.engine.kernels.drafts.coupled_topk import put_coupled_topk
 from outrider.engine.kernels.drafts.distribution_sampling import (
-    ChainLaws,
-    DrawnLaws,
-    draw_from_laws,
-    stack_laws,
+    ChainDistributions,
+    DrawnDistributions,
+    draw_from_distributions,
+    stack_distributions,
 )
 from outrider.engine.kernels.drafts.growth import (
     FrontierRows,
@@ -32,12 +36,12 @@ from outrider.engine.kernels.drafts.growth import (
     num_candidates,
     select_frontier,
 )
-from outrider.engine.kernels.drafts.in_process_distributions import put_own_laws
+from outrider.engine.kernels.drafts.in_process_distributions import write_distributions
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft, rank_tree
-from outrider.engine.kernels.logits_processor.process import warp_drafts
+from outrider.engine.kernels.logits_processor.process import process_draft_logits
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.session_tensors import SamplingState, WarpState
+from outrider.engine.kernels.session_tensors import LogitsProcessorState, SamplingState
 
 
 class ChainDraft(NamedTuple):
@@ -47,9 +51,9 @@ class ChainDraft(NamedTuple):
     """int32 [B, K]: target ids."""
     columns: Tensor
     """int32 [B, K]: draft ids."""
-    laws: ChainLaws | None = None
+    distributions: ChainDistributions | None = None
     """The laws that the tokens were drawn from in a form that can be shipped, if asked for."""
-    others: Tensor | None = None
+    alternatives: Tensor | None = None
     """int32 [B, K, NUM_OTHERS]: target ids that might have been drafted at each level, best first,
     -1 where there are no more; if asked for."""
 
@@ -67,20 +71,20 @@ class DraftProgram:
     def catch_up(self, rows: NewRows, *, prune: bool = True) -> Tensor:
         """See `DraftForward.catch_up`, by itself."""
         forward, layout = self.forward, self.forward.layout(rows)
-        places = forward.places(layout.positions, layout.write_slots)
+        places = forward.row_positions(layout.positions, layout.write_slots)
         return forward.catch_up(rows, layout, places, prune=prune)
 
-    def chain(
+    def draft_chain(
         self,
         rows: NewRows,
         *,
         state: SamplingState,
         length: int,
-        warp: WarpState | None = None,
-        own_laws: Tensor | None = None,
-        law_limits: LawLimits | None = None,
-        drawing: Drawing | None = None,
-        legal: DraftMasks | None = None,
+        warp: LogitsProcessorState | None = None,
+        draft_distributions: Tensor | None = None,
+        distribution_limits: DistributionLimits | None = None,
+        drawing: DraftSampling | None = None,
+        allowed_tokens: DraftTokenMasks | None = None,
         with_others: bool = False,
         prune: bool = True,
     ) -> ChainDraft:
@@ -96,46 +100,52 @@ class DraftProgram:
         """
         forward = self.forward
         layout = forward.layout(rows, num_steps=length - 1)
-        places = forward.places(layout.positions, layout.write_slots)
+        places = forward.row_positions(layout.positions, layout.write_slots)
         x = forward.catch_up(rows, layout, places, prune=prune)
         ids, (batch, num_new) = forward.vocabulary.target_ids, rows.tokens.shape
-        columns, drawn, others = list[Tensor](), list[DrawnLaws](), list[Tensor]()
-        owners, told, law_state = rows.slots, None, (state, rows.slots)
+        columns, drawn, others = list[Tensor](), list[DrawnDistributions](), list[Tensor]()
+        owners, told, distribution_state = rows.slots, None, (state, rows.slots)
         if drawing is not None:
-            owners, told = drawing.owners, drawing.uncounted
-            law_state = (state, owners) if law_limits is None else drawing.keyed(state)
+            owners, told = drawing.owners, drawing.pending_tokens
+            distribution_state = (
+                (state, owners) if distribution_limits is None else drawing.sampling_state(state)
+            )
         for level in range(length):
             where = (state, owners, layout.following[level])
             if level:
                 first = batch * (num_new + level - 1)
                 here = slice(first, first + batch)
-                session = Seen(rows.tables, rows.slots, layout.positions[here])
-                x = forward.step(columns[-1], x, places.at(here), session, num_nodes=1)
+                session = AttentionContext(rows.tables, rows.slots, layout.positions[here])
+                x = forward.run_step(columns[-1], x, places.select(here), session, num_nodes=1)
             logits = forward.logits(x)
-            if legal is not None:
-                logits = legal.cut(logits, level, ids)
+            if allowed_tokens is not None:
+                logits = allowed_tokens.apply_masks(logits, level, ids)
             if warp is not None:
-                logits = warp_drafts(logits, warp, *where, chain_path(told, columns))
-            if law_limits is not None:
+                logits = process_draft_logits(
+                    logits, warp, *where, chain_output_path(told, columns)
+                )
+            if distribution_limits is not None:
                 drawn.append(
-                    draw_from_laws(logits, *law_state, where[2], ids=ids, limits=law_limits)
+                    draw_from_distributions(
+                        logits, *distribution_state, where[2], ids=ids, limits=distribution_limits
+                    )
                 )
                 columns.append(drawn[-1].columns)
                 continue
             columns.append(choose_tokens(logits, *where, rows_per_slot=1, side="draft", ids=ids))
             if with_others:
-                others.append(best_ids(logits, *where, ids=ids))
-            if own_laws is not None:
-                put_own_laws(own_laws, logits, state, owners, level)
+                others.append(best_alternatives(logits, *where, ids=ids))
+            if draft_distributions is not None:
+                write_distributions(draft_distributions, logits, state, owners, level)
         chosen = torch.stack(columns, dim=1)
         return ChainDraft(
             tokens=ids[chosen.long()].int(),
             columns=chosen,
-            laws=stack_laws(drawn) if drawn else None,
-            others=torch.stack(others, dim=1) if others else None,
+            distributions=stack_distributions(drawn) if drawn else None,
+            alternatives=torch.stack(others, dim=1) if others else None,
         )
 
-    def tree(
+    def draft_tree(
         self,
         rows: NewRows,
         *,
@@ -143,10 +153,10 @@ class DraftProgram:
         num_nodes: int,
         top_k: int,
         depth: int,
-        warp: WarpState | None = None,
+        warp: LogitsProcessorState | None = None,
         coupled: bool = False,
-        drawing: Drawing | None = None,
-        legal: DraftMasks | None = None,
+        drawing: DraftSampling | None = None,
+        allowed_tokens: DraftTokenMasks | None = None,
     ) -> TreeDraft:
         """Catch up, then grow EAGLE's dynamic tree.
 
@@ -157,13 +167,13 @@ class DraftProgram:
         batch, width = rows.slots.shape[0], min(top_k, num_nodes)
         forward = self.forward
         layout = forward.layout(rows, num_steps=depth - 1, step_rows=width)
-        places = forward.places(layout.positions, layout.write_slots)
+        places = forward.row_positions(layout.positions, layout.write_slots)
         x = forward.catch_up(rows, layout, places)
         owners, told = rows.slots, None
         if drawing is not None:
-            owners, told = drawing.owners, drawing.uncounted
+            owners, told = drawing.owners, drawing.pending_tokens
         target_ids, heat = forward.vocabulary.target_ids, state.temperatures[owners.long()]
-        session = Seen(rows.tables, rows.slots, layout.live + 1)
+        session = AttentionContext(rows.tables, rows.slots, layout.live + 1)
         candidates = empty_candidates(batch, num_candidates(top_k, width, depth), x.device)
         frontier: FrontierRows | None = None
         mask: Tensor | None = None
@@ -173,10 +183,10 @@ class DraftProgram:
                 drafted.append(frontier.columns)
                 here = slice(place, place + batch * width)
                 mask = grow_mask(mask, frontier.parents)
-                x = forward.step(
+                x = forward.run_step(
                     frontier.columns.flatten(),
                     x,
-                    places.at(here),
+                    places.select(here),
                     session,
                     num_nodes=width,
                     mask=mask,
@@ -184,12 +194,12 @@ class DraftProgram:
                 )
                 place += batch * width
             logits, count = forward.logits(x), width if level else 1
-            if legal is not None and not level:
-                logits = legal.cut(logits, level, target_ids)
+            if allowed_tokens is not None and not level:
+                logits = allowed_tokens.apply_masks(logits, level, target_ids)
             if warp is not None:
-                path = tree_path(told, drafted, mask)
+                path = tree_output_path(told, drafted, mask)
                 following = layout.following[level].repeat_interleave(count)
-                logits = warp_drafts(logits, warp, state, owners, following, path)
+                logits = process_draft_logits(logits, warp, state, owners, following, path)
             row_heat = heat[:, None].expand(-1, count).reshape(-1)
             offered, ids = log_softmax_topk(logits, top_k, temperatures=row_heat)
             if coupled:

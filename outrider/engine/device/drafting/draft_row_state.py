@@ -11,50 +11,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.logits_processor.draft_path import TokenPath
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
 from outrider.engine.kernels.session_tensors import SamplingState
-from outrider.spec.noise import Stream
+from outrider.spec.noise import NoiseStream
 
 
-class Drawing(NamedTuple):
+class DraftSampling(NamedTuple):
     """Whose sampling each row of the batch follows."""
 
     owners: Tensor
     """int32 [B]: slots of the sampling state and of the warper's."""
     draft_keys: Tensor
     """int64 [B]: keys of the DRAFT noise that laws are drawn with."""
-    uncounted: Tensor | None = None
+    pending_tokens: Tensor | None = None
     """int32 [B, W]: draft ids of tokens that count as output beside those that the warper's state
     knows; -1: none. None: there are none."""
 
-    def keyed(self, state: SamplingState) -> tuple[SamplingState, Tensor]:
+    def sampling_state(self, state: SamplingState) -> tuple[SamplingState, Tensor]:
         """The sampling state by row of the batch, under the rows' own keys, and slots int32 [B]."""
         owners = self.owners.long()
         keys = state.stream_keys[owners]
-        keys[:, Stream.DRAFT - 1] = self.draft_keys
+        keys[:, NoiseStream.DRAFT - 1] = self.draft_keys
         by_row = SamplingState(keys, state.temperatures[owners], state.rules[owners])
         return by_row, torch.arange(len(owners), dtype=torch.int32, device=owners.device)
 
 
-def chain_path(uncounted: Tensor | None, drafted: Sequence[Tensor]) -> TokenPath | None:
+def chain_output_path(uncounted: Tensor | None, drafted: Sequence[Tensor]) -> OutputPath | None:
     """What counts as output at the next row of chains: drafted int32 [B], one a level so far."""
     parts = [] if uncounted is None else [uncounted]
     parts += [columns[:, None] for columns in drafted]
     if not parts:
         return None
     columns = torch.cat(parts, dim=1)
-    return TokenPath(columns, seen=columns.shape[1])
+    return OutputPath(columns, num_visible=columns.shape[1])
 
 
-def tree_path(
+def tree_output_path(
     uncounted: Tensor | None, drafted: Sequence[Tensor], mask: Tensor | None
-) -> TokenPath | None:
-    """As `chain_path` of a tree's frontier: drafted int32 [B, F], one a step; mask uint8
+) -> OutputPath | None:
+    """As `chain_output_path` of a tree's frontier: drafted int32 [B, F], one a step; mask uint8
     [B, F, S * F] of all of them, None before the first step."""
     if mask is None:
-        return chain_path(uncounted, ())
+        return chain_output_path(uncounted, ())
     columns = torch.cat(tuple(drafted), dim=1)
     if uncounted is None:
-        return TokenPath(columns, mask)
+        return OutputPath(columns, mask)
     seen = mask.new_ones((*mask.shape[:2], uncounted.shape[1]))
-    return TokenPath(torch.cat((uncounted, columns), dim=1), torch.cat((seen, mask), dim=2))
+    return OutputPath(torch.cat((uncounted, columns), dim=1), torch.cat((seen, mask), dim=2))

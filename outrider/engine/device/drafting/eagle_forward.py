@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import (
+    AttentionContext,
     DraftForward,
     DraftVocabulary,
-    GivenNodes,
     NewRows,
-    Places,
-    Seen,
+    ProposalNodes,
+    RowPositions,
 )
 from outrider.engine.device.drafting.eagle_weights import HeadWeights
 from outrider.engine.kernels.attention.rotary import rotary_write
 from outrider.engine.kernels.attention.tree import tree_attention
 from outrider.engine.kernels.drafts.inputs import BlockInputs, DraftLayout, head_inputs
-from outrider.engine.kernels.drafts.proposal_layout import GivenLayout
+from outrider.engine.kernels.drafts.proposal_layout import ProposalLayout
 from outrider.engine.kernels.linear.fused import SKINNY_ROWS, add_linear, fused_linear
 from outrider.engine.kernels.norm import rms_norm
 
@@ -44,10 +44,10 @@ class HeadForward(DraftForward):
         self.feature_size = weights.config.hidden_size
         self._keys, self._values = storage[0, 0], storage[1, 0]
 
-    def write(self, rows: NewRows) -> None:
+    def write_rows(self, rows: NewRows) -> None:
         """Write the K/V of new rows and compute nothing else."""
         layout = self.layout(rows)
-        places = self.places(layout.positions, layout.write_slots)
+        places = self.row_positions(layout.positions, layout.write_slots)
         self._write_kv(self._inputs(rows).inputs, places)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ class HeadForward(DraftForward):
         eps = w.config.rms_norm_eps
         return fused_linear(x, w.lm_head, norm_weight=norm, eps=eps, out_dtype=dtype)
 
-    def step(
+    def run_step(
         self,
         columns: Tensor,
         x: Tensor,
-        places: Places,
-        session: Seen,
+        places: RowPositions,
+        session: AttentionContext,
         *,
         num_nodes: int,
         mask: Tensor | None = None,
@@ -73,8 +73,13 @@ class HeadForward(DraftForward):
         block = self._block_inputs(columns, x, ids=self.weights.target_ids, rows=parents)
         return self._step(block, places, session, num_nodes=num_nodes, mask=mask)
 
-    def given(
-        self, rows: NewRows, given: GivenNodes, layout: DraftLayout, below: GivenLayout, sweeps: int
+    def run_proposal(
+        self,
+        rows: NewRows,
+        given: ProposalNodes,
+        layout: DraftLayout,
+        below: ProposalLayout,
+        sweeps: int,
     ) -> Tensor:
         """All nodes of a proposal run together, `sweeps` times: at first each with the output of
         the root in the place of its parent's, then with what its parent gave in the sweep before.
@@ -82,11 +87,11 @@ class HeadForward(DraftForward):
         nearly."""
         (batch, num_nodes), new = given.tokens.shape, rows.tokens.numel()
         positions = torch.cat((layout.positions[:new], below.positions))
-        places = self.places(positions, layout.write_slots)
+        places = self.row_positions(positions, layout.write_slots)
         x = self.catch_up(rows, layout, places)
-        session = Seen(rows.tables, rows.slots, layout.live + 1)
+        session = AttentionContext(rows.tables, rows.slots, layout.live + 1)
         mask = None if given.are_chains else below.seen[:, 1:]
-        tokens, nodes = given.tokens.flatten(), places.at(slice(new, None))
+        tokens, nodes = given.tokens.flatten(), places.select(slice(new, None))
         features = x[:, None].expand(-1, 1 + num_nodes, -1)
         for _ in range(min(sweeps, num_nodes)):
             block = self._block_inputs(tokens, features.flatten(0, 1), rows=below.sources)
@@ -95,13 +100,13 @@ class HeadForward(DraftForward):
         return features
 
     def catch_up(
-        self, rows: NewRows, layout: DraftLayout, places: Places, *, prune: bool = True
+        self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
         """prune: dead rows stop after their K/V write, else they run through the block."""
         block = self._inputs(rows)
-        session = Seen(rows.tables, rows.slots, rows.starts)
+        session = AttentionContext(rows.tables, rows.slots, rows.starts)
         num_rows = rows.tokens.shape[1]
-        new = places.at(slice(0, rows.tokens.numel()))
+        new = places.select(slice(0, rows.tokens.numel()))
         if num_rows == 1 or not prune:
             x = self._step(block, new, session, num_nodes=num_rows, mask=None)
             return x if num_rows == 1 else x[layout.live_rows]
@@ -142,8 +147,8 @@ class HeadForward(DraftForward):
     def _step(
         self,
         block: BlockInputs,
-        places: Places,
-        session: Seen,
+        places: RowPositions,
+        session: AttentionContext,
         *,
         num_nodes: int,
         mask: Tensor | None,
@@ -153,13 +158,13 @@ class HeadForward(DraftForward):
         attended = self._attend(query, session, num_nodes=num_nodes, mask=mask)
         return self._finish(block.residual, attended)
 
-    def _project(self, inputs: Tensor, places: Places) -> Tensor:
+    def _project(self, inputs: Tensor, places: RowPositions) -> Tensor:
         """Queries [N, Q, d] of all rows; their K/V is written."""
         w = self.weights
         qkv = fused_linear(inputs, w.qkv, bias=w.qkv_bias)
         return self._rotate(qkv, places, num_heads=w.config.num_heads)
 
-    def _write_kv(self, inputs: Tensor, places: Places) -> None:
+    def _write_kv(self, inputs: Tensor, places: RowPositions) -> None:
         weight, bias = self.weights.kv
         self._rotate(fused_linear(inputs, weight, bias=bias), places, num_heads=0)
 
@@ -178,7 +183,7 @@ class HeadForward(DraftForward):
             interleaved=False,
         )
 
-    def _rotate(self, projected: Tensor, places: Places, *, num_heads: int) -> Tensor:
+    def _rotate(self, projected: Tensor, places: RowPositions, *, num_heads: int) -> Tensor:
         return rotary_write(
             projected.view(projected.shape[0], -1, self.weights.config.head_dim),
             places.table,
@@ -190,7 +195,7 @@ class HeadForward(DraftForward):
         )
 
     def _attend(
-        self, query: Tensor, session: Seen, *, num_nodes: int, mask: Tensor | None
+        self, query: Tensor, session: AttentionContext, *, num_nodes: int, mask: Tensor | None
     ) -> Tensor:
         return tree_attention(
             query,

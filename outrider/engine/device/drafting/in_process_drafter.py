@@ -11,23 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.device.drafting.chain_levels import ChainLevels
+from outrider.engine.device.drafting.chain_levels import ChainLevelDrafter
 from outrider.engine.device.drafting.draft_forward import NewRows
-from outrider.engine.device.drafting.draft_masks import DraftMasks
+from outrider.engine.device.drafting.draft_masks import DraftTokenMasks
 from outrider.engine.device.drafting.draft_program import DraftProgram
 from outrider.engine.device.drafting.eagle_forward import HeadForward
 from outrider.engine.device.drafting.eagle_weights import HeadWeights
-from outrider.engine.device.drafting.recent_rows import KeptRows
-from outrider.engine.device.slots.logits_slots import WarpSlots
-from outrider.engine.device.slots.session_slots import SessionSlots
+from outrider.engine.device.drafting.recent_rows import RecentRows
+from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 from outrider.engine.heads import DraftHead
-from outrider.engine.kernels.acceptance.randomized import ChainLaw
+from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.engine.kv_cache import KVPool
 from outrider.spec.plan import default_depth
 
 
-class OwnShape(NamedTuple):
+class InProcessDraftShape(NamedTuple):
     """What the head drafts for every round of every session."""
 
     num_nodes: int
@@ -57,11 +57,17 @@ class OwnShape(NamedTuple):
         return 2 * (1 + self.num_nodes) + max(0, self.levels - 1) * width
 
 
-class OwnHead:
+class InProcessDrafter:
     """Drafts for every session, on the device."""
 
     def __init__(
-        self, head: DraftHead, slots: SessionSlots, pool: KVPool, *, shape: OwnShape, max_len: int
+        self,
+        head: DraftHead,
+        slots: DeviceSessionSlots,
+        pool: KVPool,
+        *,
+        shape: InProcessDraftShape,
+        max_len: int,
     ) -> None:
         self.shape = shape
         self.weights = weights = HeadWeights.from_head(head)
@@ -85,83 +91,86 @@ class OwnHead:
         self.tokens = torch.full(size, -1, dtype=torch.int32, device=device)
         """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
         self.parents: Tensor | None = None
-        """int32 [X, n]: their parents (see `DraftTree`), PADDING_NODE: no node. None: chains."""
-        self.law: ChainLaw | None = None
+        """int32 [X, n]: their parents (see `ConstrainedTree`), PADDING_NODE: no node. None:
+        chains."""
+        self.distribution: DenseChainDistribution | None = None
         """The laws that chains were drawn from, kept with the session until they are used. Trees
         have none: the rejection rule judges them target-only."""
-        self.warp = WarpSlots(
+        self.warp = LogitsSlots(
             count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
         )
         """What the sessions do to the head's logits."""
-        self.kept = KeptRows(
+        self.kept = RecentRows(
             slots,
-            most_rows=1 + shape.num_nodes,
+            max_rows=1 + shape.num_nodes,
             hidden_size=config.hidden_size,
             dtype=pool.storage.dtype,
         )
         """What rounds committed in which a session may be in a grammar."""
-        self.levels: ChainLevels | None = None
+        self.levels: ChainLevelDrafter | None = None
         """Chains that are drafted level by level; None: trees."""
         self.padding = slots.padding
         """The slot of padding rows."""
         if shape.is_tree:
             self.parents = torch.full(size, PADDING_NODE, dtype=torch.int32, device=device)
             return
-        laws = (count, shape.num_nodes, config.draft_vocab_size)
-        self.law = ChainLaw(
-            probs=torch.zeros(laws, dtype=torch.float32, device=device),
+        distributions = (count, shape.num_nodes, config.draft_vocab_size)
+        self.distribution = DenseChainDistribution(
+            probs=torch.zeros(distributions, dtype=torch.float32, device=device),
             draft_columns=weights.draft_columns,
             target_ids=weights.target_ids,
         )
-        self.levels = ChainLevels(
+        self.levels = ChainLevelDrafter(
             self.program,
             weights,
             slots,
             kept=self.kept,
             tokens=self.tokens,
-            law=self.law,
+            distribution=self.distribution,
             warp=self.warp,
         )
 
-    def forget(self, slot: int) -> None:
+    def forget_draft(self, slot: int) -> None:
         """Let the next round of a slot's session verify no draft, in the order of the stream."""
         self.tokens[slot].fill_(-1)
         if self.parents is not None:
             self.parents[slot].fill_(PADDING_NODE)
 
-    def draft(self, rows: NewRows, *, sampled: bool) -> None:
+    def draft_round(self, rows: NewRows, *, sampled: bool) -> None:
         """Catch up on real rows and draft for each of their sessions. sampled: whether any session
         may warp its logits or need the laws of its drafts."""
         if sampled:
-            self.kept.keep(rows)
+            self.kept.store_rows(rows)
         if self.parents is not None:
             self._draft_trees(rows, sampled=sampled)
             return
-        chain = self.program.chain(
+        chain = self.program.draft_chain(
             rows,
             length=self.shape.num_nodes,
             state=self._slots.sampling,
             warp=self.warp.state if sampled else None,
-            own_laws=self.law.probs if sampled and self.law is not None else None,
+            draft_distributions=self.distribution.probs
+            if sampled and self.distribution is not None
+            else None,
         )
         self.tokens.index_copy_(0, rows.slots.long(), chain.tokens)
 
-    def catch_up(self, rows: NewRows) -> None:
+    def store_catch_up(self, rows: NewRows) -> None:
         """Keep these rows of each session for drafts that are made later, and begin chains."""
-        self.kept.keep(rows)
+        self.kept.store_rows(rows)
         if self.levels is not None:
-            self.levels.see(rows)
+            self.levels.run_rows(rows)
 
-    def draft_kept(self, slots: Tensor, legal: DraftMasks) -> None:
+    def draft_stored(self, slots: Tensor, allowed_tokens: DraftTokenMasks) -> None:
         """Catch up on what was kept and draft trees, under masks of their first level, for sessions
         whose last drafts nobody has verified; slots: int32 [B]."""
-        self._draft_trees(self.kept.of(slots), sampled=True, legal=legal)
+        self._draft_trees(self.kept.rows_of(slots), sampled=True, allowed_tokens=allowed_tokens)
 
     def _draft_trees(
-        self, rows: NewRows, *, sampled: bool, legal: DraftMasks | None = None
+        self, rows: NewRows, *, sampled: bool, allowed_tokens: DraftTokenMasks | None = None
     ) -> None:
         assert self.parents is not None
-        tree = self.program.tree(
+        tree = self.program.draft_tree(
             rows,
             state=self._slots.sampling,
             num_nodes=self.shape.num_nodes,
@@ -169,7 +178,7 @@ class OwnHead:
             depth=self.shape.levels,
             warp=self.warp.state if sampled else None,
             coupled=True,
-            legal=legal,
+            allowed_tokens=allowed_tokens,
         )
         places = rows.slots.long()
         self.tokens.index_copy_(0, places, tree.tokens)

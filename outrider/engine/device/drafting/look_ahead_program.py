@@ -2,9 +2,9 @@
 
 A live proposal is run once more as it stands, its tokens given (`score`): the outputs at its places
 say what may follow there, and a head's are the own features of the branches that begin there. A
-branch is drafted like a session (`DraftProgram.chain`, `tree`) over a block table of its own, which
-begins with the blocks of the session (`fork`): of the prefix at most one partly filled block is
-copied.
+branch is drafted like a session (`DraftProgram.draft_chain`, `tree`) over a block table of its own,
+which begins with the blocks of the session (`fork`): of the prefix at most one partly filled block
+is copied.
 
 B sessions or branches, R rows of a branch's path, N nodes of a proposal, P = 1 + N places (the
 root's, then the nodes'), c candidates a place, F width of a feature, X session slots, T blocks of a
@@ -18,16 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.device.drafting.alternatives import ranked_ids
-from outrider.engine.device.drafting.draft_forward import GivenNodes, NewRows
+from outrider.engine.device.drafting.alternatives import ranked_alternatives
+from outrider.engine.device.drafting.draft_forward import NewRows, ProposalNodes
 from outrider.engine.device.drafting.draft_program import DraftProgram
-from outrider.engine.device.drafting.draft_row_state import Drawing
-from outrider.engine.kernels.logits_processor.draft_path import TokenPath
-from outrider.engine.kernels.logits_processor.process import warp_drafts
-from outrider.engine.kernels.session_tensors import SamplingState, WarpState
+from outrider.engine.device.drafting.draft_row_state import DraftSampling
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
+from outrider.engine.kernels.logits_processor.process import process_draft_logits
+from outrider.engine.kernels.session_tensors import LogitsProcessorState, SamplingState
 
 
-class Scores(NamedTuple):
+class CandidateScores(NamedTuple):
     """What may follow at each place; places without a node have anything."""
 
     tokens: Tensor
@@ -38,7 +38,7 @@ class Scores(NamedTuple):
     """[B, P, F]: what rows below each place begin with."""
 
 
-class BranchRows(NamedTuple):
+class OutcomeRows(NamedTuple):
     """Paths of branches; those of a row past its count are not there, but must be finite."""
 
     owners: Tensor
@@ -55,23 +55,24 @@ class BranchRows(NamedTuple):
     """int64 [B]: keys of the DRAFT noise."""
 
 
-class AheadProgram(DraftProgram):
+class LookAheadProgram(DraftProgram):
     """A `DraftProgram` that also drafts for outcomes."""
 
-    def score(
+    def score_proposals(
         self,
         rows: NewRows,
-        given: GivenNodes,
+        given: ProposalNodes,
         *,
         state: SamplingState,
         count: int,
         sweeps: int,
-        warp: WarpState | None = None,
-    ) -> Scores:
+        warp: LogitsProcessorState | None = None,
+    ) -> CandidateScores:
         """Catch up, run given proposals and offer `count` tokens at every place, by the law of
         softmax(logits / T), those of coupled sessions by shared noise. warp: as for `chain`.
 
-        sweeps: see `DraftForward.given`. A session's table must hold the rows up to live + N.
+        sweeps: see `DraftForward.run_proposal`. A session's table must hold the rows up to live +
+        N.
         """
         forward, vocabulary, num_nodes = (
             self.forward,
@@ -79,16 +80,16 @@ class AheadProgram(DraftProgram):
             given.tokens.shape[1],
         )
         layout = forward.layout(rows, num_steps=1, step_rows=num_nodes)
-        below = forward.given_layout(given, layout.live)
-        x = forward.given(rows, given, layout, below, sweeps)
+        below = forward.proposal_layout(given, layout.live)
+        x = forward.run_proposal(rows, given, layout, below, sweeps)
         # The tokens are known: one pass over the output projection serves all places.
         logits, following = forward.logits(x.flatten(0, 1)), below.following
         if warp is not None:
             columns = vocabulary.columns_of(given.tokens)
-            path = TokenPath(columns, None if given.are_chains else below.seen)
-            logits = warp_drafts(logits, warp, state, rows.slots, following, path)
+            path = OutputPath(columns, None if given.are_chains else below.seen)
+            logits = process_draft_logits(logits, warp, state, rows.slots, following, path)
         heat = state.temperatures[rows.slots.long()].repeat_interleave(1 + num_nodes)
-        found, logprobs = ranked_ids(
+        found, logprobs = ranked_alternatives(
             logits,
             count,
             state,
@@ -99,18 +100,18 @@ class AheadProgram(DraftProgram):
         )
         shape = (*x.shape[:2], count)
         features = x[..., : forward.feature_size]
-        return Scores(found.view(shape), logprobs.view(shape), features)
+        return CandidateScores(found.view(shape), logprobs.view(shape), features)
 
-    def fork(
+    def fork_outcomes(
         self,
-        rows: BranchRows,
+        rows: OutcomeRows,
         *,
         tables: Tensor,
         scratch: Tensor,
         held: Tensor,
         counted: bool,
         below_chains: bool,
-    ) -> tuple[NewRows, Drawing]:
+    ) -> tuple[NewRows, DraftSampling]:
         """What to draft branches from, as new rows of sessions of their own.
 
         tables int32 [X, T]; scratch int32 [V, S + 1]: blocks of each branch's own, the last one
@@ -120,7 +121,7 @@ class AheadProgram(DraftProgram):
         forwards need not run again.
         """
         uncounted = self.forward.vocabulary.columns_of(rows.tokens) if counted else None
-        if below_chains and self.forward.keeps_given_chains:
+        if below_chains and self.forward.keeps_proposal_kv:
             rows = _outcomes_alone(rows)
         size, owners = self.forward.block_tokens, rows.owners.long()
         first = (rows.starts // size)[:, None]
@@ -136,10 +137,10 @@ class AheadProgram(DraftProgram):
             counts=rows.counts,
             starts=rows.starts,
         )
-        return new, Drawing(rows.owners, rows.draft_keys, uncounted)
+        return new, DraftSampling(rows.owners, rows.draft_keys, uncounted)
 
 
-def _outcomes_alone(rows: BranchRows) -> BranchRows:
+def _outcomes_alone(rows: OutcomeRows) -> OutcomeRows:
     """The last row of each path; what is above it stands in the session's own table."""
     last = (rows.counts - 1).clamp(min=0)
     return rows._replace(

@@ -9,31 +9,31 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows
-from outrider.engine.device.slots.session_slots import SessionSlots
+from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 
 
-class KeptRows:
+class RecentRows:
     """Static tensors, written and read in the order of the stream."""
 
     def __init__(
-        self, slots: SessionSlots, *, most_rows: int, hidden_size: int, dtype: torch.dtype
+        self, slots: DeviceSessionSlots, *, max_rows: int, hidden_size: int, dtype: torch.dtype
     ) -> None:
         self._slots = slots
         tables = slots.sequence.tables
-        size = (tables.shape[0], most_rows, hidden_size)
+        size = (tables.shape[0], max_rows, hidden_size)
         self._features = torch.zeros(size, dtype=dtype, device=tables.device)
         """[X, R, H];"""
-        self._words = torch.zeros((size[0], 2 + most_rows), dtype=torch.int32, device=tables.device)
+        self._words = torch.zeros((size[0], 2 + max_rows), dtype=torch.int32, device=tables.device)
         """how many rows they are, where they begin, and their tokens, int32 [X, 2 + R]."""
 
-    def keep(self, rows: NewRows) -> None:
+    def store_rows(self, rows: NewRows) -> None:
         """Keep these of each session, in place of what was kept."""
         slots, width = rows.slots.long(), rows.tokens.shape[1]
         self._features[:, :width].index_copy_(0, slots, rows.features.to(self._features.dtype))
         words = torch.cat((rows.counts[:, None], rows.starts[:, None], rows.tokens), dim=1)
         self._words[:, : 2 + width].index_copy_(0, slots, words.int())
 
-    def of(self, slots: Tensor) -> NewRows:
+    def rows_of(self, slots: Tensor) -> NewRows:
         """Those of these slots, int32 [B]."""
         words = self._words[slots.long()]
         # Kernels take vectors and matrices that lie as they are counted.
@@ -46,7 +46,7 @@ class KeptRows:
             starts=words[:, 1].contiguous(),
         )
 
-    def newest(self, slots: Tensor) -> Tensor:
+    def newest_positions(self, slots: Tensor) -> Tensor:
         """int32 [B]: draft position of the last of each."""
         words = self._words[slots.long()]
         return words[:, 1] + words[:, 0].clamp(min=1) - 1

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import (
+    AttentionContext,
     DraftForward,
     DraftVocabulary,
-    GivenNodes,
     NewRows,
-    Places,
-    Seen,
+    ProposalNodes,
+    RowPositions,
 )
 from outrider.engine.device.target_program import RowGroup, TargetProgram
 from outrider.engine.kernels.attention.layout import RoundLayout
 from outrider.engine.kernels.drafts.inputs import DraftLayout
-from outrider.engine.kernels.drafts.proposal_layout import GivenLayout
+from outrider.engine.kernels.drafts.proposal_layout import ProposalLayout
 from outrider.engine.target import TargetModel
 
-_PIECE_ROWS: Final = 64
+_CHUNK_ROWS: Final = 64
 """Rows of a long catch-up that attend together."""
 
 
@@ -33,7 +33,7 @@ class ModelForward(DraftForward):
     """A language model with the target's tokenizer; x is the output of its last layer."""
 
     feature_size = 0
-    keeps_given_chains = True
+    keeps_proposal_kv = True
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ModelForward(DraftForward):
         model needs plain weights, and attention to the whole context: trees are masked, which a
         window does not allow."""
         super().__init__(
-            DraftVocabulary.whole(vocab_size, storage.device),
+            DraftVocabulary.identity(vocab_size, storage.device),
             model.inverse_frequencies,
             storage=storage,
             block_tokens=block_tokens,
@@ -58,18 +58,18 @@ class ModelForward(DraftForward):
         self._vocab_size = vocab_size
         self._program = TargetProgram(model, storage=storage)
 
-    def write(self, rows: NewRows) -> None:
+    def write_rows(self, rows: NewRows) -> None:
         """Run new rows for their K/V."""
         layout, size = self.layout(rows), rows.tokens.shape[1]
-        pieces = -(-size // _PIECE_ROWS)
-        assert size % pieces == 0, size
-        firsts = torch.arange(pieces, dtype=torch.int32, device=rows.starts.device)
-        context = rows.starts[:, None] + firsts * (size // pieces)
+        chunks = -(-size // _CHUNK_ROWS)
+        assert size % chunks == 0, size
+        firsts = torch.arange(chunks, dtype=torch.int32, device=rows.starts.device)
+        context = rows.starts[:, None] + firsts * (size // chunks)
         group = RowGroup(
-            slots=rows.slots.repeat_interleave(pieces),
+            slots=rows.slots.repeat_interleave(chunks),
             context=context.flatten(),
-            layout=RoundLayout(layout.positions, layout.write_slots, None),
-            num_nodes=size // pieces,
+            round_layout=RoundLayout(layout.positions, layout.write_slots, None),
+            num_nodes=size // chunks,
         )
         self._run(rows.tokens, [group], rows.tables)
 
@@ -83,17 +83,17 @@ class ModelForward(DraftForward):
         )
 
     def catch_up(
-        self, rows: NewRows, layout: DraftLayout, places: Places, *, prune: bool = True
+        self, rows: NewRows, layout: DraftLayout, places: RowPositions, *, prune: bool = True
     ) -> Tensor:
         """All rows are run as they are: whose prediction is wanted changes little."""
         return self._run(rows.tokens, [_new(rows, layout)], rows.tables)[layout.live_rows]
 
-    def step(
+    def run_step(
         self,
         columns: Tensor,
         x: Tensor,
-        places: Places,
-        session: Seen,
+        places: RowPositions,
+        session: AttentionContext,
         *,
         num_nodes: int,
         mask: Tensor | None = None,
@@ -103,13 +103,18 @@ class ModelForward(DraftForward):
         group = RowGroup(
             slots=session.slots,
             context=session.context,
-            layout=RoundLayout(places.positions, places.write_slots, mask),
+            round_layout=RoundLayout(places.positions, places.write_slots, mask),
             num_nodes=num_nodes,
         )
         return self._run(columns, [group], session.tables)
 
-    def given(
-        self, rows: NewRows, given: GivenNodes, layout: DraftLayout, below: GivenLayout, sweeps: int
+    def run_proposal(
+        self,
+        rows: NewRows,
+        given: ProposalNodes,
+        layout: DraftLayout,
+        below: ProposalLayout,
+        sweeps: int,
     ) -> Tensor:
         """One forward for new rows and nodes, exact whatever `sweeps` says."""
         if given.are_chains:
@@ -118,7 +123,7 @@ class ModelForward(DraftForward):
         nodes = RowGroup(
             slots=rows.slots,
             context=layout.live + 1,
-            layout=RoundLayout(
+            round_layout=RoundLayout(
                 below.positions,
                 layout.write_slots[new:],
                 None if given.are_chains else below.seen[:, 1:],
@@ -130,7 +135,7 @@ class ModelForward(DraftForward):
         live = x[layout.live_rows][:, None]
         return torch.cat((live, x[new:].view(batch, num_nodes, -1)), dim=1)
 
-    def _given_chains(self, rows: NewRows, given: GivenNodes) -> Tensor:
+    def _given_chains(self, rows: NewRows, given: ProposalNodes) -> Tensor:
         """Chains stand behind the new rows as further ones: one attention a layer, not two."""
         (batch, num_nodes), width = given.tokens.shape, rows.tokens.shape[1]
         device, counts = rows.counts.device, rows.counts[:, None]
@@ -155,6 +160,6 @@ def _new(rows: NewRows, layout: DraftLayout) -> RowGroup:
     return RowGroup(
         slots=rows.slots,
         context=rows.starts,
-        layout=RoundLayout(layout.positions[:new], layout.write_slots[:new], None),
+        round_layout=RoundLayout(layout.positions[:new], layout.write_slots[:new], None),
         num_nodes=rows.tokens.shape[1],
     )

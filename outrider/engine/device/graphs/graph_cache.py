@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.engine.device.transfer.cuda_driver import calls_of
+from outrider.engine.device.transfer.cuda_driver import driver_for
 from outrider.watchdog import unbounded_step
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,10 @@ class GraphCache:
         self.enabled = enabled and device.type == "cuda"
         self.sealed = False
         """Whether nothing is captured any more: what is not, runs as it is."""
-        self._calls = calls_of(device)
+        self._calls = driver_for(device)
         self._captured: dict[Hashable, tuple[Any, Any, torch.cuda.CUDAGraph]] = {}
-        """By key: what `Calls.launch` takes, what a run returns, and what both belong to."""
+        """By key: what `DriverInterface.launch` takes, what a run returns, and what both belong
+        to."""
         self._missed: set[Hashable] = set()
         """What was asked for since, and is not captured."""
         self._pool: Any = None
@@ -43,7 +44,7 @@ class GraphCache:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._captured
 
-    def run(self, key: Hashable, fn: Callable[[], T]) -> T:
+    def run_graph(self, key: Hashable, fn: Callable[[], T]) -> T:
         """The outcome of `fn`; the same tensors for a key whenever graphs are on.
 
         The first call for a key runs eagerly, which also compiles the kernels, and captures the

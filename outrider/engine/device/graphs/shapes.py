@@ -18,10 +18,10 @@ CHAIN_BUCKETS: Final = (2, 3, 4, 5, 6, 8)
 TREE_BUCKETS: Final = (8, 17, 33, 64, 65, 129)
 """Nodes of a row, the root included; unused ones are absent nodes. Chains that are longer than the
 last of theirs run as trees."""
-PIECE_TOKENS: Final = 32
+CHUNK_TOKENS: Final = 32
 """Prompt tokens of a piece. Beside many sessions each row counts, those of a piece's free end too.
 """
-PIECE_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+CHUNK_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """Pieces of prompts in a round of nothing else; unused ones are absent."""
 MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
 MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
@@ -31,18 +31,18 @@ FEW_CHAIN_BUCKETS: Final = (5, 8)
 FEW_TREE_BUCKETS: Final = (17, 65, 129)
 """Nodes of a row with drafts from outside where a head in this process drafts for nearly all: few
 sizes, and prompts never share their launch."""
-MIXED_PIECE_BUCKETS: Final = (1, 2, 3, 5, 8, 16)
+MIXED_CHUNK_BUCKETS: Final = (1, 2, 3, 5, 8, 16)
 """Pieces in a round in which sessions decode: six sizes. 1 is what is left of a prompt that begins
 like one before it; the others leave few rows unused where chat prompts of 42 to 243 tokens come in
 all the time."""
-LEAST_MIXED_PIECES: Final = 2
+MIN_MIXED_CHUNKS: Final = 2
 """What such a round takes of prompts if there are any, whatever it lasts."""
-MOST_MIXED_PIECES: Final = MIXED_PIECE_BUCKETS[-1]
-MOST_TOKEN_ROWS: Final = 2048
+MAX_MIXED_CHUNKS: Final = MIXED_CHUNK_BUCKETS[-1]
+MAX_TOKEN_ROWS: Final = 2048
 """Rows times nodes of a bucket; one row may have more."""
 
 
-class Drafts(StrEnum):
+class DraftKind(StrEnum):
     """Where the drafts of a round come from."""
 
     NONE = "none"
@@ -50,11 +50,11 @@ class Drafts(StrEnum):
     """The host, without branches."""
     TREE = "tree"
     """The host, with branches."""
-    OWN = "own"
+    IN_PROCESS = "own"
     """The head in this process; they never leave the device."""
 
 
-class Judge(StrEnum):
+class AcceptanceMode(StrEnum):
     """How much of the acceptance runs on the device."""
 
     MATCH = "match"
@@ -71,27 +71,33 @@ class RoundShape:
     """B; 0 in a round of nothing but pieces."""
     nodes: int
     """N, the root included."""
-    drafts: Drafts
-    judge: Judge
-    features: bool
+    draft_kind: DraftKind
+    acceptance_mode: AcceptanceMode
+    has_features: bool
     """Whether projected features are computed."""
-    pieces: int = 0
+    chunks: int = 0
     """Q pieces of prompts, of P = PIECE_TOKENS rows each."""
 
     @property
-    def brings_laws(self) -> bool:
+    def has_distributions(self) -> bool:
         """Whether rows may bring draft laws from outside."""
-        return self.judge is Judge.SAMPLED and self.drafts in (Drafts.CHAIN, Drafts.TREE)
+        return self.acceptance_mode is AcceptanceMode.SAMPLED and self.draft_kind in (
+            DraftKind.CHAIN,
+            DraftKind.TREE,
+        )
 
     @property
     def can_be_undrafted(self) -> bool:
         """Whether own drafts may be left until the host has seen the outcome."""
-        return self.drafts is Drafts.OWN and self.judge is Judge.SAMPLED
+        return (
+            self.draft_kind is DraftKind.IN_PROCESS
+            and self.acceptance_mode is AcceptanceMode.SAMPLED
+        )
 
     @property
     def token_rows(self) -> int:
         """M: rows of the target's forward."""
-        return self.rows * self.nodes + self.pieces * PIECE_TOKENS
+        return self.rows * self.nodes + self.chunks * CHUNK_TOKENS
 
     @property
     def result_words(self) -> int:
@@ -99,13 +105,13 @@ class RoundShape:
         return 2 + 2 * self.nodes
 
 
-def bucket(value: int, sizes: Sequence[int]) -> int:
+def bucket_for(value: int, sizes: Sequence[int]) -> int:
     """The smallest size that holds `value`; beyond the largest one, `value` itself."""
     place = bisect_left(sizes, value)
     return sizes[place] if place < len(sizes) else value
 
 
-def up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+def buckets_up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
     """The buckets that everything up to `most` runs in."""
     smaller = [size for size in sizes if size < most]
-    return (*smaller, bucket(most, sizes))
+    return (*smaller, bucket_for(most, sizes))

@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.transfer.buffers import Uploader
-from outrider.engine.draft_sampling import LAW_ENTRIES_BUDGET
-from outrider.engine.kernels.acceptance.randomized import DeviceLaw
-from outrider.spec.draft_distribution import DraftLaw
+from outrider.engine.draft_sampling import MAX_DISTRIBUTION_ENTRIES
+from outrider.engine.kernels.acceptance.randomized import SparseDistribution
+from outrider.spec.draft_distribution import DraftDistribution
 
-MOST_FULL_LAWS: Final = 64
+MAX_FULL_DISTRIBUTIONS: Final = 64
 """Rows of a launch whose laws may all be as large as a drafter makes them."""
 _STEP: Final = 4096
 """Entries are sent in multiples of this: uploads of few sizes."""
 
 
-class LawInputs:
+class DistributionInputs:
     """Static memory for the laws of one launch, shared by the graphs of all shapes.
 
     A graph reads its offsets and, between them, the entries; laws that find no room are left out,
@@ -33,47 +33,57 @@ class LawInputs:
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:
         """`max_rows`: most rows of a launch that may bring laws."""
-        capacity = min(max_rows, MOST_FULL_LAWS) * LAW_ENTRIES_BUDGET
+        capacity = min(max_rows, MAX_FULL_DISTRIBUTIONS) * MAX_DISTRIBUTION_ENTRIES
         self._device = device
         self._ids, self._counts = _zeros((capacity,), device), _zeros((capacity,), device)
         self._id_uploads, self._count_uploads = (Uploader(capacity, device) for _ in range(2))
         self._offsets: dict[tuple[int, int], _Offsets] = {}
 
-    def law(self, rows: int, nodes: int) -> DeviceLaw:
+    def distribution_of(self, rows: int, nodes: int) -> SparseDistribution:
         """What the graph of a bucket reads."""
-        return DeviceLaw(self._ids, self._counts, self._offsets_of(rows, nodes).tensor)
+        return SparseDistribution(self._ids, self._counts, self._offsets_of(rows, nodes).tensor)
 
-    def fill(self, laws: Sequence[DraftLaw | None], rows: int, nodes: int, part: int = 0) -> None:
+    def fill_distributions(
+        self,
+        distributions: Sequence[DraftDistribution | None],
+        rows: int,
+        nodes: int,
+        part: int = 0,
+    ) -> None:
         """Tell the laws of n <= B rows of a bucket, in the order of the stream. Each belongs to a
         tree of fewer than N nodes. `part`: which launch of its round they are."""
         offsets = self._offsets_of(rows, nodes)
-        held = self._placed(laws) if laws else []
+        held = self._assigned(distributions) if distributions else []
         if not held:
             offsets.clear(part)
             return
-        ids, counts = self._id_uploads.stage(part), self._count_uploads.stage(part)
+        ids, counts = self._id_uploads.stage_int32s(part), self._count_uploads.stage_int32s(part)
         words = offsets.stage(part)
         used = 0
-        for row, law in held:
-            end = used + len(law.ids)
-            ids[used:end], counts[used:end] = law.ids, law.counts
-            known = len(law.offsets)
-            words[row, :known] = law.offsets
-            words[row, known:] = len(law.ids)
+        for row, distribution in held:
+            end = used + len(distribution.ids)
+            ids[used:end], counts[used:end] = distribution.ids, distribution.counts
+            known = len(distribution.offsets)
+            words[row, :known] = distribution.offsets
+            words[row, known:] = len(distribution.ids)
             words[row] += used
             used = end
         sent = min(-(-used // _STEP) * _STEP, len(ids))
-        self._id_uploads.send(self._ids[:sent])
-        self._count_uploads.send(self._counts[:sent])
+        self._id_uploads.start_upload(self._ids[:sent])
+        self._count_uploads.start_upload(self._counts[:sent])
         offsets.send()
 
-    def _placed(self, laws: Sequence[DraftLaw | None]) -> list[tuple[int, DraftLaw]]:
+    def _assigned(
+        self, distributions: Sequence[DraftDistribution | None]
+    ) -> list[tuple[int, DraftDistribution]]:
         """The laws that there is room for, with their rows."""
         held, room = [], len(self._ids)
-        for row, law in enumerate(laws):
-            if law is not None and 0 < len(law.ids) <= min(room, LAW_ENTRIES_BUDGET):
-                held.append((row, law))
-                room -= len(law.ids)
+        for row, distribution in enumerate(distributions):
+            if distribution is not None and 0 < len(distribution.ids) <= min(
+                room, MAX_DISTRIBUTION_ENTRIES
+            ):
+                held.append((row, distribution))
+                room -= len(distribution.ids)
         return held
 
     def _offsets_of(self, rows: int, nodes: int) -> _Offsets:
@@ -94,14 +104,14 @@ class _Offsets:
 
     def stage(self, part: int) -> NDArray[np.int32]:
         """Zeros [B, N + 1] for the next `send`."""
-        words = self._uploads.stage(part).reshape(self.tensor.shape)
+        words = self._uploads.stage_int32s(part).reshape(self.tensor.shape)
         words[:] = 0
         self._empty = False
         return words
 
     def send(self) -> None:
         """Upload what was staged."""
-        self._uploads.send(self._flat)
+        self._uploads.start_upload(self._flat)
 
     def clear(self, part: int) -> None:
         """No row has a law."""

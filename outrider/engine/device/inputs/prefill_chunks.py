@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.graphs.shapes import PIECE_TOKENS
-from outrider.engine.device.inputs.round_inputs import NO_TOKEN, zeros
+from outrider.engine.device.graphs.shapes import CHUNK_TOKENS
+from outrider.engine.device.inputs.round_inputs import NO_TOKEN, int32_zeros
 from outrider.engine.device.target_program import RowGroup
 from outrider.engine.device.transfer.buffers import Uploader
 from outrider.engine.kernels.attention.layout import RoundLayout, tree_layout
@@ -26,7 +26,7 @@ _FIELDS = 4
 """Words of a piece beside its tokens: slot, start, count, whether its prompt ends with it."""
 
 
-class Piece(NamedTuple):
+class PrefillChunkInput(NamedTuple):
     """Up to PIECE_TOKENS consecutive prompt tokens of one session."""
 
     slot: int
@@ -35,71 +35,73 @@ class Piece(NamedTuple):
     tokens: NDArray[np.int32]
     following: int
     """The prompt token after them; NO_TOKEN where the prompt ends, so that one is sampled."""
-    legal: NDArray[np.uint32] | None = None
+    allowed: NDArray[np.uint32] | None = None
     """[1, W]: what a grammar allows after them, where one is sampled; None: anything."""
 
 
-def cut(slot: int, prompt: NDArray[np.int32], start: int, end: int) -> list[Piece]:
+def cut_chunks(
+    slot: int, prompt: NDArray[np.int32], start: int, end: int
+) -> list[PrefillChunkInput]:
     """The pieces of prompt tokens `start` .. `end`."""
-    pieces: list[Piece] = []
-    for first in range(start, end, PIECE_TOKENS):
-        stop = min(first + PIECE_TOKENS, end)
+    chunks: list[PrefillChunkInput] = []
+    for first in range(start, end, CHUNK_TOKENS):
+        stop = min(first + CHUNK_TOKENS, end)
         following = int(prompt[stop]) if stop < len(prompt) else NO_TOKEN
-        pieces.append(Piece(slot, first, prompt[first:stop], following))
-    return pieces
+        chunks.append(PrefillChunkInput(slot, first, prompt[first:stop], following))
+    return chunks
 
 
-class PieceInputs:
+class PrefillChunkInputs:
     """Static tensors of a bucket's pieces; those beyond the given ones are absent."""
 
-    def __init__(self, pieces: int, *, padding: int, device: torch.device) -> None:
+    def __init__(self, chunks: int, *, padding: int, device: torch.device) -> None:
         """`padding`: the slot of absent pieces."""
-        self.num_pieces, self._padding = pieces, padding
-        fields, cells = _FIELDS * pieces, pieces * PIECE_TOKENS
-        self._buffer = zeros(fields + 2 * cells, device)
+        self.num_chunks, self._padding = chunks, padding
+        fields, cells = _FIELDS * chunks, chunks * CHUNK_TOKENS
+        self._buffer = int32_zeros(fields + 2 * cells, device)
         self._uploader = Uploader(fields + 2 * cells, device)
         self.slots, self.starts, self.counts, self.ends = self._buffer[:fields].view(_FIELDS, -1)
         """int32 [Q] each; `ends` is 1 where a prompt ends."""
-        grids = self._buffer[fields:].view(2, pieces, PIECE_TOKENS)
+        grids = self._buffer[fields:].view(2, chunks, CHUNK_TOKENS)
         self.tokens, self.following = grids
         """int32 [Q, P] each: tokens, and the token after each of them; NO_TOKEN where there is
         none, or none yet."""
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
+    def fill_chunks(self, chunks: Sequence[PrefillChunkInput]) -> None:
         """Describe n <= Q pieces, in the order of the stream."""
-        words = self._uploader.stage()
-        fields = words[: _FIELDS * self.num_pieces].reshape(_FIELDS, -1)
-        grids = words[fields.size :].reshape(2, self.num_pieces, PIECE_TOKENS)
+        words = self._uploader.stage_int32s()
+        fields = words[: _FIELDS * self.num_chunks].reshape(_FIELDS, -1)
+        grids = words[fields.size :].reshape(2, self.num_chunks, CHUNK_TOKENS)
         fields[0] = self._padding
         fields[1:] = 0
         grids[:] = NO_TOKEN
-        for place, piece in enumerate(pieces):
-            count, ends = len(piece.tokens), piece.following == NO_TOKEN
-            fields[:, place] = piece.slot, piece.start, count, ends
-            grids[0, place, :count] = piece.tokens
-            grids[1, place, : count - 1] = piece.tokens[1:]
-            grids[1, place, count - 1] = piece.following
-        self._uploader.send(self._buffer)
+        for place, chunk in enumerate(chunks):
+            count, ends = len(chunk.tokens), chunk.following == NO_TOKEN
+            fields[:, place] = chunk.slot, chunk.start, count, ends
+            grids[0, place, :count] = chunk.tokens
+            grids[1, place, : count - 1] = chunk.tokens[1:]
+            grids[1, place, count - 1] = chunk.following
+        self._uploader.start_upload(self._buffer)
 
-    def group(self, tables: Tensor, *, block_tokens: int) -> RowGroup:
+    def row_group(self, tables: Tensor, *, block_tokens: int) -> RowGroup:
         """The pieces as rows of a forward; tables int32 [X, T]."""
         layout = tree_layout(
             None,
             self.starts,
             tables,
             self.slots,
-            num_nodes=PIECE_TOKENS,
+            num_nodes=CHUNK_TOKENS,
             block_tokens=block_tokens,
         )
         # What a piece leaves free may belong to another session by its table's stale end.
         slots = layout.write_slots.view(self.tokens.shape).masked_fill(self.tokens < 0, -1)
         layout = RoundLayout(layout.positions, slots.flatten(), None)
-        return RowGroup(self.slots, self.starts, layout, PIECE_TOKENS)
+        return RowGroup(self.slots, self.starts, layout, CHUNK_TOKENS)
 
     def live_rows(self) -> Tensor:
         """int64 [Q]: each piece's last row among the Q * P rows."""
         first = torch.arange(
-            0, self.tokens.numel(), PIECE_TOKENS, dtype=torch.int64, device=self.counts.device
+            0, self.tokens.numel(), CHUNK_TOKENS, dtype=torch.int64, device=self.counts.device
         )
         rows: Tensor = first + self.counts.clamp(min=1) - 1
         return rows
@@ -109,13 +111,13 @@ class PieceInputs:
         positions: Tensor = self.starts + self.counts
         return positions
 
-    def ended(self) -> Tensor:
+    def ended_slots(self) -> Tensor:
         """int64 [Q]: the slots of prompts that end; the padding slot in place of the others."""
         return torch.where(self.ends > 0, self.slots, self._padding).long()
 
-    def advance(self, sequence: SequenceState, first: Tensor) -> None:
+    def set_first_tokens(self, sequence: SequenceState, first: Tensor) -> None:
         """Make the first tokens int32 [Q] the roots of the prompts that end."""
-        ends, where = self.ends > 0, self.ended()
+        ends, where = self.ends > 0, self.ended_slots()
         # The padding slot may be written several times; it keeps its state.
         lengths = torch.where(ends, self.next_positions() + 1, 1)
         sequence.lengths.index_copy_(0, where, lengths)

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.graphs.shapes import Drafts
-from outrider.engine.device.inputs.distribution_inputs import LawInputs
+from outrider.engine.device.graphs.shapes import DraftKind
+from outrider.engine.device.inputs.distribution_inputs import DistributionInputs
 from outrider.engine.device.inputs.round_rows import RoundRows
 from outrider.engine.device.transfer.buffers import Uploader
 from outrider.engine.kernels.attention.layout import PADDING_NODE
@@ -23,14 +23,20 @@ class RoundInputs:
     """Slots and drafts of a bucket's rows; rows beyond the given ones are padding."""
 
     def __init__(
-        self, rows: int, nodes: int, laws: LawInputs, *, padding: int, device: torch.device
+        self,
+        rows: int,
+        nodes: int,
+        distributions: DistributionInputs,
+        *,
+        padding: int,
+        device: torch.device,
     ) -> None:
         """`laws`: where drafts from outside bring theirs; `padding`: the slot of padding rows."""
-        self.laws = laws
+        self.distributions = distributions
         self._rows, self._drafted, self._padding = rows, nodes - 1, padding
         slots_end, drafts_end = rows, rows * nodes
         size = drafts_end + rows * self._drafted
-        buffer = zeros(size, device)
+        buffer = int32_zeros(size, device)
         self.slots = buffer[:slots_end]
         """int32 [B]."""
         self.drafts = buffer[slots_end:drafts_end].view(rows, self._drafted)
@@ -43,21 +49,21 @@ class RoundInputs:
         self._told: list[int] | None = None
         """The slots that the device knows of."""
 
-    def fill(self, rows: RoundRows, drafts: Drafts, part: int = 0) -> None:
+    def fill_rows(self, rows: RoundRows, drafts: DraftKind, part: int = 0) -> None:
         """Describe n <= B rows by their slots and drafts, in the order of the stream; `part`: which
         launch of its round they are."""
         slots = rows.slots
-        if drafts is Drafts.CHAIN or drafts is Drafts.TREE:
+        if drafts is DraftKind.CHAIN or drafts is DraftKind.TREE:
             words = self._stage(slots, part)
-            self._stage_drafts(words, rows, with_parents=drafts is Drafts.TREE)
-            self._uploader.send(self._trees if drafts is Drafts.TREE else self._chains)
+            self._stage_drafts(words, rows, with_parents=drafts is DraftKind.TREE)
+            self._uploader.start_upload(self._trees if drafts is DraftKind.TREE else self._chains)
         elif slots != self._told:
             self._stage(slots, part)
-            self._uploader.send(self.slots)
+            self._uploader.start_upload(self.slots)
         self._told = slots
 
     def _stage(self, slots: list[int], part: int) -> NDArray[np.int32]:
-        words = self._uploader.stage(part)
+        words = self._uploader.stage_int32s(part)
         words[: len(slots)] = slots
         words[len(slots) : self._rows] = self._padding
         return words
@@ -83,7 +89,7 @@ class RoundInputs:
             grids[1, :count][cells] = rows.parents
 
 
-def zeros(size: int, device: torch.device) -> Tensor:
+def int32_zeros(size: int, device: torch.device) -> Tensor:
     """int32 [size] for static inputs, writable in and out of inference mode."""
     # Made in inference mode, they could be written in that mode only.
     with torch.inference_mode(False):

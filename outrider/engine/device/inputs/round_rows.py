@@ -11,21 +11,21 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.device.graphs.shapes import Drafts
-from outrider.spec.draft_distribution import DraftLaw
+from outrider.engine.device.graphs.shapes import DraftKind
+from outrider.spec.draft_distribution import DraftDistribution
 from outrider.spec.flat_trees import chain_parents
 from outrider.spec.tree import DraftTree
 
 _NONE: Final = np.empty(0, dtype=np.int32)
 
 
-class RowInput(NamedTuple):
+class RoundRow(NamedTuple):
     """One session's row of a round."""
 
     slot: int
     tree: DraftTree | None = None
     """The host's draft."""
-    law: DraftLaw | None = None
+    distribution: DraftDistribution | None = None
     """What it was drawn from; only the rejection rule looks at it."""
 
 
@@ -39,14 +39,14 @@ class RoundRows(NamedTuple):
     """[D], row after row."""
     parents: NDArray[np.int32]
     """[D], within the same draft."""
-    laws: Sequence[DraftLaw | None] | None = None
+    distributions: Sequence[DraftDistribution | None] | None = None
     """[n]; None: no row has one."""
-    legal: Sequence[NDArray[np.uint32] | None] | None = None
+    allowed_tokens: Sequence[NDArray[np.uint32] | None] | None = None
     """[n], each [1 + its nodes, W]: what grammars allow after roots and nodes; None: there are
     none."""
 
     @classmethod
-    def of(cls, rows: Sequence[RowInput]) -> RoundRows:
+    def of_rows(cls, rows: Sequence[RoundRow]) -> RoundRows:
         """Rows that were put together one by one."""
         trees = [row.tree for row in rows if row.tree is not None]
         return cls(
@@ -54,29 +54,31 @@ class RoundRows(NamedTuple):
             counts=np.array([0 if row.tree is None else len(row.tree) for row in rows], np.int64),
             tokens=np.concatenate([_NONE, *(tree.tokens for tree in trees)]),
             parents=np.concatenate([_NONE, *(tree.parents for tree in trees)]),
-            laws=[row.law for row in rows] if any(row.law is not None for row in rows) else None,
+            distributions=[row.distribution for row in rows]
+            if any(row.distribution is not None for row in rows)
+            else None,
         )
 
     @classmethod
-    def plain(cls, slots: list[int]) -> RoundRows:
+    def without_drafts(cls, slots: list[int]) -> RoundRows:
         """Rows without drafts from the host."""
         return cls(slots, np.zeros(len(slots), dtype=np.int64), _NONE, _NONE)
 
     @property
-    def most_nodes(self) -> int:
+    def max_nodes(self) -> int:
         """Nodes of the largest draft."""
         if len(self.slots) == 1:
             return len(self.tokens)
         return int(self.counts.max()) if len(self.tokens) else 0
 
     @property
-    def drafts(self) -> Drafts:
+    def draft_kind(self) -> DraftKind:
         """What the drafts have in common."""
         if not len(self.tokens):
-            return Drafts.NONE
+            return DraftKind.NONE
         if len(self.slots) == 1:
             # Plain numbers are faster than arrays.
             alone = self.parents.tolist() == list(range(-1, len(self.tokens) - 1))
-            return Drafts.CHAIN if alone else Drafts.TREE
+            return DraftKind.CHAIN if alone else DraftKind.TREE
         chains = bool((self.parents == chain_parents(self.counts)).all())
-        return Drafts.CHAIN if chains else Drafts.TREE
+        return DraftKind.CHAIN if chains else DraftKind.TREE

@@ -12,26 +12,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.device.graphs.shapes import MOST_TOKEN_ROWS, PIECE_BUCKETS
-from outrider.engine.device.inputs.round_inputs import zeros
-from outrider.engine.device.transfer.uploads import upload
-from outrider.engine.kernels.session_tensors import LegalBits
+from outrider.engine.device.graphs.shapes import CHUNK_BUCKETS, MAX_TOKEN_ROWS
+from outrider.engine.device.inputs.round_inputs import int32_zeros
+from outrider.engine.device.transfer.uploads import upload_int32s
+from outrider.engine.kernels.session_tensors import AllowedTokenBits
 
 Masks = NDArray[np.uint32]
 """[n, W], id i is bit i % 32 of word i // 32."""
 
 
-def legal_bytes(max_sessions: int, max_nodes: int, own_nodes: int, vocab_size: int) -> int:
-    """Memory of `LegalRows`."""
-    rows, words = _rows(max_sessions, max_nodes, own_nodes), -(-vocab_size // 32)
+def mask_bytes(max_sessions: int, max_nodes: int, in_process_nodes: int, vocab_size: int) -> int:
+    """Memory of `AllowedTokenMasks`."""
+    rows, words = _rows(max_sessions, max_nodes, in_process_nodes), -(-vocab_size // 32)
     return 4 * words * (_first(rows, words) + rows)
 
 
-def _rows(max_sessions: int, max_nodes: int, own_nodes: int) -> int:
+def _rows(max_sessions: int, max_nodes: int, in_process_nodes: int) -> int:
     """R + Q: rows of a launch that may have bits."""
-    decoding = max(min(max_sessions * max_nodes, MOST_TOKEN_ROWS), max_nodes)
+    decoding = max(min(max_sessions * max_nodes, MAX_TOKEN_ROWS), max_nodes)
     # Launches with own drafts are not split.
-    return max(decoding, max_sessions * own_nodes) + PIECE_BUCKETS[-1]
+    return max(decoding, max_sessions * in_process_nodes) + CHUNK_BUCKETS[-1]
 
 
 def _first(rows: int, words: int) -> int:
@@ -39,7 +39,7 @@ def _first(rows: int, words: int) -> int:
     return 1 + -(-rows // words)
 
 
-class LegalRows:
+class AllowedTokenMasks:
     """Static tensors of what is legal, filled before a launch, in the order of the stream: one
     upload of where the bits of each row are, and of the bits behind that."""
 
@@ -48,47 +48,47 @@ class LegalRows:
         *,
         max_sessions: int,
         max_nodes: int,
-        own_nodes: int,
+        in_process_nodes: int,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`max_nodes`: of a row, the root included; `own_nodes`: of one with own drafts, 0 if there
-        are none."""
-        rows, words = _rows(max_sessions, max_nodes, own_nodes), -(-vocab_size // 32)
+        """`max_nodes`: of a row, the root included; `in_process_nodes`: of one with own drafts, 0
+        if there are none."""
+        rows, words = _rows(max_sessions, max_nodes, in_process_nodes), -(-vocab_size // 32)
         self._first = _first(rows, words)
-        bits = zeros((self._first + rows) * words, device).view(-1, words)
+        bits = int32_zeros((self._first + rows) * words, device).view(-1, words)
         with torch.inference_mode(False):
             # The first row of bits is for rows that nobody looks at; places stand in the next ones.
             bits[0] = -1
         self._told = bits[1:].view(-1)
         self._places, places = rows, self._told[:rows]
-        self.pieces = LegalBits(bits, places[: PIECE_BUCKETS[-1]])
+        self.chunks = AllowedTokenBits(bits, places[: CHUNK_BUCKETS[-1]])
         """By piece."""
-        self.decoding = LegalBits(bits, places[PIECE_BUCKETS[-1] :])
+        self.decoding = AllowedTokenBits(bits, places[CHUNK_BUCKETS[-1] :])
         """By row of logits of the sessions that decode."""
 
-    def fill(
-        self, rows: Sequence[Masks | None], nodes: int, pieces: Sequence[Masks | None]
+    def fill_masks(
+        self, rows: Sequence[Masks | None], nodes: int, chunks: Sequence[Masks | None]
     ) -> None:
         """Rows of a launch, each with the masks of its root and nodes, `nodes` being those that the
         launch has for every row; and pieces, each with the mask of what follows it. None: the
         session is in no grammar, or nobody looks."""
-        given = [masks for masks in (*rows, *pieces) if masks is not None]
+        given = [masks for masks in (*rows, *chunks) if masks is not None]
         if not given:
             return
         words = self.decoding.bits.shape[1]
         header = np.zeros((self._first - 1) * words, dtype=np.int32)
-        ends = header[: PIECE_BUCKETS[-1]]
-        decoding = header[PIECE_BUCKETS[-1] : self._places]
+        ends = header[: CHUNK_BUCKETS[-1]]
+        decoding = header[CHUNK_BUCKETS[-1] : self._places]
         index = decoding[: len(rows) * nodes].reshape(len(rows), nodes)
         place = self._first
         for row, masks in enumerate(rows):
             if masks is not None:
                 index[row, : len(masks)] = np.arange(place, place + len(masks))
                 place += len(masks)
-        for piece, masks in enumerate(pieces):
+        for chunk, masks in enumerate(chunks):
             if masks is not None:
-                ends[piece] = place
+                ends[chunk] = place
                 place += 1
         told = self._told[: (place - 1) * words]
-        upload(told, header, *(masks.view(np.int32) for masks in given))
+        upload_int32s(told, header, *(masks.view(np.int32) for masks in given))

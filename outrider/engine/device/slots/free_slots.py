@@ -16,7 +16,7 @@ class FreeSlots:
         self._reason = reason
         self._free = list(reversed(range(count)))
 
-    def take(self) -> int:
+    def take_slot(self) -> int:
         """A free slot. Raises ResourceExhaustedError when all are taken."""
         if not self._free:
             raise ResourceExhaustedError(
@@ -24,7 +24,7 @@ class FreeSlots:
             )
         return self._free.pop()
 
-    def give(self, slot: int) -> None:
+    def return_slot(self, slot: int) -> None:
         """Return a slot. One that is free already, or padding, is a bug of the caller."""
         assert 0 <= slot < self.padding, f"slot {slot} is no session's"
         assert slot not in self._free, f"slot {slot} is free already"

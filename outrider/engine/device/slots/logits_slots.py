@@ -13,46 +13,46 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.transfer.uploads import upload
+from outrider.engine.device.transfer.uploads import upload_int32s
 from outrider.engine.kernels.session_tensors import (
-    WARP_CUTS,
-    WARP_ENTRIES,
-    WARP_LEGAL,
-    WARP_PENALTIES,
-    WarpState,
+    PROCESS_BIAS,
+    PROCESS_GRAMMAR,
+    PROCESS_PENALTIES,
+    PROCESS_TRUNCATION,
+    LogitsProcessorState,
 )
-from outrider.engine.logits_processor import has_penalties, truncates
+from outrider.engine.logits_processor import has_penalties, has_truncation
 from outrider.engine.truncation import min_p_floor
 from outrider.errors import InvalidRequestError
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, SamplingParams
 
-MAX_BANNED_AT_FIRST: Final = 256
+MAX_INITIAL_BANS: Final = 256
 """Most ids that a session may ban until a position."""
-MAX_ENTRIES: Final = MAX_BANNED_IDS + MAX_BIASED_IDS + MAX_BANNED_AT_FIRST
-ALWAYS: Final = 2**31 - 1
+MAX_ENTRIES: Final = MAX_BANNED_IDS + MAX_BIASED_IDS + MAX_INITIAL_BANS
+NO_END: Final = 2**31 - 1
 """End of a ban that has none."""
 _WORDS: Final = 9
 """Words of a slot beside its entries: top-p (2), flags, penalties (3), top-k, floor, count."""
 Ids = Sequence[int] | NDArray[np.integer]
 
 
-def warp_bytes(num_sessions: int, num_columns: int) -> int:
-    """Memory of `WarpSlots`."""
+def logits_slot_bytes(num_sessions: int, num_columns: int) -> int:
+    """Memory of `LogitsSlots`."""
     return (num_sessions + 1) * (4 * num_columns + 12 * MAX_ENTRIES)
 
 
-def check_banned_first(ids: Ids) -> None:
+def check_initial_bans(ids: Ids) -> None:
     """Raises InvalidRequestError for more than MAX_BANNED_AT_FIRST ids that are banned below a
     position."""
-    if len(ids) > MAX_BANNED_AT_FIRST:
+    if len(ids) > MAX_INITIAL_BANS:
         raise InvalidRequestError(
-            f"at most {MAX_BANNED_AT_FIRST} stop ids can be banned below a minimum length, "
+            f"at most {MAX_INITIAL_BANS} stop ids can be banned below a minimum length, "
             f"not {len(ids)}",
             reason="INVALID_SAMPLING",
         )
 
 
-class WarpSlots:
+class LogitsSlots:
     """Writes the slots' state, in the order of the stream."""
 
     def __init__(
@@ -70,7 +70,7 @@ class WarpSlots:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         with torch.inference_mode(False):
-            self.state = WarpState(
+            self.state = LogitsProcessorState(
                 flags=zeros(count),
                 penalties=zeros(count, 3, dtype=torch.float32),
                 counts=zeros(count, columns),
@@ -88,11 +88,11 @@ class WarpSlots:
         self._columns, self._device = columns, device
         self._flags = [0] * count
 
-    def warps(self, slot: int) -> bool:
+    def has_logits_processing(self, slot: int) -> bool:
         """Whether the slot's session does anything to its logits."""
         return self._flags[slot] != 0
 
-    def begin(
+    def begin_session(
         self,
         slot: int,
         sampling: SamplingParams,
@@ -101,38 +101,38 @@ class WarpSlots:
         output_ids: Ids = (),
         banned_first: Ids = (),
         banned_until: int = 0,
-        legal: bool = False,
+        allowed_tokens: bool = False,
     ) -> None:
         """A slot's new session: its history so far, ids banned at positions below one, and whether
         it is in a grammar.
 
-        Raises InvalidRequestError for more of these than `check_banned_first` allows.
+        Raises InvalidRequestError for more of these than `check_initial_bans` allows.
         """
-        check_banned_first(banned_first)
-        flags = WARP_LEGAL if legal else 0
+        check_initial_bans(banned_first)
+        flags = PROCESS_GRAMMAR if allowed_tokens else 0
         if has_penalties(sampling):
-            flags |= WARP_PENALTIES
-        if sampling.temperature > 0.0 and truncates(sampling):
-            flags |= WARP_CUTS
+            flags |= PROCESS_PENALTIES
+        if sampling.temperature > 0.0 and has_truncation(sampling):
+            flags |= PROCESS_TRUNCATION
         named = bool(sampling.logit_bias or sampling.banned_ids or len(banned_first))
         if not (flags or named or self._flags[slot]):
             # Most sessions: nothing to write, and nothing to undo.
             return
         columns, amounts, ends = self._entries(sampling, banned_first, banned_until)
-        flags |= WARP_ENTRIES if len(columns) else 0
+        flags |= PROCESS_BIAS if len(columns) else 0
         self._flags[slot] = flags
         self._write(slot, sampling, flags, columns, amounts, ends)
-        if flags & WARP_PENALTIES:
+        if flags & PROCESS_PENALTIES:
             self.state.counts[slot].zero_()
             self._add([(slot, np.unique(self._columns_of(prompt_ids)))], 1)
-            self.count([slot], [output_ids])
+            self.count_tokens([slot], [output_ids])
 
-    def count(self, slots: Sequence[int], tokens: Sequence[Ids]) -> None:
+    def count_tokens(self, slots: Sequence[int], tokens: Sequence[Ids]) -> None:
         """Add tokens to the outputs of slots' sessions, of those whose penalties look at them."""
         held = [
             (slot, self._columns_of(ids))
             for slot, ids in zip(slots, tokens, strict=True)
-            if self._flags[slot] & WARP_PENALTIES
+            if self._flags[slot] & PROCESS_PENALTIES
         ]
         self._add(held, 2)
 
@@ -142,7 +142,7 @@ class WarpSlots:
         """Column, bias and end of the ban of every id that is biased or banned, by column."""
         amounts = dict(sampling.logit_bias)
         ends = {int(id_): banned_until for id_ in banned_first}
-        ends |= dict.fromkeys(sampling.banned_ids, ALWAYS)
+        ends |= dict.fromkeys(sampling.banned_ids, NO_END)
         ids = np.array(sorted({*amounts, *ends}), dtype=np.int64)
         columns = self._columns_of(ids, keep_length=True)
         order = np.argsort(columns, kind="stable")
@@ -183,10 +183,10 @@ class WarpSlots:
         )
         words[2:5] = np.array(penalties, dtype=np.float32).view(np.int32)
         words[5] = np.array([min_p_floor(sampling.min_p)], dtype=np.float32).view(np.int32)[0]
-        words[6:9] = (flags, min(sampling.top_k, ALWAYS), len(columns))
+        words[6:9] = (flags, min(sampling.top_k, NO_END), len(columns))
         words[_WORDS:] = np.concatenate((columns, amounts.view(np.int32), ends))
         staged = self._staged[: len(words)]
-        upload(staged, words)
+        upload_int32s(staged, words)
         state, here, count = self.state, slice(slot, slot + 1), len(columns)
         state.top_ps[here].copy_(staged[0:2].view(torch.float64))
         state.penalties[slot].copy_(staged[2:5].view(torch.float32))
@@ -207,7 +207,7 @@ class WarpSlots:
             return
         slots = [np.full(len(columns), slot, dtype=np.int32) for slot, columns in held]
         staged = torch.empty((2, count), dtype=torch.int32, device=self._device)
-        upload(staged.view(-1), *slots, *(columns for _, columns in held))
+        upload_int32s(staged.view(-1), *slots, *(columns for _, columns in held))
         places = staged[0].long() * self._columns + staged[1]
         amounts = torch.full_like(staged[0], amount)
         self.state.counts.view(-1).index_add_(0, places, amounts)

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.device.graphs.graph_cache import GraphCache
-from outrider.engine.device.inputs.token_masks import LegalRows
+from outrider.engine.device.inputs.token_masks import AllowedTokenMasks
 from outrider.engine.device.slots.free_slots import FreeSlots
-from outrider.engine.device.slots.logits_slots import WarpSlots
-from outrider.engine.device.transfer.uploads import upload
+from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.device.transfer.uploads import upload_int32s
 from outrider.engine.kernels.session_tensors import (
     NUM_STREAMS,
     RULE_NUMBERS,
@@ -43,7 +43,7 @@ _GROWN: Final = 64
 """Blocks that one launch adds to tables."""
 
 
-class SessionSlots:
+class DeviceSessionSlots:
     """Allocates slots and writes their state, in the order of the stream.
 
     What is said of slots reaches the device with `tell`, many of them with one copy and one launch:
@@ -59,13 +59,13 @@ class SessionSlots:
         max_nodes: int,
         vocab_size: int,
         device: torch.device,
-        own_nodes: int = 0,
+        in_process_nodes: int = 0,
         graphs: bool = True,
     ) -> None:
-        """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row; `own_nodes`:
-        nodes of a row with drafts of this process's own head; `graphs`: on a CUDA device, whether a
-        slot is written by a graph."""
-        pool.name_by_tables()
+        """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row;
+        `in_process_nodes`: nodes of a row with drafts of this process's own head; `graphs`: on a
+        CUDA device, whether a slot is written by a graph."""
+        pool.use_block_tables()
         self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
         self.padding = self._free.padding
         count, blocks = self._free.total, pool.blocks_for(max_len)
@@ -83,12 +83,12 @@ class SessionSlots:
             temperatures=zeros(count, dtype=torch.float32),
             rules=zeros(count),
         )
-        self.warp = WarpSlots(count, vocab_size, device)
+        self.warp = LogitsSlots(count, vocab_size, device)
         """What the sessions do to the target's logits."""
-        self.legal = LegalRows(
+        self.allowed = AllowedTokenMasks(
             max_sessions=max_sessions,
             max_nodes=max_nodes,
-            own_nodes=own_nodes,
+            in_process_nodes=in_process_nodes,
             vocab_size=vocab_size,
             device=device,
         )
@@ -120,22 +120,22 @@ class SessionSlots:
                 reason="CONTEXT_TOO_LONG",
             )
 
-    def open(self, kv: KVSequence) -> int:
+    def open_slot(self, kv: KVSequence) -> int:
         """A slot for a session. Raises ResourceExhaustedError when all are taken, or when it has
         more K/V blocks than a slot's table holds."""
         self.check_blocks(kv.num_blocks)
-        return self._free.take()
+        return self._free.take_slot()
 
-    def close(self, slot: int) -> None:
+    def close_slot(self, slot: int) -> None:
         """Give a slot back; rounds in flight may still write to it."""
-        self._free.give(slot)
+        self._free.return_slot(slot)
 
-    def release(self) -> None:
+    def release_padding(self) -> None:
         """Give the padding slot's blocks back; the slots are of no use afterwards."""
         self._padding_kv.release()
-        self._pool.name_by_tables(False)
+        self._pool.use_block_tables(False)
 
-    def begin(
+    def begin_session(
         self,
         slot: int,
         kv: KVSequence,
@@ -147,7 +147,7 @@ class SessionSlots:
         """The host's word on a slot's session: `length` committed tokens, the last one `root`."""
         self._begun[slot] = self._row(slot, kv.blocks, sampling, length=length, root=root)
 
-    def tell(self, added: Sequence[tuple[int, int, Sequence[int]]] = ()) -> None:
+    def upload_changes(self, added: Sequence[tuple[int, int, Sequence[int]]] = ()) -> None:
         """Write what was said of slots that begin, and that sessions hold more blocks, `added`: of
         each the slot, how many of them the slot's table has, and the others."""
         places: list[int] = []
@@ -194,8 +194,10 @@ class SessionSlots:
         # Where few are served they begin one by one, and their tables may be long.
         count = len(rows) if len(rows) < 2 else _BEGUN
         staged = self._staged[: count * self._width + 3 * _GROWN]
-        upload(staged, *rows, *[self._nobody] * (count - len(rows)), where.view(np.int32), numbers)
-        self._graphs.run(("slots", count), partial(self._spread, staged, count))
+        upload_int32s(
+            staged, *rows, *[self._nobody] * (count - len(rows)), where.view(np.int32), numbers
+        )
+        self._graphs.run_graph(("slots", count), partial(self._spread, staged, count))
 
     def _spread(self, staged: Tensor, count: int) -> None:
         """From `count` staged rows to where the slots that they name keep them; then what follows

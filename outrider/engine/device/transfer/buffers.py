@@ -4,7 +4,8 @@ A round may be several launches, its parts: each has rings of its own, so that a
 round, however many parts there are.
 
 What is launched and waited for before anything else needs no rings: copies to and from memory that
-stays where it is (`Mirror`, `Landing`) may be steps of a CUDA graph, and no calls of their own.
+stays where it is (`HostMirror`, `DownloadBuffer`) may be steps of a CUDA graph, and no calls of
+their own.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.transfer.cuda_driver import Calls, Mark, calls_of
+from outrider.engine.device.transfer.cuda_driver import DriverInterface, StreamEvent, driver_for
 
-RING = 4
+NUM_STAGING_BUFFERS = 4
 """Buffers of a ring: more than the rounds that can be in flight, so that none is overwritten."""
 
 
-class _Buffer(NamedTuple):
+class _StagingBuffer(NamedTuple):
     """Host memory with the view of it that Python fills or reads."""
 
     tensor: Tensor
     array: NDArray[np.generic]
     heads: dict[int, Tensor]
     """By length: slices of tensors take longer to make than to find."""
-    landed: Mark | None
+    landed: StreamEvent | None
     """For a ring of what comes down: behind the last copy into it."""
 
 
 class Uploader:
     """Non-blocking copies of int32 words to the device, at most RING of each part under way."""
 
-    def __init__(self, size: int, device: torch.device, *, ring: int = RING) -> None:
+    def __init__(self, size: int, device: torch.device, *, ring: int = NUM_STAGING_BUFFERS) -> None:
         """`size`: most elements of one upload; `ring`: most of one part that are under way."""
         self._size, self._pinned, self._num_buffers = size, device.type == "cuda", ring
-        self._calls = calls_of(device)
+        self._calls = driver_for(device)
         self._rings = [self._ring()]
         """By part."""
         self._staged = self._rings[0].take()
@@ -47,7 +48,7 @@ class Uploader:
     def _ring(self) -> _Ring:
         return _Ring((self._size,), torch.int32, pinned=self._pinned, count=self._num_buffers)
 
-    def stage(self, part: int = 0) -> NDArray[np.int32]:
+    def stage_int32s(self, part: int = 0) -> NDArray[np.int32]:
         """Memory [size] for the next `send`, with anything in it."""
         while len(self._rings) <= part:
             self._rings.append(self._ring())
@@ -55,7 +56,7 @@ class Uploader:
         words: NDArray[np.int32] = self._staged.array  # type: ignore[assignment]
         return words
 
-    def send(self, out: Tensor) -> None:
+    def start_upload(self, out: Tensor) -> None:
         """Copy the head of what was staged last into `out` int32 [n], in the order of the stream.
 
         Where `out` is a tensor of inference mode, so must the caller be.
@@ -64,34 +65,34 @@ class Uploader:
         head = heads.get(count)
         if head is None:
             head = heads[count] = self._staged.tensor[:count]
-        self._calls.copy(out, head)
+        self._calls.copy_tensor(out, head)
 
 
-class Mirror:
+class HostMirror:
     """int32 words that the host writes and the device reads after the next `upload`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """All 0."""
-        self._calls = calls_of(device)
+        self._calls = driver_for(device)
         self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.array: NDArray[np.int32] = self._staged.numpy()
         """Not to be written before the last upload is over."""
         self.words = torch.zeros(size, dtype=torch.int32, device=device)
 
-    def upload(self, count: int) -> None:
+    def upload_int32s(self, count: int) -> None:
         """Copy the first words, in the order of the stream."""
-        self._calls.copy(self.words[:count], self._staged[:count])
+        self._calls.copy_tensor(self.words[:count], self._staged[:count])
 
 
-class Landing:
+class DownloadBuffer:
     """Host memory for what comes down, one place for tensors of the same shape and type: what has
     landed is to be used before the next of them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._calls = device, calls_of(device)
+        self._device, self._calls = device, driver_for(device)
         self._places: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
-    def put(self, tensor: Tensor) -> None:
+    def start_copy(self, tensor: Tensor) -> None:
         """Begin to copy `tensor`, in the order of the stream."""
         key = (tensor.shape, tensor.dtype)
         place = self._places.get(key)
@@ -100,29 +101,29 @@ class Landing:
             with torch.inference_mode(False):
                 place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._places[key] = place
-        self._calls.copy(place, tensor)
+        self._calls.copy_tensor(place, tensor)
 
-    def wait(self, like: Tensor) -> Tensor:
+    def wait_copy(self, like: Tensor) -> Tensor:
         """What was `put` last of the shape and type of `like`; waits for all that was launched."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self._places[like.shape, like.dtype]
 
 
-class Readback:
+class PendingDownload:
     """A tensor on its way to the host."""
 
     __slots__ = ("_arrival", "_buffer")
 
-    def __init__(self, buffer: _Buffer, arrival: _Arrival | None) -> None:
+    def __init__(self, buffer: _StagingBuffer, arrival: _Arrival | None) -> None:
         self._buffer, self._arrival = buffer, arrival
 
     @property
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether `wait` need not wait."""
         return self._arrival is None or self._arrival.over
 
-    def wait(self) -> Tensor:
+    def wait_tensor(self) -> Tensor:
         """The host copy; it is overwritten RING launches of the same part and shape later, unless
         it lies in memory of its own (`last_into`)."""
         if self._arrival is not None:
@@ -141,13 +142,13 @@ class _Arrival:
 
     __slots__ = ("_landed",)
 
-    def __init__(self, landed: Mark) -> None:
-        self._landed: Mark | None = landed
+    def __init__(self, landed: StreamEvent) -> None:
+        self._landed: StreamEvent | None = landed
         landed.record()
 
     @property
     def over(self) -> bool:
-        return self._landed is None or self._landed.over
+        return self._landed is None or self._landed.is_complete
 
     def wait(self) -> None:
         if self._landed is not None:
@@ -166,15 +167,15 @@ class _Ring:
         dtype: torch.dtype,
         *,
         pinned: bool,
-        count: int = RING,
-        calls: Calls | None = None,
+        count: int = NUM_STAGING_BUFFERS,
+        calls: DriverInterface | None = None,
     ) -> None:
         """`calls`: of the device from which the buffers are filled, if that is one to wait for."""
-        marks = [None if calls is None else calls.mark() for _ in range(count)]
+        marks = [None if calls is None else calls.make_event() for _ in range(count)]
         self._buffers = [_buffer(shape, dtype, mark, pinned=pinned) for mark in marks]
         self._place = 0
 
-    def take(self) -> _Buffer:
+    def take(self) -> _StagingBuffer:
         """The buffer whose use is longest ago."""
         self._place = (self._place + 1) % len(self._buffers)
         return self._buffers[self._place]
@@ -184,20 +185,20 @@ class Downloader:
     """Non-blocking copies to pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda, self._calls = device.type == "cuda", calls_of(device)
+        self._cuda, self._calls = device.type == "cuda", driver_for(device)
         self._rings: dict[tuple[torch.Size, torch.dtype, int], _Ring] = {}
 
-    def start(self, tensor: Tensor, part: int = 0) -> Readback:
+    def start_download(self, tensor: Tensor, part: int = 0) -> PendingDownload:
         """Begin to copy `tensor`, in the order of the stream."""
-        return self.start_all((tensor,), part)[0]
+        return self.start_downloads((tensor,), part)[0]
 
-    def start_all(
+    def start_downloads(
         self,
         tensors: tuple[Tensor, ...],
         part: int = 0,
         *,
         last_into: NDArray[np.uint8] | None = None,
-    ) -> list[Readback]:
+    ) -> list[PendingDownload]:
         """Begin to copy all of these; they are waited for together. `last_into`: where the last of
         several goes, as many bytes of pinned memory, which nobody else writes to as long as anybody
         looks at the array."""
@@ -205,12 +206,12 @@ class Downloader:
         buffers = [self._copy(tensor, part) for tensor in among]
         if last_into is not None:
             buffers.append(_over(last_into, tensors[-1]))
-            self._calls.copy(buffers[-1].tensor, tensors[-1])
+            self._calls.copy_tensor(buffers[-1].tensor, tensors[-1])
         landed = buffers[0].landed
         arrival = None if landed is None else _Arrival(landed)
-        return [Readback(buffer, arrival) for buffer in buffers]
+        return [PendingDownload(buffer, arrival) for buffer in buffers]
 
-    def _copy(self, tensor: Tensor, part: int) -> _Buffer:
+    def _copy(self, tensor: Tensor, part: int) -> _StagingBuffer:
         key = (tensor.shape, tensor.dtype, part)
         ring = self._rings.get(key)
         if ring is None:
@@ -218,24 +219,24 @@ class Downloader:
             ring = _Ring(tensor.shape, tensor.dtype, pinned=self._cuda, calls=calls)
             self._rings[key] = ring
         buffer = ring.take()
-        self._calls.copy(buffer.tensor, tensor)
+        self._calls.copy_tensor(buffer.tensor, tensor)
         return buffer
 
 
-def _over(memory: NDArray[np.uint8], like: Tensor) -> _Buffer:
+def _over(memory: NDArray[np.uint8], like: Tensor) -> _StagingBuffer:
     """`memory` as a buffer for tensors like this one."""
     return _in(torch.from_numpy(memory).view(like.dtype).view(like.shape), None)
 
 
 def _buffer(
-    shape: tuple[int, ...], dtype: torch.dtype, landed: Mark | None, *, pinned: bool
-) -> _Buffer:
+    shape: tuple[int, ...], dtype: torch.dtype, landed: StreamEvent | None, *, pinned: bool
+) -> _StagingBuffer:
     # A tensor made in inference mode could be written in that mode only.
     with torch.inference_mode(False):
         tensor = torch.empty(shape, dtype=dtype, pin_memory=pinned)
     return _in(tensor, landed)
 
 
-def _in(tensor: Tensor, landed: Mark | None) -> _Buffer:
+def _in(tensor: Tensor, landed: StreamEvent | None) -> _StagingBuffer:
     bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
-    return _Buffer(tensor, bits.numpy(), {}, landed)
+    return _StagingBuffer(tensor, bits.numpy(), {}, landed)

@@ -30,14 +30,14 @@ _NOT_READY: Final = 600
 """CUDA_ERROR_NOT_READY."""
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A place in the order of a stream."""
 
     def record(self) -> None:
         """Put it behind what was launched so far, in the current stream."""
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the device has passed it; True if it was never put anywhere."""
         ...
 
@@ -45,7 +45,7 @@ class Mark(Protocol):
         """Until it has."""
 
 
-class Calls(Protocol):
+class DriverInterface(Protocol):
     """What a thread that launches does, in the order of its current stream, without waiting for
     what it launched."""
 
@@ -55,19 +55,19 @@ class Calls(Protocol):
     def launch(self, prepared: Any) -> None:
         """Replay it. Graphs that draw torch's random numbers would draw the same ones again."""
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
+    def copy_tensor(self, to: Tensor, source: Tensor) -> None:
         """`source` to `to`, alike in size and type; one of them is in pinned memory, which must
         stay until the copy is over."""
 
-    def copy_from(self, to: Tensor, source: NDArray[np.generic]) -> None:
+    def copy_array(self, to: Tensor, source: NDArray[np.generic]) -> None:
         """The bytes of `source`, an array in one piece that may be read-only, to `to`, as many. It
         must stay until the copy is over; only where it is in pinned memory does nobody wait."""
 
-    def mark(self) -> Mark:
+    def make_event(self) -> StreamEvent:
         """A new one."""
         ...
 
-    def pin(self, address: int, size: int) -> bool:
+    def pin_memory(self, address: int, size: int) -> bool:
         """Whether `size` bytes of whole pages are pinned memory from here on."""
         ...
 
@@ -89,7 +89,7 @@ class _DriverMark:
         driver.check(driver.under_lock.cuEventRecord(self._event, _stream()), "cuEventRecord")
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         driver = self._driver
         code = driver.under_lock.cuEventQuery(self._event)
         if code == _NOT_READY:
@@ -98,7 +98,7 @@ class _DriverMark:
         return True
 
     def wait(self) -> None:
-        if not self.over:
+        if not self.is_complete:
             driver = self._driver
             driver.check(driver.without_lock.cuEventSynchronize(self._event), "cuEventSynchronize")
 
@@ -108,7 +108,7 @@ class _DriverMark:
 
 
 class DriverCalls:
-    """By the driver. The calling thread has a current device (`enter_launching_thread`)."""
+    """By the driver. The calling thread has a current device (`init_launching_thread`)."""
 
     def __init__(self) -> None:
         """Raises OSError or AttributeError where there is no such driver."""
@@ -133,22 +133,22 @@ class DriverCalls:
             raise DriverError(f"{name}: CUDA error {code}")
 
     def prepare(self, graph: torch.cuda.CUDAGraph) -> int:
-        """See `Calls`."""
+        """See `DriverInterface`."""
         return graph.raw_cuda_graph_exec()
 
     def launch(self, prepared: int) -> None:
-        """See `Calls`."""
+        """See `DriverInterface`."""
         self.check(self.under_lock.cuGraphLaunch(prepared, _stream()), "cuGraphLaunch")
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        """See `Calls`."""
+    def copy_tensor(self, to: Tensor, source: Tensor) -> None:
+        """See `DriverInterface`."""
         if not (to.is_contiguous() and source.is_contiguous()):
-            _BY_TORCH.copy(to, source)
+            _BY_TORCH.copy_tensor(to, source)
             return
         self._copy(to, source.data_ptr(), source.nbytes)
 
-    def copy_from(self, to: Tensor, source: NDArray[np.generic]) -> None:
-        """See `Calls`."""
+    def copy_array(self, to: Tensor, source: NDArray[np.generic]) -> None:
+        """See `DriverInterface`."""
         if not (to.is_contiguous() and source.flags.c_contiguous):
             raise ValueError("a copy from or to what lies in pieces")
         self._copy(to, source.ctypes.data, source.nbytes)
@@ -159,12 +159,13 @@ class DriverCalls:
         code = self.under_lock.cuMemcpyAsync(to.data_ptr(), address, size, _stream())
         self.check(code, "cuMemcpyAsync")
 
-    def mark(self) -> Mark:
-        """See `Calls`."""
+    def make_event(self) -> StreamEvent:
+        """See `DriverInterface`."""
         return _DriverMark(self)
 
-    def pin(self, address: int, size: int) -> bool:
-        """See `Calls`. By the runtime a failure would be found by whatever it launches next."""
+    def pin_memory(self, address: int, size: int) -> bool:
+        """See `DriverInterface`. By the runtime a failure would be found by whatever it launches
+        next."""
         return not self.without_lock.cuMemHostRegister_v2(address, size, _PORTABLE)
 
 
@@ -178,7 +179,7 @@ class _TorchMark:
         self._event.record()
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
@@ -189,33 +190,33 @@ class TorchCalls:
     """By torch."""
 
     def prepare(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph:
-        """See `Calls`."""
+        """See `DriverInterface`."""
         return graph
 
     def launch(self, prepared: torch.cuda.CUDAGraph) -> None:
-        """See `Calls`."""
+        """See `DriverInterface`."""
         prepared.replay()
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        """See `Calls`."""
+    def copy_tensor(self, to: Tensor, source: Tensor) -> None:
+        """See `DriverInterface`."""
         to.copy_(source, non_blocking=True)
 
-    def copy_from(self, to: Tensor, source: NDArray[np.generic]) -> None:
-        """See `Calls`."""
+    def copy_array(self, to: Tensor, source: NDArray[np.generic]) -> None:
+        """See `DriverInterface`."""
         # A tensor of what is read-only is warned of, whatever is done with it.
         owned = source if source.flags.writeable else source.copy()
         to.copy_(torch.from_numpy(owned).view(to.dtype).view(to.shape), non_blocking=True)
 
-    def mark(self) -> Mark:
-        """See `Calls`."""
+    def make_event(self) -> StreamEvent:
+        """See `DriverInterface`."""
         return _TorchMark()
 
-    def pin(self, address: int, size: int) -> bool:
-        """See `Calls`: torch pins what it made itself."""
+    def pin_memory(self, address: int, size: int) -> bool:
+        """See `DriverInterface`: torch pins what it made itself."""
         return False
 
 
-def calls_of(device: torch.device) -> Calls:
+def driver_for(device: torch.device) -> DriverInterface:
     """How to launch on a device, from threads whose current device it is. To whoever asks from
     another one it is left to torch, which looks at every tensor's device."""
     if device.type != "cuda" or device.index not in (None, torch.cuda.current_device()):
@@ -224,7 +225,7 @@ def calls_of(device: torch.device) -> Calls:
 
 
 @cache
-def _of_cuda() -> Calls:
+def _of_cuda() -> DriverInterface:
     if torch.version.cuda is None or not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec"):
         return _BY_TORCH
     try:

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.transfer.cuda_driver import Mark, calls_of
+from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
 
-_LEAST_WORDS: Final = 256
+_MIN_WORDS: Final = 256
 """Words of the smallest memory that is taken."""
 
 
@@ -22,7 +22,7 @@ class _Staging(NamedTuple):
     device: torch.device
     tensor: Tensor
     array: NDArray[np.int32]
-    free: Mark
+    free: StreamEvent
 
 
 _held: dict[tuple[torch.device, int], deque[_Staging]] = {}
@@ -30,7 +30,7 @@ _held: dict[tuple[torch.device, int], deque[_Staging]] = {}
 not in it. As much stays as was ever under way at once."""
 
 
-def upload(out: Tensor, *parts: NDArray[np.int32]) -> None:
+def upload_int32s(out: Tensor, *parts: NDArray[np.int32]) -> None:
     """Copy `parts`, one behind the other, into `out` int32 [n], n being all their words, in the
     order of the stream; they are free at once.
 
@@ -48,7 +48,7 @@ def upload(out: Tensor, *parts: NDArray[np.int32]) -> None:
         return
     staging = _take(out.device, count)
     _fill(staging.array[:count], parts)
-    calls_of(out.device).copy(out, staging.tensor[:count])
+    driver_for(out.device).copy_tensor(out, staging.tensor[:count])
     staging.free.record()
     _give(staging)
 
@@ -63,13 +63,13 @@ def _fill(words: NDArray[np.int32], parts: tuple[NDArray[np.int32], ...]) -> Non
 
 def _take(device: torch.device, count: int) -> _Staging:
     """Memory for so many words that nothing is copied from, for the caller alone."""
-    size = max(_LEAST_WORDS, 1 << (count - 1).bit_length())
+    size = max(_MIN_WORDS, 1 << (count - 1).bit_length())
     held = _held.setdefault((device, size), deque())
     try:
         staging = held.popleft()
     except IndexError:
         return _staging(device, size)
-    if staging.free.over:
+    if staging.free.is_complete:
         return staging
     held.appendleft(staging)
     return _staging(device, size)
@@ -84,4 +84,4 @@ def _staging(device: torch.device, size: int) -> _Staging:
     # A tensor made in inference mode could be written in that mode only.
     with torch.inference_mode(False):
         tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)
-    return _Staging(device, tensor, tensor.numpy(), calls_of(device).mark())
+    return _Staging(device, tensor, tensor.numpy(), driver_for(device).make_event())

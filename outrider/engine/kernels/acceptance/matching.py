@@ -26,15 +26,15 @@ from outrider.engine.kernels.session_tensors import SamplingState, SequenceState
 from outrider.engine.noise import noise_bits as noise_words
 from outrider.engine.noise import uniform_from_bits
 from outrider.errors import InvalidRequestError
-from outrider.spec.noise import SHARED_COIN_ID, Stream
+from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream
 
-_ACCEPT = tl.constexpr(int(Stream.ACCEPT))
-_SHARED_COIN_ID = tl.constexpr(SHARED_COIN_ID)
+_ACCEPT = tl.constexpr(int(NoiseStream.ACCEPT))
+_SHARED_DRAW_ID = tl.constexpr(SHARED_DRAW_ID)
 
 
 RESAMPLED = 1
 """The last accepted node had children: the final token follows a rejection, it is no bonus."""
-FALLBACK = 2
+TARGET_ONLY_FALLBACK = 2
 """The rejection rule was judged target-only because the law of the drafts was missing."""
 INVALID_OUTPUT = 4
 """The last accepted node's row has no finite logit: its token is 0, a placeholder."""
@@ -124,11 +124,11 @@ def accept_matching_torch(
     parents_BN = chain_parents(batch, num_nodes, chosen.device) if parents is None else parents
     coins_BN = None
     if simulate is not None:
-        stream_keys = state.stream_keys[slots.long(), Stream.ACCEPT - 1]
+        stream_keys = state.stream_keys[slots.long(), NoiseStream.ACCEPT - 1]
         keys = row_keys(stream_keys[:, None], positions.view(batch, -1))
-        coins_BN = uniform_from_bits(noise_words(keys, torch.full_like(keys, SHARED_COIN_ID)))
+        coins_BN = uniform_from_bits(noise_words(keys, torch.full_like(keys, SHARED_DRAW_ID)))
     node = torch.zeros(batch, dtype=torch.int64, device=chosen.device)
-    walk = TorchWalk(batch, num_nodes, chosen.device)
+    walk = ReferenceWalk(batch, num_nodes, chosen.device)
     for row in range(1, num_nodes):
         drafted = tokens_BN[:, row]
         below = (parents_BN[:, row - 1] == node - 1) & (drafted >= 0)
@@ -140,7 +140,7 @@ def accept_matching_torch(
     return walk.finish(chosen_BN.gather(1, node[:, None])[:, 0])
 
 
-class TorchWalk:
+class ReferenceWalk:
     """The walks of all sessions down their trees, for the twins: nodes in order, one at a time."""
 
     def __init__(self, batch: int, num_nodes: int, device: torch.device) -> None:
@@ -171,7 +171,11 @@ class TorchWalk:
     def finish(self, final: Tensor) -> DeviceAcceptance:
         """The outcome; final: int32 [B], the last token of each session, -1 if there is none."""
         self._put(torch.ones_like(self.rejected), final.clamp(min=0))
-        flags = RESAMPLED * self.rejected + FALLBACK * self.fallback + INVALID_OUTPUT * (final < 0)
+        flags = (
+            RESAMPLED * self.rejected
+            + TARGET_ONLY_FALLBACK * self.fallback
+            + INVALID_OUTPUT * (final < 0)
+        )
         counts = self.counts.to(torch.int32)
         return DeviceAcceptance(counts, self.rows, self.tokens, flags.to(torch.int32))
 
@@ -292,7 +296,7 @@ def _accept_matching(
         if SIMULATE:
             where = tl.load(positions_ptr + first + rows - 1, mask=there, other=0)
             keys = noise_key(stream_keys_ptr, tl.load(slots_ptr + batch), _ACCEPT, where)
-            coins = uniform(noise_bits(keys, tl.full((BLOCK,), _SHARED_COIN_ID, tl.int32)))
+            coins = uniform(noise_bits(keys, tl.full((BLOCK,), _SHARED_DRAW_ID, tl.int32)))
             rates = tl.load(simulate_ptr + rows - 1, mask=there, other=0.0)
             stands = there & (coins < rates.to(tl.float64))
         else:

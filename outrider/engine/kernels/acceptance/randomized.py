@@ -17,23 +17,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.acceptance.matching import DeviceAcceptance, TorchWalk, chain_parents
+from outrider.engine.kernels.acceptance.matching import (
+    DeviceAcceptance,
+    ReferenceWalk,
+    chain_parents,
+)
 from outrider.engine.kernels.acceptance.randomized_kernels import HUGE_SCORE
 from outrider.engine.kernels.acceptance.randomized_launch import (
+    DistributionTensors,
     LaunchArguments,
-    Laws,
     launch_accept_sampled,
 )
 from outrider.engine.kernels.noise import row_keys
 from outrider.engine.kernels.sampling import scaled_scores
 from outrider.engine.kernels.session_tensors import RULE_REJECTION, RULE_TARGET_ONLY, SamplingState
 from outrider.engine.noise import noise_bits, perturbed_argmax, uniform_from_bits
-from outrider.engine.residual import ResidualWalk
+from outrider.engine.residual import ResidualSampler
 from outrider.errors import InvalidRequestError
-from outrider.spec.noise import SHARED_COIN_ID, Stream
+from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream
 
 
-class ChainLaw(NamedTuple):
+class DenseChainDistribution(NamedTuple):
     """Dense draft laws that never left the device; chains only."""
 
     probs: Tensor
@@ -46,7 +50,7 @@ class ChainLaw(NamedTuple):
     """int32 [D]: the target id of a draft column."""
 
 
-class DeviceLaw(NamedTuple):
+class SparseDistribution(NamedTuple):
     """Sparse laws of remote drafters (`outrider.spec.draft_distribution.DraftLaw`), one after the
     other."""
 
@@ -69,7 +73,7 @@ def accept_sampled(
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
-    law: DeviceLaw | ChainLaw | None,
+    distribution: SparseDistribution | DenseChainDistribution | None,
 ) -> DeviceAcceptance:
     """Judge the drafts of sessions of any rule.
 
@@ -86,9 +90,11 @@ def accept_sampled(
     law: what the drafts of rejection sessions were drawn from; a session without a law is judged
     target-only. Raises InvalidRequestError for a ChainLaw with trees or of fewer than N - 1 steps.
     """
-    if isinstance(law, ChainLaw) and (parents is not None or law.probs.shape[1] < num_nodes - 1):
+    if isinstance(distribution, DenseChainDistribution) and (
+        parents is not None or distribution.probs.shape[1] < num_nodes - 1
+    ):
         raise InvalidRequestError(
-            f"a chain law of {law.probs.shape[1]} steps for {num_nodes - 1} nodes"
+            f"a chain law of {distribution.probs.shape[1]} steps for {num_nodes - 1} nodes"
             + (" of a tree" if parents is not None else ""),
             reason="KERNEL_SHAPES",
         )
@@ -102,7 +108,7 @@ def accept_sampled(
         state=state,
         slots=slots,
         positions=positions,
-        law=law,
+        distribution=distribution,
     )
 
 
@@ -116,17 +122,21 @@ def accept_sampled_triton(
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
-    law: DeviceLaw | ChainLaw | None,
+    distribution: SparseDistribution | DenseChainDistribution | None,
     tile: int | None = None,
 ) -> DeviceAcceptance:
     """See `accept_sampled`. tile: columns a program, a power of two; None picks it."""
-    laws = Laws()
-    if isinstance(law, DeviceLaw):
-        laws = Laws(ids=law.ids, counts=law.counts, offsets=law.offsets)
-    elif law is not None:
-        laws = Laws(probs=law.probs, draft_columns=law.draft_columns)
+    distributions = DistributionTensors()
+    if isinstance(distribution, SparseDistribution):
+        distributions = DistributionTensors(
+            ids=distribution.ids, counts=distribution.counts, offsets=distribution.offsets
+        )
+    elif distribution is not None:
+        distributions = DistributionTensors(
+            probs=distribution.probs, draft_columns=distribution.draft_columns
+        )
     arguments = LaunchArguments(
-        logits, chosen, tokens, parents, num_nodes, state, slots, positions, laws
+        logits, chosen, tokens, parents, num_nodes, state, slots, positions, distributions
     )
     return launch_accept_sampled(arguments, tile=tile)
 
@@ -141,7 +151,7 @@ def accept_sampled_torch(
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
-    law: DeviceLaw | ChainLaw | None,
+    distribution: SparseDistribution | DenseChainDistribution | None,
 ) -> DeviceAcceptance:
     """See `accept_sampled`; level by level on the host, for the CPU only."""
     batch = len(slots)
@@ -150,7 +160,7 @@ def accept_sampled_torch(
     owners = slots.long()
     rules, temperatures = state.rules[owners], state.temperatures[owners]
     coin = (temperatures > 0) & ((rules == RULE_TARGET_ONLY) | (rules == RULE_REJECTION))
-    judge = _CoinJudge(
+    judge = _RandomizedAcceptance(
         logits=logits,
         tokens_BN=tokens.view(batch, num_nodes),
         parents_BN=parents,
@@ -158,30 +168,30 @@ def accept_sampled_torch(
         stream_keys=state.stream_keys[owners],
         slots=owners,
         positions_BN=positions.view(batch, num_nodes),
-        law=law,
+        distribution=distribution,
         rejection=rules == RULE_REJECTION,
     )
     chosen_BN = chosen.view(batch, num_nodes)
     node = torch.zeros(batch, dtype=torch.int64, device=logits.device)
-    walk = TorchWalk(batch, num_nodes, logits.device)
+    walk = ReferenceWalk(batch, num_nodes, logits.device)
     for row in range(1, num_nodes):
         drafted = judge.tokens_BN[:, row]
         below = (parents[:, row - 1] == node - 1) & (drafted >= 0)
         wanted = chosen_BN.gather(1, node[:, None])[:, 0]
         tossed = (below & coin & (drafted < logits.shape[1]) & (wanted >= 0)).nonzero()[:, 0]
         stands = below & (drafted == wanted) & ~coin
-        stands[tossed] = judge.toss(tossed, node[tossed], row)
+        stands[tossed] = judge.draw_accept(tossed, node[tossed], row)
         node = walk.step(row, node, drafted, below, stands)
     walk.fallback = judge.fallback & coin
     final = chosen_BN.gather(1, node[:, None])[:, 0].clone()
     changed = coin & (judge.changed_at == node)
     changed = (changed | (coin & (final >= 0) & judge.is_huge(node))).nonzero()[:, 0]
     if len(changed):
-        final[changed] = judge.draw(changed, node[changed], final[changed])
+        final[changed] = judge.draw_token(changed, node[changed], final[changed])
     return walk.finish(final)
 
 
-class _CoinJudge:
+class _RandomizedAcceptance:
     """The coins and residuals of sessions under the target-only and the rejection rule."""
 
     def __init__(
@@ -194,20 +204,20 @@ class _CoinJudge:
         stream_keys: Tensor,
         slots: Tensor,
         positions_BN: Tensor,
-        law: DeviceLaw | ChainLaw | None,
+        distribution: SparseDistribution | DenseChainDistribution | None,
         rejection: Tensor,
     ) -> None:
         self.tokens_BN, self.parents_BN = tokens_BN, parents_BN
         self._logits, self._temperatures = logits, temperatures
         self._stream_keys, self._slots = stream_keys, slots
         self._positions_BN = positions_BN
-        self._law = law
-        self._uses_law = rejection.clone()
-        if isinstance(law, DeviceLaw):
-            self._uses_law &= law.offsets[:, -1] > law.offsets[:, 0]
-        elif law is None:
-            self._uses_law.zero_()
-        self.fallback = rejection & ~self._uses_law & (tokens_BN[:, 1:] >= 0).any(dim=1)
+        self._distribution = distribution
+        self._uses_distribution = rejection.clone()
+        if isinstance(distribution, SparseDistribution):
+            self._uses_distribution &= distribution.offsets[:, -1] > distribution.offsets[:, 0]
+        elif distribution is None:
+            self._uses_distribution.zero_()
+        self.fallback = rejection & ~self._uses_distribution & (tokens_BN[:, 1:] >= 0).any(dim=1)
         """Whether a law was missing where the rejection rule asked for one."""
         batch = len(slots)
         self.changed_at = torch.full((batch,), -1, dtype=torch.int64, device=logits.device)
@@ -220,16 +230,20 @@ class _CoinJudge:
         self._winners = self.changed_at.clone()
         self._changes: dict[int, tuple[np.ndarray, np.ndarray] | None] = {}
 
-    def toss(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
+    def draw_accept(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
         """Whether the child at `row` of each session's node stands, bool [A]."""
         stands = torch.zeros(len(sessions), dtype=torch.bool, device=sessions.device)
-        with_law = self._uses_law[sessions]
-        plain = (~with_law).nonzero()[:, 0]
+        has_distribution = self._uses_distribution[sessions]
+        plain = (~has_distribution).nonzero()[:, 0]
         if len(plain):
             stands[plain] = self._target_only(sessions[plain], node[plain], row)
-        judged = with_law.nonzero()[:, 0]
+        judged = has_distribution.nonzero()[:, 0]
         if len(judged):
-            rule = self._dense if isinstance(self._law, ChainLaw) else self._sparse
+            rule = (
+                self._dense
+                if isinstance(self._distribution, DenseChainDistribution)
+                else self._sparse
+            )
             stands[judged] = rule(sessions[judged], node[judged], row)
         return stands
 
@@ -242,11 +256,11 @@ class _CoinJudge:
         logprobs_AV = self._logprobs(sessions, node)
         return logprobs_AV.gather(1, tokens.long()[:, None])[:, 0].to(torch.float64).exp()
 
-    def _coins(self, sessions: Tensor, node: Tensor, ids: Tensor) -> Tensor:
-        keys = self._keys(sessions, node, Stream.ACCEPT)
+    def _accept_drafts(self, sessions: Tensor, node: Tensor, ids: Tensor) -> Tensor:
+        keys = self._keys(sessions, node, NoiseStream.ACCEPT)
         return uniform_from_bits(noise_bits(keys, ids.long()))
 
-    def _keys(self, sessions: Tensor, node: Tensor, stream: Stream) -> Tensor:
+    def _keys(self, sessions: Tensor, node: Tensor, stream: NoiseStream) -> Tensor:
         positions = self._positions_BN[sessions, node]
         return row_keys(self._stream_keys[sessions, stream - 1], positions)
 
@@ -266,15 +280,15 @@ class _CoinJudge:
         self._mass[sessions] = before + gained
         self._mass_at[sessions] = node
         self.changed_at[sessions] = node
-        coins = self._coins(sessions, node, torch.full_like(node, SHARED_COIN_ID))
+        coins = self._accept_drafts(sessions, node, torch.full_like(node, SHARED_DRAW_ID))
         return coins < before + gained
 
     def _dense(self, sessions: Tensor, node: Tensor, row: int) -> Tensor:
-        assert isinstance(self._law, ChainLaw)
+        assert isinstance(self._distribution, DenseChainDistribution)
         drafted = self.tokens_BN[sessions, row]
-        columns = self._law.draft_columns[drafted.long()].long()
-        weights = self._law.probs[self._slots[sessions], node, columns.clamp(min=0)]
-        coins = self._coins(sessions, node, drafted)
+        columns = self._distribution.draft_columns[drafted.long()].long()
+        weights = self._distribution.probs[self._slots[sessions], node, columns.clamp(min=0)]
+        coins = self._accept_drafts(sessions, node, drafted)
         drawn = columns >= 0
         stands = coins * weights.to(torch.float64) < self._probs(sessions, node, drafted)
         self.changed_at[sessions] = torch.where(drawn, node, self.changed_at[sessions])
@@ -295,18 +309,21 @@ class _CoinJudge:
 
     def _walk_residuals(self, sessions: Tensor, node: Tensor) -> None:
         """Try all children of each session's node."""
-        assert isinstance(self._law, DeviceLaw)
+        assert isinstance(self._distribution, SparseDistribution)
         logprobs_AV = self._logprobs(sessions, node)
         siblings = self._siblings(sessions, node)
-        coins = self._coins(sessions[:, None], node[:, None], self.tokens_BN[sessions])
+        coins = self._accept_drafts(sessions[:, None], node[:, None], self.tokens_BN[sessions])
         for index, (session, at) in enumerate(zip(sessions.tolist(), node.tolist(), strict=True)):
             rows = siblings[index].nonzero()[:, 0].tolist()
             candidates = [(r, int(self.tokens_BN[session, r])) for r in rows]
-            begin, end = self._law.offsets[session, at : at + 2].tolist()
-            ids, counts = self._law.ids[begin:end].numpy(), self._law.counts[begin:end].numpy()
+            begin, end = self._distribution.offsets[session, at : at + 2].tolist()
+            ids, counts = (
+                self._distribution.ids[begin:end].numpy(),
+                self._distribution.counts[begin:end].numpy(),
+            )
             probs = [math.exp(float(logprobs_AV[index, token])) for _, token in candidates]
-            walk = ResidualWalk(logprobs_AV[index], ids, counts.astype(np.uint16))
-            winner, change = walk.run(candidates, probs, coins[index, rows].tolist())
+            walk = ResidualSampler(logprobs_AV[index], ids, counts.astype(np.uint16))
+            winner, change = walk.try_children(candidates, probs, coins[index, rows].tolist())
             self._winners[session] = -1 if winner is None else winner[0]
             self._changes[session] = change
             self.changed_at[session] = at if change is not None else -1
@@ -318,7 +335,7 @@ class _CoinJudge:
         tops = self._logits[rows].nan_to_num(nan=-math.inf, posinf=math.inf).amax(dim=-1)
         return scaled_scores(tops[:, None], self._temperatures)[:, 0] > HUGE_SCORE
 
-    def draw(self, sessions: Tensor, node: Tensor, bonus: Tensor) -> Tensor:
+    def draw_token(self, sessions: Tensor, node: Tensor, bonus: Tensor) -> Tensor:
         """The last token, int32 [A], of sessions whose law a rejection changed or whose scores are
         huge.
 
@@ -326,17 +343,17 @@ class _CoinJudge:
         """
         scores_AV = self._logprobs(sessions, node)
         changed = self.changed_at[sessions] == node  # else only huge
-        by_law = self._uses_law[sessions] & (self._lawless_at[sessions] != node)
-        self._without_children(scores_AV, changed & ~by_law, sessions, node)
-        if isinstance(self._law, ChainLaw):
-            self._without_dense_law(scores_AV, changed & by_law, sessions, node)
+        by_distribution = self._uses_distribution[sessions] & (self._lawless_at[sessions] != node)
+        self._without_children(scores_AV, changed & ~by_distribution, sessions, node)
+        if isinstance(self._distribution, DenseChainDistribution):
+            self._residual_without_dense(scores_AV, changed & by_distribution, sessions, node)
         else:
-            for index in (changed & by_law).nonzero()[:, 0].tolist():
+            for index in (changed & by_distribution).nonzero()[:, 0].tolist():
                 change = self._changes[int(sessions[index])]
                 assert change is not None
                 values = torch.from_numpy(change[1].astype(np.float32))
                 scores_AV[index, torch.from_numpy(change[0])] = values
-        keys = self._keys(sessions, node, Stream.RECOVER)
+        keys = self._keys(sessions, node, NoiseStream.RECOVER)
         drawn = perturbed_argmax(scores_AV, keys).to(torch.int32)
         return torch.where(drawn >= 0, drawn, bonus)
 
@@ -348,13 +365,13 @@ class _CoinJudge:
         rows, columns = siblings.nonzero().unbind(dim=1)
         scores_AV[rows, self.tokens_BN[sessions[rows], columns].long()] = -math.inf
 
-    def _without_dense_law(
+    def _residual_without_dense(
         self, scores_AV: Tensor, where: Tensor, sessions: Tensor, node: Tensor
     ) -> None:
         """log max(p - q, 0) in the rows bool [A] of log-probs [A, V]."""
-        assert isinstance(self._law, ChainLaw)
+        assert isinstance(self._distribution, DenseChainDistribution)
         rows = where.nonzero()[:, 0]
         probs = scores_AV[rows].exp()
-        weights = self._law.probs[self._slots[sessions[rows]], node[rows]]
-        probs.index_add_(1, self._law.target_ids.long(), -weights)
+        weights = self._distribution.probs[self._slots[sessions[rows]], node[rows]]
+        probs.index_add_(1, self._distribution.target_ids.long(), -weights)
         scores_AV[rows] = probs.clamp(min=0.0).log()

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 from outrider.engine.kernels.acceptance.matching import (
-    FALLBACK,
     INVALID_OUTPUT,
     RESAMPLED,
+    TARGET_ONLY_FALLBACK,
     load_parents,
 )
 from outrider.engine.kernels.acceptance.residual import (
@@ -38,17 +38,17 @@ from outrider.engine.kernels.noise import (
 )
 from outrider.engine.kernels.sampling import scaled_tile
 from outrider.engine.kernels.session_tensors import RULE_REJECTION, RULE_TARGET_ONLY
-from outrider.spec.noise import SHARED_COIN_ID, Stream
+from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream
 
-_ACCEPT = tl.constexpr(int(Stream.ACCEPT))
-_RECOVER = tl.constexpr(int(Stream.RECOVER))
-_SHARED_COIN_ID = tl.constexpr(SHARED_COIN_ID)
+_ACCEPT = tl.constexpr(int(NoiseStream.ACCEPT))
+_RECOVER = tl.constexpr(int(NoiseStream.RECOVER))
+_SHARED_DRAW_ID = tl.constexpr(SHARED_DRAW_ID)
 _TARGET_ONLY = tl.constexpr(RULE_TARGET_ONLY)
 _REJECTION = tl.constexpr(RULE_REJECTION)
 
 NO_LAW, SPARSE_LAW, DENSE_LAW = 0, 1, 2
 """Kinds of draft law."""
-_NO_LAW = tl.constexpr(NO_LAW)
+_NO_DISTRIBUTION = tl.constexpr(NO_LAW)
 _SPARSE = tl.constexpr(SPARSE_LAW)
 _DENSE = tl.constexpr(DENSE_LAW)
 
@@ -63,12 +63,12 @@ HUGE_SCORE = 2.0**30
 """Beyond this the sum of a score and its noise has lost some of the noise."""
 _HUGE_SCORE = tl.constexpr(HUGE_SCORE)
 _HAS_RESAMPLED = tl.constexpr(RESAMPLED)
-_HAS_FALLBACK = tl.constexpr(FALLBACK)
+_HAS_FALLBACK = tl.constexpr(TARGET_ONLY_FALLBACK)
 _HAS_INVALID_OUTPUT = tl.constexpr(INVALID_OUTPUT)
 
 
 @triton.jit
-def _tosses_coins(temperature, rule):
+def _draws_randomly(temperature, rule):
     return (temperature > 0.0) & ((rule == _TARGET_ONLY) | (rule == _REJECTION))
 
 
@@ -92,7 +92,7 @@ def sum_tiles(
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // NODES)
     temperature, rule = tl.load(temperatures_ptr + slot), tl.load(rules_ptr + slot)
-    asked = _tosses_coins(temperature, rule)
+    asked = _draws_randomly(temperature, rule)
     if REJECTION_ONLY:
         asked &= rule == _REJECTION
     if asked:
@@ -146,7 +146,7 @@ def walk(
     sums_ptr,
     tiles,
     ids_ptr,
-    law_counts_ptr,
+    distribution_counts_ptr,
     offsets_ptr,
     inside_ptr,
     draft_ptr,
@@ -166,7 +166,7 @@ def walk(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     CHAIN: tl.constexpr,
-    LAW: tl.constexpr,
+    DISTRIBUTION: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
     """One session's walk: an outer loop over the nodes it stands on, an inner one over children."""
@@ -180,15 +180,17 @@ def walk(
     slot = tl.load(slots_ptr + batch).to(tl.int64)
     temperature = tl.load(temperatures_ptr + slot)
     rule = tl.load(rules_ptr + slot)
-    by_coins = _tosses_coins(temperature, rule)
-    by_law = by_coins & (rule == _REJECTION)
-    if LAW == _NO_LAW:
-        by_law = by_coins & (rule < 0)
-    if LAW == _SPARSE:
-        law_row = offsets_ptr + batch * (NODES + 1)
-        by_law = by_law & (tl.load(law_row + NODES) > tl.load(law_row))
+    by_coins = _draws_randomly(temperature, rule)
+    by_distribution = by_coins & (rule == _REJECTION)
+    if DISTRIBUTION == _NO_DISTRIBUTION:
+        by_distribution = by_coins & (rule < 0)
+    if DISTRIBUTION == _SPARSE:
+        distribution_row = offsets_ptr + batch * (NODES + 1)
+        by_distribution = by_distribution & (
+            tl.load(distribution_row + NODES) > tl.load(distribution_row)
+        )
     any_draft = tl.max(exists.to(tl.int32), 0) != 0
-    fallback = (by_coins & (rule == _REJECTION) & (by_law == 0) & any_draft).to(tl.int32)
+    fallback = (by_coins & (rule == _REJECTION) & (by_distribution == 0) & any_draft).to(tl.int32)
     path, emitted = rows, tl.full((BLOCK,), -1, tl.int32)
     count = tl.full((), 0, tl.int32)
     node = tl.full((), 0, tl.int32)
@@ -206,10 +208,10 @@ def walk(
         if by_coins:
             here = (first + node).to(tl.int64)
             top, log_sum = logsumexp(maxima_ptr, sums_ptr, here, tiles, TILES)
-        shared_coin = uniform(noise_bits(key, tl.full((), _SHARED_COIN_ID, tl.int32)))
+        shared_coin = uniform(noise_bits(key, tl.full((), _SHARED_DRAW_ID, tl.int32)))
         begin = tl.full((), 0, tl.int32)
         end = tl.full((), 0, tl.int32)
-        if LAW == _SPARSE:
+        if DISTRIBUTION == _SPARSE:
             begin = tl.load(offsets_ptr + batch * (NODES + 1) + node)
             end = tl.load(offsets_ptr + batch * (NODES + 1) + node + 1)
         mode = tl.full((), 0, tl.int32)
@@ -229,26 +231,30 @@ def walk(
                 prob = tl.exp((score.to(tl.float64) - top) - log_sum)
                 coin = uniform(noise_bits(key, token))
                 stands = coin < 0.0
-                judged_by_law = by_law
-                if LAW == _DENSE:
+                judged_by_distribution = by_distribution
+                if DISTRIBUTION == _DENSE:
                     # A law that does not have the token it is said to have given is no law.
                     column = tl.load(draft_columns_ptr + token)
-                    law_ptr = probs_ptr + slot * probs_slot_stride + node * probs_step_stride
-                    weight = tl.load(law_ptr + column, mask=column >= 0, other=1.0)
-                    is_law = (weight > 0.0) & (weight < float("inf"))
-                    fallback = tl.where(by_law & (is_law == 0), 1, fallback).to(tl.int32)
-                    judged_by_law = by_law & is_law
-                if judged_by_law:
-                    if LAW == _DENSE:
+                    distribution_ptr = (
+                        probs_ptr + slot * probs_slot_stride + node * probs_step_stride
+                    )
+                    weight = tl.load(distribution_ptr + column, mask=column >= 0, other=1.0)
+                    is_distribution = (weight > 0.0) & (weight < float("inf"))
+                    fallback = tl.where(by_distribution & (is_distribution == 0), 1, fallback).to(
+                        tl.int32
+                    )
+                    judged_by_distribution = by_distribution & is_distribution
+                if judged_by_distribution:
+                    if DISTRIBUTION == _DENSE:
                         stands = (column >= 0) & (coin * weight.to(tl.float64) < prob)
                         mode = tl.where(column >= 0, _RESIDUAL, mode).to(tl.int32)
-                    if LAW == _SPARSE:
+                    if DISTRIBUTION == _SPARSE:
                         place, total = find_entry(
-                            ids_ptr, law_counts_ptr, begin, end, token, ENTRIES
+                            ids_ptr, distribution_counts_ptr, begin, end, token, ENTRIES
                         )
                         if place >= 0:
                             if mode == _UNCHANGED:
-                                weight = tl.load(law_counts_ptr + place).to(tl.float64)
+                                weight = tl.load(distribution_counts_ptr + place).to(tl.float64)
                                 stands = coin * weight < prob * total.to(tl.float64)
                             else:
                                 left = tl.load(inside_ptr + place)
@@ -257,7 +263,7 @@ def walk(
                                 if mode == _UNCHANGED:
                                     rest = start_residual(
                                         ids_ptr,
-                                        law_counts_ptr,
+                                        distribution_counts_ptr,
                                         inside_ptr,
                                         draft_ptr,
                                         row_ptr,
@@ -285,8 +291,8 @@ def walk(
             row = tl.where(over, NODES, _next_child(above, there, rows, node, row, NODES))
             row = row.to(tl.int32)
         mode = tl.where(exhausted != 0, _UNCHANGED, mode).to(tl.int32)
-        if LAW == _SPARSE:  # noqa: SIM102 (a constexpr)
-            if (winner == NODES) & by_law & (mode == _RESIDUAL):
+        if DISTRIBUTION == _SPARSE:  # noqa: SIM102 (a constexpr)
+            if (winner == NODES) & by_distribution & (mode == _RESIDUAL):
                 finish_residual(inside_ptr, begin, end, outside, ENTRIES)
         taken = tl.sum(tl.where(rows == winner, drafted, 0), 0)
         emitted = tl.where((rows == count - 1) & (winner < NODES), taken, emitted)
@@ -332,7 +338,7 @@ def draw_in_tile(
     winners_ptr,
     NODES: tl.constexpr,
     CHAIN: tl.constexpr,
-    LAW: tl.constexpr,
+    DISTRIBUTION: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -354,15 +360,17 @@ def draw_in_tile(
                 parent = load_parents(parents_ptr, batch, row, NODES, CHAIN)
                 token = tl.load(tokens_ptr + first + row)
                 scores = tl.where((parent == node) & (columns == token), float("-inf"), scores)
-        if LAW == _DENSE:  # noqa: SIM102 (a constexpr)
+        if DISTRIBUTION == _DENSE:  # noqa: SIM102 (a constexpr)
             if mode == _RESIDUAL:
                 places = tl.load(draft_columns_ptr + columns, mask=valid, other=-1)
-                law_ptr = probs_ptr + slot * probs_slot_stride + node * probs_step_stride
-                left = tl.exp(scores) - tl.load(law_ptr + places, mask=places >= 0, other=0.0)
+                distribution_ptr = probs_ptr + slot * probs_slot_stride + node * probs_step_stride
+                left = tl.exp(scores) - tl.load(
+                    distribution_ptr + places, mask=places >= 0, other=0.0
+                )
                 scores = tl.where(
                     left > 0.0, tl.log(tl.where(left > 0.0, left, 1.0)), float("-inf")
                 )
-        if LAW == _SPARSE:  # noqa: SIM102 (a constexpr)
+        if DISTRIBUTION == _SPARSE:  # noqa: SIM102 (a constexpr)
             if mode == _RESIDUAL:
                 end = tl.load(offsets_ptr + batch * (NODES + 1) + node + 1)
                 low = tl.load(offsets_ptr + batch * (NODES + 1) + node) + tl.zeros_like(columns)

@@ -23,12 +23,13 @@ from outrider.engine.kernels.acceptance.randomized_kernels import (
     walk,
 )
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
-from outrider.engine.kernels.sampling import tile_columns, warps_of
+from outrider.engine.kernels.sampling import num_warps_for, tile_columns
 from outrider.engine.kernels.session_tensors import SamplingState
 
 
-class Laws(NamedTuple):
-    """The tensors of a `DeviceLaw` or a `ChainLaw`, None where there are none."""
+class DistributionTensors(NamedTuple):
+    """The tensors of a `SparseDistribution` or a `DenseChainDistribution`, None where there are
+    none."""
 
     ids: Tensor | None = None
     counts: Tensor | None = None
@@ -60,7 +61,7 @@ class LaunchArguments(NamedTuple):
     state: SamplingState
     slots: Tensor
     positions: Tensor
-    laws: Laws
+    distributions: DistributionTensors
 
 
 class _Workspace(NamedTuple):
@@ -112,7 +113,11 @@ def _workspace(rows: int, batch: int, tiles: int, entries: int, device: torch.de
 
 def launch_accept_sampled(arguments: LaunchArguments, *, tile: int | None) -> DeviceAcceptance:
     """Run the kernels; tile: columns a program, None picks it."""
-    logits, num_nodes, laws = arguments.logits, arguments.num_nodes, arguments.laws
+    logits, num_nodes, distributions = (
+        arguments.logits,
+        arguments.num_nodes,
+        arguments.distributions,
+    )
     rows, columns = logits.shape
     batch = rows // num_nodes
     result = new_acceptance(batch, num_nodes, logits.device)
@@ -120,7 +125,7 @@ def launch_accept_sampled(arguments: LaunchArguments, *, tile: int | None) -> De
         return result
     tile = tile or tile_columns(rows, columns)
     tiles = cdiv(columns, tile)
-    work = _workspace(rows, batch, tiles, laws.entries, logits.device)
+    work = _workspace(rows, batch, tiles, distributions.entries, logits.device)
     state, slots = arguments.state, arguments.slots
     sum_tiles[(rows, tiles)](
         logits,
@@ -133,7 +138,7 @@ def launch_accept_sampled(arguments: LaunchArguments, *, tile: int | None) -> De
         work.sums,
         NODES=num_nodes,
         TILE=tile,
-        num_warps=warps_of(tile),
+        num_warps=num_warps_for(tile),
     )
     _launch_walks(arguments, work, result, tiles)
     _launch_draws(arguments, work, (batch, tiles), tile)
@@ -154,7 +159,7 @@ def launch_accept_sampled(arguments: LaunchArguments, *, tile: int | None) -> De
 def _launch_walks(
     arguments: LaunchArguments, work: _Workspace, result: DeviceAcceptance, tiles: int
 ) -> None:
-    laws, state = arguments.laws, arguments.state
+    distributions, state = arguments.distributions, arguments.state
     walk[(len(arguments.slots),)](
         arguments.logits,
         arguments.logits.stride(0),
@@ -170,15 +175,15 @@ def _launch_walks(
         work.maxima,
         work.sums,
         tiles,
-        laws.ids,
-        laws.counts,
-        laws.offsets,
+        distributions.ids,
+        distributions.counts,
+        distributions.offsets,
         work.inside,
         work.draft,
-        laws.probs,
-        0 if laws.probs is None else laws.probs.stride(0),
-        0 if laws.probs is None else laws.probs.stride(1),
-        laws.draft_columns,
+        distributions.probs,
+        0 if distributions.probs is None else distributions.probs.stride(0),
+        0 if distributions.probs is None else distributions.probs.stride(1),
+        distributions.draft_columns,
         result.counts,
         result.rows,
         result.tokens,
@@ -191,16 +196,16 @@ def _launch_walks(
         BLOCK=next_power_of_2(arguments.num_nodes),
         TILES=next_power_of_2(tiles),
         CHAIN=arguments.parents is None,
-        LAW=laws.kind,
-        ENTRIES=min(max(next_power_of_2(laws.entries), 16), 1024),
-        num_warps=4 if laws.kind == SPARSE_LAW else 1,
+        DISTRIBUTION=distributions.kind,
+        ENTRIES=min(max(next_power_of_2(distributions.entries), 16), 1024),
+        num_warps=4 if distributions.kind == SPARSE_LAW else 1,
     )
 
 
 def _launch_draws(
     arguments: LaunchArguments, work: _Workspace, grid: tuple[int, int], tile: int
 ) -> None:
-    logits, laws, state = arguments.logits, arguments.laws, arguments.state
+    logits, distributions, state = arguments.logits, arguments.distributions, arguments.state
     draw_in_tile[grid](
         logits,
         logits.stride(0),
@@ -211,13 +216,13 @@ def _launch_draws(
         state.temperatures,
         arguments.slots,
         arguments.positions,
-        laws.ids,
-        laws.offsets,
+        distributions.ids,
+        distributions.offsets,
         work.inside,
-        laws.probs,
-        0 if laws.probs is None else laws.probs.stride(0),
-        0 if laws.probs is None else laws.probs.stride(1),
-        laws.draft_columns,
+        distributions.probs,
+        0 if distributions.probs is None else distributions.probs.stride(0),
+        0 if distributions.probs is None else distributions.probs.stride(1),
+        distributions.draft_columns,
         work.modes,
         work.nodes,
         work.tops,
@@ -226,9 +231,9 @@ def _launch_draws(
         work.winners,
         NODES=arguments.num_nodes,
         CHAIN=arguments.parents is None,
-        LAW=laws.kind,
+        DISTRIBUTION=distributions.kind,
         # A node's entries are distinct columns.
-        SEARCH_STEPS=min(laws.entries, logits.shape[1]).bit_length(),
+        SEARCH_STEPS=min(distributions.entries, logits.shape[1]).bit_length(),
         TILE=tile,
-        num_warps=warps_of(tile),
+        num_warps=num_warps_for(tile),
     )

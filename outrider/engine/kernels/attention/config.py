@@ -94,8 +94,8 @@ def choose_config(
     rows = num_nodes * (num_heads // num_kv_heads)
     dims = next_power_of_2(head_dim)
     # float32 products have no matrix unit: a large tile would spill registers.
-    most_rows = 64 if itemsize <= 2 else 16
-    block_rows = min(max(next_power_of_2(rows), 16), most_rows)
+    max_rows = 64 if itemsize <= 2 else 16
+    block_rows = min(max(next_power_of_2(rows), 16), max_rows)
     tiles = cdiv(rows, block_rows)
     all_tiles = batch * num_kv_heads * tiles
     tuned = next(t for t in _TUNED if all_tiles <= t.max_tiles and (tiles > 1 or not t.several))

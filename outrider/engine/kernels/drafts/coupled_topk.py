@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.draft_sampling import DRAFT_LOGIT_ERROR, SCORED_RIVALS, coupled_logprobs
+from outrider.engine.draft_sampling import DRAFT_LOGIT_ERROR, NUM_RUNNER_UPS, coupled_logprobs
 from outrider.engine.kernels.drafts.topk import MAX_TOPK, ordered
 from outrider.engine.kernels.noise import gumbel_estimate, noise_bits, noise_key, row_keys
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
@@ -24,11 +24,11 @@ from outrider.engine.kernels.sampling import scaled_scores, scaled_tile
 from outrider.engine.kernels.session_tensors import RULE_COUPLED, SamplingState
 from outrider.engine.noise import perturbed_topk
 from outrider.errors import InvalidRequestError
-from outrider.spec.noise import Stream
+from outrider.spec.noise import NoiseStream
 
 _COUPLED = tl.constexpr(RULE_COUPLED)
-_TARGET = tl.constexpr(int(Stream.TARGET))
-_RIVALS = tl.constexpr(SCORED_RIVALS)
+_TARGET = tl.constexpr(int(NoiseStream.TARGET))
+_RIVALS = tl.constexpr(NUM_RUNNER_UPS)
 _DRAFT_LOGIT_ERROR = tl.constexpr(DRAFT_LOGIT_ERROR)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))
@@ -81,9 +81,9 @@ def put_coupled_topk_torch(
     noisy = ((heat > 0) & (state.rules[owners] == RULE_COUPLED)).nonzero()[:, 0]
     if not len(noisy):
         return
-    keys = row_keys(state.stream_keys[owners[noisy], Stream.TARGET - 1], positions[noisy])
+    keys = row_keys(state.stream_keys[owners[noisy], NoiseStream.TARGET - 1], positions[noisy])
     scores = scaled_scores(logits[noisy], heat[noisy])
-    best, chosen = perturbed_topk(scores, keys, max(k, SCORED_RIVALS), ids.long())
+    best, chosen = perturbed_topk(scores, keys, max(k, NUM_RUNNER_UPS), ids.long())
     scored = coupled_logprobs(best, heat[noisy].double())
     logprobs[noisy] = scored[:, :k].nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     columns[noisy] = chosen[:, :k].to(torch.int32)
@@ -105,7 +105,7 @@ def put_coupled_topk_triton(
     if rows == 0:
         return
     tiles = cdiv(width, tile)
-    keys = torch.empty(rows, tiles * SCORED_RIVALS, dtype=torch.int64, device=logits.device)
+    keys = torch.empty(rows, tiles * NUM_RUNNER_UPS, dtype=torch.int64, device=logits.device)
     session = (state.temperatures, state.rules, slots)
     rows_per_slot = rows // slots.shape[0]
     _rivals_of_tile[(rows, tiles)](
@@ -129,7 +129,7 @@ def put_coupled_topk_triton(
         tiles,
         rows_per_slot=rows_per_slot,
         K=columns.shape[1],
-        KEYS=next_power_of_2(tiles * SCORED_RIVALS),
+        KEYS=next_power_of_2(tiles * NUM_RUNNER_UPS),
         num_warps=8,
     )
 

@@ -21,10 +21,10 @@ import triton.language as tl
 from outrider.engine.kernels.noise import gumbel, noise_bits, noise_key
 from outrider.engine.kernels.sampling import scaled_tile
 from outrider.engine.kernels.session_tensors import RULE_REJECTION
-from outrider.spec.noise import Stream
+from outrider.spec.noise import NoiseStream
 
 _REJECTION = tl.constexpr(RULE_REJECTION)
-_DRAFT = tl.constexpr(int(Stream.DRAFT))
+_DRAFT = tl.constexpr(int(NoiseStream.DRAFT))
 _MAX_COUNT = tl.constexpr(65535)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 

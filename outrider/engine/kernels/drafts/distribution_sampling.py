@@ -15,7 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.draft_sampling import MAX_COUNT, LawLimits, law_weights, quantise
+from outrider.engine.draft_sampling import (
+    MAX_COUNT,
+    DistributionLimits,
+    distribution_weights,
+    quantise_distribution,
+)
 from outrider.engine.kernels.drafts.distribution_kernels import (
     count_tiles,
     cut_and_draw,
@@ -24,13 +29,13 @@ from outrider.engine.kernels.drafts.distribution_kernels import (
 )
 from outrider.engine.kernels.noise import row_keys
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
-from outrider.engine.kernels.sampling import scaled_scores, tile_columns, warps_of
+from outrider.engine.kernels.sampling import num_warps_for, scaled_scores, tile_columns
 from outrider.engine.kernels.session_tensors import RULE_REJECTION, SamplingState
 from outrider.engine.noise import gumbel_from_bits, noise_bits
-from outrider.spec.noise import Stream
+from outrider.spec.noise import NoiseStream
 
 
-class DrawnLaws(NamedTuple):
+class DrawnDistributions(NamedTuple):
     """Tokens and the laws that they were drawn from; rows of other rules have column 0, no law."""
 
     columns: Tensor
@@ -41,7 +46,7 @@ class DrawnLaws(NamedTuple):
     """int32 [2, R, L]: columns, increasing, and counts in [1, 65535]; anything behind the size."""
 
 
-class ChainLaws(NamedTuple):
+class ChainDistributions(NamedTuple):
     """The laws of chains of K tokens, one chain a row."""
 
     sizes: Tensor
@@ -50,54 +55,54 @@ class ChainLaws(NamedTuple):
     """int32 [2, R, K, L]: columns, increasing, and counts; anything behind the size."""
 
 
-def stack_laws(drawn: Sequence[DrawnLaws]) -> ChainLaws:
+def stack_distributions(drawn: Sequence[DrawnDistributions]) -> ChainDistributions:
     """The laws of chains from those of their steps."""
-    return ChainLaws(
+    return ChainDistributions(
         sizes=torch.stack([law.sizes for law in drawn], dim=1),
         entries=torch.stack([law.entries for law in drawn], dim=2),
     )
 
 
-def draw_from_laws(
+def draw_from_distributions(
     logits: Tensor,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
     *,
     ids: Tensor,
-    limits: LawLimits,
-) -> DrawnLaws:
+    limits: DistributionLimits,
+) -> DrawnDistributions:
     """Draw a token for each row whose session samples by the rejection rule.
 
     logits: float32 or bfloat16 [R, V], columns contiguous; NaN counts as -inf, +inf as 1e30, and a
     row without a finite score as one whose first column is certain. slots: int32 [R]; positions:
     int32 [R], absolute, of the token that is drawn; ids: integer [V], the columns' target ids.
     """
-    function = draw_from_laws_triton if logits.is_cuda else draw_from_laws_torch
+    function = draw_from_distributions_triton if logits.is_cuda else draw_from_distributions_torch
     return function(logits, state, slots, positions, ids=ids, limits=limits)
 
 
-def draw_from_laws_torch(
+def draw_from_distributions_torch(
     logits: Tensor,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
     *,
     ids: Tensor,
-    limits: LawLimits,
-) -> DrawnLaws:
-    """See `draw_from_laws`; row by row on the host, for the CPU only."""
+    limits: DistributionLimits,
+) -> DrawnDistributions:
+    """See `draw_from_distributions`; row by row on the host, for the CPU only."""
     rows, width = logits.shape[0], _width(limits, logits.shape[1])
     owners = slots.long()
     temperatures = state.temperatures[owners]
     scores = scaled_scores(logits, temperatures)
     scores[scores.amax(dim=-1) == -torch.inf, 0] = 0.0
-    weights = law_weights(scores).numpy()
-    keys = row_keys(state.stream_keys[owners, Stream.DRAFT - 1], positions)
-    drawn = _new_laws(rows, width, logits.device)
+    weights = distribution_weights(scores).numpy()
+    keys = row_keys(state.stream_keys[owners, NoiseStream.DRAFT - 1], positions)
+    drawn = _new_distributions(rows, width, logits.device)
     drawing = (temperatures > 0) & (state.rules[owners] == RULE_REJECTION)
     for row in drawing.nonzero()[:, 0].tolist():
-        kept, counts = quantise(weights[row], limits, at_least=1)
+        kept, counts = quantise_distribution(weights[row], limits, at_least=1)
         columns = torch.from_numpy(kept)
         noise = gumbel_from_bits(noise_bits(keys[row], ids[columns].long()))
         values = torch.from_numpy(counts.astype(np.int64))
@@ -108,29 +113,30 @@ def draw_from_laws_torch(
     return drawn
 
 
-def draw_from_laws_triton(
+def draw_from_distributions_triton(
     logits: Tensor,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
     *,
     ids: Tensor,
-    limits: LawLimits,
+    limits: DistributionLimits,
     tile: int | None = None,
     block: int = 1024,
-) -> DrawnLaws:
-    """See `draw_from_laws`. tile: columns a program, None picks it; block: entries of a step."""
+) -> DrawnDistributions:
+    """See `draw_from_distributions`. tile: columns a program, None picks it; block: entries of a
+    step."""
     rows, columns = logits.shape
     tile = tile or tile_columns(rows, columns)
     tiles = cdiv(columns, tile)
-    drawn = _new_laws(rows, _width(limits, columns), logits.device)
+    drawn = _new_distributions(rows, _width(limits, columns), logits.device)
     if rows == 0:
         return drawn
     maxima = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
     found = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
     possible = torch.empty(2, rows, columns, dtype=torch.int32, device=logits.device)
     shared = (logits, logits.stride(0), columns, state.temperatures, state.rules, slots, maxima)
-    options = {"TILE": tile, "num_warps": warps_of(tile)}
+    options = {"TILE": tile, "num_warps": num_warps_for(tile)}
     parts = next_power_of_2(tiles)
     max_tiles[(rows, tiles)](*shared, **options)
     count_tiles[(rows, tiles)](*shared, found, TILES=parts, **options)
@@ -160,12 +166,12 @@ def draw_from_laws_triton(
     return drawn
 
 
-def _width(limits: LawLimits, columns: int) -> int:
+def _width(limits: DistributionLimits, columns: int) -> int:
     return min(limits.max_ids, columns)
 
 
-def _new_laws(rows: int, width: int, device: torch.device) -> DrawnLaws:
-    return DrawnLaws(
+def _new_distributions(rows: int, width: int, device: torch.device) -> DrawnDistributions:
+    return DrawnDistributions(
         columns=torch.zeros(rows, dtype=torch.int32, device=device),
         sizes=torch.zeros(rows, dtype=torch.int32, device=device),
         entries=torch.empty(2, rows, width, dtype=torch.int32, device=device),

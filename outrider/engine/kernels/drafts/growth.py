@@ -21,11 +21,11 @@ from torch import Tensor
 from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.spec.tree import ROOT
 
-RIVALS = 32
+NUM_COMPARED_CANDIDATES = 32
 """Candidates that a program compares with all of its own at a time."""
 
 
-class Candidates(NamedTuple):
+class TreeCandidates(NamedTuple):
     """The candidate list, filled level by level; a candidate with score -inf does not exist."""
 
     scores: Tensor
@@ -54,9 +54,9 @@ def num_candidates(top_k: int, width: int, depth: int) -> int:
     return top_k + (depth - 1) * width * top_k
 
 
-def empty_candidates(batch: int, count: int, device: torch.device) -> Candidates:
+def empty_candidates(batch: int, count: int, device: torch.device) -> TreeCandidates:
     """Room for `count` candidates of each session."""
-    return Candidates(
+    return TreeCandidates(
         scores=torch.empty((batch, count), dtype=torch.float32, device=device),
         columns=torch.empty((batch, count), dtype=torch.int32, device=device),
         parents=torch.empty((batch, count), dtype=torch.int32, device=device),
@@ -67,7 +67,7 @@ def select_frontier(
     logprobs: Tensor,
     columns: Tensor,
     above: FrontierRows | None,
-    candidates: Candidates,
+    candidates: TreeCandidates,
     first: int,
     *,
     width: int,
@@ -86,7 +86,7 @@ def select_frontier_torch(
     logprobs: Tensor,
     columns: Tensor,
     above: FrontierRows | None,
-    candidates: Candidates,
+    candidates: TreeCandidates,
     first: int,
     *,
     width: int,
@@ -120,7 +120,7 @@ def select_frontier_triton(
     logprobs: Tensor,
     columns: Tensor,
     above: FrontierRows | None,
-    candidates: Candidates,
+    candidates: TreeCandidates,
     first: int,
     *,
     width: int,
@@ -135,7 +135,7 @@ def select_frontier_triton(
     chosen = FrontierRows(
         empty(torch.int32), empty(torch.int32), empty(torch.int32), empty(torch.float32)
     )
-    block = next_power_of_2(max(rows * top_k, RIVALS))
+    block = next_power_of_2(max(rows * top_k, NUM_COMPARED_CANDIDATES))
     _frontier_kernel[(batch,)](
         logprobs,
         columns,
@@ -151,7 +151,7 @@ def select_frontier_triton(
         ROOT=ROOT,
         IS_ROOT=above is None,
         BLOCK=block,
-        RIVALS=RIVALS,
+        RIVALS=NUM_COMPARED_CANDIDATES,
         num_warps=min(max(block // 64, 1), 8),
     )
     return chosen

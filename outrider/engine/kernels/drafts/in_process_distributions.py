@@ -21,30 +21,30 @@ from outrider.engine.kernels.acceptance.randomized_kernels import HUGE_SCORE, lo
 from outrider.engine.kernels.drafts.distribution_kernels import draws
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.engine.kernels.sampling import (
+    num_warps_for,
     scaled_scores,
     scaled_tile,
     tile_columns,
-    warps_of,
 )
 from outrider.engine.kernels.session_tensors import RULE_REJECTION, SamplingState
 
 _HUGE_SCORE = tl.constexpr(HUGE_SCORE)
 
 
-def put_own_laws(
-    laws: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
+def write_distributions(
+    distributions: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
 ) -> None:
-    """Write each rejection session's law of one level, as `own_law` has it.
+    """Write each rejection session's law of one level, as `draft_probs` has it.
 
     laws: float32 [X, K, V], by slot and level; logits: float32 or bfloat16 [R, V], columns
     contiguous, those that `choose_tokens` drew from; slots: int32 [R]; levels: int32 [R], or the
     level of all. Rows of other rules, or of T = 0, leave what is there.
     """
-    function = put_own_laws_triton if logits.is_cuda else put_own_laws_torch
-    function(laws, logits, state, slots, levels)
+    function = write_distributions_triton if logits.is_cuda else write_distributions_torch
+    function(distributions, logits, state, slots, levels)
 
 
-def own_law(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
+def draft_probs(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
     """The law that `choose_tokens` draws from, float32 [R, V]; T = 0 counts as 1.
 
     A row is zero where there is no such law: where no score is finite, or where several are so
@@ -52,24 +52,24 @@ def own_law(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
     """
     heat = state.temperatures[slots.long()]
     scores = scaled_scores(logits, torch.where(heat > 0, heat, torch.ones_like(heat)))
-    law, tops = scores.softmax(dim=-1), scores.amax(dim=-1)
-    sound = (tops > -math.inf) & ((tops <= HUGE_SCORE) | (law.amax(dim=-1) == 1.0))
-    return law.where(sound[:, None], 0.0)
+    distribution, tops = scores.softmax(dim=-1), scores.amax(dim=-1)
+    sound = (tops > -math.inf) & ((tops <= HUGE_SCORE) | (distribution.amax(dim=-1) == 1.0))
+    return distribution.where(sound[:, None], 0.0)
 
 
-def put_own_laws_torch(
-    laws: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
+def write_distributions_torch(
+    distributions: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
 ) -> None:
-    """See `put_own_laws`."""
+    """See `write_distributions`."""
     owners = slots.long()
     asked = (state.rules[owners] == RULE_REJECTION) & (state.temperatures[owners] > 0)
     rows = asked.nonzero()[:, 0]
-    where = torch.as_tensor(levels, device=laws.device).long().expand(len(owners))
-    laws[owners[rows], where[rows]] = own_law(logits[rows], state, slots[rows])
+    where = torch.as_tensor(levels, device=distributions.device).long().expand(len(owners))
+    distributions[owners[rows], where[rows]] = draft_probs(logits[rows], state, slots[rows])
 
 
-def put_own_laws_triton(
-    laws: Tensor,
+def write_distributions_triton(
+    distributions: Tensor,
     logits: Tensor,
     state: SamplingState,
     slots: Tensor,
@@ -77,7 +77,7 @@ def put_own_laws_triton(
     *,
     tile: int | None = None,
 ) -> None:
-    """See `put_own_laws`. tile: columns a program, a power of two; None picks it."""
+    """See `write_distributions`. tile: columns a program, a power of two; None picks it."""
     rows, columns = logits.shape
     if rows == 0:
         return
@@ -85,16 +85,16 @@ def put_own_laws_triton(
     tiles = cdiv(columns, tile)
     maxima, sums = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits.device)
     shared = (logits, logits.stride(0), columns, state.temperatures, state.rules, slots)
-    options = {"TILE": tile, "num_warps": warps_of(tile)}
+    options = {"TILE": tile, "num_warps": num_warps_for(tile)}
     sum_tiles[(rows, tiles)](*shared, maxima, sums, NODES=1, REJECTION_ONLY=True, **options)
     by_row = isinstance(levels, Tensor)
     _put_tiles[(rows, tiles)](
         *shared,
         maxima,
         sums,
-        laws if by_row else laws[:, levels],
-        laws.stride(0),
-        laws.stride(1),
+        distributions if by_row else distributions[:, levels],
+        distributions.stride(0),
+        distributions.stride(1),
         levels if by_row else None,
         BY_ROW=by_row,
         TILES=next_power_of_2(tiles),
@@ -112,7 +112,7 @@ def _put_tiles(
     slots_ptr,
     maxima_ptr,
     sums_ptr,
-    laws_ptr,
+    distributions_ptr,
     slot_stride,
     level_stride,
     levels_ptr,
@@ -133,8 +133,10 @@ def _put_tiles(
         inside = columns < num_columns
         temperature = tl.load(temperatures_ptr + slot)
         scores = scaled_tile(logits_ptr + row * logits_stride, columns, inside, temperature)
-        laws_ptr += slot * slot_stride
+        distributions_ptr += slot * slot_stride
         if BY_ROW:
-            laws_ptr += tl.load(levels_ptr + row) * level_stride
+            distributions_ptr += tl.load(levels_ptr + row) * level_stride
         # Of a row without a score all is exp(-inf).
-        tl.store(laws_ptr + columns, tl.exp(scores - top.to(tl.float32)) * scale, mask=inside)
+        tl.store(
+            distributions_ptr + columns, tl.exp(scores - top.to(tl.float32)) * scale, mask=inside
+        )

@@ -17,7 +17,7 @@ from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.spec.tree import ROOT
 
 
-class GivenLayout(NamedTuple):
+class ProposalLayout(NamedTuple):
     """Nodes of given trees."""
 
     positions: Tensor
@@ -31,16 +31,16 @@ class GivenLayout(NamedTuple):
     row."""
 
 
-def given_layout(parents: Tensor, live: Tensor) -> GivenLayout:
+def layout_proposals(parents: Tensor, live: Tensor) -> ProposalLayout:
     """Lay out trees.
 
     parents int32 [B, N]: node above each one, ROOT if that is the live row; every parent comes
     before its children. live int32 [B]: position of the live row.
     """
-    return (given_layout_triton if parents.is_cuda else given_layout_torch)(parents, live)
+    return (layout_proposals_triton if parents.is_cuda else layout_proposals_torch)(parents, live)
 
 
-def given_layout_torch(parents: Tensor, live: Tensor) -> GivenLayout:
+def layout_proposals_torch(parents: Tensor, live: Tensor) -> ProposalLayout:
     """What `given_layout` computes."""
     batch, count = parents.shape
     nodes = torch.arange(count, device=parents.device)
@@ -52,7 +52,7 @@ def given_layout_torch(parents: Tensor, live: Tensor) -> GivenLayout:
         path = torch.where(path >= 0, above, path)
     depths = seen.sum(dim=2, dtype=torch.int32)
     first = (1 + count) * torch.arange(batch, dtype=torch.int32, device=parents.device)
-    return GivenLayout(
+    return ProposalLayout(
         positions=(live[:, None] + depths[:, 1:]).flatten(),
         following=(live[:, None] + 2 + depths).flatten(),
         sources=(first[:, None] + 1 + parents).flatten(),
@@ -60,14 +60,14 @@ def given_layout_torch(parents: Tensor, live: Tensor) -> GivenLayout:
     )
 
 
-def given_layout_triton(parents: Tensor, live: Tensor) -> GivenLayout:
+def layout_proposals_triton(parents: Tensor, live: Tensor) -> ProposalLayout:
     """`given_layout` in one kernel, a program per session."""
     (batch, count), device = parents.shape, parents.device
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    layout = GivenLayout(
+    layout = ProposalLayout(
         positions=empty(batch * count),
         following=empty(batch * (1 + count)),
         sources=empty(batch * count),

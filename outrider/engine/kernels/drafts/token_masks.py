@@ -14,37 +14,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.kernels.session_tensors import LegalBits
+from outrider.engine.kernels.session_tensors import AllowedTokenBits
 
 _TILE = 2048
 
 
-def mask_drafts(logits: Tensor, legal: LegalBits, ids: Tensor) -> None:
+def mask_drafts(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Tensor) -> None:
     """Make logits float32 [B, Vd], in place, -inf where the bits of a row do not have the target id
     (ids: int64 [Vd]) of a column. Rows whose place is 0 are left as they are, whatever is there.
     """
     function = mask_drafts_triton if logits.is_cuda else mask_drafts_torch
-    function(logits, legal, ids)
+    function(logits, allowed_tokens, ids)
 
 
-def mask_drafts_torch(logits: Tensor, legal: LegalBits, ids: Tensor) -> None:
+def mask_drafts_torch(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Tensor) -> None:
     """See `mask_drafts`."""
-    places = legal.places[: len(logits)].long()
-    words = legal.bits.index_select(0, places).index_select(1, ids >> 5)
+    places = allowed_tokens.row_indices[: len(logits)].long()
+    words = allowed_tokens.bits.index_select(0, places).index_select(1, ids >> 5)
     allowed = ((words >> (ids & 31).int()) & 1) != 0
     logits.masked_fill_(~allowed & (places > 0)[:, None], -math.inf)
 
 
-def mask_drafts_triton(logits: Tensor, legal: LegalBits, ids: Tensor) -> None:
+def mask_drafts_triton(logits: Tensor, allowed_tokens: AllowedTokenBits, ids: Tensor) -> None:
     """See `mask_drafts`; programs of rows without bits return at once."""
     rows, columns = logits.shape
     _mask_kernel[(rows, triton.cdiv(columns, _TILE))](
         logits,
         logits.stride(0),
         columns,
-        legal.bits,
-        legal.bits.shape[1],
-        legal.places,
+        allowed_tokens.bits,
+        allowed_tokens.bits.shape[1],
+        allowed_tokens.row_indices,
         ids,
         TILE=_TILE,
     )

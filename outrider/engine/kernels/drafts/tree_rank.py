@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.engine.kernels.attention.layout import PADDING_NODE
-from outrider.engine.kernels.drafts.growth import RIVALS, Candidates
+from outrider.engine.kernels.drafts.growth import NUM_COMPARED_CANDIDATES, TreeCandidates
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
 from outrider.spec.tree import ROOT
 
@@ -30,7 +30,7 @@ class TreeDraft(NamedTuple):
     """float32 [B, n]: sum along the path, -inf for a node that is not there."""
 
 
-def rank_tree(candidates: Candidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
+def rank_tree(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
     """The best `num_nodes` candidates, in candidate order: parents first, siblings best first.
 
     target_ids: target id of every draft id, [Vd].
@@ -39,7 +39,7 @@ def rank_tree(candidates: Candidates, target_ids: Tensor, *, num_nodes: int) -> 
     return launch(candidates, target_ids, num_nodes=num_nodes)
 
 
-def rank_tree_torch(candidates: Candidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
+def rank_tree_torch(candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
     """What `rank_tree` computes."""
     scores, columns, parents = candidates
     kept = min(num_nodes, scores.shape[1])
@@ -67,7 +67,9 @@ def rank_tree_torch(candidates: Candidates, target_ids: Tensor, *, num_nodes: in
     )
 
 
-def rank_tree_triton(candidates: Candidates, target_ids: Tensor, *, num_nodes: int) -> TreeDraft:
+def rank_tree_triton(
+    candidates: TreeCandidates, target_ids: Tensor, *, num_nodes: int
+) -> TreeDraft:
     """`rank_tree` in two kernels: ranks by counting, then places by a running count."""
     batch, count = candidates.scores.shape
     device = candidates.scores.device
@@ -79,7 +81,7 @@ def rank_tree_triton(candidates: Candidates, target_ids: Tensor, *, num_nodes: i
         count,
         NODES=num_nodes,
         BLOCK=block,
-        RIVALS=RIVALS,
+        RIVALS=NUM_COMPARED_CANDIDATES,
         num_warps=4,
     )
     tree = TreeDraft(
@@ -87,7 +89,7 @@ def rank_tree_triton(candidates: Candidates, target_ids: Tensor, *, num_nodes: i
         parents=torch.empty((batch, num_nodes), dtype=torch.int32, device=device),
         logprobs=torch.empty((batch, num_nodes), dtype=torch.float32, device=device),
     )
-    _place_kernel[(batch,)](
+    _compact_kernel[(batch,)](
         *candidates,
         chosen,
         target_ids,
@@ -130,7 +132,7 @@ def _rank_kernel(
 
 
 @triton.jit
-def _place_kernel(
+def _compact_kernel(
     scores_ptr,
     columns_ptr,
     parents_ptr,

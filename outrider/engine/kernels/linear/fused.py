@@ -48,7 +48,7 @@ Normed = Tensor | HalfNormed
 """The normed input of a product: whole, or half done."""
 
 
-def halves_norms(num_rows: int, like: Tensor) -> bool:
+def splits_norms(num_rows: int, like: Tensor) -> bool:
     """Whether norms of `num_rows` rows of `like`'s kind are split around their products."""
     # x * weight before the division would leave float16's range.
     return (
@@ -73,7 +73,7 @@ def add_linear(
 
     norm_weight [N]; the other arguments as there.
     """
-    if halves_norms(x_MK.shape[0], x_MK):
+    if splits_norms(x_MK.shape[0], x_MK):
         check_product(x_MK, weight_NK, bias, residual_MN, gated=False)
         return add_linear_triton(
             x_MK, weight_NK, residual_MN, norm_weight=norm_weight, eps=eps, bias=bias, out=out

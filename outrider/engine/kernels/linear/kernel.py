@@ -38,9 +38,9 @@ def _finish(
     the tile's part of the next norm."""
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
     if HAS_BIAS:
-        lane = tl.arange(0, ROWS)
-        at = tile * BLOCK_N + lane % BLOCK_N
-        at_row = at + (lane // BLOCK_N) * C
+        shm_channel = tl.arange(0, ROWS)
+        at = tile * BLOCK_N + shm_channel % BLOCK_N
+        at_row = at + (shm_channel // BLOCK_N) * C
         product += tl.load(bias + at_row, mask=at < C, other=0.0).to(tl.float32)[None, :]
     if GATED:
         pairs = tl.permute(tl.reshape(product, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
@@ -65,7 +65,7 @@ def _finish(
 
 
 @triton.jit
-def _load_places(
+def _load_rotary(
     table,
     write_slots,
     tile,
@@ -115,9 +115,9 @@ def _finish_rotary(
     """Bias and rotation of one tile of a head, and its store: queries to `out`, keys and values to
     the cache."""
     start = tile * ROWS
-    lane = tl.arange(0, ROWS)
+    shm_channel = tl.arange(0, ROWS)
     if HAS_BIAS:
-        product += tl.load(bias + start + lane).to(tl.float32)[None, :]
+        product += tl.load(bias + start + shm_channel).to(tl.float32)[None, :]
     head = start // DIM
     first, second = tl.split(tl.reshape(product, (BLOCK_M, ROWS // 2, 2)))
     # The value heads keep their bits. Chosen within the pairs: a branch, or a choice after the
@@ -129,10 +129,10 @@ def _finish_rotary(
     result = result.to(out.dtype.element_ty)
     if head < QUERY_HEADS:
         m = tl.arange(0, BLOCK_M)
-        at_query = m[:, None] * (QUERY_HEADS * DIM) + (start + lane)[None, :]
+        at_query = m[:, None] * (QUERY_HEADS * DIM) + (start + shm_channel)[None, :]
         tl.store(out + at_query, result, mask=(m < M)[:, None])
     else:
-        at_slot = slot[:, None] * DIM + (tile % (DIM // ROWS) * ROWS + lane)[None, :]
+        at_slot = slot[:, None] * DIM + (tile % (DIM // ROWS) * ROWS + shm_channel)[None, :]
         kv_head = (head - QUERY_HEADS).to(tl.int64)
         if kv_head < KV_HEADS:
             tl.store(keys + kv_head * keys_stride + at_slot, result, mask=(slot >= 0)[:, None])
@@ -196,9 +196,9 @@ def skinny_kernel(
     BLOCK_N: tl.constexpr = ROWS // 2 if GATED else ROWS
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    lane = tl.arange(0, ROWS)
+    shm_channel = tl.arange(0, ROWS)
     # Rows past the end read the last row again: cheaper than a mask in the loop.
-    row = tl.minimum(tile * BLOCK_N + lane % BLOCK_N, C - 1) + (lane // BLOCK_N) * C
+    row = tl.minimum(tile * BLOCK_N + shm_channel % BLOCK_N, C - 1) + (shm_channel // BLOCK_N) * C
     row_starts = weight + row.to(tl.int64) * weight_stride
     length = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
     start = part * length
@@ -214,7 +214,7 @@ def skinny_kernel(
         in_row = (block < parts)[:, None] & (m < M)[None, :]
         row_squares = tl.load(x_squares + at_square, mask=in_row, other=0.0)
     if ROTARY:
-        cos, sin, slot = _load_places(
+        cos, sin, slot = _load_rotary(
             table, write_slots, tile, M, QUERY_HEADS, KV_HEADS, DIM, BLOCK_M, ROWS
         )
     if SWAP:
@@ -241,7 +241,7 @@ def skinny_kernel(
 
     last = True
     if SPLIT_K > 1:
-        at_part = m[:, None] * ROWS + lane[None, :]
+        at_part = m[:, None] * ROWS + shm_channel[None, :]
         partials = workspace + tile * (SPLIT_K * BLOCK_M * ROWS)
         tl.store(partials + part * (BLOCK_M * ROWS) + at_part, product, mask=present)
         # Every thread's stores come before the one thread that releases them.

@@ -8,13 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.engine.kernels.logits_processor.token_masks import first_free, first_legal
+from outrider.engine.kernels.logits_processor.token_masks import first_allowed, first_unbanned
 from outrider.engine.kernels.logits_processor.truncation import peak_of, score_of
 from outrider.engine.kernels.sampling import scaled_tile
-from outrider.engine.kernels.session_tensors import WARP_CUTS, WARP_LEGAL
+from outrider.engine.kernels.session_tensors import PROCESS_GRAMMAR, PROCESS_TRUNCATION
 
-_CUTS = tl.constexpr(WARP_CUTS)
-_LEGAL = tl.constexpr(WARP_LEGAL)
+_CUTS = tl.constexpr(PROCESS_TRUNCATION)
+_LEGAL = tl.constexpr(PROCESS_GRAMMAR)
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def finish(
     positions_ptr,
     bits_ptr,
     words,
-    legal_index_ptr,
+    allowed_index_ptr,
     maxima_ptr,
     lowest_ptr,
     rows_per_slot,
@@ -49,7 +49,7 @@ def finish(
         logits_ptr += row * logits_stride
         if peak_of(maxima_ptr, row, tl.num_programs(1), TILES) == float("-inf"):
             if part == 0:
-                free = first_free(
+                free = first_unbanned(
                     entry_counts_ptr,
                     entry_columns_ptr,
                     entry_ends_ptr,
@@ -60,10 +60,10 @@ def finish(
                 )
                 if HAS_LEGAL:  # noqa: SIM102 (decided when it is compiled)
                     if (flags & _LEGAL) != 0:
-                        free = first_legal(
+                        free = first_allowed(
                             bits_ptr,
                             words,
-                            legal_index_ptr,
+                            allowed_index_ptr,
                             row,
                             num_columns,
                             entry_counts_ptr,

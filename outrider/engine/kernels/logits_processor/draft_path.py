@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class TokenPath(NamedTuple):
+class OutputPath(NamedTuple):
     """Drafted tokens that count as output at the rows of a bucket."""
 
     columns: Tensor
@@ -16,5 +16,5 @@ class TokenPath(NamedTuple):
     mask: Tensor | None = None
     """uint8 [B, n, W], of any stride but 1 in the last place: 1 where row i of a session has token
     w on its path."""
-    seen: int = 0
+    num_visible: int = 0
     """Without a mask: row i of a session has the first seen + i tokens on its path."""

@@ -8,32 +8,36 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kernels.logits_processor import cutoff_mask, penalties, truncation
-from outrider.engine.kernels.logits_processor.draft_path import TokenPath
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
 from outrider.engine.kernels.runtime import cdiv, next_power_of_2
-from outrider.engine.kernels.sampling import tile_columns, warps_of
-from outrider.engine.kernels.session_tensors import LegalBits, SamplingState, WarpState
+from outrider.engine.kernels.sampling import num_warps_for, tile_columns
+from outrider.engine.kernels.session_tensors import (
+    AllowedTokenBits,
+    LogitsProcessorState,
+    SamplingState,
+)
 
 
-def launch_warp(
+def launch_process(
     logits: Tensor,
-    warp: WarpState,
+    warp: LogitsProcessorState,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
     *,
     rows_per_slot: int,
-    path: TokenPath | None = None,
-    legal: LegalBits | None = None,
+    path: OutputPath | None = None,
+    allowed_tokens: AllowedTokenBits | None = None,
     tile: int | None = None,
     block: int = 512,
 ) -> None:
-    """`warp_logits` in six launches. tile: columns a program, a power of two, None picks it;
+    """`process_logits` in six launches. tile: columns a program, a power of two, None picks it;
     block: candidates that the search looks at at once."""
     rows, columns = logits.shape
     if rows == 0:
         return
     launches = _Launches(
-        _Sampling(warp, state, slots, positions, rows_per_slot, legal),
+        _Sampling(warp, state, slots, positions, rows_per_slot, allowed_tokens),
         logits,
         tile or tile_columns(rows, columns),
     )
@@ -43,14 +47,14 @@ def launch_warp(
 
 
 class _Sampling(NamedTuple):
-    """What the rows of one call are sampled by; see `warp_logits`."""
+    """What the rows of one call are sampled by; see `process_logits`."""
 
-    warp: WarpState
+    warp: LogitsProcessorState
     state: SamplingState
     slots: Tensor
     positions: Tensor
     rows_per_slot: int
-    legal: LegalBits | None
+    allowed: AllowedTokenBits | None
 
 
 class _Launches:
@@ -67,9 +71,9 @@ class _Launches:
         self._found = torch.empty(rows, dtype=torch.int32, device=device)
         self._lowest = torch.empty(rows, dtype=torch.float32, device=device)
 
-    def edit(self, path: TokenPath | None) -> None:
+    def edit(self, path: OutputPath | None) -> None:
         """Penalties, biases, bans, grammars, and each tile's maximum."""
-        warp, _, slots, positions, rows_per_slot, legal = self._sampling
+        warp, _, slots, positions, rows_per_slot, allowed_tokens = self._sampling
         mask = None if path is None else path.mask
         penalties.edit[self._grid](
             *self._logits,
@@ -86,39 +90,41 @@ class _Launches:
             None if path is None else path.columns,
             0 if path is None else path.columns.stride(0),
             0 if path is None else path.columns.shape[1],
-            0 if path is None else path.seen,
+            0 if path is None else path.num_visible,
             mask,
             0 if mask is None else mask.stride(0),
             0 if mask is None else mask.stride(1),
-            *_legal_arguments(legal),
+            *_allowed_arguments(allowed_tokens),
             self._maxima,
             self._found,
             rows_per_slot=rows_per_slot,
             HAS_PATH=path is not None,
             HAS_MASK=mask is not None,
-            HAS_LEGAL=legal is not None,
+            HAS_LEGAL=allowed_tokens is not None,
             TILE=self._tile,
-            num_warps=warps_of(self._tile),
+            num_warps=num_warps_for(self._tile),
         )
 
     def cut(self, block: int) -> None:
         """Each row's lowest score that top-k, top-p and min-p leave."""
         warp, state, slots, _, rows_per_slot, _ = self._sampling
         (rows, tiles), columns, device = self._grid, self._logits[2], self._maxima.device
-        guides = torch.empty(2, rows, tiles, truncation.GUIDES, dtype=torch.float32, device=device)
+        guides = torch.empty(
+            2, rows, tiles, truncation.NUM_BRACKET_SUMS, dtype=torch.float32, device=device
+        )
         brackets = torch.empty(rows, 3, dtype=torch.float32, device=device)
         sums = torch.empty(rows, tiles, 2, dtype=torch.int64, device=device)
         candidates = torch.empty(rows, columns, dtype=torch.float32, device=device)
         cuts = (warp.top_ks, warp.top_ps)
         head = (*self._head, *cuts, self._maxima)
         for level in (0, 1):
-            truncation.guide[self._grid](
+            truncation.bracket_sums[self._grid](
                 *head, guides[0], guides[level], brackets, LEVEL=level, **self._shapes
             )
-        truncation.gather[self._grid](
+        truncation.collect_candidates[self._grid](
             *head, guides[1], brackets, sums, candidates, self._found, **self._shapes
         )
-        truncation.search[(rows,)](
+        truncation.find_threshold[(rows,)](
             columns,
             warp.flags,
             state.temperatures,
@@ -139,7 +145,7 @@ class _Launches:
 
     def finish(self) -> None:
         """-inf for all that is cut off."""
-        warp, _, _, positions, _, legal = self._sampling
+        warp, _, _, positions, _, allowed_tokens = self._sampling
         cutoff_mask.finish[self._grid](
             *self._head,
             warp.entry_counts,
@@ -147,10 +153,10 @@ class _Launches:
             warp.entry_ends,
             warp.entry_columns.shape[1],
             positions,
-            *_legal_arguments(legal),
+            *_allowed_arguments(allowed_tokens),
             self._maxima,
             self._lowest,
-            HAS_LEGAL=legal is not None,
+            HAS_LEGAL=allowed_tokens is not None,
             **self._shapes,
         )
 
@@ -167,19 +173,25 @@ class _Launches:
             "rows_per_slot": self._sampling.rows_per_slot,
             "TILE": self._tile,
             "TILES": self._parts,
-            "num_warps": warps_of(self._tile),
+            "num_warps": num_warps_for(self._tile),
         }
 
 
-def _legal_arguments(legal: LegalBits | None) -> tuple[Tensor | None, int, Tensor | None]:
+def _allowed_arguments(
+    allowed_tokens: AllowedTokenBits | None,
+) -> tuple[Tensor | None, int, Tensor | None]:
     """Bits, words of a row of them, places."""
-    return (None, 0, None) if legal is None else (legal.bits, legal.bits.shape[1], legal.places)
+    return (
+        (None, 0, None)
+        if allowed_tokens is None
+        else (allowed_tokens.bits, allowed_tokens.bits.shape[1], allowed_tokens.row_indices)
+    )
 
 
 def launch_count(
     tokens: Tensor,
     counts: Tensor,
-    warp: WarpState,
+    warp: LogitsProcessorState,
     slots: Tensor,
     *,
     columns: Tensor | None = None,

@@ -12,14 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.engine.kernels.logits_processor.token_masks import legal_tile
-from outrider.engine.kernels.session_tensors import WARP_ENTRIES, WARP_LEGAL, WARP_PENALTIES
+from outrider.engine.kernels.logits_processor.token_masks import allowed_tile
+from outrider.engine.kernels.session_tensors import PROCESS_BIAS, PROCESS_GRAMMAR, PROCESS_PENALTIES
 from outrider.engine.logits_processor import MAX_LOGIT
 
-_PENALTIES = tl.constexpr(WARP_PENALTIES)
-_ENTRIES = tl.constexpr(WARP_ENTRIES)
+_PENALTIES = tl.constexpr(PROCESS_PENALTIES)
+_ENTRIES = tl.constexpr(PROCESS_BIAS)
 _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
-_LEGAL = tl.constexpr(WARP_LEGAL)
+_LEGAL = tl.constexpr(PROCESS_GRAMMAR)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
 _ENTRY_BLOCK = tl.constexpr(256)
 
@@ -48,7 +48,7 @@ def edit(
     mask_row_stride,
     bits_ptr,
     words,
-    legal_index_ptr,
+    allowed_index_ptr,
     maxima_ptr,
     found_ptr,
     rows_per_slot,
@@ -116,7 +116,7 @@ def edit(
                 values = tl.where(columns == tl.load(entry_columns_ptr + here), changed, values)
         if HAS_LEGAL:  # noqa: SIM102 (decided when it is compiled)
             if (flags & _LEGAL) != 0:
-                allowed = legal_tile(bits_ptr, words, legal_index_ptr, row, columns)
+                allowed = allowed_tile(bits_ptr, words, allowed_index_ptr, row, columns)
                 values = tl.where(allowed, values, float("-inf"))
         values = tl.where(values == values, values, float("-inf"))
         tl.store(logits_ptr + columns, values, mask=valid & ((values == old) == 0))

@@ -14,32 +14,32 @@ import math
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.logits_processor.draft_path import TokenPath
-from outrider.engine.kernels.logits_processor.launch import launch_count, launch_warp
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
+from outrider.engine.kernels.logits_processor.launch import launch_count, launch_process
 from outrider.engine.kernels.sampling import scaled_scores
 from outrider.engine.kernels.session_tensors import (
-    WARP_CUTS,
-    WARP_ENTRIES,
-    WARP_LEGAL,
-    WARP_PENALTIES,
-    LegalBits,
+    PROCESS_BIAS,
+    PROCESS_GRAMMAR,
+    PROCESS_PENALTIES,
+    PROCESS_TRUNCATION,
+    AllowedTokenBits,
+    LogitsProcessorState,
     SamplingState,
-    WarpState,
 )
-from outrider.engine.truncation import MAX_COLUMNS, edges
+from outrider.engine.truncation import MAX_COLUMNS, probability_thresholds
 from outrider.errors import InvalidRequestError
 
 
-def warp_logits(
+def process_logits(
     logits: Tensor,
-    warp: WarpState,
+    warp: LogitsProcessorState,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
     *,
     rows_per_slot: int,
-    path: TokenPath | None = None,
-    legal: LegalBits | None = None,
+    path: OutputPath | None = None,
+    allowed_tokens: AllowedTokenBits | None = None,
 ) -> None:
     """Warp rows in place; what is cut or banned becomes -inf, NaN too.
 
@@ -63,94 +63,101 @@ def warp_logits(
             f"{MAX_COLUMNS} can be warped",
             reason="KERNEL_SHAPES",
         )
-    function = launch_warp if logits.is_cuda else warp_logits_torch
+    function = launch_process if logits.is_cuda else process_logits_torch
     assert path is None or path.columns.shape[1] < 2 or path.columns.stride(1) == 1
     function(
-        logits, warp, state, slots, positions, rows_per_slot=rows_per_slot, path=path, legal=legal
+        logits,
+        warp,
+        state,
+        slots,
+        positions,
+        rows_per_slot=rows_per_slot,
+        path=path,
+        allowed_tokens=allowed_tokens,
     )
 
 
-def warp_drafts(
+def process_draft_logits(
     logits: Tensor,
-    warp: WarpState,
+    warp: LogitsProcessorState,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
-    path: TokenPath | None,
+    path: OutputPath | None,
 ) -> Tensor:
-    """Draft logits [R, V], float32 or bfloat16, warped as `warp_logits` does it: float32, the same
-    tensor if it is that already."""
+    """Draft logits [R, V], float32 or bfloat16, warped as `process_logits` does it: float32, the
+    same tensor if it is that already."""
     warped = logits.to(torch.float32)
     rows = logits.shape[0] // slots.shape[0]
-    warp_logits(warped, warp, state, slots, positions, rows_per_slot=rows, path=path)
+    process_logits(warped, warp, state, slots, positions, rows_per_slot=rows, path=path)
     return warped
 
 
-def warp_logits_torch(
+def process_logits_torch(
     logits: Tensor,
-    warp: WarpState,
+    warp: LogitsProcessorState,
     state: SamplingState,
     slots: Tensor,
     positions: Tensor,
     *,
     rows_per_slot: int,
-    path: TokenPath | None = None,
-    legal: LegalBits | None = None,
+    path: OutputPath | None = None,
+    allowed_tokens: AllowedTokenBits | None = None,
 ) -> None:
-    """See `warp_logits`; row by row."""
+    """See `process_logits`; row by row."""
     for row in range(logits.shape[0]):
         slot = int(slots[row // rows_per_slot])
         flags = int(warp.flags[slot])
         if not flags:
             continue
         values = logits[row]
-        if flags & WARP_PENALTIES:
+        if flags & PROCESS_PENALTIES:
             on_path = _path_of(path, row, rows_per_slot)
             values = _penalised(values, warp, slot, on_path)
         banned = torch.zeros(len(values), dtype=torch.bool)
-        if flags & WARP_ENTRIES:
+        if flags & PROCESS_BIAS:
             count = int(warp.entry_counts[slot])
             columns = warp.entry_columns[slot, :count].long()
             values = values.index_add(0, columns, warp.entry_amounts[slot, :count])
             banned[columns] = positions[row] < warp.entry_ends[slot, :count]
             values = values.masked_fill(banned, -math.inf)
         allowed = torch.ones(len(values), dtype=torch.bool)
-        if legal is not None and flags & WARP_LEGAL:
-            allowed = _allowed(legal, row, len(values))
+        if allowed_tokens is not None and flags & PROCESS_GRAMMAR:
+            allowed = _allowed(allowed_tokens, row, len(values))
             values = values.masked_fill(~allowed, -math.inf)
         values = values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
         if values.amax() == -math.inf:
             free = allowed & ~banned
             values[(free if free.any() else allowed).int().argmax()] = 0.0
-        if flags & WARP_CUTS:
+        if flags & PROCESS_TRUNCATION:
             values = _cut(values, warp, state.temperatures[slot], slot)
         logits[row] = values
 
 
-def _path_of(path: TokenPath | None, row: int, rows_per_slot: int) -> Tensor:
+def _path_of(path: OutputPath | None, row: int, rows_per_slot: int) -> Tensor:
     """Columns on a row's path, int64."""
     if path is None:
         return torch.zeros(0, dtype=torch.int64)
     owner, place = divmod(row, rows_per_slot)
     columns = path.columns[owner]
     if path.mask is None:
-        columns = columns[: path.seen + place]
+        columns = columns[: path.num_visible + place]
     else:
         columns = columns[path.mask[owner, place].bool()]
     return columns[columns >= 0].long()
 
 
-def _allowed(legal: LegalBits, row: int, columns: int) -> Tensor:
+def _allowed(allowed_tokens: AllowedTokenBits, row: int, columns: int) -> Tensor:
     """bool [V]."""
     ids = torch.arange(columns)
-    bits = legal.bits[int(legal.places[row])]
+    bits = allowed_tokens.bits[int(allowed_tokens.row_indices[row])]
     words = ids >> 5
     inside = words < len(bits)
     found = (bits[words.clamp(max=len(bits) - 1)] >> (ids & 31).int()) & 1
     return inside & (found != 0)
 
 
-def _penalised(values: Tensor, warp: WarpState, slot: int, on_path: Tensor) -> Tensor:
+def _penalised(values: Tensor, warp: LogitsProcessorState, slot: int, on_path: Tensor) -> Tensor:
     counts = warp.counts[slot].clone()
     counts.index_add_(0, on_path, torch.full_like(on_path, 2, dtype=torch.int32))
     repetition, frequency, presence = warp.penalties[slot].double().tolist()
@@ -161,9 +168,9 @@ def _penalised(values: Tensor, warp: WarpState, slot: int, on_path: Tensor) -> T
     return torch.where(counts > 1, values - amounts, values)
 
 
-def _cut(values: Tensor, warp: WarpState, temperature: Tensor, slot: int) -> Tensor:
+def _cut(values: Tensor, warp: LogitsProcessorState, temperature: Tensor, slot: int) -> Tensor:
     scores = scaled_scores(values[None], temperature[None])
-    lowest = edges(
+    lowest = probability_thresholds(
         scores,
         [int(warp.top_ks[slot])],
         [float(warp.top_ps[slot])],
@@ -175,7 +182,7 @@ def _cut(values: Tensor, warp: WarpState, temperature: Tensor, slot: int) -> Ten
 def count_tokens(
     tokens: Tensor,
     counts: Tensor,
-    warp: WarpState,
+    warp: LogitsProcessorState,
     slots: Tensor,
     *,
     columns: Tensor | None = None,
@@ -192,7 +199,7 @@ def count_tokens(
 def count_tokens_torch(
     tokens: Tensor,
     counts: Tensor,
-    warp: WarpState,
+    warp: LogitsProcessorState,
     slots: Tensor,
     *,
     columns: Tensor | None = None,
@@ -201,7 +208,7 @@ def count_tokens_torch(
     width = warp.counts.shape[1]
     owners = slots.long()[:, None].expand_as(tokens)
     new = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
-    new &= (warp.flags[owners] & WARP_PENALTIES) > 0
+    new &= (warp.flags[owners] & PROCESS_PENALTIES) > 0
     ids, owners = tokens[new].long(), owners[new]
     limit = width if columns is None else len(columns)
     known = (ids >= 0) & (ids < limit)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.engine.kernels.session_tensors import WARP_ENTRIES
+from outrider.engine.kernels.session_tensors import PROCESS_BIAS
 
-_ENTRIES = tl.constexpr(WARP_ENTRIES)
+_ENTRIES = tl.constexpr(PROCESS_BIAS)
 
 
 @triton.jit
-def legal_tile(bits_ptr, words, index_ptr, row, columns):
+def allowed_tile(bits_ptr, words, index_ptr, row, columns):
     """Whether the grammar of a row allows these columns."""
     word = columns >> 5
     here = tl.load(index_ptr + row).to(tl.int64) * words + word
@@ -23,7 +23,9 @@ def legal_tile(bits_ptr, words, index_ptr, row, columns):
 
 
 @triton.jit
-def first_free(entry_counts_ptr, entry_columns_ptr, entry_ends_ptr, entries, position, slot, flags):
+def first_unbanned(
+    entry_counts_ptr, entry_columns_ptr, entry_ends_ptr, entries, position, slot, flags
+):
     """The first column that no entry of the slot bans."""
     free = tl.full((), 0, tl.int32)
     count = tl.full((), 0, tl.int32)
@@ -38,7 +40,7 @@ def first_free(entry_counts_ptr, entry_columns_ptr, entry_ends_ptr, entries, pos
 
 
 @triton.jit
-def first_legal(
+def first_allowed(
     bits_ptr,
     words,
     index_ptr,
@@ -55,19 +57,21 @@ def first_legal(
 ):
     """The first column that the row's grammar allows and no entry bans; the first that it allows
     where all of these are banned: bans yield."""
-    legal = tl.full((), 0, tl.int32) + num_columns
+    allowed_tokens = tl.full((), 0, tl.int32) + num_columns
     free = tl.full((), 0, tl.int32) + num_columns
     count = tl.full((), 0, tl.int32)
     if (flags & _ENTRIES) != 0:
         count = tl.load(entry_counts_ptr + slot)
     for start in range(0, num_columns, TILE):
         columns = start + tl.arange(0, TILE)
-        allowed = legal_tile(bits_ptr, words, index_ptr, row, columns) & (columns < num_columns)
-        legal = tl.minimum(legal, tl.min(tl.where(allowed, columns, num_columns), 0))
+        allowed = allowed_tile(bits_ptr, words, index_ptr, row, columns) & (columns < num_columns)
+        allowed_tokens = tl.minimum(
+            allowed_tokens, tl.min(tl.where(allowed, columns, num_columns), 0)
+        )
         for entry in range(count):
             here = slot * entries + entry
             banned = position < tl.load(entry_ends_ptr + here)
             column = tl.load(entry_columns_ptr + here)
             allowed = allowed & ((banned & (columns == column)) == 0)
         free = tl.minimum(free, tl.min(tl.where(allowed, columns, num_columns), 0))
-    return tl.where(free < num_columns, free, legal)
+    return tl.where(free < num_columns, free, allowed_tokens)

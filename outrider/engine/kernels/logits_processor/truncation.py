@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 
 from outrider.engine.kernels.sampling import scaled_tile
-from outrider.engine.kernels.session_tensors import WARP_CUTS
+from outrider.engine.kernels.session_tensors import PROCESS_TRUNCATION
 from outrider.engine.logits_processor import MAX_LOGIT, MIN_TEMPERATURE
-from outrider.engine.truncation import FARTHEST, OCTAVE, STEP_BITS, STEPS_PER_NAT
+from outrider.engine.truncation import EXP2_POLYNOMIAL, MAX_DISTANCE, STEP_BITS, STEPS_PER_NAT
 
-GUIDES = 16
+NUM_BRACKET_SUMS = 16
 """Sums of a tile: within 15 distances, and of all."""
-_GUIDES = tl.constexpr(GUIDES)
-_CUTS = tl.constexpr(WARP_CUTS)
+_GUIDES = tl.constexpr(NUM_BRACKET_SUMS)
+_CUTS = tl.constexpr(PROCESS_TRUNCATION)
 _MAX_LOGIT = tl.constexpr(MAX_LOGIT)
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 _LAST_INT32 = tl.constexpr(2**31 - 1)
@@ -41,16 +41,16 @@ _ERROR = tl.constexpr(5e-5)
 _MARGIN = tl.constexpr(1e-4)
 _SCORE_ERROR = tl.constexpr(2.0**-21)
 """Bound on a score's absolute error per unit of the peak's size, in the guides' arithmetic."""
-_FARTHEST = tl.constexpr(FARTHEST)
+_FARTHEST = tl.constexpr(MAX_DISTANCE)
 _STEPS_PER_NAT = tl.constexpr(STEPS_PER_NAT)
 _STEP_BITS = tl.constexpr(STEP_BITS)
 _LAST_STEP = tl.constexpr(2**STEP_BITS - 1)
-_C0 = tl.constexpr(OCTAVE[0])
-_C1 = tl.constexpr(OCTAVE[1])
-_C2 = tl.constexpr(OCTAVE[2])
-_C3 = tl.constexpr(OCTAVE[3])
-_C4 = tl.constexpr(OCTAVE[4])
-_C5 = tl.constexpr(OCTAVE[5])
+_C0 = tl.constexpr(EXP2_POLYNOMIAL[0])
+_C1 = tl.constexpr(EXP2_POLYNOMIAL[1])
+_C2 = tl.constexpr(EXP2_POLYNOMIAL[2])
+_C3 = tl.constexpr(EXP2_POLYNOMIAL[3])
+_C4 = tl.constexpr(EXP2_POLYNOMIAL[4])
+_C5 = tl.constexpr(EXP2_POLYNOMIAL[5])
 _NO_KEY = tl.constexpr(-(2**40))
 
 
@@ -106,7 +106,7 @@ def _narrowed(totals, distances, need, error, low, high):
 
 
 @triton.jit
-def guide(
+def bracket_sums(
     logits_ptr,
     logits_stride,
     num_columns,
@@ -185,7 +185,7 @@ def _masses(distances):
 
 
 @triton.jit
-def gather(
+def collect_candidates(
     logits_ptr,
     logits_stride,
     num_columns,
@@ -307,7 +307,7 @@ def _edge(
 
 
 @triton.jit
-def search(
+def find_threshold(
     num_columns,
     flags_ptr,
     temperatures_ptr,

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Final
 
 from outrider_router.admission.arrival_queue import ArrivalQueue
-from outrider_router.api.http.connection_slots import Holder, Places
+from outrider_router.api.http.connection_slots import ConnectionSlots, SlotHolder
 
-REFUSAL_S: Final = 1.0
+REFUSAL_TIMEOUT_S: Final = 1.0
 """Time that a connection without a place has for its handshake, and then for its request."""
 _RETRY_S: Final = 0.05
 """Time until the next try where the system had no descriptor for a connection."""
@@ -23,50 +23,50 @@ _MAX_ACCEPTS: Final = 256
 _PEEKED_BYTES: Final = 256
 
 
-class Accepted:
+class AcceptedConnection:
     """One connection from the moment it is accepted until it is closed."""
 
-    def __init__(self, sock: socket.socket, places: Places) -> None:
+    def __init__(self, sock: socket.socket, places: ConnectionSlots) -> None:
         self._sock = sock
         self._places = places
-        self.connection: Holder | None = None
+        self.connection: SlotHolder | None = None
         """What serves it; None before and during the handshake."""
         self.is_cut = False
         self.is_refused = False
         """Whether it has no place, and is only told so."""
 
-    def enter(self) -> bool:
+    def acquire_slot(self) -> bool:
         """Take a place, or the right to hear of its lack; whether it has either."""
-        if self._places.take(self):
+        if self._places.acquire_slot(self):
             return True
-        self.is_refused = self._places.refuse()
+        self.is_refused = self._places.record_refusal()
         return self.is_refused
 
-    def leave(self) -> None:
+    def release_slot(self) -> None:
         """It is closed. Idempotent."""
-        self._places.leave(self)
+        self._places.release_slot(self)
         if self.is_refused:
             self.is_refused = False
             self._places.refused -= 1
 
-    def busy(self) -> None:
+    def mark_busy(self) -> None:
         """It has asked for something."""
-        self._places.busy(self)
+        self._places.mark_busy(self)
 
-    def idle(self) -> None:
+    def mark_idle(self) -> None:
         """It has its answer, or has begun to speak."""
-        self._places.idle(self)
+        self._places.mark_idle(self)
 
     @property
     def is_sent(self) -> bool:
         """Whether everything that was answered has been sent."""
         return self.connection is None or self.connection.is_sent
 
-    def cut(self) -> None:
+    def close_now(self) -> None:
         """Close it now."""
         self.is_cut = True
         if self.connection is not None:
-            self.connection.cut()
+            self.connection.close_now()
         else:
             # Whatever waits for the peer goes on at once, and fails.
             with contextlib.suppress(OSError):
@@ -79,15 +79,15 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        connect: Callable[[Accepted], asyncio.BaseProtocol],
+        connect: Callable[[AcceptedConnection], asyncio.BaseProtocol],
         *,
-        places: Places,
+        places: ConnectionSlots,
         tls: ssl.SSLContext | None,
         handshake_s: float,
         silence_s: float,
         is_urgent: Callable[[bytes], bool],
     ) -> None:
-        """`connect` makes what serves a connection; `silence_s` is the longest time until its
+        """`connect` makes what serves a connection; `peer_timeout_s` is the longest time until its
         first byte; `is_urgent` says by the first bytes of a connection, up to 256, whether it is
         set up before those that wait. Begins to accept; needs a running loop."""
         listener.setblocking(False)
@@ -130,7 +130,7 @@ class Acceptor:
                 return
             except OSError:
                 # No descriptor is left for it.
-                self._places.make_room()
+                self._places.evict_idle()
                 self._loop.remove_reader(self._listener)
                 self._retry = self._loop.call_later(_RETRY_S, self._listen)
                 return
@@ -138,18 +138,18 @@ class Acceptor:
             self._enter(sock)
 
     def _enter(self, sock: socket.socket) -> None:
-        accepted = Accepted(sock, self._places)
-        if not accepted.enter():
+        accepted = AcceptedConnection(sock, self._places)
+        if not accepted.acquire_slot():
             sock.close()
             return
         task = self._loop.create_task(self._begin(sock, accepted))
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
 
-    async def _begin(self, sock: socket.socket, accepted: Accepted) -> None:
+    async def _begin(self, sock: socket.socket, accepted: AcceptedConnection) -> None:
         """Have a connection served once it has spoken and its handshake is done."""
         try:
-            limit_s = REFUSAL_S if accepted.is_refused else self._silence_s
+            limit_s = REFUSAL_TIMEOUT_S if accepted.is_refused else self._silence_s
             with contextlib.ExitStack() as unless_spoken:
                 unless_spoken.callback(sock.close)
                 first = await _first_bytes(sock, limit_s)
@@ -157,11 +157,11 @@ class Acceptor:
                     return
                 if not self._is_urgent(first):
                     # It waits for an answer, so it keeps its place meanwhile.
-                    accepted.busy()
-                    await self._turns.enter()
+                    accepted.mark_busy()
+                    await self._turns.wait_turn()
                 unless_spoken.pop_all()
-            accepted.idle()
-            limit_s = min(self._handshake_s, REFUSAL_S if accepted.is_refused else math.inf)
+            accepted.mark_idle()
+            limit_s = min(self._handshake_s, REFUSAL_TIMEOUT_S if accepted.is_refused else math.inf)
             await self._loop.connect_accepted_socket(
                 lambda: self._connect(accepted),
                 sock,
@@ -173,7 +173,7 @@ class Acceptor:
             pass
         finally:
             if accepted.connection is None:
-                accepted.leave()
+                accepted.release_slot()
 
 
 async def _first_bytes(sock: socket.socket, limit_s: float) -> bytes | None:

@@ -16,9 +16,13 @@ import outrider
 from outrider.errors import OutriderError
 from outrider_router.api.http import generation_routes, info_routes
 from outrider_router.api.http.dependencies import operator
-from outrider_router.api.http.errors import on_http, on_mistakes, on_typed
+from outrider_router.api.http.errors import (
+    handle_http_error,
+    handle_typed_error,
+    handle_validation_error,
+)
 from outrider_router.api.http.json_route import JsonParser
-from outrider_router.api.http.middleware import REQUEST_ID, Guard
+from outrider_router.api.http.middleware import REQUEST_ID, RequestMiddleware
 from outrider_router.api.status_page import status_router
 from outrider_router.requests.service import RouterService
 
@@ -28,7 +32,7 @@ DESCRIPTION = "OpenAI's API, served by speculative decoding."
 def make_app(service: RouterService) -> ASGIApp:
     """Everything that the router serves over HTTP."""
     options = service.config.http_options
-    guard = Guard(make_api(service), service.gate, options, service.arrivals)
+    guard = RequestMiddleware(make_api(service), service.gate, options, service.arrivals)
     if not options.cors_origins:
         return guard
     # Outside of the guard: browsers ask without a key whether they may ask.
@@ -60,10 +64,10 @@ def make_api(service: RouterService) -> FastAPI:
     app.include_router(generation_routes.router)
     app.include_router(info_routes.router)
     app.include_router(status_router(service, [Depends(operator)]))
-    app.add_exception_handler(OutriderError, on_typed)
-    app.add_exception_handler(RequestValidationError, on_mistakes)
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_typed)
+    app.add_exception_handler(OutriderError, handle_typed_error)
+    app.add_exception_handler(RequestValidationError, handle_validation_error)
+    app.add_exception_handler(HTTPException, handle_http_error)
+    app.add_exception_handler(Exception, handle_typed_error)
     _publish(app)
     return app
 

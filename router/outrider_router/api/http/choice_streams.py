@@ -20,13 +20,13 @@ from starlette.types import Receive, Scope, Send
 from outrider.errors import ResourceExhaustedError
 from outrider.ids import RequestId
 from outrider.wire.inference import Delta, FinishInfo, GenerateRequest, PromptInfo, StreamEvent
-from outrider_router.admission.access_control import Pass
-from outrider_router.admission.request_group import Party
-from outrider_router.api.http.errors import describe
-from outrider_router.api.http.response_writers import Choice, Form
-from outrider_router.api.http.usage import usage
+from outrider_router.admission.access_control import AccessGrant
+from outrider_router.admission.request_group import RequestGroup
+from outrider_router.api.http.errors import describe_error
+from outrider_router.api.http.response_writers import ChoiceState, ResponseWriter
+from outrider_router.api.http.usage import usage_body
 from outrider_router.base import api_keys
-from outrider_router.base.slow_readers import SLOW_READER, timely
+from outrider_router.base.slow_readers import SLOW_READER, with_write_timeout
 from outrider_router.requests.service import RouterService
 
 STREAM_HEADERS = [
@@ -35,16 +35,16 @@ STREAM_HEADERS = [
     # Proxies of nginx's kind would hold events back.
     (b"x-accel-buffering", b"no"),
 ]
-DONE = "data: [DONE]\n\n"
+DONE_EVENT = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class HttpGeneration:
     """What an HTTP request comes to."""
 
     requests: Sequence[GenerateRequest]
     """One a choice."""
-    form: Form
+    writer: ResponseWriter
     request_id: RequestId
     """What it is called in logs and in the answer's headers."""
     caller: api_keys.Caller
@@ -52,16 +52,16 @@ class Asked:
     """The client's W3C Trace Context, if it has one."""
     timeout_s: float | None = None
     """Time that all of it may take; None does not bound it."""
-    echoes: Sequence[str] = ()
+    prompt_echoes: Sequence[str] = ()
     """What each choice begins with, if they begin with their prompts."""
     include_usage: bool = False
     continuous_usage: bool = False
 
 
-class Answering(Response):
+class StreamingAnswer(Response):
     """An answer that is made while it is sent."""
 
-    def __init__(self, service: RouterService, asked: Asked, *, stream: bool) -> None:
+    def __init__(self, service: RouterService, asked: HttpGeneration, *, stream: bool) -> None:
         super().__init__()
         self._service, self._asked, self._stream = service, asked, stream
 
@@ -92,19 +92,19 @@ async def _gone(receive: Receive) -> None:
 
 async def _serve_choices(
     service: RouterService,
-    asked: Asked,
-    write: Callable[[Choice, StreamEvent], Awaitable[None]],
-) -> list[Choice]:
+    asked: HttpGeneration,
+    write: Callable[[ChoiceState, StreamEvent], Awaitable[None]],
+) -> list[ChoiceState]:
     """Serve all choices side by side; the first error of one ends the others."""
-    echoes = asked.echoes or [""] * len(asked.requests)
-    choices = [Choice(index=index, echo=echo) for index, echo in enumerate(echoes)]
+    echoes = asked.prompt_echoes or [""] * len(asked.requests)
+    choices = [ChoiceState(index=index, echo=echo) for index, echo in enumerate(echoes)]
 
-    async def serve(choice: Choice, passed: Pass) -> None:
+    async def serve(choice: ChoiceState, passed: AccessGrant) -> None:
         async def take(event: StreamEvent) -> None:
             await write(choice, event)
 
         own_id = asked.request_id
-        await service.serve(
+        await service.serve_request(
             asked.requests[choice.index],
             take,
             timeout_s=asked.timeout_s,
@@ -112,17 +112,17 @@ async def _serve_choices(
             traceparent=asked.traceparent,
             own_id=own_id if len(choices) == 1 else RequestId(f"{own_id}-{choice.index}"),
             passed=passed,
-            party=party,
+            group=group,
         )
 
     # All at once: of places and rates, some choices would keep the others out for ever.
-    party = Party(len(choices)) if len(choices) > 1 else None
-    passes = service.gate.enter(asked.caller, asked.requests)
+    group = RequestGroup(len(choices)) if len(choices) > 1 else None
+    passes = service.gate.enter_requests(asked.caller, asked.requests)
     try:
         await _all([partial(serve, *pair) for pair in zip(choices, passes, strict=True)])
     finally:
         for passed in passes:
-            passed.leave()
+            passed.release()
     return choices
 
 
@@ -140,8 +140,8 @@ async def _all(works: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _whole(service: RouterService, asked: Asked, send: Send) -> None:
-    async def collect(choice: Choice, event: StreamEvent) -> None:
+async def _whole(service: RouterService, asked: HttpGeneration, send: Send) -> None:
+    async def collect(choice: ChoiceState, event: StreamEvent) -> None:
         match event:
             case Delta():
                 choice.text.append(event.text)
@@ -153,7 +153,7 @@ async def _whole(service: RouterService, asked: Asked, send: Send) -> None:
                 choice.prompt_ids = event.prompt_token_ids
 
     choices = await _serve_choices(service, asked, collect)
-    body = asked.form.whole(choices).encode()
+    body = asked.writer.write_whole(choices).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -183,49 +183,49 @@ class _Events:
 class _Chunks:
     """Makes events of what the choices of an answer say."""
 
-    def __init__(self, asked: Asked, write: Callable[[str], Awaitable[None]]) -> None:
-        self._form, self._write = asked.form, write
+    def __init__(self, asked: HttpGeneration, write: Callable[[str], Awaitable[None]]) -> None:
+        self._form, self._write = asked.writer, write
         self._continuous = asked.continuous_usage
-        self._silent = asked.form.only_text
+        self._silent = asked.writer.is_text_only
         """Whether tokens that complete no text need no chunk."""
         self._prompt_tokens: dict[int, int] = {}
 
-    async def __call__(self, choice: Choice, event: StreamEvent) -> None:
+    async def __call__(self, choice: ChoiceState, event: StreamEvent) -> None:
         match event:
             case Delta():
                 choice.tokens += len(event.token_ids)
                 if event.text or not self._silent:
-                    chunk = self._form.delta(
+                    chunk = self._form.write_delta(
                         choice, event.text, event.token_ids, event.logprobs, self._usage(choice)
                     )
                     await self._write(chunk)
             case FinishInfo():
                 choice.finish = event
                 choice.tokens = event.usage.completion_tokens
-                await self._write(self._form.end(choice, self._usage(choice)))
+                await self._write(self._form.write_end(choice, self._usage(choice)))
             case PromptInfo():
                 self._prompt_tokens[choice.index] = event.prompt_tokens
                 choice.prompt_ids = event.prompt_token_ids
 
-    def _usage(self, choice: Choice) -> dict[str, object] | None:
+    def _usage(self, choice: ChoiceState) -> dict[str, object] | None:
         if not self._continuous:
             return None
-        return usage(self._prompt_tokens.get(choice.index, 0), choice.tokens)
+        return usage_body(self._prompt_tokens.get(choice.index, 0), choice.tokens)
 
 
-async def _stream(service: RouterService, asked: Asked, send: Send) -> None:
+async def _stream(service: RouterService, asked: HttpGeneration, send: Send) -> None:
     events = _Events(send)
-    patience_s = service.config.overload.slow_reader_s
+    timeout_s = service.config.overload.slow_reader_timeout_s
     try:
-        async with timely(events, slow_reader_s=patience_s) as write:
+        async with with_write_timeout(events, slow_reader_timeout_s=timeout_s) as write:
             try:
                 choices = await _serve_choices(service, asked, _Chunks(asked, write))
-                last = asked.form.total(choices) if asked.include_usage else ""
+                last = asked.writer.write_usage(choices) if asked.include_usage else ""
             except Exception as error:
                 if not events.begun:
                     raise
-                last = f"data: {describe(error).body}\n\n"
-            await write(last + DONE)
+                last = f"data: {describe_error(error).body}\n\n"
+            await write(last + DONE_EVENT)
             await write("")
     except ResourceExhaustedError as error:
         if error.reason != SLOW_READER:

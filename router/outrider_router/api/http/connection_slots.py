@@ -17,7 +17,7 @@ MAX_REFUSALS: Final = 256
 CONNECTIONS_EXHAUSTED: Final = "CONNECTIONS_EXHAUSTED"
 
 
-class Holder(Protocol):
+class SlotHolder(Protocol):
     """A connection as far as its place is concerned."""
 
     @property
@@ -25,7 +25,7 @@ class Holder(Protocol):
         """Whether everything that was answered has been sent."""
         ...
 
-    def cut(self) -> None:
+    def close_now(self) -> None:
         """Close it now."""
 
 
@@ -36,41 +36,41 @@ def max_connections(wanted: int) -> int:
     return wanted if files < 0 else min(wanted, max(1, files // 2))
 
 
-class Places:
+class ConnectionSlots:
     """The connections of one server that have a place, and which of them are idle."""
 
     def __init__(self, most: int, on_refused: Callable[[], None]) -> None:
         """`on_refused` hears of each connection that finds no place."""
         self._most = most
         self._on_refused = on_refused
-        self._held: set[Holder] = set()
-        self._silent: dict[Holder, None] = {}
+        self._held: set[SlotHolder] = set()
+        self._silent: dict[SlotHolder, None] = {}
         """Those that have sent nothing yet, in the order in which they came."""
-        self._idle: dict[Holder, None] = {}
+        self._idle: dict[SlotHolder, None] = {}
         """Others that wait for no answer, in the order in which they became idle."""
         self.refused = 0
         """Connections without a place that are about to hear so."""
 
-    def take(self, holder: Holder) -> bool:
+    def acquire_slot(self, holder: SlotHolder) -> bool:
         """Give a new connection a place, if need be that of an idle one; whether it has one."""
-        if len(self._held) >= self._most and not self.make_room():
+        if len(self._held) >= self._most and not self.evict_idle():
             return False
         self._held.add(holder)
         self._silent[holder] = None
         return True
 
-    def make_room(self) -> bool:
+    def evict_idle(self) -> bool:
         """Cut the connection that was silent longest, or else idle longest; whether there was
         one."""
         waiting = chain(self._silent, self._idle)
         oldest = next((held for held in waiting if held.is_sent), None)
         if oldest is None:
             return False
-        self.leave(oldest)
-        oldest.cut()
+        self.release_slot(oldest)
+        oldest.close_now()
         return True
 
-    def refuse(self) -> bool:
+    def record_refusal(self) -> bool:
         """Count one that has no place; whether it may be told so."""
         self._on_refused()
         if self.refused >= MAX_REFUSALS:
@@ -78,17 +78,17 @@ class Places:
         self.refused += 1
         return True
 
-    def leave(self, holder: Holder) -> None:
+    def release_slot(self, holder: SlotHolder) -> None:
         """It is closed. Idempotent."""
         self._held.discard(holder)
-        self.busy(holder)
+        self.mark_busy(holder)
 
-    def busy(self, holder: Holder) -> None:
+    def mark_busy(self, holder: SlotHolder) -> None:
         """It has asked for something."""
         self._silent.pop(holder, None)
         self._idle.pop(holder, None)
 
-    def idle(self, holder: Holder) -> None:
+    def mark_idle(self, holder: SlotHolder) -> None:
         """It has its answer, or has begun to speak."""
         if holder in self._held:
             self._silent.pop(holder, None)

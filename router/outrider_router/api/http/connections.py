@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from outrider_router.api.http.acceptor import REFUSAL_S, Accepted
+from outrider_router.api.http.acceptor import REFUSAL_TIMEOUT_S, AcceptedConnection
 from outrider_router.api.http.connection_slots import CONNECTIONS_EXHAUSTED
 from outrider_router.api.http.errors import INVALID, HttpError
 from outrider_router.config import HttpConfig
@@ -55,11 +55,11 @@ class _BoundedParser(h11.Connection):
         return event
 
 
-class Connection(H11Protocol):
-    """One connection; `connections_of` makes the class of a server's."""
+class HttpConnection(H11Protocol):
+    """One connection; `make_connection_class` makes the class of a server's."""
 
     options: ClassVar[HttpConfig]
-    accepted: Accepted
+    accepted: AcceptedConnection
     """Its place; set by whoever makes it."""
     _timer: asyncio.TimerHandle | None = None
     """Ends it where what `_waits_for` says does not come in time."""
@@ -75,13 +75,15 @@ class Connection(H11Protocol):
         """Wait for a request."""
         super().connection_made(transport)
         self.accepted.connection = self
-        self._wait_for("head", REFUSAL_S if self.accepted.is_refused else self.options.head_s)
+        self._wait_for(
+            "head", REFUSAL_TIMEOUT_S if self.accepted.is_refused else self.options.head_s
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give the place back."""
         super().connection_lost(exc)
         self._wait_for("", 0.0)
-        self.accepted.leave()
+        self.accepted.release_slot()
 
     def data_received(self, data: bytes) -> None:
         """Take what was sent, and see what is still to come."""
@@ -94,10 +96,10 @@ class Connection(H11Protocol):
                 self._wait_for("head", self.options.head_s)
             else:
                 # The rest of a body whose answer did not need it: uvicorn forgot its own timer.
-                self.accepted.idle()
+                self.accepted.mark_idle()
                 self._wait_for("head", self.options.keep_alive_s)
         else:
-            self.accepted.busy()
+            self.accepted.mark_busy()
             self._wait_for_body()
 
     def on_response_complete(self) -> None:
@@ -106,7 +108,7 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.IDLE:
             # uvicorn's own timer ends it if nothing comes.
             self._wait_for("", 0.0)
-            self.accepted.idle()
+            self.accepted.mark_idle()
         else:
             self._wait_for_body()
 
@@ -115,7 +117,7 @@ class Connection(H11Protocol):
         """Whether all that was answered is on its way: a slow reader's answer may wait here."""
         return self.transport.get_write_buffer_size() == 0
 
-    def cut(self) -> None:
+    def close_now(self) -> None:
         """End it now."""
         self.transport.abort()
 
@@ -132,7 +134,7 @@ class Connection(H11Protocol):
         self._waits_for = what
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(seconds, self.cut) if what else None
+        self._timer = self.loop.call_later(seconds, self.close_now) if what else None
 
     def send_400_response(self, msg: str) -> None:
         """Tell what is wrong with a request that cannot be read, unless its answer has begun."""
@@ -144,7 +146,7 @@ class Connection(H11Protocol):
                 )
             )
         else:
-            self.cut()
+            self.close_now()
 
     def _tell(self, error: HttpError) -> None:
         """Send an error and close."""
@@ -162,6 +164,6 @@ class Connection(H11Protocol):
         self.transport.close()
 
 
-def connections_of(options: HttpConfig) -> type[Connection]:
+def make_connection_class(options: HttpConfig) -> type[HttpConnection]:
     """The class of the connections of a server with these options."""
-    return type("Connection", (Connection,), {"options": options})
+    return type("HttpConnection", (HttpConnection,), {"options": options})

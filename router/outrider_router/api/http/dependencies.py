@@ -19,12 +19,12 @@ def service_of(request: Request) -> RouterService:
 
 async def caller(request: Request) -> api_keys.Caller:
     """Whoever sends a request, as over gRPC. Raises InvalidRequestError."""
-    gate = service_of(request).gate
-    if gate.closed:
+    access_control = service_of(request).gate
+    if access_control.requires_keys:
         # Looked up where the request came in.
         known: api_keys.Caller = request.scope[CALLER]
         return known
-    return gate.caller(request.headers.items())
+    return access_control.identify_caller(request.headers.items())
 
 
 async def operator(request: Request) -> None:

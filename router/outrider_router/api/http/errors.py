@@ -16,7 +16,7 @@ from starlette.responses import Response
 from outrider import errors
 from outrider.errors import OutriderError
 from outrider.transport.error_codec import to_status
-from outrider_router.api.http.validation_errors import describe_body
+from outrider_router.api.http.validation_errors import describe_validation_errors
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
@@ -107,7 +107,7 @@ class HttpError:
         )
 
 
-def describe(error: BaseException) -> HttpError:
+def describe_error(error: BaseException) -> HttpError:
     """What a client is told of an error; anything outside the tree is logged and stays opaque."""
     kind = next((kind for kind in type(error).__mro__ if kind in STATUSES), OutriderError)
     status, type_ = STATUSES[kind]
@@ -122,15 +122,15 @@ def describe(error: BaseException) -> HttpError:
     )
 
 
-async def on_typed(request: Request, error: Exception) -> Response:
+async def handle_typed_error(request: Request, error: Exception) -> Response:
     """Handler of everything that the router raises before it has begun to answer."""
-    described = describe(error)
+    described = describe_error(error)
     names: Mapping[str, str] = request.scope.get(FIELD_NAMES, {})
     param = described.param and names.get(described.param, described.param)
     return replace(described, param=param).response()
 
 
-async def on_mistakes(request: Request, error: Exception) -> Response:
+async def handle_validation_error(request: Request, error: Exception) -> Response:
     """Handler of bodies that no request can be read from."""
     assert isinstance(error, RequestValidationError)
     said = request.headers.get("content-type", "")
@@ -142,7 +142,7 @@ async def on_mistakes(request: Request, error: Exception) -> Response:
             message=f"Content-Type must be application/json, got {said[:MAX_QUOTED_CHARS]!r}",
             code="unsupported_media_type",
         ).response()
-    return describe(describe_body(error.errors(), error.body)).response()
+    return describe_error(describe_validation_errors(error.errors(), error.body)).response()
 
 
 def _is_json(content_type: str) -> bool:
@@ -152,7 +152,7 @@ def _is_json(content_type: str) -> bool:
     )
 
 
-async def on_http(request: Request, error: Exception) -> Response:
+async def handle_http_error(request: Request, error: Exception) -> Response:
     """Handler of what the framework refuses: unknown paths, methods, too large bodies."""
     assert isinstance(error, HTTPException)
     status = error.status_code

@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import GenerateRequest, TextPrompt, TokenPrompt
-from outrider_router.admission.policy import no_verifier
-from outrider_router.api.http.choice_streams import Answering, Asked
+from outrider_router.admission.policy import no_verifier_error
+from outrider_router.api.http.choice_streams import HttpGeneration, StreamingAnswer
 from outrider_router.api.http.dependencies import Caller, Service
 from outrider_router.api.http.errors import FIELD_NAMES
 from outrider_router.api.http.json_route import JsonRoute
-from outrider_router.api.http.logprobs import TokenTexts
+from outrider_router.api.http.logprobs import TokenTextTable
 from outrider_router.api.http.middleware import CLIENT_ID, OWN_ID
 from outrider_router.api.http.request_models import (
     ChatCompletionRequest,
@@ -26,20 +26,23 @@ from outrider_router.api.http.request_models import (
 )
 from outrider_router.api.http.request_translation import chat_requests, completion_requests
 from outrider_router.api.http.response_models import (
-    SERVED,
-    STREAMED,
-    ChatAnswer,
-    CompletionAnswer,
+    GENERATION_ERRORS,
+    STREAM_RESPONSE,
+    ChatCompletionResponse,
+    CompletionResponse,
 )
-from outrider_router.api.http.response_writers import ChatForm, CompletionForm, Form
+from outrider_router.api.http.response_writers import ChatWriter, CompletionWriter, ResponseWriter
 from outrider_router.api.http.structured_outputs import structure_field
-from outrider_router.requests.request import model_name
+from outrider_router.requests.request import served_model_name
 from outrider_router.requests.service import RouterService
 
 router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
 
-@router.post("/v1/completions", responses={**SERVED, 200: {"model": CompletionAnswer, **STREAMED}})
+@router.post(
+    "/v1/completions",
+    responses={**GENERATION_ERRORS, 200: {"model": CompletionResponse, **STREAM_RESPONSE}},
+)
 async def completions(
     body: CompletionRequest, request: Request, service: Service, caller: Caller
 ) -> Response:
@@ -51,7 +54,7 @@ async def completions(
     requests = completion_requests(body, request.scope[CLIENT_ID])
     # Not on the event loop: ids of a megabyte take long.
     echoes = await asyncio.to_thread(_echoes, requests, service.tokenizer) if body.echo else ()
-    return _answer(CompletionForm, requests, body, request, service, caller, echoes)
+    return _answer(CompletionWriter, requests, body, request, service, caller, echoes)
 
 
 def _echoes(requests: Sequence[GenerateRequest], tokenizer: Tokenizer) -> list[str]:
@@ -73,7 +76,10 @@ def _echo(request: GenerateRequest, tokenizer: Tokenizer) -> str:
             raise AssertionError("a conversation is no completion's")
 
 
-@router.post("/v1/chat/completions", responses={**SERVED, 200: {"model": ChatAnswer, **STREAMED}})
+@router.post(
+    "/v1/chat/completions",
+    responses={**GENERATION_ERRORS, 200: {"model": ChatCompletionResponse, **STREAM_RESPONSE}},
+)
 async def chat_completions(
     body: ChatCompletionRequest, request: Request, service: Service, caller: Caller
 ) -> Response:
@@ -86,11 +92,11 @@ async def chat_completions(
         "structured_outputs": structure_field(body),
     }
     requests = chat_requests(body, request.scope[CLIENT_ID])
-    return _answer(ChatForm, requests, body, request, service, caller)
+    return _answer(ChatWriter, requests, body, request, service, caller)
 
 
 def _answer(
-    form: type[Form],
+    form: type[ResponseWriter],
     requests: Sequence[GenerateRequest],
     body: GenerationRequest,
     request: Request,
@@ -98,19 +104,19 @@ def _answer(
     caller: Caller,
     echoes: Sequence[str] = (),
 ) -> Response:
-    info = service.registry.any_info()
+    info = service.registry.any_verifier_info()
     if info is None:
-        raise no_verifier()
+        raise no_verifier_error()
     own_id = request.scope[OWN_ID]
     options = body.stream_options or StreamOptions()
-    asked = Asked(
+    asked = HttpGeneration(
         requests=requests,
-        form=form(
+        writer=form(
             request_id=own_id,
-            model=model_name(service.config, info),
+            model=served_model_name(service.config, info),
             created=int(time.time()),
             n=body.n or 1,
-            texts=TokenTexts(
+            texts=TokenTextTable(
                 service.tokenizer,
                 special=body.skip_special_tokens is False,
                 by_number=bool(body.return_tokens_as_token_ids),
@@ -124,8 +130,8 @@ def _answer(
         caller=caller,
         traceparent=request.headers.get("traceparent", ""),
         timeout_s=body.timeout_s,
-        echoes=echoes,
+        prompt_echoes=echoes,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
     )
-    return Answering(service, asked, stream=bool(body.stream))
+    return StreamingAnswer(service, asked, stream=bool(body.stream))

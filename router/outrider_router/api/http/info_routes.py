@@ -16,7 +16,7 @@ from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.text.chat import ChatOptions
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import ChatPrompt, ModelInfo, TextPrompt
-from outrider_router.admission.policy import no_verifier
+from outrider_router.admission.policy import no_verifier_error
 from outrider_router.api.http.dependencies import Caller, Operator, Service
 from outrider_router.api.http.json_route import JsonRoute
 from outrider_router.api.http.request_models import (
@@ -26,42 +26,42 @@ from outrider_router.api.http.request_models import (
 )
 from outrider_router.api.http.request_translation import chat_prompt
 from outrider_router.api.http.response_models import (
-    Detokenized,
-    Health,
-    ModelBody,
+    DetokenizeResponse,
+    HealthResponse,
+    ModelCard,
     ModelList,
-    Tokenized,
-    Version,
-    refusals,
+    TokenizeResponse,
+    VersionResponse,
+    error_responses,
 )
 from outrider_router.api.http.unsupported_fields import (
     TOKENIZED_CHAT,
     UnsupportedFieldError,
     refuse_unsupported,
 )
-from outrider_router.api.server_status import models
-from outrider_router.requests.request import tokenize as tokenize_prompt
+from outrider_router.api.server_status import make_model_list
+from outrider_router.requests.request import tokenize_prompt as tokenize_prompt
 from outrider_router.requests.request_options import check_ids
 from outrider_router.requests.service import RouterService
 
 router = APIRouter(route_class=JsonRoute)
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
-    503: {"model": Health, "description": "No verifier is healthy, or it drains."}
+    503: {"model": HealthResponse, "description": "No verifier is healthy, or it drains."}
 }
 
 
-@router.get("/health", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
-@router.get("/ping", responses=_UNAVAILABLE, response_model=Health, tags=["operations"])
+@router.get("/health", responses=_UNAVAILABLE, response_model=HealthResponse, tags=["operations"])
+@router.get("/ping", responses=_UNAVAILABLE, response_model=HealthResponse, tags=["operations"])
 async def health(service: Service) -> Response:
     """Whether requests can be served now."""
-    told = Health(status="ok" if service.ready else "unavailable")
-    return JSONResponse(told.model_dump(), status_code=200 if service.ready else 503)
+    told = HealthResponse(status="ok" if service.is_ready else "unavailable")
+    return JSONResponse(told.model_dump(), status_code=200 if service.is_ready else 503)
 
 
 @router.get("/version", tags=["operations"])
-async def version() -> Version:
+async def version() -> VersionResponse:
     """Outrider's version."""
-    return Version(version=outrider.__version__)
+    return VersionResponse(version=outrider.__version__)
 
 
 @router.get(
@@ -76,23 +76,28 @@ async def metrics(request: Request, service: Service, _operator: Operator) -> Re
     return Response(encode(service.metrics.registry), headers={"content-type": content_type})
 
 
-@router.get("/v1/models", responses=refusals(), tags=["OpenAI"])
+@router.get("/v1/models", responses=error_responses(), tags=["OpenAI"])
 async def list_models(service: Service, request: Request, _caller: Caller) -> ModelList:
     """The served models; none while no verifier is healthy."""
-    return ModelList(data=[_model(info, request) for info in models(service)])
+    return ModelList(data=[_model(info, request) for info in make_model_list(service)])
 
 
-@router.get("/v1/models/{model:path}", responses=refusals(404), tags=["OpenAI"])
-async def get_model(model: str, service: Service, request: Request, _caller: Caller) -> ModelBody:
+@router.get("/v1/models/{model:path}", responses=error_responses(404), tags=["OpenAI"])
+async def get_model(model: str, service: Service, request: Request, _caller: Caller) -> ModelCard:
     """One of them."""
-    return _model(_known(service, model), request)
+    return _model(_served_model(service, model), request)
 
 
-@router.post("/tokenize", response_model=Tokenized, responses=refusals(404, 503), tags=["tokens"])
+@router.post(
+    "/tokenize",
+    response_model=TokenizeResponse,
+    responses=error_responses(404, 503),
+    tags=["tokens"],
+)
 async def tokenize(body: TokenizeRequest, service: Service, caller: Caller) -> Response:
     """Token ids of a text, or of a conversation in the model's chat template."""
-    info = _known(service, body.model)
-    with service.gate.visit(caller):
+    info = _served_model(service, body.model)
+    with service.gate.limit_call(caller):
         ids = await _ids(body, service)
         return await asyncio.to_thread(
             _tokenized, ids, info, service.tokenizer if body.return_token_strs else None
@@ -101,11 +106,11 @@ async def tokenize(body: TokenizeRequest, service: Service, caller: Caller) -> R
 
 def _tokenized(ids: tuple[int, ...], info: ModelInfo, names: Tokenizer | None) -> Response:
     """The answer; on a thread, for half a million ids take long to write down."""
-    told = Tokenized(
+    told = TokenizeResponse(
         count=len(ids),
         max_model_len=info.max_context_len,
         tokens=list(ids),
-        token_strs=None if names is None else [names.name(id_) for id_ in ids],
+        token_strs=None if names is None else [names.token_name(id_) for id_ in ids],
     )
     return _json(told)
 
@@ -164,30 +169,33 @@ def _conversation(body: TokenizeRequest) -> ChatPrompt:
 
 
 @router.post(
-    "/detokenize", response_model=Detokenized, responses=refusals(404, 503), tags=["tokens"]
+    "/detokenize",
+    response_model=DetokenizeResponse,
+    responses=error_responses(404, 503),
+    tags=["tokens"],
 )
 async def detokenize(body: DetokenizeRequest, service: Service, caller: Caller) -> Response:
     """The text of token ids, special ones included."""
-    info = _known(service, body.model)
-    with service.gate.visit(caller):
+    info = _served_model(service, body.model)
+    with service.gate.limit_call(caller):
         return await asyncio.to_thread(_detokenized, body.tokens, info, service.tokenizer)
 
 
 def _detokenized(ids: list[int], info: ModelInfo, tokenizer: Tokenizer) -> Response:
     """The answer; on a thread."""
     check_ids(tuple(ids), info.vocab_size, "tokens")
-    return _json(Detokenized(prompt=tokenizer.decode(ids, with_special=True)))
+    return _json(DetokenizeResponse(prompt=tokenizer.decode(ids, with_special=True)))
 
 
 def _json(told: BaseModel) -> Response:
     return Response(told.model_dump_json(), media_type="application/json")
 
 
-def _known(service: RouterService, name: str | None) -> ModelInfo:
+def _served_model(service: RouterService, name: str | None) -> ModelInfo:
     """The served model of this name. Raises NotFoundError, UnavailableError."""
-    known = models(service)
+    known = make_model_list(service)
     if not known:
-        raise no_verifier()
+        raise no_verifier_error()
     found = next((info for info in known if name in (None, info.name)), None)
     if found is None:
         raise NotFoundError(
@@ -198,8 +206,8 @@ def _known(service: RouterService, name: str | None) -> ModelInfo:
     return found
 
 
-def _model(info: ModelInfo, request: Request) -> ModelBody:
-    return ModelBody(
+def _model(info: ModelInfo, request: Request) -> ModelCard:
+    return ModelCard(
         id=info.name,
         created=request.app.state.created,
         root=info.name,

@@ -9,7 +9,7 @@ from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import TokenLogprobs
 
 
-class TokenTexts:
+class TokenTextTable:
     """What ids are called: the text of what they add to an answer, or their name in the vocabulary
     if they add nothing."""
 
@@ -21,17 +21,17 @@ class TokenTexts:
         self._tokenizer, self._by_number = tokenizer, by_number
         self._pieces = tokenizer.special_pieces if special else tokenizer.pieces
 
-    def raw(self, token_id: int) -> bytes:
+    def raw_bytes(self, token_id: int) -> bytes:
         """Bytes that an id adds to the text."""
         return self._pieces[token_id]
 
     def __call__(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._by_number else self.text(token_id)
+        return f"token_id:{token_id}" if self._by_number else self.display_text(token_id)
 
-    def text(self, token_id: int) -> str:
+    def display_text(self, token_id: int) -> str:
         """The same by text in any case."""
-        raw = self.raw(token_id)
-        return raw.decode("utf-8", "replace") if raw else self._tokenizer.name(token_id)
+        raw = self.raw_bytes(token_id)
+        return raw.decode("utf-8", "replace") if raw else self._tokenizer.token_name(token_id)
 
     def offsets(self) -> TextOffsets:
         """The places of an answer's tokens in its text."""
@@ -54,12 +54,12 @@ class TextOffsets:
         offsets = []
         for token_id in token_ids:
             offsets.append(self._characters)
-            self._characters += len(self._detokenizer.push((token_id,)))
+            self._characters += len(self._detokenizer.push_tokens((token_id,)))
         return offsets
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], texts: TokenTexts
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], texts: TokenTextTable
 ) -> dict[str, object]:
     """`logprobs` of a chat's choice."""
     content = [
@@ -72,14 +72,14 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def _chat_token(token_id: int, logprob: float, texts: TokenTexts) -> dict[str, object]:
-    return {"token": texts(token_id), "logprob": logprob, "bytes": list(texts.raw(token_id))}
+def _chat_token(token_id: int, logprob: float, texts: TokenTextTable) -> dict[str, object]:
+    return {"token": texts(token_id), "logprob": logprob, "bytes": list(texts.raw_bytes(token_id))}
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprobs],
-    texts: TokenTexts,
+    texts: TokenTextTable,
     offsets: TextOffsets,
 ) -> dict[str, object]:
     """`logprobs` of the next tokens of a completion's choice, whose tokens before these `offsets`

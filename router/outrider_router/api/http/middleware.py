@@ -14,21 +14,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider.ids import RequestId
 from outrider.wire.inference import MAX_NAME_BYTES
-from outrider_router.admission.access_control import Gate
+from outrider_router.admission.access_control import AccessControl
 from outrider_router.admission.arrival_queue import ArrivalQueue
-from outrider_router.api.http.errors import ASKED, INVALID, MAX_QUOTED_CHARS, HttpError, describe
+from outrider_router.api.http.errors import (
+    ASKED,
+    INVALID,
+    MAX_QUOTED_CHARS,
+    HttpError,
+    describe_error,
+)
 from outrider_router.api.http.request_models import MAX_CHOICES
 from outrider_router.config import HttpConfig
 
-OPEN_PATHS: Final = frozenset({"/health", "/ping"})
+PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
 """What answers everybody, as health does over gRPC."""
 REQUEST_ID: Final = "x-request-id"
 OWN_ID: Final = "outrider.own_id"
 CLIENT_ID: Final = "outrider.client_id"
 CALLER: Final = "outrider.caller"
 """In a request's scope: its ids, and whose API key it shows. Open paths have no caller."""
-_MOST = MAX_NAME_BYTES - len(f"-{MAX_CHOICES}")
-_VALID = re.compile(rf"[!-~]{{1,{_MOST}}}")
+_MAX = MAX_NAME_BYTES - len(f"-{MAX_CHOICES}")
+_VALID = re.compile(rf"[!-~]{{1,{_MAX}}}")
 
 
 def asks_for_open_path(first: bytes, root_path: str) -> bool:
@@ -36,10 +42,10 @@ def asks_for_open_path(first: bytes, root_path: str) -> bool:
     bytes; what is said under TLS cannot be told by them."""
     method, _, rest = first.partition(b" ")
     path = re.split(rb"[ ?]", rest, maxsplit=1)[0].decode("latin-1")
-    return method in (b"GET", b"HEAD") and path.removeprefix(root_path) in OPEN_PATHS
+    return method in (b"GET", b"HEAD") and path.removeprefix(root_path) in PUBLIC_PATHS
 
 
-class Guard:
+class RequestMiddleware:
     """ASGI middleware: turns away callers without an API key, where keys are asked for, before
     anything of a body is read; refuses large and encoded bodies, names every request and tells its
     name.
@@ -49,10 +55,14 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, gate: Gate, options: HttpConfig, arrivals: ArrivalQueue
+        self,
+        app: ASGIApp,
+        access_control: AccessControl,
+        options: HttpConfig,
+        arrivals: ArrivalQueue,
     ) -> None:
         self._app = app
-        self._gate = gate
+        self._access_control = access_control
         self._arrivals = arrivals
         self._max_body_bytes = options.max_body_bytes
         self._root_path = options.root_path
@@ -84,10 +94,10 @@ class Guard:
             await send(message)
 
         try:
-            if scope["path"] not in OPEN_PATHS:
-                scope[CALLER] = self._gate.authorize(headers.get("authorization"))
+            if scope["path"] not in PUBLIC_PATHS:
+                scope[CALLER] = self._access_control.authorize(headers.get("authorization"))
         except OutriderError as error:
-            refusal: HttpError | None = describe(error)
+            refusal: HttpError | None = describe_error(error)
         else:
             refusal = self._refusal(headers)
         if refusal is not None:
@@ -97,11 +107,11 @@ class Guard:
             # The page at "/" finds its files beside itself.
             await RedirectResponse(f"{self._root_path}/")(scope, receive, named)
             return
-        if scope["path"] not in OPEN_PATHS:
-            await self._arrivals.enter()
+        if scope["path"] not in PUBLIC_PATHS:
+            await self._arrivals.wait_turn()
         # HEAD is served wherever GET is. A copy: the server goes by the method in its own.
         routed = {**scope, "method": "GET"} if is_head else scope
-        await self._app(routed, _Bounded(receive, self._max_body_bytes), named)
+        await self._app(routed, _BoundedBody(receive, self._max_body_bytes), named)
 
     def _strip_root_path(self, scope: Scope) -> None:
         """Route a request as if it came without the path in front of all routes."""
@@ -133,7 +143,7 @@ class Guard:
         return None
 
 
-class _Bounded:
+class _BoundedBody:
     """`receive` of a body that did not say how long it is."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:

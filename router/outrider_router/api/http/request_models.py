@@ -36,8 +36,8 @@ from outrider.wire.inference import (
     MAX_TOP_LOGPROBS,
 )
 from outrider.wire.limits import MAX_PRIORITY, MAX_SEQUENCE_LEN, MAX_VOCAB_SIZE
-from outrider_router.api.http.structured_outputs import Strict, StructureFields
-from outrider_router.api.http.validation_errors import TAG
+from outrider_router.api.http.structured_outputs import StrictModel, StructuredOutputFields
+from outrider_router.api.http.validation_errors import UNION_TAG
 
 MAX_CHOICES = 128
 """Answers of one HTTP request: prompts times n."""
@@ -74,56 +74,56 @@ def _few_bytes(text: str, most: int = MAX_STOP_STRING_BYTES) -> str:
 
 TokenIdNumber = Annotated[int, Ge(0), Le(MAX_VOCAB_SIZE - 1)]
 Text = Annotated[str, Len(1, MAX_PROMPT_BYTES)]
-Tokens = Annotated[list[TokenIdNumber], _size(1, MAX_PROMPT_TOKENS)]
+TokenIds = Annotated[list[TokenIdNumber], _size(1, MAX_PROMPT_TOKENS)]
 StopString = Annotated[str, Len(1, MAX_STOP_STRING_BYTES), AfterValidator(_few_bytes)]
 BadWord = Annotated[
     str,
     Len(1, MAX_BAD_WORD_BYTES),
     AfterValidator(partial(_few_bytes, most=MAX_BAD_WORD_BYTES)),
 ]
-Name = Annotated[str, Len(1, MAX_NAME_BYTES)]
+ModelOrUserName = Annotated[str, Len(1, MAX_NAME_BYTES)]
 
 
 def _prompt_kind(value: object) -> str:
     """By its first item: a prompt of a million ids is looked at as one kind of list only."""
     if not isinstance(value, list):
-        return f"{TAG}text"
+        return f"{UNION_TAG}text"
     first = value[0] if value else 0
     if isinstance(first, str):
-        return f"{TAG}texts"
-    return f"{TAG}lists" if isinstance(first, list) else f"{TAG}tokens"
+        return f"{UNION_TAG}texts"
+    return f"{UNION_TAG}lists" if isinstance(first, list) else f"{UNION_TAG}tokens"
 
 
 Prompts = Annotated[
-    Annotated[Text, Tag(f"{TAG}text")]
+    Annotated[Text, Tag(f"{UNION_TAG}text")]
     | Annotated[
         Annotated[list[Text], _size(1, MAX_CHOICES)],
-        Tag(f"{TAG}texts"),
+        Tag(f"{UNION_TAG}texts"),
     ]
-    | Annotated[Tokens, Tag(f"{TAG}tokens")]
+    | Annotated[TokenIds, Tag(f"{UNION_TAG}tokens")]
     | Annotated[
-        Annotated[list[Tokens], _size(1, MAX_CHOICES)],
-        Tag(f"{TAG}lists"),
+        Annotated[list[TokenIds], _size(1, MAX_CHOICES)],
+        Tag(f"{UNION_TAG}lists"),
     ],
     Discriminator(_prompt_kind),
 ]
 
 
 def _text_kind(value: object) -> str:
-    return f"{TAG}list" if isinstance(value, list) else f"{TAG}text"
+    return f"{UNION_TAG}list" if isinstance(value, list) else f"{UNION_TAG}text"
 
 
-Stop = Annotated[
-    Annotated[StopString, Tag(f"{TAG}text")]
+StopValue = Annotated[
+    Annotated[StopString, Tag(f"{UNION_TAG}text")]
     | Annotated[
         Annotated[list[StopString], _size(0, MAX_STOP_STRINGS)],
-        Tag(f"{TAG}list"),
+        Tag(f"{UNION_TAG}list"),
     ],
     Discriminator(_text_kind),
 ]
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """How a stream tells what was used."""
 
     include_usage: bool | None = Field(
@@ -132,10 +132,10 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = Field(default=None, description="`usage` in every chunk.")
 
 
-class GenerationRequest(StructureFields):
+class GenerationRequest(StructuredOutputFields):
     """What completions and chat have in common."""
 
-    model: Name | None = Field(
+    model: ModelOrUserName | None = Field(
         default=None, description="A served model; without it the one there is."
     )
     stream: bool | None = None
@@ -168,7 +168,7 @@ class GenerationRequest(StructureFields):
     seed: Annotated[int, Ge(MIN_SEED), Le(UINT64_MAX)] | None = Field(
         default=None, description="64 bits; a negative one stands for itself plus 2^64."
     )
-    stop: Stop | None = None
+    stop: StopValue | None = None
     max_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = None
     min_tokens: Annotated[int, Ge(0), Le(MAX_SEQUENCE_LEN)] | None = None
     stop_token_ids: Annotated[list[TokenIdNumber], _size(0, MAX_STOP_TOKEN_IDS)] | None = None
@@ -224,22 +224,22 @@ class CompletionRequest(GenerationRequest):
     )
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     """A part of a message."""
 
     type: Literal["text"]
     text: Annotated[str, Len(0, MAX_PROMPT_BYTES)]
 
 
-class Message(Strict):
+class ChatRequestMessage(StrictModel):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[Annotated[str, Len(0, MAX_PROMPT_BYTES)], Tag(f"{TAG}text")]
+        Annotated[Annotated[str, Len(0, MAX_PROMPT_BYTES)], Tag(f"{UNION_TAG}text")]
         | Annotated[
             Annotated[list[TextPart], _size(1, 1024)],
-            Tag(f"{TAG}list"),
+            Tag(f"{UNION_TAG}list"),
         ],
         Discriminator(_text_kind),
     ]
@@ -248,7 +248,7 @@ class Message(Strict):
 class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], _size(1, MAX_CHAT_MESSAGES)]
+    messages: Annotated[list[ChatRequestMessage], _size(1, MAX_CHAT_MESSAGES)]
     max_completion_tokens: Annotated[int, Ge(1), Le(MAX_SEQUENCE_LEN)] | None = Field(
         default=None, description="The newer name of max_tokens, and stronger."
     )
@@ -258,12 +258,12 @@ class ChatCompletionRequest(GenerationRequest):
     )
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     """Body of POST /tokenize: a text, or a conversation."""
 
-    model: Name | None = None
+    model: ModelOrUserName | None = None
     prompt: Annotated[str, Len(0, MAX_TOKENIZED_CHARS)] | None = None
-    messages: Annotated[list[Message], _size(1, MAX_CHAT_MESSAGES)] | None = None
+    messages: Annotated[list[ChatRequestMessage], _size(1, MAX_CHAT_MESSAGES)] | None = None
     add_special_tokens: bool | None = Field(
         default=None,
         description="Of a text: whether a BOS is put first, by default yes. The chat template "
@@ -282,8 +282,8 @@ class TokenizeRequest(Strict):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """Body of POST /detokenize."""
 
-    model: Name | None = None
+    model: ModelOrUserName | None = None
     tokens: Annotated[list[TokenIdNumber], _size(0, MAX_DETOKENIZED_IDS)]

@@ -23,11 +23,11 @@ from outrider_router.api.http.request_models import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_CHOICES,
     ChatCompletionRequest,
+    ChatRequestMessage,
     CompletionRequest,
     GenerationRequest,
-    Message,
 )
-from outrider_router.api.http.structured_outputs import structure_of
+from outrider_router.api.http.structured_outputs import structured_output_of
 from outrider_router.api.http.unsupported_fields import (
     CHAT,
     COMPLETION,
@@ -100,7 +100,7 @@ def _prompt(prompt: str | int | list[int]) -> Prompt:
             raise AssertionError("a list of prompts holds texts or lists")
 
 
-def chat_prompt(messages: Sequence[Message]) -> ChatPrompt:
+def chat_prompt(messages: Sequence[ChatRequestMessage]) -> ChatPrompt:
     """A conversation; "developer" is the newer name of "system". Raises InvalidRequestError."""
     turns = []
     for number, message in enumerate(messages):
@@ -138,12 +138,12 @@ def _choices(
             param="n",
         )
     stopping = _stopping(body, max_tokens, default_max_tokens)
-    structure = structure_of(body)
+    structure = structured_output_of(body)
     speculation = _speculation(body)
     return tuple(
         GenerateRequest(
             prompt=prompts[number // n],
-            request_id=choice_id(request_id, number, count),
+            request_id=choice_request_id(request_id, number, count),
             model=body.model,
             sampling=_sampling(body, number % n),
             stopping=stopping,
@@ -158,7 +158,7 @@ def _choices(
     )
 
 
-def choice_id(request_id: RequestId | None, number: int, count: int) -> RequestId | None:
+def choice_request_id(request_id: RequestId | None, number: int, count: int) -> RequestId | None:
     """What the router knows one of `count` choices by; None: its client chose no id."""
     if request_id is None or count == 1:
         return request_id

@@ -20,7 +20,7 @@ class ErrorBody(BaseModel):
     code: str = Field(description="A stable name of the reason, for machines.")
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     """Every error, before an answer has begun or as an event of a stream."""
 
     error: ErrorBody
@@ -63,7 +63,7 @@ class MetricsBody(BaseModel):
     speculative_decoding: SpeculationBody
 
 
-class AnswerBody(BaseModel):
+class GenerationResponse(BaseModel):
     """What completions and chat have in common."""
 
     id: str
@@ -96,7 +96,7 @@ class CompletionChoice(BaseModel):
     )
 
 
-class CompletionAnswer(AnswerBody):
+class CompletionResponse(GenerationResponse):
     """Answer of POST /v1/completions."""
 
     object: Literal["text_completion"]
@@ -143,7 +143,7 @@ class ChatChoice(BaseModel):
     token_ids: list[Count] | None = Field(default=None, description="With `return_token_ids`.")
 
 
-class ChatAnswer(AnswerBody):
+class ChatCompletionResponse(GenerationResponse):
     """Answer of POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -153,7 +153,7 @@ class ChatAnswer(AnswerBody):
     )
 
 
-class ModelBody(BaseModel):
+class ModelCard(BaseModel):
     """A served model."""
 
     id: str
@@ -169,22 +169,22 @@ class ModelList(BaseModel):
     """Answer of GET /v1/models; empty while no verifier is healthy."""
 
     object: Literal["list"] = "list"
-    data: list[ModelBody]
+    data: list[ModelCard]
 
 
-class Health(BaseModel):
+class HealthResponse(BaseModel):
     """Whether requests can be served now."""
 
     status: Literal["ok", "unavailable"]
 
 
-class Version(BaseModel):
+class VersionResponse(BaseModel):
     """Answer of GET /version."""
 
     version: str
 
 
-class Tokenized(BaseModel):
+class TokenizeResponse(BaseModel):
     """Answer of POST /tokenize."""
 
     count: Count
@@ -193,7 +193,7 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None = None
 
 
-class Detokenized(BaseModel):
+class DetokenizeResponse(BaseModel):
     """Answer of POST /detokenize."""
 
     prompt: str
@@ -215,17 +215,17 @@ _SAYS = {
 }
 
 
-def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The errors of an operation, for the OpenAPI."""
     return {
-        status: {"model": ErrorAnswer, "description": _SAYS[status]}
+        status: {"model": ErrorResponse, "description": _SAYS[status]}
         for status in (400, 401, 405, 413, 415, 429, 500, *statuses)
     }
 
 
-SERVED = refusals(404, 409, 499, 503, 504)
+GENERATION_ERRORS = error_responses(404, 409, 499, 503, 504)
 """Errors of what generates."""
-STREAMED: dict[str, Any] = {
+STREAM_RESPONSE: dict[str, Any] = {
     "description": "The answer; with `stream`, server-sent events that end with `[DONE]`.",
     "content": {"text/event-stream": {"schema": {"type": "string"}}},
 }

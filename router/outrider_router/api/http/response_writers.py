@@ -15,19 +15,19 @@ from outrider.wire.inference import FinishInfo, TokenLogprobs
 from outrider.wire.messages import FinishReason
 from outrider_router.api.http.logprobs import (
     TextOffsets,
-    TokenTexts,
+    TokenTextTable,
     chat_logprobs,
     completion_logprobs,
 )
-from outrider_router.api.http.usage import added_up, metrics, total_usage
+from outrider_router.api.http.usage import metrics_body, sum_stats, total_usage_body
 
-quote = json.JSONEncoder(ensure_ascii=False).encode
+json_quote = json.JSONEncoder(ensure_ascii=False).encode
 """A text as JSON."""
 _REASONS = {FinishReason.LENGTH: "length"}
 
 
 @dataclass(slots=True, kw_only=True)
-class Choice:
+class ChoiceState:
     """One answer as far as it has come."""
 
     index: int
@@ -39,7 +39,7 @@ class Choice:
     """What its text begins with, where the prompt is to be told again."""
     prompt_ids: Sequence[int] = ()
     """Where they are to be told."""
-    begun: bool = False
+    has_started: bool = False
     """Whether a chunk of it was sent."""
     tokens: int = 0
     """Token ids so far."""
@@ -47,7 +47,7 @@ class Choice:
     """Where its tokens stand in its text, once that was asked for."""
 
 
-class Form(ABC):
+class ResponseWriter(ABC):
     """How an answer is written down."""
 
     prefix = ""
@@ -61,7 +61,7 @@ class Form(ABC):
         model: str,
         created: int,
         n: int,
-        texts: TokenTexts,
+        texts: TokenTextTable,
         stop_token_ids: Collection[int] = (),
         with_logprobs: bool = False,
         with_ids: bool = False,
@@ -79,18 +79,18 @@ class Form(ABC):
         self._with_ids = with_ids
         self._no_usage = ', "usage": null}\n\n' if with_usage else "}\n\n"
         told = {**self._common, "object": self.chunk_object}
-        self._head = f'data: {quote(told)[:-1]}, "choices": ['
+        self._head = f'data: {json_quote(told)[:-1]}, "choices": ['
 
     @property
-    def only_text(self) -> bool:
+    def is_text_only(self) -> bool:
         """Whether nothing but its text is told of a token."""
         return not self._with_logprobs and not self._with_ids
 
     # ---- chunks --------------------------------------------------------------------------------
 
-    def delta(
+    def write_delta(
         self,
-        choice: Choice,
+        choice: ChoiceState,
         text: str,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
@@ -99,46 +99,46 @@ class Form(ABC):
         """A chunk with newly emitted text; before the first one what precedes it."""
         told = "null"
         if self._with_logprobs:
-            told = quote(self._logprobs(choice, token_ids, logprobs))
-        opening, first = "", not choice.begun
+            told = json_quote(self._logprobs(choice, token_ids, logprobs))
+        opening, first = "", not choice.has_started
         if first:
-            choice.begun = True
+            choice.has_started = True
             opening, text = self._opening(choice, usage), choice.echo + text
-        body = self._delta(choice.index, quote(text), told)
+        body = self._delta(choice.index, json_quote(text), told)
         if self._with_ids:
             body = f"{body[:-1]}, {self._ids(choice, token_ids, first=first)}}}"
         return f"{opening}{self._head}{body}]{self._tail(usage)}"
 
-    def end(self, choice: Choice, usage: dict[str, object] | None) -> str:
+    def write_end(self, choice: ChoiceState, usage: dict[str, object] | None) -> str:
         """The last chunk of a choice."""
         assert choice.finish is not None, "it has ended"
         opening = ""
-        if not choice.begun:
+        if not choice.has_started:
             if choice.echo or self._with_ids:
-                opening = self.delta(choice, "", (), (), usage)
+                opening = self.write_delta(choice, "", (), (), usage)
             else:
                 opening = self._opening(choice, usage)
-        reason = quote(self._reason(choice.finish))
-        stop_reason = quote(self._stop_reason(choice.finish))
+        reason = json_quote(self._reason(choice.finish))
+        stop_reason = json_quote(self._stop_reason(choice.finish))
         body = self._end(choice.index, reason, stop_reason)
         return f"{opening}{self._head}{body}]{self._tail(usage)}"
 
-    def total(self, choices: Sequence[Choice]) -> str:
+    def write_usage(self, choices: Sequence[ChoiceState]) -> str:
         """The chunk without a choice that tells what was used."""
         finishes = _finishes(choices)
-        told = quote(total_usage(finishes, self._n))
-        speculation = quote(metrics(added_up([finish.stats for finish in finishes])))
+        told = json_quote(total_usage_body(finishes, self._n))
+        speculation = json_quote(metrics_body(sum_stats([finish.stats for finish in finishes])))
         return f'{self._head}], "usage": {told}, "metrics": {speculation}}}\n\n'
 
     def _tail(self, usage: dict[str, object] | None) -> str:
-        return self._no_usage if usage is None else f', "usage": {quote(usage)}}}\n\n'
+        return self._no_usage if usage is None else f', "usage": {json_quote(usage)}}}\n\n'
 
-    def _opening(self, choice: Choice, usage: dict[str, object] | None) -> str:
+    def _opening(self, choice: ChoiceState, usage: dict[str, object] | None) -> str:
         return ""
 
-    def _ids(self, choice: Choice, token_ids: Sequence[int], *, first: bool) -> str:
+    def _ids(self, choice: ChoiceState, token_ids: Sequence[int], *, first: bool) -> str:
         """Members of a choice with new text that tell ids."""
-        return f'"token_ids": {quote(list(token_ids))}'
+        return f'"token_ids": {json_quote(list(token_ids))}'
 
     @abstractmethod
     def _delta(self, index: int, text: str, logprobs: str) -> str:
@@ -150,7 +150,7 @@ class Form(ABC):
 
     # ---- whole ---------------------------------------------------------------------------------
 
-    def whole(self, choices: Sequence[Choice]) -> str:
+    def write_whole(self, choices: Sequence[ChoiceState]) -> str:
         """The answer at once."""
         finishes = _finishes(choices)
         told = {
@@ -158,12 +158,12 @@ class Form(ABC):
             "object": self.whole_object,
             "choices": [self._choice(choice) for choice in choices],
             **(self._prompt(choices) if self._with_ids else {}),
-            "usage": total_usage(finishes, self._n),
-            "metrics": metrics(added_up([finish.stats for finish in finishes])),
+            "usage": total_usage_body(finishes, self._n),
+            "metrics": metrics_body(sum_stats([finish.stats for finish in finishes])),
         }
-        return quote(told)
+        return json_quote(told)
 
-    def _choice(self, choice: Choice) -> dict[str, object]:
+    def _choice(self, choice: ChoiceState) -> dict[str, object]:
         assert choice.finish is not None, "it has ended"
         logprobs = None
         if self._with_logprobs:
@@ -177,11 +177,11 @@ class Form(ABC):
             **(self._whole_ids(choice) if self._with_ids else {}),
         }
 
-    def _prompt(self, choices: Sequence[Choice]) -> dict[str, object]:
+    def _prompt(self, choices: Sequence[ChoiceState]) -> dict[str, object]:
         """Members of an answer that tell ids of its prompt."""
         return {}
 
-    def _whole_ids(self, choice: Choice) -> dict[str, object]:
+    def _whole_ids(self, choice: ChoiceState) -> dict[str, object]:
         """Members of a choice that tell ids."""
         return {"token_ids": choice.token_ids}
 
@@ -191,7 +191,7 @@ class Form(ABC):
 
     @abstractmethod
     def _logprobs(
-        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self, choice: ChoiceState, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, object]:
         """Logprobs of the next tokens of a choice."""
 
@@ -207,11 +207,11 @@ class Form(ABC):
         return finish.stop_token_id if finish.stop_token_id in self._stop_token_ids else None
 
 
-def _finishes(choices: Sequence[Choice]) -> list[FinishInfo]:
+def _finishes(choices: Sequence[ChoiceState]) -> list[FinishInfo]:
     return [choice.finish for choice in choices if choice.finish is not None]
 
 
-class CompletionForm(Form):
+class CompletionWriter(ResponseWriter):
     """POST /v1/completions."""
 
     prefix = "cmpl"
@@ -228,40 +228,44 @@ class CompletionForm(Form):
             f'"stop_reason": {stop_reason}}}'
         )
 
-    def _ids(self, choice: Choice, token_ids: Sequence[int], *, first: bool) -> str:
+    def _ids(self, choice: ChoiceState, token_ids: Sequence[int], *, first: bool) -> str:
         told = super()._ids(choice, token_ids, first=first)
-        return f'{told}, "prompt_token_ids": {quote(list(choice.prompt_ids))}' if first else told
+        return (
+            f'{told}, "prompt_token_ids": {json_quote(list(choice.prompt_ids))}' if first else told
+        )
 
-    def _whole_ids(self, choice: Choice) -> dict[str, object]:
+    def _whole_ids(self, choice: ChoiceState) -> dict[str, object]:
         return {**super()._whole_ids(choice), "prompt_token_ids": list(choice.prompt_ids)}
 
     def _content(self, text: str) -> dict[str, object]:
         return {"text": text}
 
     def _logprobs(
-        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self, choice: ChoiceState, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, object]:
         if choice.offsets is None:
             choice.offsets = self._texts.offsets()
         return completion_logprobs(token_ids, logprobs, self._texts, choice.offsets)
 
 
-class ChatForm(Form):
+class ChatWriter(ResponseWriter):
     """POST /v1/chat/completions."""
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def _opening(self, choice: Choice, usage: dict[str, object] | None) -> str:
+    def _opening(self, choice: ChoiceState, usage: dict[str, object] | None) -> str:
         delta = '{"role": "assistant", "content": ""}'
-        ids = f', "prompt_token_ids": {quote(list(choice.prompt_ids))}' if self._with_ids else ""
+        ids = (
+            f', "prompt_token_ids": {json_quote(list(choice.prompt_ids))}' if self._with_ids else ""
+        )
         return (
             f'{self._head}{{"index": {choice.index}, "delta": {delta}, "logprobs": null, '
             f'"finish_reason": null}}]{ids}{self._tail(usage)}'
         )
 
-    def _prompt(self, choices: Sequence[Choice]) -> dict[str, object]:
+    def _prompt(self, choices: Sequence[ChoiceState]) -> dict[str, object]:
         return {"prompt_token_ids": list(choices[0].prompt_ids)}
 
     def _delta(self, index: int, text: str, logprobs: str) -> str:
@@ -280,6 +284,6 @@ class ChatForm(Form):
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs(
-        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self, choice: ChoiceState, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> dict[str, object]:
         return chat_logprobs(token_ids, logprobs, self._texts)

@@ -13,26 +13,32 @@ import uvicorn
 
 from outrider.errors import FailedPreconditionError
 from outrider.transport.tls import TlsConfig, TlsFiles, uvicorn_tls
-from outrider_router.api.http.acceptor import Accepted, Acceptor
+from outrider_router.api.http.acceptor import AcceptedConnection, Acceptor
 from outrider_router.api.http.app import make_app
-from outrider_router.api.http.connection_slots import CONNECTIONS_EXHAUSTED, Places, max_connections
-from outrider_router.api.http.connections import Connection, connections_of
+from outrider_router.api.http.connection_slots import (
+    CONNECTIONS_EXHAUSTED,
+    ConnectionSlots,
+    max_connections,
+)
+from outrider_router.api.http.connections import HttpConnection, make_connection_class
 from outrider_router.api.http.middleware import asks_for_open_path
 from outrider_router.requests.service import RouterService
 
 BACKLOG = 2048
-GRACE_S = 2
+STOP_GRACE_S = 2
 """Time that connections get to end when the server stops; requests have ended before."""
-RENEW_S = 10.0
+CERTIFICATE_CHECK_S = 10.0
 """Time between two looks whether the certificate has changed."""
 _LOOK_S = 0.005
 _MAX_PORT = 65535
 
 
-class _Server(uvicorn.Server):
+class _HttpUvicornServer(uvicorn.Server):
     """Signals are the router's business, and connections have a place before uvicorn sees them."""
 
-    def __init__(self, config: uvicorn.Config, *, kind: type[Connection], places: Places) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, kind: type[HttpConnection], places: ConnectionSlots
+    ) -> None:
         super().__init__(config)
         self._kind, self._places = kind, places
 
@@ -53,7 +59,7 @@ class _Server(uvicorn.Server):
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True
 
-    def _serve_connection(self, accepted: Accepted) -> Connection:
+    def _serve_connection(self, accepted: AcceptedConnection) -> HttpConnection:
         connection = self._kind(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
@@ -72,7 +78,7 @@ class HttpServer:
         """address: host:port; port 0 takes a free one."""
         self._address = address
         self._service = service
-        self._server: _Server | None = None
+        self._server: _HttpUvicornServer | None = None
         self._task: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
 
@@ -80,16 +86,16 @@ class HttpServer:
         """Bind and serve; the address. FailedPreconditionError if it cannot be bound, or its
         certificate is no good."""
         config = self._service.config
-        listener = bind(
+        listener = bind_socket(
             self._address,
-            slow_reader_s=config.overload.slow_reader_s,
-            shared=config.share_ports,
+            slow_reader_timeout_s=config.overload.slow_reader_timeout_s,
+            shared=config.reuse_ports,
         )
         host, port = listener.getsockname()[:2]
         tls = config.client_tls
         options = config.http_options
-        kind = connections_of(options)
-        server = _Server(
+        kind = make_connection_class(options)
+        server = _HttpUvicornServer(
             uvicorn.Config(
                 make_app(self._service),
                 log_config=None,
@@ -98,7 +104,7 @@ class HttpServer:
                 server_header=False,
                 lifespan="off",
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=GRACE_S,
+                timeout_graceful_shutdown=STOP_GRACE_S,
                 http=kind,
                 # Whoever changes to another protocol would leave its place taken.
                 ws="none",
@@ -106,7 +112,7 @@ class HttpServer:
                 **uvicorn_tls(tls),
             ),
             kind=kind,
-            places=self._places(),
+            places=self._make_slots(),
         )
         self._server = server
         self._task = asyncio.create_task(server.serve([listener]), name="http")
@@ -118,10 +124,10 @@ class HttpServer:
             self._renewing = asyncio.create_task(_renew(server.config.ssl, tls), name="renew")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def _places(self) -> Places:
+    def _make_slots(self) -> ConnectionSlots:
         refusals = self._service.metrics.refusals
         most = max_connections(self._service.config.http_options.max_connections)
-        return Places(most, refusals.labels(CONNECTIONS_EXHAUSTED).inc)
+        return ConnectionSlots(most, refusals.labels(CONNECTIONS_EXHAUSTED).inc)
 
     async def stop(self) -> None:
         """Close every connection; idempotent. The router's requests are ended before."""
@@ -137,10 +143,10 @@ class HttpServer:
 async def _renew(context: ssl.SSLContext, tls: TlsConfig) -> None:
     """Have new connections see a certificate that was replaced."""
     files = TlsFiles(tls)
-    told = files.current()
+    told = files.current_material()
     while True:
-        await asyncio.sleep(RENEW_S)
-        found = files.current()
+        await asyncio.sleep(CERTIFICATE_CHECK_S)
+        found = files.current_material()
         if found is not told and tls.cert is not None:
             # It was good when it was read; one that has changed since is read at the next look.
             with contextlib.suppress(OSError):
@@ -148,7 +154,9 @@ async def _renew(context: ssl.SSLContext, tls: TlsConfig) -> None:
                 told = found
 
 
-def bind(address: str, *, slow_reader_s: float, shared: bool = False) -> socket.socket:
+def bind_socket(
+    address: str, *, slow_reader_timeout_s: float, shared: bool = False
+) -> socket.socket:
     """A listening socket for host:port; `shared`: others may have one, too. Raises
     FailedPreconditionError.
 
@@ -173,8 +181,8 @@ def bind(address: str, *, slow_reader_s: float, shared: bool = False) -> socket.
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            patience_ms = max(1, round(slow_reader_s * 1000))
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
+            timeout_ms = max(1, round(slow_reader_timeout_s * 1000))
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         listener.bind(where)
         listener.listen(BACKLOG)
     except OSError as error:

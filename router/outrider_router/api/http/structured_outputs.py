@@ -14,30 +14,31 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from outrider.errors import InvalidRequestError
 from outrider.spec.structured_output import MAX_STRUCTURE_BYTES, StructuredKind, StructuredOutput
 from outrider_router.api.http.unsupported_fields import STRUCTURE, refuse_unsupported
-from outrider_router.api.http.validation_errors import TAG
+from outrider_router.api.http.validation_errors import UNION_TAG
 
-Words = Annotated[str, Len(1, MAX_STRUCTURE_BYTES)]
+NonEmptyText = Annotated[str, Len(1, MAX_STRUCTURE_BYTES)]
 
 
 def _schema_kind(value: object) -> str:
-    return f"{TAG}text" if isinstance(value, str) else f"{TAG}object"
+    return f"{UNION_TAG}text" if isinstance(value, str) else f"{UNION_TAG}object"
 
 
 Schema = Annotated[
-    Annotated[dict[str, Any], Tag(f"{TAG}object")] | Annotated[Words, Tag(f"{TAG}text")],
+    Annotated[dict[str, Any], Tag(f"{UNION_TAG}object")]
+    | Annotated[NonEmptyText, Tag(f"{UNION_TAG}text")],
     Discriminator(_schema_kind),
 ]
 """A JSON schema, as an object or as its text."""
-Choices = Annotated[list[Words], Field(min_length=1, max_length=1024, fail_fast=True)]
+Choices = Annotated[list[NonEmptyText], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Base of everything that clients send."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     """OpenAI's way to name a schema."""
 
     name: str | None = None
@@ -46,35 +47,35 @@ class JsonSchema(Strict):
     strict: bool | None = Field(default=None, description="It is always kept to the letter.")
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(StrictModel):
     """vLLM's `structured_outputs`; exactly one of them."""
 
     json_: Schema | None = Field(default=None, alias="json")
     json_object: bool | None = None
-    regex: Words | None = None
+    regex: NonEmptyText | None = None
     choice: Choices | None = None
-    grammar: Words | None = Field(default=None, description="In Lark's syntax.")
+    grammar: NonEmptyText | None = Field(default=None, description="In Lark's syntax.")
 
 
-class StructureFields(Strict):
+class StructuredOutputFields(StrictModel):
     """The fields of a request that say which form its answer is to have; at most one of them."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = Field(default=None, description="structured_outputs.json")
-    guided_regex: Words | None = None
+    guided_regex: NonEmptyText | None = None
     guided_choice: Choices | None = None
-    guided_grammar: Words | None = None
+    guided_grammar: NonEmptyText | None = None
 
 
-def structure_of(body: StructureFields) -> StructuredOutput | None:
+def structured_output_of(body: StructuredOutputFields) -> StructuredOutput | None:
     """The form that is asked for. Raises InvalidRequestError for more than one, or half a one."""
     said = _of(
         "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
@@ -140,9 +141,9 @@ def _invalid(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, reason="INVALID_STRUCTURE", param="structured_outputs")
 
 
-def structure_field(body: StructureFields) -> str:
+def structure_field(body: StructuredOutputFields) -> str:
     """The field by which a body says which form its answer is to have, the first one of several."""
     return next(
-        (name for name in StructureFields.model_fields if getattr(body, name) is not None),
+        (name for name in StructuredOutputFields.model_fields if getattr(body, name) is not None),
         "structured_outputs",
     )

@@ -11,7 +11,7 @@ from typing import Final
 
 from outrider.errors import InvalidRequestError
 
-Fields = Mapping[str, tuple[object, ...]]
+UnsupportedFields = Mapping[str, tuple[object, ...]]
 """By field: values beside null that ask for nothing."""
 
 _BOTH: Final[dict[str, tuple[object, ...]]] = {
@@ -45,13 +45,13 @@ _BOTH: Final[dict[str, tuple[object, ...]]] = {
     "logprob_token_ids": ([],),
     "prompt_logprobs": (),
 }
-COMPLETION: Final[Fields] = {
+COMPLETION: Final[UnsupportedFields] = {
     **_BOTH,
     "add_special_tokens": (True,),
     "best_of": (1,),
     "suffix": ("",),
 }
-CHAT: Final[Fields] = {
+CHAT: Final[UnsupportedFields] = {
     **_BOTH,
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -62,14 +62,14 @@ CHAT: Final[Fields] = {
     "documents": ([],),
     "echo": (False,),
 }
-TOKENIZED_CHAT: Final[Fields] = {
+TOKENIZED_CHAT: Final[UnsupportedFields] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
     "tools": ([],),
 }
 """Of a conversation that is to be tokenized: these would change its tokens."""
-MESSAGE: Final[Fields] = {
+MESSAGE: Final[UnsupportedFields] = {
     "audio": (),
     "function_call": (),
     "function_calls": ([],),
@@ -80,7 +80,7 @@ MESSAGE: Final[Fields] = {
     "tool_calls": ([],),
 }
 """Of a turn of a conversation."""
-STRUCTURE: Final[Fields] = {
+STRUCTURE: Final[UnsupportedFields] = {
     "disable_additional_properties": (False,),
     "disable_any_whitespace": (False,),
     "structural_tag": (),
@@ -96,7 +96,9 @@ class UnsupportedFieldError(InvalidRequestError):
         super().__init__(message, reason="UNSUPPORTED", param=param)
 
 
-def refuse_unsupported(extra: Mapping[str, object] | None, fields: Fields, where: str = "") -> None:
+def refuse_unsupported(
+    extra: Mapping[str, object] | None, fields: UnsupportedFields, where: str = ""
+) -> None:
     """Raise UnsupportedFieldError for one of `fields` that would change the answer; `where` stands
     before its name."""
     for name, value in (extra or {}).items():

@@ -9,7 +9,7 @@ from outrider.wire.inference import FinishInfo
 from outrider.wire.stats import SpecStats
 
 
-def usage(
+def usage_body(
     prompt_tokens: int, completion_tokens: int, stats: SpecStats | None = None
 ) -> dict[str, object]:
     """OpenAI's `usage`; draft tokens are told as the predicted ones, once `stats` are known."""
@@ -26,16 +26,16 @@ def usage(
     return told
 
 
-def total_usage(finishes: Sequence[FinishInfo], n: int) -> dict[str, object]:
+def total_usage_body(finishes: Sequence[FinishInfo], n: int) -> dict[str, object]:
     """Of all choices; a prompt of `n` of them, which stand side by side, counts once."""
-    return usage(
+    return usage_body(
         sum(finish.usage.prompt_tokens for finish in finishes[::n]),
         sum(finish.usage.completion_tokens for finish in finishes),
-        added_up([finish.stats for finish in finishes]),
+        sum_stats([finish.stats for finish in finishes]),
     )
 
 
-def added_up(stats: Sequence[SpecStats]) -> SpecStats:
+def sum_stats(stats: Sequence[SpecStats]) -> SpecStats:
     """The counters of several sessions."""
     depths = zip_longest(*(each.accepted_per_depth for each in stats), fillvalue=0)
     return SpecStats(
@@ -50,7 +50,7 @@ def added_up(stats: Sequence[SpecStats]) -> SpecStats:
     )
 
 
-def metrics(stats: SpecStats) -> dict[str, object]:
+def metrics_body(stats: SpecStats) -> dict[str, object]:
     """The object `metrics`: vLLM's names where the meaning is vLLM's, then Outrider's own.
 
     `num_spec_steps` are the rounds that had a proposal; `mean_acceptance_length` counts the token

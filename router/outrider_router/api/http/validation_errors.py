@@ -15,7 +15,7 @@ from outrider_router.api.http.unsupported_fields import (
     refuse_unsupported,
 )
 
-TAG: Final = "~"
+UNION_TAG: Final = "~"
 """Begins the names of a union's members in `request_models`, which no client is to see."""
 _MAX_TOLD: Final = 3
 """Mistakes of a body that one answer tells."""
@@ -62,7 +62,7 @@ _TOOL_ROLES: Final = frozenset({"tool", "function"})
 Mistake = Mapping[str, Any]
 
 
-def describe_body(mistakes: Sequence[Mistake], body: object) -> InvalidRequestError:
+def describe_validation_errors(mistakes: Sequence[Mistake], body: object) -> InvalidRequestError:
     """The error of a body with these mistakes; its `param` is "" where no field is to blame."""
     unsupported = _unsupported_turn(mistakes, body)
     if unsupported is not None:
@@ -128,7 +128,7 @@ def _path(mistake: Mistake) -> str:
     for part in mistake["loc"][1:]:
         if isinstance(part, int):
             parts.append(f"[{part}]")
-        elif part != "[key]" and not part.startswith(TAG):
+        elif part != "[key]" and not part.startswith(UNION_TAG):
             parts.append(f".{part}" if parts else part)
     return "".join(parts)[:MAX_MESSAGE_CHARS]
 
@@ -140,7 +140,7 @@ def _message(mistake: Mistake) -> str:
     if last == "[key]":
         return f"{path.rpartition('.')[0]} must have token ids as keys, got {_quoted(mistake)}"
     field = re.split(r"[.\[]", path)[-1]
-    if kind in _TYPES and isinstance(last, str) and last.startswith(TAG) and field in _UNIONS:
+    if kind in _TYPES and isinstance(last, str) and last.startswith(UNION_TAG) and field in _UNIONS:
         rule = f"must be {_UNIONS[field]}"
     elif kind in _RULES:
         rule = _ONE.sub(_singular, _RULES[kind].format_map(mistake.get("ctx") or {}))

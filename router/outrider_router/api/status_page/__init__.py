@@ -7,6 +7,6 @@ Parts:
 """
 
 from outrider_router.api.status_page.routes import status_router
-from outrider_router.api.status_page.snapshot import snapshot
+from outrider_router.api.status_page.snapshot import make_snapshot
 
-__all__ = ["snapshot", "status_router"]
+__all__ = ["make_snapshot", "status_router"]

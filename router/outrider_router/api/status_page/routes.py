@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from fastapi.params import Depends
 from fastapi.responses import JSONResponse, Response
 
-from outrider_router.api.status_page.snapshot import snapshot
+from outrider_router.api.status_page.snapshot import make_snapshot
 from outrider_router.requests.service import RouterService
 
 _KINDS = {
@@ -57,6 +57,6 @@ def status_router(service: RouterService, guards: Sequence[Depends] = ()) -> API
 
     @router.get("/status.json", dependencies=guards)
     async def state() -> Response:
-        return JSONResponse(snapshot(service), headers={"Cache-Control": "no-store"})
+        return JSONResponse(make_snapshot(service), headers={"Cache-Control": "no-store"})
 
     return router

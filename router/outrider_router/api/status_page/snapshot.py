@@ -15,18 +15,18 @@ from outrider_router.requests.service import RouterService
 _NO_ERRORS = {*(reason.value for reason in FinishReason), CancelledRequestError.code}
 
 
-def snapshot(service: RouterService) -> dict[str, Any]:
+def make_snapshot(service: RouterService) -> dict[str, Any]:
     """Everything that the page shows, as JSON takes it.
 
     Times are in the unit that their names end with; `*_total` are sums since the router's start,
     but those of a verifier since its own.
     """
-    info = server_status.server_info(service)
+    info = server_status.make_server_info(service)
     infos = {p.address: p.info for p in list(service.registry.verifiers.values())}
     return {
         "version": info.version,
         "time_s": time.time(),
-        "models": [model.name for model in server_status.models(service)],
+        "models": [model.name for model in server_status.make_model_list(service)],
         "queued": info.queued,
         "queue_bound": info.queue_bound,
         "running": info.running,
@@ -83,7 +83,7 @@ def _verifier(summary: VerifierSummary, info: VerifierInfo | None) -> dict[str, 
         "kv_free_blocks": summary.kv_free_blocks,
         "preemptions_total": summary.preemptions_swap + summary.preemptions_recompute,
         "planner": summary.planner,
-        "own_methods": [method.value for method in summary.own_methods],
+        "own_methods": [method.value for method in summary.in_process_methods],
         "simulated_acceptance": summary.simulated_acceptance,
         "round_ms": info.round_ms_p50 if info is not None else 0.0,
         "forward_ms": info.forward_ms_p50 if info is not None else 0.0,

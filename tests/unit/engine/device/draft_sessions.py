@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.proposers.eagle_batch import HeadBatch, RealRows
-from outrider_drafter.proposers.eagle_kv import HeadKV, HeadKVBudget
-from outrider_drafter.proposers.growth_driver import Job, grow
-from outrider_drafter.proposers.tree_growth import Draft, Growth
+from outrider_drafter.proposers.eagle_batch import CatchUpRows, EagleBatch
+from outrider_drafter.proposers.eagle_kv import EagleKV, EagleKVBudget
+from outrider_drafter.proposers.growth_driver import GrowthJob, grow_trees
+from outrider_drafter.proposers.tree_growth import ProposedDraft, TreeGrowth
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows
 from outrider.engine.device.drafting.eagle_forward import HeadForward
 from outrider.engine.device.drafting.eagle_weights import HeadWeights
-from outrider.engine.device.drafting.look_ahead_program import AheadProgram
+from outrider.engine.device.drafting.look_ahead_program import LookAheadProgram
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.engine.kernels.drafts.tree_rank import TreeDraft
@@ -81,7 +81,7 @@ class Sessions:
     scratch: int = 0
     """Blocks of no session, after the padding block."""
     forward: HeadForward = field(init=False)
-    program: AheadProgram = field(init=False)
+    program: LookAheadProgram = field(init=False)
     state: SamplingState = field(init=False)
     storage: Tensor = field(init=False)
     tables: Tensor = field(init=False)
@@ -103,7 +103,7 @@ class Sessions:
             block_tokens=BLOCK,
             max_len=BLOCKS * BLOCK,
         )
-        self.program = AheadProgram(self.forward)
+        self.program = LookAheadProgram(self.forward)
         keys = [stream_key_row(p) for p in (*self.sampling, SamplingParams())]
         self.state = SamplingState(
             stream_keys=torch.from_numpy(np.stack(keys)).to(self.device),
@@ -143,12 +143,14 @@ class Sessions:
         pool = self.tables[session, index // BLOCK].long() * BLOCK + index % BLOCK
         return self.storage[:, 0, :, pool]
 
-    def on_host(self, lengths: Sequence[int], growths: Sequence[Growth]) -> dict[int, Draft]:
+    def on_host(
+        self, lengths: Sequence[int], growths: Sequence[TreeGrowth]
+    ) -> dict[int, ProposedDraft]:
         """The host's drafts, from scratch: session b has `lengths[b]` real rows."""
         config, real = self.head.config, []
         for b, length in enumerate(lengths):
-            kv = HeadKV(
-                HeadKVBudget(1000),
+            kv = EagleKV(
+                EagleKVBudget(1000),
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 dtype=torch.float32,
@@ -156,11 +158,11 @@ class Sessions:
             )
             kv.reserve(200, ceiling=200)
             ids = torch.from_numpy(self.tokens[b, 1 : length + 1])
-            real.append(RealRows(kv=kv, token_ids=ids, features=self.features[b, :length]))
+            real.append(CatchUpRows(kv=kv, token_ids=ids, features=self.features[b, :length]))
         jobs = [
-            Job(slot=b, growth=growth, sampling=p, prefix_len=length + 1, history=None)
+            GrowthJob(slot=b, growth=growth, sampling=p, prefix_len=length + 1, history=None)
             for b, (growth, p, length) in enumerate(
                 zip(growths, self.sampling, lengths, strict=True)
             )
         ]
-        return dict(grow(HeadBatch(self.head, real), jobs))
+        return dict(grow_trees(EagleBatch(self.head, real), jobs))

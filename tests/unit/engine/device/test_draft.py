@@ -43,7 +43,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> DraftHead:
 def test_chains_are_the_hosts_round_after_round(head: DraftHead) -> None:
     sessions = Sessions(head, MIXED)
     for starts, counts in ROUNDS:
-        chain = sessions.program.chain(
+        chain = sessions.program.draft_chain(
             sessions.rows(starts, counts, 9), state=sessions.state, length=5
         )
         host = sessions.on_host(total(starts, counts), [ChainGrowth(5) for _ in MIXED])
@@ -59,7 +59,7 @@ def test_pruning_dead_rows_changes_no_draft(head: DraftHead, width: int) -> None
     pruned, whole = Sessions(head, MIXED), Sessions(head, MIXED)
     for starts, counts in ROUNDS:
         drafts = [
-            s.program.chain(
+            s.program.draft_chain(
                 s.rows(starts, counts, width), state=s.state, length=4, prune=s is pruned
             ).tokens[:-1]
             for s in (pruned, whole)
@@ -76,9 +76,9 @@ def test_pruning_dead_rows_changes_no_draft(head: DraftHead, width: int) -> None
 def test_stable_rows_equal_a_recomputation_and_nothing_else_is_touched(head: DraftHead) -> None:
     grown, fresh = Sessions(head, MIXED), Sessions(head, MIXED)
     for starts, counts in ROUNDS:
-        grown.program.chain(grown.rows(starts, counts, 9), state=grown.state, length=5)
+        grown.program.draft_chain(grown.rows(starts, counts, 9), state=grown.state, length=5)
     lengths = total(*ROUNDS[-1])
-    fresh.forward.write(fresh.rows([0, 0, 0], lengths, max(lengths)))
+    fresh.forward.write_rows(fresh.rows([0, 0, 0], lengths, max(lengths)))
     for b, length in enumerate(lengths):
         torch.testing.assert_close(grown.kept(b, length), fresh.kept(b, length))
         assert fresh.kept(b, BLOCKS * BLOCK)[:, :, length:].eq(0).all(), "a dead row was written"
@@ -92,11 +92,13 @@ def test_laws_are_the_softmax_that_rejection_sessions_draw_from(head: DraftHead)
     sampling = [SamplingParams(temperature=0.8, rule=Rule.REJECTION, seed=i) for i in range(3)]
     sessions = Sessions(head, sampling)
     rows = sessions.rows([0, 0, 0], [4, 6, 3], 6)
-    laws = torch.zeros(len(sampling) + 1, 4, len(sessions.forward.vocabulary.target_ids))
-    chain = sessions.program.chain(rows, state=sessions.state, length=3, own_laws=laws)
-    assert laws[-1].eq(0).all(), "padding has no law"
-    assert laws[:, 3].eq(0).all()
-    probs = laws[rows.slots.long(), :3]
+    distributions = torch.zeros(len(sampling) + 1, 4, len(sessions.forward.vocabulary.target_ids))
+    chain = sessions.program.draft_chain(
+        rows, state=sessions.state, length=3, draft_distributions=distributions
+    )
+    assert distributions[-1].eq(0).all(), "padding has no law"
+    assert distributions[:, 3].eq(0).all()
+    probs = distributions[rows.slots.long(), :3]
     x = sessions.program.catch_up(rows)
     expected = (sessions.forward.logits(x) / 0.8).softmax(-1)
     torch.testing.assert_close(probs[:-1, 0], expected[:-1])
@@ -113,7 +115,7 @@ def test_laws_are_the_softmax_that_rejection_sessions_draw_from(head: DraftHead)
 def test_trees_are_the_hosts(head: DraftHead, nodes: int, top_k: int, depth: int) -> None:
     sessions = Sessions(head, DETERMINISTIC)
     for starts, counts in ROUNDS[:2]:
-        draft = sessions.program.tree(
+        draft = sessions.program.draft_tree(
             sessions.rows(starts, counts, 9),
             state=sessions.state,
             num_nodes=nodes,
@@ -138,7 +140,7 @@ def test_every_kind_of_eagle3_head_drafts_as_on_the_host(tmp_path: Path, name: s
     head = plain_head(tmp_path)
     assert getattr(head.config, name)
     sessions = Sessions(head, MIXED)
-    chain = sessions.program.chain(
+    chain = sessions.program.draft_chain(
         sessions.rows([0, 0, 0], [5, 9, 2], 9), state=sessions.state, length=4
     )
     host = sessions.on_host([5, 9, 2], [ChainGrowth(4) for _ in MIXED])
@@ -151,11 +153,11 @@ def test_features_of_nan_leave_the_other_sessions_alone(head: DraftHead) -> None
         clean, spoilt = Sessions(head, MIXED), Sessions(head, MIXED)
         spoilt.features[0] = torch.nan
         chains = [
-            s.program.chain(s.rows(*ROUNDS[0], 9), state=s.state, length=4).tokens
+            s.program.draft_chain(s.rows(*ROUNDS[0], 9), state=s.state, length=4).tokens
             for s in (clean, spoilt)
         ]
         assert chains[0][1:3].tolist() == chains[1][1:3].tolist()
-        trees = spoilt.program.tree(
+        trees = spoilt.program.draft_tree(
             spoilt.rows(*ROUNDS[0], 9), state=spoilt.state, num_nodes=8, top_k=3, depth=3
         )
     assert set(trees.parents[0].tolist()) == {PADDING_NODE}, "nothing is proposed from NaN"
@@ -189,7 +191,7 @@ def test_a_bias_of_either_projection_is_kept(tmp_path: Path, biased: tuple[int, 
     bias = sessions.forward.weights.qkv_bias
     again = HeadWeights.from_head(head).qkv_bias
     assert bias is not None and again is not None and bias.data_ptr() == again.data_ptr()
-    chain = sessions.program.chain(
+    chain = sessions.program.draft_chain(
         sessions.rows([0, 0, 0], [5, 9, 2], 9), state=sessions.state, length=4
     )
     fresh = plain_head(tmp_path)

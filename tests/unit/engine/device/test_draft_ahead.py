@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.device.drafting.draft_forward import GivenNodes, NewRows
-from outrider.engine.device.drafting.look_ahead_program import BranchRows
+from outrider.engine.device.drafting.draft_forward import NewRows, ProposalNodes
+from outrider.engine.device.drafting.look_ahead_program import OutcomeRows
 from outrider.engine.heads import DraftHead
 from tests.factories import make_eagle3_head
 from tests.unit.engine.device.draft_sessions import (
@@ -47,21 +47,21 @@ def scratch(s: Sessions) -> Tensor:
     return torch.cat((own, torch.full((BRANCHES, 1), first - 1, dtype=torch.int32)), dim=1)
 
 
-def given(tokens: Sequence[int], batch: int) -> GivenNodes:
+def given(tokens: Sequence[int], batch: int) -> ProposalNodes:
     """The same chain for every session."""
     rows = torch.tensor([tokens, range(-1, len(tokens) - 1)], dtype=torch.int32)
     chains = rows[:, None].expand(-1, batch, -1).contiguous()
-    return GivenNodes(chains[0], chains[1], are_chains=True)
+    return ProposalNodes(chains[0], chains[1], are_chains=True)
 
 
 def score(s: Sessions, tokens: Sequence[int], *, count: int = 6) -> Tensor:
     """The places' features [B, P, H], after all real rows were taken in."""
     rows = s.rows([0] * len(LENGTHS), LENGTHS, 16)
     nodes = given(tokens, rows.slots.shape[0])
-    return s.program.score(rows, nodes, state=s.state, count=count, sweeps=EXACT).features
+    return s.program.score_proposals(rows, nodes, state=s.state, count=count, sweeps=EXACT).features
 
 
-def branch_rows(paths: Sequence[Sequence[int]], places: int) -> BranchRows:
+def branch_rows(paths: Sequence[Sequence[int]], places: int) -> OutcomeRows:
     """A branch of each session, after the first of its places."""
     width = 4
     tokens = torch.full((BRANCHES, width), -1, dtype=torch.int32)
@@ -69,7 +69,7 @@ def branch_rows(paths: Sequence[Sequence[int]], places: int) -> BranchRows:
     for b, path in enumerate(paths):
         tokens[b, : len(path)] = torch.tensor(path, dtype=torch.int32)
         sources[b] = b * places + torch.arange(width).clamp(max=len(path) - 1)
-    return BranchRows(
+    return OutcomeRows(
         owners=torch.arange(BRANCHES, dtype=torch.int32),
         counts=torch.tensor([len(path) for path in paths], dtype=torch.int32),
         starts=torch.tensor(LENGTHS, dtype=torch.int32),
@@ -94,9 +94,9 @@ def test_a_branch_is_drafted_like_a_session_that_came_there(head: DraftHead, kin
     tokens, paths = [40, 41, 42], [[40, 41, 90], [77], [40, 41, 42, 91]]
     ahead, there = sessions(head), sessions(head)
     features = score(ahead, tokens)
-    there.forward.write(there.rows([0, 0, 0], LENGTHS, 16))
+    there.forward.write_rows(there.rows([0, 0, 0], LENGTHS, 16))
     before = ahead.storage[..., : (len(MIXED) * BLOCKS + 1) * BLOCK, :].clone()
-    forked, drawing = ahead.program.fork(
+    forked, drawing = ahead.program.fork_outcomes(
         branch_rows(paths, features.shape[1]),
         tables=ahead.tables,
         scratch=scratch(ahead),
@@ -106,13 +106,15 @@ def test_a_branch_is_drafted_like_a_session_that_came_there(head: DraftHead, kin
     )
     real = really_there(there, features, paths)
     if kind == "chain":
-        found = ahead.program.chain(forked, state=ahead.state, length=4, drawing=drawing).tokens
-        expected = there.program.chain(real, state=there.state, length=4).tokens
+        found = ahead.program.draft_chain(
+            forked, state=ahead.state, length=4, drawing=drawing
+        ).tokens
+        expected = there.program.draft_chain(real, state=there.state, length=4).tokens
         assert found.tolist() == expected[: len(paths)].tolist()
     else:
-        grow = partial(ahead.program.tree, num_nodes=9, top_k=3, depth=3)
+        grow = partial(ahead.program.draft_tree, num_nodes=9, top_k=3, depth=3)
         grown = grow(forked, state=ahead.state, drawing=drawing)
-        grow = partial(there.program.tree, num_nodes=9, top_k=3, depth=3)
+        grow = partial(there.program.draft_tree, num_nodes=9, top_k=3, depth=3)
         other = grow(real, state=there.state)
         for b in range(len(paths)):
             (*tree, scores), (*expected, others) = tree_of(grown, b), tree_of(other, b)
@@ -137,9 +139,11 @@ def test_each_place_offers_what_a_chain_that_came_there_takes(head: DraftHead) -
     """Along the greedy session's own chain: every place's best candidate is the next token."""
     s = sessions(head)
     rows = s.rows([0, 0, 0], LENGTHS, 16)
-    chain = s.program.chain(rows, state=s.state, length=4).tokens
+    chain = s.program.draft_chain(rows, state=s.state, length=4).tokens
     nodes = given([0, 0, 0], chain.shape[0])._replace(tokens=chain[:, :3].contiguous())
-    scores = sessions(head).program.score(rows, nodes, state=s.state, count=6, sweeps=EXACT)
+    scores = sessions(head).program.score_proposals(
+        rows, nodes, state=s.state, count=6, sweeps=EXACT
+    )
     for b in range(len(MIXED)):
         assert scores.tokens[b, :, 0].tolist() == chain[b].tolist(), MIXED[b]
     assert (scores.logprobs.diff(dim=2) <= 0).all()
@@ -155,10 +159,10 @@ def test_what_is_not_on_a_nodes_path_is_not_seen(head: DraftHead) -> None:
     wide[:, [1, 3, 6]] = torch.tensor(tokens, dtype=torch.int32)
     above = torch.tensor([-1, -1, 0, 1, 1, -1, 3, 6], dtype=torch.int32)
     found = []
-    for nodes in (given(tokens, batch), GivenNodes(wide, above.repeat(batch, 1))):
+    for nodes in (given(tokens, batch), ProposalNodes(wide, above.repeat(batch, 1))):
         s = sessions(head)
         rows = s.rows([0, 0, 0], LENGTHS, 16)
-        found.append(s.program.score(rows, nodes, state=s.state, count=6, sweeps=EXACT))
+        found.append(s.program.score_proposals(rows, nodes, state=s.state, count=6, sweeps=EXACT))
     assert torch.equal(found[1].tokens[:3, places], found[0].tokens[:3])
     torch.testing.assert_close(found[1].features[:3, places], found[0].features[:3])
 
@@ -171,7 +175,9 @@ def test_after_k_sweeps_k_levels_are_exact(head: DraftHead, sweeps: int) -> None
     nodes, found = given([40, 41, 42, 43, 44], rows.slots.shape[0]), []
     for count in (sweeps, EXACT):
         s = sessions(head)
-        found.append(s.program.score(rows, nodes, state=s.state, count=6, sweeps=count).features)
+        found.append(
+            s.program.score_proposals(rows, nodes, state=s.state, count=6, sweeps=count).features
+        )
     near, exact = (features[:3] for features in found)
     torch.testing.assert_close(near[:, : 1 + sweeps], exact[:, : 1 + sweeps])
     apart = (near - exact).abs().amax(dim=(0, 2))

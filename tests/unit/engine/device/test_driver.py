@@ -16,7 +16,7 @@ from outrider.engine.device.transfer.cuda_driver import (
     DriverCalls,
     DriverError,
     TorchCalls,
-    calls_of,
+    driver_for,
 )
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
 def test_a_launch_and_a_copy_keep_the_lock_and_go_to_the_current_stream(noted: Noted) -> None:
     to, source = torch.zeros(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
     noted.calls.launch(5)
-    noted.calls.copy(to, source)
+    noted.calls.copy_tensor(to, source)
     assert noted.kept == [
         ("cuGraphLaunch", (5, STREAM)),
         ("cuMemcpyAsync", (to.data_ptr(), source.data_ptr(), 12, STREAM)),
@@ -71,19 +71,19 @@ def test_a_launch_and_a_copy_keep_the_lock_and_go_to_the_current_stream(noted: N
 
 def test_a_copy_with_gaps_is_left_to_torch(noted: Noted) -> None:
     to, source = torch.zeros(3, dtype=torch.int32), torch.arange(6, dtype=torch.int32)[::2]
-    noted.calls.copy(to, source)
+    noted.calls.copy_tensor(to, source)
     assert not noted.kept and to.tolist() == [0, 2, 4]
 
 
 def test_only_waiting_for_the_device_gives_the_lock_up(noted: Noted) -> None:
-    mark = noted.calls.mark()
+    mark = noted.calls.make_event()
     mark.record()
     noted.codes["cuEventQuery"] = NOT_READY
-    assert not mark.over
+    assert not mark.is_complete
     mark.wait()
     assert [name for name, _ in noted.released] == ["cuEventSynchronize"]
     noted.codes["cuEventQuery"] = 0
-    assert mark.over
+    assert mark.is_complete
     mark.wait()
     assert len(noted.released) == 1
 
@@ -93,9 +93,9 @@ def test_only_waiting_for_the_device_gives_the_lock_up(noted: Noted) -> None:
     [
         ("cuGraphLaunch", lambda calls: calls.launch(5)),
         ("cuMemcpyAsync", lambda calls: calls.copy(torch.zeros(1), torch.ones(1))),
-        ("cuEventCreate", lambda calls: calls.mark()),
-        ("cuEventRecord", lambda calls: calls.mark().record()),
-        ("cuEventQuery", lambda calls: calls.mark().wait()),
+        ("cuEventCreate", lambda calls: calls.make_event()),
+        ("cuEventRecord", lambda calls: calls.make_event().record()),
+        ("cuEventQuery", lambda calls: calls.make_event().wait()),
     ],
 )
 def test_a_call_that_fails_raises_and_says_which(
@@ -114,10 +114,10 @@ def test_without_a_driver_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(ctypes, "PyDLL", absent)
     cuda_driver._of_cuda.cache_clear()
-    assert isinstance(calls_of(torch.device("cuda", 0)), TorchCalls)
+    assert isinstance(driver_for(torch.device("cuda", 0)), TorchCalls)
     cuda_driver._of_cuda.cache_clear()
     to = torch.zeros(2)
-    calls_of(CPU).copy(to, torch.ones(2))
+    driver_for(CPU).copy_tensor(to, torch.ones(2))
     assert to.tolist() == [1.0, 1.0]
 
 
@@ -125,11 +125,11 @@ class Copying:
     """The end of a copy, for the test to say."""
 
     def __init__(self) -> None:
-        self.over = True
+        self.is_complete = True
 
     def record(self) -> None:
         """A copy has begun."""
-        self.over = False
+        self.is_complete = False
 
     def wait(self) -> None:
         """Nobody does."""
@@ -159,28 +159,28 @@ def test_staging_memory_is_used_again_once_the_copy_from_it_is_over(
     for count in (3, 256, 1):
         use(count)
     assert len(made) == 3 and {len(each.array) for each in made} == {256}
-    copies[0].over = True
+    copies[0].is_complete = True
     assert use(200) is made[0]
     assert len(use(257).array) == 512
     assert len(made) == 4
     # What one has taken, nobody else is given.
     for copy in copies:
-        copy.over = True
+        copy.is_complete = True
     assert uploads._take(CPU, 1) is not uploads._take(CPU, 1)
 
 
 def test_a_copy_to_another_size_is_refused(noted: Noted) -> None:
     with pytest.raises(ValueError, match="12 bytes to 8"):
-        noted.calls.copy(torch.zeros(2), torch.ones(3))
+        noted.calls.copy_tensor(torch.zeros(2), torch.ones(3))
     assert not noted.kept
 
 
 def test_who_asks_from_another_device_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(cuda_driver, "_of_cuda", lambda: "the driver")
-    assert isinstance(calls_of(torch.device("cuda", 0)), TorchCalls)
-    assert calls_of(torch.device("cuda", 1)) == calls_of(torch.device("cuda")) == "the driver"
+    assert isinstance(driver_for(torch.device("cuda", 0)), TorchCalls)
+    assert driver_for(torch.device("cuda", 1)) == driver_for(torch.device("cuda")) == "the driver"
 
 
 def test_an_upload_of_nothing_copies_nothing() -> None:
-    uploads.upload(torch.zeros(0, dtype=torch.int32), np.zeros(0, dtype=np.int32))
+    uploads.upload_int32s(torch.zeros(0, dtype=torch.int32), np.zeros(0, dtype=np.int32))

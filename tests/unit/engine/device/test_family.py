@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from outrider.engine.device.graphs.shape_family import ShapeFamily
 from outrider.engine.device.graphs.shapes import (
-    MOST_MIXED_PIECES,
-    MOST_TOKEN_ROWS,
-    PIECE_BUCKETS,
-    Drafts,
-    Judge,
+    CHUNK_BUCKETS,
+    MAX_MIXED_CHUNKS,
+    MAX_TOKEN_ROWS,
+    AcceptanceMode,
+    DraftKind,
 )
 
 FAMILIES = {
-    "plain": {"max_nodes": 1, "own_nodes": 0, "features": False},
-    "separate": {"max_nodes": 65, "own_nodes": 0, "features": True},
-    "own": {"max_nodes": 65, "own_nodes": 4, "features": True},
+    "plain": {"max_nodes": 1, "in_process_nodes": 0, "features": False},
+    "separate": {"max_nodes": 65, "in_process_nodes": 0, "features": True},
+    "own": {"max_nodes": 65, "in_process_nodes": 4, "features": True},
 }
 
 
@@ -34,49 +34,51 @@ def test_every_round_has_its_shape_in_the_family(
     name: str, max_rows: int, data: st.DataObject
 ) -> None:
     shapes = family(name, max_rows)
-    own, most = FAMILIES[name]["own_nodes"], int(FAMILIES[name]["max_nodes"])
-    kinds = [Drafts.NONE, *([Drafts.OWN] if own else [])]
-    kinds += [Drafts.CHAIN, Drafts.TREE] if most > 1 else []
+    own, most = FAMILIES[name]["in_process_nodes"], int(FAMILIES[name]["max_nodes"])
+    kinds = [DraftKind.NONE, *([DraftKind.IN_PROCESS] if own else [])]
+    kinds += [DraftKind.CHAIN, DraftKind.TREE] if most > 1 else []
     drafts = data.draw(st.sampled_from(kinds))
-    nodes = data.draw(st.integers(2, most)) if drafts in (Drafts.CHAIN, Drafts.TREE) else 1
-    most_rows = shapes.most_rows(nodes)
+    nodes = (
+        data.draw(st.integers(2, most)) if drafts in (DraftKind.CHAIN, DraftKind.TREE) else 1
+    )
+    most_rows = shapes.max_rows(nodes)
     rows = data.draw(st.integers(0, most_rows))
-    beside = MOST_MIXED_PIECES if shapes.mixes(drafts) else 0
-    pieces = data.draw(st.integers(0 if rows else 1, beside if rows else PIECE_BUCKETS[-1]))
-    shape = shapes.fit(
+    beside = MAX_MIXED_CHUNKS if shapes.allows_prefill(drafts) else 0
+    chunks = data.draw(st.integers(0 if rows else 1, beside if rows else CHUNK_BUCKETS[-1]))
+    shape = shapes.fit_shape(
         rows=rows,
         nodes=nodes,
         drafts=drafts,
-        judge=data.draw(st.sampled_from([Judge.MATCH, Judge.SAMPLED])),
+        judge=data.draw(st.sampled_from([AcceptanceMode.MATCH, AcceptanceMode.SAMPLED])),
         features=data.draw(st.booleans()) and bool(FAMILIES[name]["features"]),
-        pieces=pieces,
+        chunks=chunks,
     )
-    assert shape in set(shapes.shapes())
+    assert shape in set(shapes.all_shapes())
     assert shape.rows >= rows
-    assert shape.pieces >= pieces
-    assert not rows or drafts is Drafts.OWN or shape.nodes >= nodes
+    assert shape.chunks >= chunks
+    assert not rows or drafts is DraftKind.IN_PROCESS or shape.nodes >= nodes
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_family_is_small_and_has_no_shape_twice(name: str) -> None:
-    shapes = list(family(name).shapes())
+    shapes = list(family(name).all_shapes())
     assert len(set(shapes)) == len(shapes) < 600
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_without_drafts_share_a_launch_however_many_they_are(name: str) -> None:
-    assert family(name, 256).most_rows(1) == 256
+    assert family(name, 256).max_rows(1) == 256
 
 
 def test_trees_from_outside_never_fill_more_than_a_launch_takes() -> None:
     shapes = family("separate")
     for nodes in range(2, 66):
-        shape = shapes.fit(
-            rows=shapes.most_rows(nodes),
+        shape = shapes.fit_shape(
+            rows=shapes.max_rows(nodes),
             nodes=nodes,
-            drafts=Drafts.TREE,
-            judge=Judge.MATCH,
+            drafts=DraftKind.TREE,
+            judge=AcceptanceMode.MATCH,
             features=True,
-            pieces=0,
+            chunks=0,
         )
-        assert shape.rows * shape.nodes <= MOST_TOKEN_ROWS
+        assert shape.rows * shape.nodes <= MAX_TOKEN_ROWS

@@ -16,7 +16,7 @@ def test_a_shape_that_was_not_captured_runs_as_it_is_and_is_told_of_once(
     graphs = GraphCache(torch.device("cpu"))
     graphs.enabled = graphs.sealed = True
     with caplog.at_level(logging.WARNING):
-        assert graphs.run("shape", lambda: 1) == 1
-        assert graphs.run("shape", lambda: 2) == 2
+        assert graphs.run_graph("shape", lambda: 1) == 1
+        assert graphs.run_graph("shape", lambda: 2) == 2
     assert [record.__dict__["key"] for record in caplog.records] == ["shape"]
     assert "shape" not in graphs

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.device.slots.session_slots import _BEGUN, _GROWN, SessionSlots
-from outrider.engine.device.transfer.uploads import upload
+from outrider.engine.device.slots.session_slots import _BEGUN, _GROWN, DeviceSessionSlots
+from outrider.engine.device.transfer.uploads import upload_int32s
 from outrider.engine.kernels.session_tensors import RULE_NUMBERS
 from outrider.engine.kv_cache import KVPool
 from outrider.errors import ResourceExhaustedError
-from outrider.spec.noise import Stream, stream_key
+from outrider.spec.noise import NoiseStream, stream_key
 from outrider.spec.sampling import Rule, SamplingParams
 
 CPU = torch.device("cpu")
@@ -30,8 +30,8 @@ def make_pool(num_blocks: int = 16) -> KVPool:
     )
 
 
-def make_slots(pool: KVPool, max_len: int = 16, sessions: int = 2) -> SessionSlots:
-    return SessionSlots(
+def make_slots(pool: KVPool, max_len: int = 16, sessions: int = 2) -> DeviceSessionSlots:
+    return DeviceSessionSlots(
         pool, max_sessions=sessions, max_len=max_len, max_nodes=3, vocab_size=9, device=CPU
     )
 
@@ -40,13 +40,13 @@ def test_a_slot_holds_its_sessions_blocks_rule_and_prefix() -> None:
     pool = make_pool()
     slots = make_slots(pool)
     kv = pool.allocate(13)
-    slot = slots.open(kv)
-    slots.begin(slot, kv, SAMPLING, length=5, root=17)
-    slots.tell()
+    slot = slots.open_slot(kv)
+    slots.begin_session(slot, kv, SAMPLING, length=5, root=17)
+    slots.upload_changes()
     assert slots.sequence.tables[slot].tolist() == list(kv.blocks)
     assert (int(slots.sequence.lengths[slot]), int(slots.sequence.roots[slot])) == (5, 17)
     keys = slots.sampling.stream_keys.numpy().view(np.uint64)[slot]
-    assert keys.tolist() == [stream_key(SAMPLING.seed, stream) for stream in Stream]
+    assert keys.tolist() == [stream_key(SAMPLING.seed, stream) for stream in NoiseStream]
     assert float(slots.sampling.temperatures[slot]) == pytest.approx(0.7)
     assert int(slots.sampling.rules[slot]) == RULE_NUMBERS[Rule.TARGET_ONLY]
 
@@ -54,12 +54,12 @@ def test_a_slot_holds_its_sessions_blocks_rule_and_prefix() -> None:
 def test_the_hosts_word_moves_one_session_and_no_other() -> None:
     pool = make_pool()
     slots = make_slots(pool)
-    first, second = (slots.open(pool.allocate(8)) for _ in range(2))
+    first, second = (slots.open_slot(pool.allocate(8)) for _ in range(2))
     for slot in (first, second):
-        slots.begin(slot, pool.allocate(8), SAMPLING, length=3, root=slot)
-    slots.tell()
-    slots.begin(first, pool.allocate(8), SAMPLING, length=9, root=40)
-    slots.tell()
+        slots.begin_session(slot, pool.allocate(8), SAMPLING, length=3, root=slot)
+    slots.upload_changes()
+    slots.begin_session(first, pool.allocate(8), SAMPLING, length=9, root=40)
+    slots.upload_changes()
     assert slots.sequence.lengths[[first, second]].tolist() == [9, 3]
     assert slots.sequence.roots[[first, second]].tolist() == [40, second]
 
@@ -70,14 +70,14 @@ def test_a_tables_end_is_nobodys() -> None:
     slots = make_slots(pool)
     spare = int(slots.sequence.tables[slots.padding, 0])
     first = pool.allocate(16)
-    slot = slots.open(first)
-    slots.begin(slot, first, SAMPLING)
-    slots.close(slot)
+    slot = slots.open_slot(first)
+    slots.begin_session(slot, first, SAMPLING)
+    slots.close_slot(slot)
     first.release()
     second = pool.allocate(5)
-    assert slots.open(second) == slot
-    slots.begin(slot, second, SAMPLING)
-    slots.tell()
+    assert slots.open_slot(second) == slot
+    slots.begin_session(slot, second, SAMPLING)
+    slots.upload_changes()
     assert slots.sequence.tables[slot].tolist() == [*second.blocks, spare, spare]
     assert spare not in second.blocks
 
@@ -86,13 +86,13 @@ def test_blocks_that_are_added_are_told_of_at_once() -> None:
     pool = make_pool()
     slots = make_slots(pool)
     spare = int(slots.sequence.tables[slots.padding, 0])
-    held = [pool.sequence() for _ in range(2)]
+    held = [pool.new_sequence() for _ in range(2)]
     assert all(kv.reserve(4) for kv in held)
-    places = [slots.open(kv) for kv in held]
+    places = [slots.open_slot(kv) for kv in held]
     for slot, kv in zip(places, held, strict=True):
-        slots.begin(slot, kv, SAMPLING, length=3, root=slot)
+        slots.begin_session(slot, kv, SAMPLING, length=3, root=slot)
     assert held[0].reserve(12) and held[1].reserve(8)
-    slots.tell([(slot, 1, kv.blocks[1:]) for slot, kv in zip(places, held, strict=True)])
+    slots.upload_changes([(slot, 1, kv.blocks[1:]) for slot, kv in zip(places, held, strict=True)])
     tables = slots.sequence.tables[places].tolist()
     assert tables == [[*held[0].blocks, spare], [*held[1].blocks, spare, spare]]
     assert slots.sequence.roots[places].tolist() == places
@@ -102,15 +102,15 @@ def test_more_blocks_than_a_launch_adds_are_told_of_all_the_same() -> None:
     longest = 4 * (_GROWN + 9)
     pool = make_pool(2 * _GROWN)
     slots = make_slots(pool, longest)
-    before, padding = pool.sequence(), slots.sequence.tables[slots.padding].tolist()
+    before, padding = pool.new_sequence(), slots.sequence.tables[slots.padding].tolist()
     assert before.reserve(4)
-    slot = slots.open(before)
-    slots.begin(slot, before, SAMPLING)
+    slot = slots.open_slot(before)
+    slots.begin_session(slot, before, SAMPLING)
     assert before.reserve(longest)
-    slots.tell([(slot, 1, before.blocks[1:])])
+    slots.upload_changes([(slot, 1, before.blocks[1:])])
     assert slots.sequence.tables[slot].tolist() == list(before.blocks)
     assert slots.sequence.tables[slots.padding].tolist() == padding
-    slots.tell([])
+    slots.upload_changes([])
     assert slots.sequence.tables[slot].tolist() == list(before.blocks)
 
 
@@ -122,17 +122,19 @@ def test_sessions_that_begin_are_told_of_at_once_with_what_they_were_given_since
     pool = make_pool(8 * many)
     slots = make_slots(pool, longest, many)
     spare = int(slots.sequence.tables[slots.padding, 0])
-    held = [pool.sequence() for _ in range(many)]
+    held = [pool.new_sequence() for _ in range(many)]
     assert all(kv.reserve(4 + 4 * (n % 3)) for n, kv in enumerate(held))
-    places = [slots.open(kv) for kv in held]
+    places = [slots.open_slot(kv) for kv in held]
     for number, (slot, kv) in enumerate(zip(places, held, strict=True)):
         # The first word of a slot's next session is not the last one.
-        slots.begin(slot, kv, SAMPLING, length=99, root=99)
-        slots.begin(slot, kv, SAMPLING, length=1 + number, root=70 + number)
+        slots.begin_session(slot, kv, SAMPLING, length=99, root=99)
+        slots.begin_session(slot, kv, SAMPLING, length=1 + number, root=70 + number)
     assert not slots.sequence.lengths[places].any()
     told = [kv.num_blocks for kv in held]
     assert all(kv.reserve(longest) for kv in held[::2])
-    slots.tell([(s, n, kv.blocks[n:]) for s, n, kv in zip(places, told, held, strict=True)])
+    slots.upload_changes(
+        [(s, n, kv.blocks[n:]) for s, n, kv in zip(places, told, held, strict=True)]
+    )
     assert slots.sequence.tables[places].tolist() == [
         [*kv.blocks, *[spare] * (5 - kv.num_blocks)] for kv in held
     ]
@@ -143,7 +145,7 @@ def test_sessions_that_begin_are_told_of_at_once_with_what_they_were_given_since
 
 def test_what_is_uploaded_may_change_at_once() -> None:
     words, out = np.arange(3, dtype=np.int32), torch.zeros(3, dtype=torch.int32)
-    upload(out, words)
+    upload_int32s(out, words)
     words[:] = -1
     assert out.tolist() == [0, 1, 2]
 
@@ -154,7 +156,7 @@ def test_padding_has_blocks_of_its_own_until_the_release() -> None:
     held = pool.total_blocks - pool.free_blocks
     assert held == pool.blocks_for(2 * 3)
     assert len(set(slots.sequence.tables[slots.padding, :held].tolist())) == held
-    slots.release()
+    slots.release_padding()
     assert pool.free_blocks == pool.total_blocks
 
 
@@ -162,11 +164,11 @@ def test_a_session_that_no_table_holds_is_refused_and_takes_no_slot() -> None:
     pool = make_pool()
     slots = make_slots(pool)
     with pytest.raises(ResourceExhaustedError) as caught:
-        slots.open(pool.allocate(17))
+        slots.open_slot(pool.allocate(17))
     assert caught.value.reason == "CONTEXT_TOO_LONG"
-    assert {slots.open(pool.allocate(4)) for _ in range(2)} == {0, 1}
+    assert {slots.open_slot(pool.allocate(4)) for _ in range(2)} == {0, 1}
     with pytest.raises(ResourceExhaustedError) as caught:
-        slots.open(pool.allocate(4))
+        slots.open_slot(pool.allocate(4))
     assert caught.value.reason == "SESSIONS_EXHAUSTED"
-    slots.close(1)
-    assert slots.open(pool.allocate(4)) == 1
+    slots.close_slot(1)
+    assert slots.open_slot(pool.allocate(4)) == 1

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.acceptance import Acceptance, accept
+from outrider.engine.acceptance import AcceptanceResult, accept_drafts
 from outrider.engine.kernels.acceptance.matching import (
     DeviceAcceptance,
     accept_matching,
@@ -23,8 +23,8 @@ from outrider.engine.kernels.acceptance.matching import (
     advance_state_triton,
 )
 from outrider.engine.kernels.acceptance.randomized import (
-    ChainLaw,
-    DeviceLaw,
+    DenseChainDistribution,
+    SparseDistribution,
     accept_sampled,
     accept_sampled_torch,
     accept_sampled_triton,
@@ -33,8 +33,8 @@ from outrider.engine.kernels.finite import find_finite_rows_torch, find_finite_r
 from outrider.engine.kernels.sampling import choose_tokens_torch, choose_tokens_triton
 from outrider.engine.kernels.session_tensors import SequenceState
 from outrider.errors import InvalidRequestError
-from outrider.spec.draft_distribution import make_law
-from outrider.spec.noise import SHARED_COIN_ID, Stream, uniform
+from outrider.spec.draft_distribution import make_distribution
+from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream, uniform
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.grids import thorough
 from tests.reference.acceptance_oracle import judge, softmax
@@ -54,17 +54,17 @@ from tests.reference.device_rounds import (
 )
 from tests.reference.rounds import Drafts, tree_shape
 
-Law = DeviceLaw | ChainLaw | None
+Law = SparseDistribution | DenseChainDistribution | None
 CPU = torch.device("cpu")
 MATCHING = (Rule.GREEDY, Rule.COUPLED)
 
 
-def _host(results: Sequence[Acceptance]) -> list[Outcome]:
+def _host(results: Sequence[AcceptanceResult]) -> list[Outcome]:
     return [(r.accepted_nodes, r.tokens, r.resampled, r.used_target_only_fallback) for r in results]
 
 
 def _judge(
-    launch: Launch, logits: Tensor, arguments: DeviceRound, law: Law, device: torch.device,
+    launch: Launch, logits: Tensor, arguments: DeviceRound, distribution: Law, device: torch.device,
     tile: int | None = None,
 ) -> list[Outcome]:  # fmt: skip
     """`choose_tokens`, then a function of the form of `accept_sampled`."""
@@ -72,7 +72,9 @@ def _judge(
     chosen = choose_tokens_torch(
         logits, here.state, here.slots, here.positions, rows_per_slot=here.num_nodes, side="target"
     )
-    moved = None if law is None else type(law)(*(t.to(device) for t in law))
+    moved = (
+        None if distribution is None else type(distribution)(*(t.to(device) for t in distribution))
+    )
     extra = {} if tile is None else {"tile": tile}
     result = launch(
         logits, chosen, here.tokens, here.parents, num_nodes=here.num_nodes, state=here.state,
@@ -94,12 +96,12 @@ def _matched(launch: Launch, batch: MixedBatch, device: torch.device) -> list[Ou
 
 
 def _without_some_laws(batch: MixedBatch) -> MixedBatch:
-    rows = [replace(r, law=None) if i % 5 == 0 else r for i, r in enumerate(batch.rows)]
+    rows = [replace(r, distribution=None) if i % 5 == 0 else r for i, r in enumerate(batch.rows)]
     return batch._replace(rows=rows)
 
 
-def _laws(batch: MixedBatch) -> DeviceLaw:
-    return device_law([row.law for row in batch.rows], batch.device.num_nodes)
+def _laws(batch: MixedBatch) -> SparseDistribution:
+    return device_law([row.distribution for row in batch.rows], batch.device.num_nodes)
 
 
 SHAPES: tuple[list[int], ...] = ([], [1], [1, 1, 1, 1], [3, 2], [4, 2, 1])
@@ -108,23 +110,23 @@ SHAPES: tuple[list[int], ...] = ([], [1], [1, 1, 1, 1], [3, 2], [4, 2, 1])
 @pytest.mark.parametrize("widths", SHAPES)
 def test_the_matching_twin_judges_as_the_host_does(widths: list[int]) -> None:
     batch = mixed_batch(1000, 24, widths, seed=1, rules=MATCHING)
-    expected = _host(accept(batch.logits, batch.rows))
+    expected = _host(accept_drafts(batch.logits, batch.rows))
     assert _matched(accept_matching_torch, batch, CPU) == expected
     if widths:
-        assert {r.resampled for r in accept(batch.logits, batch.rows)} == {True, False}
+        assert {r.resampled for r in accept_drafts(batch.logits, batch.rows)} == {True, False}
 
 
 @pytest.mark.parametrize("widths", SHAPES)
 def test_the_matching_kernel_judges_as_the_host_does(widths: list[int]) -> None:
     batch = mixed_batch(64, 24, widths, seed=2, rules=MATCHING)
-    expected = _host(accept(batch.logits, batch.rows))
+    expected = _host(accept_drafts(batch.logits, batch.rows))
     assert _matched(accept_matching_triton, batch, DEVICE) == expected
 
 
 @pytest.mark.parametrize("widths", SHAPES)
 def test_the_twin_judges_mixed_rules_as_the_host_does(widths: list[int]) -> None:
     batch = _without_some_laws(mixed_batch(2000, 40, widths, seed=3))
-    expected = _host(accept(batch.logits, batch.rows))
+    expected = _host(accept_drafts(batch.logits, batch.rows))
     assert _judge(accept_sampled_torch, batch.logits, batch.device, _laws(batch), CPU) == expected
 
 
@@ -136,37 +138,43 @@ TILED = [(50, widths) for widths in SHAPES] + [(130, widths) for widths in SHAPE
 def test_the_kernels_judge_mixed_rules_as_the_host_does(widths: list[int], vocab: int) -> None:
     """Sixteen sessions: every rule at every temperature, one of each rule without a law."""
     batch = _without_some_laws(mixed_batch(16, vocab, widths, seed=4))
-    expected = _host(accept(batch.logits, batch.rows))
-    laws = _laws(batch)
-    assert _judge(accept_sampled_triton, batch.logits, batch.device, laws, DEVICE, 64) == expected
+    expected = _host(accept_drafts(batch.logits, batch.rows))
+    distributions = _laws(batch)
+    assert (
+        _judge(accept_sampled_triton, batch.logits, batch.device, distributions, DEVICE, 64)
+        == expected
+    )
 
 
 @pytest.mark.parametrize("widths", [[1, 1, 1], [3, 2]])
 def test_without_laws_rejection_is_target_only(widths: list[int]) -> None:
     batch = mixed_batch(16, 50, widths, seed=5)
-    rows = [replace(row, law=None) for row in batch.rows]
-    expected = _host(accept(batch.logits, rows))
+    rows = [replace(row, distribution=None) for row in batch.rows]
+    expected = _host(accept_drafts(batch.logits, rows))
     assert _judge(accept_sampled_torch, batch.logits, batch.device, None, CPU) == expected
     assert _judge(accept_sampled_triton, batch.logits, batch.device, None, DEVICE, 64) == expected
 
 
-def _chains(size: int, vocab: int, *, seed: int) -> tuple[MixedBatch, ChainLaw]:
+def _chains(size: int, vocab: int, *, seed: int) -> tuple[MixedBatch, DenseChainDistribution]:
     batch = mixed_batch(size, vocab, [1, 1, 1], seed=seed)
     order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))
-    laws = [row.law for row in batch.rows]
-    return batch, dense_law(laws, batch.device.slots, 4, order.to(torch.int32), vocab)
+    distributions = [row.distribution for row in batch.rows]
+    return batch, dense_law(distributions, batch.device.slots, 4, order.to(torch.int32), vocab)
 
 
 def test_dense_laws_are_judged_as_the_same_sparse_laws() -> None:
-    batch, law = _chains(1000, 40, seed=6)
-    expected = _host(accept(batch.logits, batch.rows))
-    assert _judge(accept_sampled_torch, batch.logits, batch.device, law, CPU) == expected
+    batch, distribution = _chains(1000, 40, seed=6)
+    expected = _host(accept_drafts(batch.logits, batch.rows))
+    assert _judge(accept_sampled_torch, batch.logits, batch.device, distribution, CPU) == expected
 
 
 def test_the_kernels_judge_dense_laws_as_the_host_does_sparse_ones() -> None:
-    batch, law = _chains(16, 70, seed=7)
-    expected = _host(accept(batch.logits, batch.rows))
-    assert _judge(accept_sampled_triton, batch.logits, batch.device, law, DEVICE, 32) == expected
+    batch, distribution = _chains(16, 70, seed=7)
+    expected = _host(accept_drafts(batch.logits, batch.rows))
+    assert (
+        _judge(accept_sampled_triton, batch.logits, batch.device, distribution, DEVICE, 32)
+        == expected
+    )
 
 
 def _row_after(probs: NDArray[np.float64], node: int) -> NDArray[np.float64]:
@@ -180,10 +188,14 @@ def test_the_twin_follows_the_textbook(widths: list[int]) -> None:
     found = _judge(accept_sampled_torch, batch.logits, batch.device, _laws(batch), CPU)
     logits, nodes = batch.logits.double().numpy(), batch.device.num_nodes
     for index, row in enumerate(batch.rows):
-        laws = logits[index * nodes : (index + 1) * nodes] / (row.sampling.temperature or 1.0)
-        probs = np.stack([softmax(scores) for scores in laws])
+        distributions = logits[index * nodes : (index + 1) * nodes] / (
+            row.sampling.temperature or 1.0
+        )
+        probs = np.stack([softmax(scores) for scores in distributions])
         tree = batch.drafts.tree(index)
-        expected = judge(tree, row.law, row.sampling, row.position, partial(_row_after, probs))
+        expected = judge(
+            tree, row.distribution, row.sampling, row.position, partial(_row_after, probs)
+        )
         assert found[index][:2] == expected
 
 
@@ -199,8 +211,8 @@ def test_placeholders_and_ids_out_of_range_never_stand(
     params = [SamplingParams(temperature=1.0, rule=rule, seed=s) for s in range(24)]
     tokens = np.tile(np.array([-1, 12, 3, 5], dtype=np.int32), (24, 1))
     entries = (np.array([3, 5, 8], np.int32), np.array([9, 3, 4], np.uint16))
-    laws = {0: entries} if rule is Rule.REJECTION else {}
-    drafts = Drafts(parents, tokens, [laws] * 24)
+    distributions = {0: entries} if rule is Rule.REJECTION else {}
+    drafts = Drafts(parents, tokens, [distributions] * 24)
     logits = torch.zeros(24 * 5, 12)
     logits[:, [3, 5]] = 2.0
     found = _judge(
@@ -220,19 +232,19 @@ def test_a_token_that_the_law_cannot_have_drawn_proves_nothing(
 ) -> None:
     """It is not accepted, and p itself is sampled: the same token as if nothing was drafted."""
     params = [SamplingParams(temperature=1.0, rule=Rule.REJECTION, seed=s) for s in range(16)]
-    law = make_law(1, {0: (np.array([1], np.int32), np.array([9], np.uint16))})
+    distribution = make_distribution(1, {0: (np.array([1], np.int32), np.array([9], np.uint16))})
     drafts = Drafts(tree_shape([1]), np.full((16, 1), 2, np.int32), [{}] * 16)
     arguments = device_round(drafts, params, [4] * 16)
     logits = torch.randn(32, 12, generator=torch.Generator().manual_seed(0))
-    laws: Law = device_law([law] * 16, 2)
+    distributions: Law = device_law([distribution] * 16, 2)
     if dense:
         ids = torch.tensor([1], dtype=torch.int32)
-        laws = dense_law([law] * 16, arguments.slots, 1, ids, 12)
+        distributions = dense_law([distribution] * 16, arguments.slots, 1, ids, 12)
     here = arguments
     chosen = choose_tokens_torch(
         logits, here.state, here.slots, here.positions, rows_per_slot=2, side="target"
     )
-    found = _judge(launch, logits, arguments, laws, device)
+    found = _judge(launch, logits, arguments, distributions, device)
     assert found == [((), (token,), True, False) for token in chosen[::2].tolist()]
 
 
@@ -253,13 +265,13 @@ def test_children_that_hold_all_of_p_leave_nothing_to_draw(
 
 
 def test_a_dense_law_must_be_long_enough_and_of_a_chain() -> None:
-    batch, law = _chains(4, 12, seed=9)
-    short = law._replace(probs=law.probs[:, :2])
+    batch, distribution = _chains(4, 12, seed=9)
+    short = distribution._replace(probs=distribution.probs[:, :2])
     with pytest.raises(InvalidRequestError, match="2 steps for 3 nodes"):
         _judge(accept_sampled, batch.logits, batch.device, short, CPU)
     tree = mixed_batch(4, 12, [2], seed=9)
     with pytest.raises(InvalidRequestError, match="of a tree"):
-        _judge(accept_sampled, tree.logits, tree.device, law, CPU)
+        _judge(accept_sampled, tree.logits, tree.device, distribution, CPU)
 
 
 def _simulated(
@@ -290,7 +302,8 @@ def test_simulated_acceptance_tosses_the_documented_coin(
     found, arguments, chosen = _simulated(launch, rates, 48, device)
     for index, (nodes, tokens, *_) in enumerate(found):
         coins = [
-            float(uniform(index, Stream.ACCEPT, 100 + index + i, SHARED_COIN_ID)) for i in range(3)
+            float(uniform(index, NoiseStream.ACCEPT, 100 + index + i, SHARED_DRAW_ID))
+            for i in range(3)
         ]
         drafted = arguments.tokens.view(-1, 4)[index, 1:].tolist()
         stand = [coin < rate for coin, rate in zip(coins, rates.tolist(), strict=True)]
@@ -321,8 +334,8 @@ def test_rows_without_a_finite_logit_end_their_own_session(
     size = 12 if kernels else 48  # The interpreter is slow.
     calm = mixed_batch(size, 24, widths, seed=12, rules=rules)
     batch = without_finite_logits(calm, seed=12)
-    expected = accept(batch.logits, batch.rows)
-    healthy = accept(calm.logits, calm.rows)
+    expected = accept_drafts(batch.logits, batch.rows)
+    healthy = accept_drafts(calm.logits, calm.rows)
     assert all(e == h for i, (e, h) in enumerate(zip(expected, healthy, strict=True)) if i % 3)
     assert 2 <= sum(e.invalid_output for e in expected) <= size // 3
     device = DEVICE if kernels else CPU
@@ -341,14 +354,16 @@ def test_rows_without_a_finite_logit_end_their_own_session(
         match = accept_matching_triton if kernels else accept_matching_torch
         found = match(chosen, here.tokens, here.parents, **common)
     else:
-        laws: Law = _laws(batch)
+        distributions: Law = _laws(batch)
         if kind == "dense":
             ids = torch.arange(24, dtype=torch.int32)
-            own = [row.law for row in batch.rows]
-            laws = dense_law(own, batch.device.slots, len(widths), ids, 24)
-        laws = type(laws)(*(t.to(device) for t in laws))
+            own = [row.distribution for row in batch.rows]
+            distributions = dense_law(own, batch.device.slots, len(widths), ids, 24)
+        distributions = type(distributions)(*(t.to(device) for t in distributions))
         sample = accept_sampled_triton if kernels else accept_sampled_torch
-        found = sample(logits, chosen, here.tokens, here.parents, law=laws, **common)
+        found = sample(
+            logits, chosen, here.tokens, here.parents, distribution=distributions, **common
+        )
     assert invalid_outputs(found) == [e.invalid_output for e in expected]
     if kind == "dense":
         # Where a chain has no law the dense form of it judges by zeros.

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.kernels.drafts.proposal_layout import given_layout_torch, given_layout_triton
+from outrider.engine.kernels.drafts.proposal_layout import (
+    layout_proposals_torch,
+    layout_proposals_triton,
+)
 from outrider.engine.kernels.runtime import INTERPRETED
 from outrider.spec.tree import path
 from tests.unit.engine.kernels.trees import ROOT, random_parents
@@ -14,9 +17,9 @@ from tests.unit.engine.kernels.trees import ROOT, random_parents
 ways = pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(given_layout_torch, id="torch"),
+        pytest.param(layout_proposals_torch, id="torch"),
         pytest.param(
-            given_layout_triton,
+            layout_proposals_triton,
             id="triton",
             marks=pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter"),
         ),

@@ -14,8 +14,8 @@ from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.engine.kernels.drafts import growth, tree_rank
 from outrider.engine.kernels.drafts import inputs as draft_inputs
 from outrider.engine.kernels.drafts.growth import (
-    Candidates,
     FrontierRows,
+    TreeCandidates,
     empty_candidates,
     num_candidates,
 )
@@ -82,7 +82,7 @@ def test_places_of_parents_reach_across_the_pieces_of_a_long_list() -> None:
         above = 0.0 if parents[0, child] < 0 else scores[0, parents[0, child]]
         scores[0, child] = above - torch.rand((), generator=generator)
     columns = torch.arange(2100, dtype=torch.int32)[None] % 40
-    candidates, ids = Candidates(scores, columns, parents), torch.arange(40)
+    candidates, ids = TreeCandidates(scores, columns, parents), torch.arange(40)
     twin = tree_rank.rank_tree_torch(candidates, ids, num_nodes=200)
     found = tree_rank.rank_tree_triton(candidates, ids, num_nodes=200)
     for one, other in zip(twin, found, strict=True):

@@ -20,7 +20,7 @@ from outrider.engine.kernels.noise import (
 )
 from outrider.engine.kernels.session_tensors import stream_key_row
 from outrider.spec import noise as spec
-from outrider.spec.noise import Stream
+from outrider.spec.noise import NoiseStream
 from outrider.spec.sampling import SamplingParams
 from tests.reference.device_rounds import DEVICE
 
@@ -64,7 +64,7 @@ def _best(scores_ptr, best_ptr, column_ptr, key_ptr, count, BLOCK: tl.constexpr)
 
 
 def test_bits_and_uniforms_are_numpys() -> None:
-    cases = [(s, m, p) for s in SEEDS for m in Stream for p in (0, 17, 2**31 - 1)]
+    cases = [(s, m, p) for s in SEEDS for m in NoiseStream for p in (0, 17, 2**31 - 1)]
     stream_keys = np.stack([_stream_keys(case[0]) for case in cases])
     streams, positions = (np.array([case[i] for case in cases]) for i in (1, 2))
     ids = np.array([-1, 0, 1, 2, 31_999, 128_255, 151_935, 2**31 - 1], dtype=np.int32)
@@ -118,8 +118,8 @@ def test_the_best_of_a_tile_is_exact_whatever_the_scale(spread: float) -> None:
         scores = torch.randn(count, generator=generator) * spread
         if trial == 1:
             scores[::3] = -torch.inf
-        key = spec.noise_keys(spec.stream_key(trial, Stream.TARGET), 5)
-        noise = spec.gumbel(trial, Stream.TARGET, 5, np.arange(count))
+        key = spec.noise_keys(spec.stream_key(trial, NoiseStream.TARGET), 5)
+        noise = spec.gumbel(trial, NoiseStream.TARGET, 5, np.arange(count))
         perturbed = scores.numpy().astype(np.float64) + noise
         best = torch.zeros(1, dtype=torch.float64, device=DEVICE)
         column = torch.zeros(1, dtype=torch.int32, device=DEVICE)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.engine.acceptance import accept
+from outrider.engine.acceptance import accept_drafts
 from outrider.engine.kernels.acceptance.randomized import (
-    ChainLaw,
-    DeviceLaw,
+    DenseChainDistribution,
+    SparseDistribution,
     accept_sampled_torch,
     accept_sampled_triton,
 )
@@ -34,12 +34,15 @@ LAUNCHES = [(accept_sampled_torch, CPU), (accept_sampled_triton, DEVICE)]
 def _host(batch: MixedBatch) -> list[Outcome]:
     return [
         (r.accepted_nodes, r.tokens, r.resampled, r.used_target_only_fallback)
-        for r in accept(batch.logits, batch.rows)
+        for r in accept_drafts(batch.logits, batch.rows)
     ]
 
 
 def _judge(
-    launch: Launch, batch: MixedBatch, law: DeviceLaw | ChainLaw | None, device: torch.device
+    launch: Launch,
+    batch: MixedBatch,
+    distribution: SparseDistribution | DenseChainDistribution | None,
+    device: torch.device,
 ) -> list[Outcome]:
     here, logits = batch.device.to(device), batch.logits.to(device)
     chosen = choose_tokens_torch(
@@ -54,15 +57,17 @@ def _judge(
         state=here.state,
         slots=here.slots,
         positions=here.positions,
-        law=None if law is None else type(law)(*(t.to(device) for t in law)),
+        distribution=None
+        if distribution is None
+        else type(distribution)(*(t.to(device) for t in distribution)),
     )
     return outcomes(result)
 
 
-def _dense(batch: MixedBatch, vocab: int) -> ChainLaw:
+def _dense(batch: MixedBatch, vocab: int) -> DenseChainDistribution:
     ids = torch.arange(vocab, dtype=torch.int32)
-    laws = [row.law for row in batch.rows]
-    return dense_law(laws, batch.device.slots, batch.device.num_nodes - 1, ids, vocab)
+    distributions = [row.distribution for row in batch.rows]
+    return dense_law(distributions, batch.device.slots, batch.device.num_nodes - 1, ids, vocab)
 
 
 @pytest.mark.parametrize(("launch", "device"), LAUNCHES)
@@ -71,9 +76,14 @@ def test_a_dense_law_that_is_none_is_judged_target_only(
     launch: Launch, device: torch.device, value: float
 ) -> None:
     batch = mixed_batch(16, 40, [1, 1, 1], seed=21, rules=(Rule.REJECTION,))
-    lawless = batch._replace(rows=[replace(row, law=None) for row in batch.rows])
-    law = _dense(batch, 40)
-    found = _judge(launch, batch, law._replace(probs=torch.full_like(law.probs, value)), device)
+    lawless = batch._replace(rows=[replace(row, distribution=None) for row in batch.rows])
+    distribution = _dense(batch, 40)
+    found = _judge(
+        launch,
+        batch,
+        distribution._replace(probs=torch.full_like(distribution.probs, value)),
+        device,
+    )
     assert found == _host(lawless)
     assert {fallback for *_, fallback in found} == {True, False}, "greedy rows ask for no law"
 
@@ -81,10 +91,10 @@ def test_a_dense_law_that_is_none_is_judged_target_only(
 @pytest.mark.parametrize(("launch", "device"), LAUNCHES)
 def test_a_law_may_be_missing_at_one_node_only(launch: Launch, device: torch.device) -> None:
     batch = mixed_batch(20, 40, [1, 1, 1], seed=22, rules=(Rule.REJECTION,))
-    law = _dense(batch, 40)
-    whole = _judge(launch, batch, law, device)
-    law.probs[:, 1] = torch.nan
-    for before, after in zip(whole, _judge(launch, batch, law, device), strict=True):
+    distribution = _dense(batch, 40)
+    whole = _judge(launch, batch, distribution, device)
+    distribution.probs[:, 1] = torch.nan
+    for before, after in zip(whole, _judge(launch, batch, distribution, device), strict=True):
         walked = len(after[0])
         sampled = before[3] != after[3]
         assert sampled <= (walked >= 1), "told where the walk came to the node, else not"
@@ -107,9 +117,9 @@ def test_infinite_logits_share_their_probability(
         for index, row in enumerate(batch.rows):
             odd = index % 3 == 0
             tree = batch.drafts.tree(index)
-            rows.append(replace(row, tree=tree, law=None if odd else row.law))
+            rows.append(replace(row, tree=tree, distribution=None if odd else row.distribution))
         batch = batch._replace(rows=rows)
-    laws = device_law([row.law for row in batch.rows], batch.device.num_nodes)
-    found = _judge(launch, batch, laws, device)
+    distributions = device_law([row.distribution for row in batch.rows], batch.device.num_nodes)
+    found = _judge(launch, batch, distributions, device)
     assert found == _host(batch)
     assert {tokens[-1] for _, tokens, *_ in found} == {3, 7}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kernels.drafts.in_process_distributions import (
-    own_law,
-    put_own_laws_torch,
-    put_own_laws_triton,
+    draft_probs,
+    write_distributions_torch,
+    write_distributions_triton,
 )
 from outrider.engine.kernels.session_tensors import SamplingState
 from outrider.spec.sampling import Rule, SamplingParams
@@ -24,10 +24,10 @@ Put = Callable[[Tensor, Tensor, SamplingState, Tensor, Tensor | int], None]
 
 
 def _on_device(
-    laws: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
+    distributions: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
 ) -> None:
-    moved = laws.to(DEVICE)
-    put_own_laws_triton(
+    moved = distributions.to(DEVICE)
+    write_distributions_triton(
         moved,
         logits.to(DEVICE),
         SamplingState(*(t.to(DEVICE) for t in state)),
@@ -35,10 +35,10 @@ def _on_device(
         levels.to(DEVICE) if isinstance(levels, Tensor) else levels,
         tile=128,
     )
-    laws.copy_(moved)
+    distributions.copy_(moved)
 
 
-PUTS = pytest.mark.parametrize("put", [put_own_laws_torch, _on_device])
+PUTS = pytest.mark.parametrize("put", [write_distributions_torch, _on_device])
 
 
 def _batch(rows: int, dtype: torch.dtype) -> tuple[Tensor, SamplingState, Tensor]:
@@ -60,28 +60,30 @@ def test_rejection_sessions_keep_what_they_draw_from_and_others_nothing(
     put: Put, dtype: torch.dtype
 ) -> None:
     logits, state, slots = _batch(12, dtype)
-    laws = torch.full((13, K, V), UNTOUCHED)
-    put(laws, logits, state, slots, 1)
+    distributions = torch.full((13, K, V), UNTOUCHED)
+    put(distributions, logits, state, slots, 1)
     for row, slot in enumerate(slots.tolist()):
         if row % len(RULES):
-            assert laws[slot].eq(UNTOUCHED).all()
+            assert distributions[slot].eq(UNTOUCHED).all()
             continue
-        assert laws[slot, [0, 2]].eq(UNTOUCHED).all()
+        assert distributions[slot, [0, 2]].eq(UNTOUCHED).all()
         expected = (logits[row].double() / (0.5 + row / 8)).softmax(-1).float()
-        torch.testing.assert_close(laws[slot, 1], expected, rtol=2e-5, atol=1e-9)
-    assert laws[12].eq(UNTOUCHED).all()
+        torch.testing.assert_close(distributions[slot, 1], expected, rtol=2e-5, atol=1e-9)
+    assert distributions[12].eq(UNTOUCHED).all()
 
 
 @PUTS
 def test_rows_may_be_at_levels_of_their_own(put: Put) -> None:
     logits, state, slots = _batch(12, torch.float32)
     levels = torch.arange(12, dtype=torch.int32) // 4
-    laws = torch.full((13, K, V), UNTOUCHED)
-    put(laws, logits, state, slots, levels)
+    distributions = torch.full((13, K, V), UNTOUCHED)
+    put(distributions, logits, state, slots, levels)
     for row in range(0, 12, 4):
         slot, level = int(slots[row]), int(levels[row])
-        torch.testing.assert_close(laws[slot, level], own_law(logits, state, slots)[row])
-        assert sum(laws[slot, k].eq(UNTOUCHED).all() for k in range(K)) == K - 1
+        torch.testing.assert_close(
+            distributions[slot, level], draft_probs(logits, state, slots)[row]
+        )
+        assert sum(distributions[slot, k].eq(UNTOUCHED).all() for k in range(K)) == K - 1
 
 
 ROWS: dict[str, tuple[list[float], list[float]]] = {
@@ -100,15 +102,15 @@ def test_laws_are_those_of_the_tamed_scores_or_none(put: Put, name: str) -> None
     logits[:, ::300] = values
     slots = torch.zeros(1, dtype=torch.int32)
     state = sampling_state([SamplingParams(temperature=1.0, rule=Rule.REJECTION)], slots, 2)
-    laws = torch.full((2, K, V), UNTOUCHED)
-    put(laws, logits, state, slots, 0)
-    torch.testing.assert_close(laws[0, 0, ::300], expected[0])
-    assert laws[0, 0].sum() == pytest.approx(float(expected.sum()))
+    distributions = torch.full((2, K, V), UNTOUCHED)
+    put(distributions, logits, state, slots, 0)
+    torch.testing.assert_close(distributions[0, 0, ::300], expected[0])
+    assert distributions[0, 0].sum() == pytest.approx(float(expected.sum()))
 
 
 @PUTS
 def test_no_rows_write_nothing(put: Put) -> None:
     _, state, _ = _batch(4, torch.float32)
-    laws = torch.full((5, K, V), UNTOUCHED)
-    put(laws, torch.zeros(0, V), state, torch.zeros(0, dtype=torch.int32), 0)
-    assert laws.eq(UNTOUCHED).all()
+    distributions = torch.full((5, K, V), UNTOUCHED)
+    put(distributions, torch.zeros(0, V), state, torch.zeros(0, dtype=torch.int32), 0)
+    assert distributions.eq(UNTOUCHED).all()

@@ -67,7 +67,8 @@ def _case(
 
 
 def _formula(case: Case, x: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """What `Case.run` should give, in float64; x: the normed rows, if other than the case's."""
+    """What `LogitsCase.run` should give, in float64; x: the normed rows, if other than the
+    case's."""
     wide = (case.x if x is None else x).double()
     product = torch.einsum("mk,nk->mn", wide, case.weight.double())
     if case.bias is not None:

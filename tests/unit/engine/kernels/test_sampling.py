@@ -20,26 +20,26 @@ from outrider.engine.kernels.sampling import (
     choose_tokens_triton,
 )
 from outrider.engine.kernels.session_tensors import SamplingState
-from outrider.engine.logits_processor import EMPTY_HISTORY, plain_argmax, warp
+from outrider.engine.logits_processor import EMPTY_HISTORY, apply_logits_processor, plain_argmax
 from outrider.engine.noise import noise_keys, perturbed_argmax
 from outrider.errors import InvalidRequestError
-from outrider.spec.noise import Stream
+from outrider.spec.noise import NoiseStream
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.grids import thorough
 from tests.reference.device_rounds import DEVICE, sampling_state
 
-STREAMS: dict[Side, dict[Rule, Stream | None]] = {
+STREAMS: dict[Side, dict[Rule, NoiseStream | None]] = {
     "target": {
         Rule.GREEDY: None,
-        Rule.COUPLED: Stream.TARGET,
-        Rule.TARGET_ONLY: Stream.RECOVER,
-        Rule.REJECTION: Stream.RECOVER,
+        Rule.COUPLED: NoiseStream.TARGET,
+        Rule.TARGET_ONLY: NoiseStream.RECOVER,
+        Rule.REJECTION: NoiseStream.RECOVER,
     },
     "draft": {
         Rule.GREEDY: None,
-        Rule.COUPLED: Stream.TARGET,
+        Rule.COUPLED: NoiseStream.TARGET,
         Rule.TARGET_ONLY: None,
-        Rule.REJECTION: Stream.DRAFT,
+        Rule.REJECTION: NoiseStream.DRAFT,
     },
 }
 SIDES: tuple[Side, ...] = ("target", "draft")
@@ -85,7 +85,7 @@ def _expected(
         if stream is None:
             result.append(int(plain_argmax(scores)))
         else:
-            scores = warp(scores, [one], [EMPTY_HISTORY])
+            scores = apply_logits_processor(scores, [one], [EMPTY_HISTORY])
             keys = noise_keys([one.stream_key(stream)], [position])
             result.append(int(perturbed_argmax(scores, keys, ids)))
     return result

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.acceptance import AcceptRow, accept
-from outrider.engine.device.slots.logits_slots import MAX_BANNED_AT_FIRST, WarpSlots
-from outrider.engine.kernels.logits_processor.launch import launch_count, launch_warp
+from outrider.engine.acceptance import AcceptRow, accept_drafts
+from outrider.engine.device.slots.logits_slots import MAX_INITIAL_BANS, LogitsSlots
+from outrider.engine.kernels.logits_processor.launch import launch_count, launch_process
 from outrider.engine.kernels.logits_processor.process import (
-    TokenPath,
+    OutputPath,
     count_tokens_torch,
-    warp_logits,
-    warp_logits_torch,
+    process_logits,
+    process_logits_torch,
 )
 from outrider.engine.kernels.sampling import choose_tokens_torch, choose_tokens_triton
-from outrider.engine.kernels.session_tensors import LegalBits
+from outrider.engine.kernels.session_tensors import AllowedTokenBits
 from outrider.errors import InvalidRequestError
 from outrider.spec.sampling import SamplingParams
 from tests.grids import thorough
@@ -60,9 +60,9 @@ LISTED = [
 
 def _twin(case: WarpCase) -> torch.Tensor:
     logits = case.logits.clone()
-    warp_logits_torch(
+    process_logits_torch(
         logits, case.warp, case.state, case.slots, case.positions, rows_per_slot=NODES,
-        path=case.path, legal=case.legal,
+        path=case.path, allowed_tokens=case.legal,
     )  # fmt: skip
     return logits
 
@@ -72,13 +72,15 @@ def _kernel(case: WarpCase, *, tile: int = 32, block: int = 16) -> torch.Tensor:
     logits = wide[:, : case.logits.shape[1]]
     logits.copy_(case.logits)
     assert case.path.mask is not None
-    path = TokenPath(case.path.columns.to(DEVICE), case.path.mask.to(DEVICE))
-    legal = None if case.legal is None else LegalBits(*(t.to(DEVICE) for t in case.legal))
-    launch_warp(
+    path = OutputPath(case.path.columns.to(DEVICE), case.path.mask.to(DEVICE))
+    allowed_tokens = (
+        None if case.legal is None else AllowedTokenBits(*(t.to(DEVICE) for t in case.legal))
+    )
+    launch_process(
         logits, type(case.warp)(*(t.to(DEVICE) for t in case.warp)),
         type(case.state)(*(t.to(DEVICE) for t in case.state)),
         case.slots.to(DEVICE), case.positions.to(DEVICE),
-        rows_per_slot=NODES, path=path, legal=legal, tile=tile, block=block,
+        rows_per_slot=NODES, path=path, allowed_tokens=allowed_tokens, tile=tile, block=block,
     )  # fmt: skip
     assert (wide[:, case.logits.shape[1] :] == 99.0).all(), "the padding of a row is written"
     return logits.cpu()
@@ -139,20 +141,21 @@ def test_what_is_kept_may_be_in_a_single_tile(behind: float) -> None:
 @pytest.mark.parametrize("seen", [None, 0, 2])
 def test_rows_of_a_chain_see_the_tokens_before_them(seen: int | None) -> None:
     """None: no tokens at all. With `seen` a row has so many more behind it than its place says."""
-    held = WarpSlots(3, 40, torch.device("cpu"))
-    held.begin(0, SamplingParams(frequency_penalty=1.0), prompt_ids=[3], output_ids=[4])
-    held.begin(1, SamplingParams(repetition_penalty=2.0), prompt_ids=[3], output_ids=[4])
+    held = LogitsSlots(3, 40, torch.device("cpu"))
+    held.begin_session(0, SamplingParams(frequency_penalty=1.0), prompt_ids=[3], output_ids=[4])
+    held.begin_session(1, SamplingParams(repetition_penalty=2.0), prompt_ids=[3], output_ids=[4])
     slots = torch.tensor([1, 0], dtype=torch.int32)
     state = sampling_state([SamplingParams()] * 2, slots, 3)
     columns = torch.tensor([[4, 7, 7, 9], [4, 8, 8, -1]], dtype=torch.int32)
-    path = None if seen is None else TokenPath(columns[:, : seen + 2], seen=seen)
+    path = None if seen is None else OutputPath(columns[:, : seen + 2], num_visible=seen)
     found = []
-    for launch, place in ((launch_warp, DEVICE), (warp_logits_torch, torch.device("cpu"))):
+    for launch, place in ((launch_process, DEVICE), (process_logits_torch, torch.device("cpu"))):
         logits = torch.full((6, 40), 1.0, device=place)
         launch(
             logits, type(held.state)(*(t.to(place) for t in held.state)), state,
             slots.to(place), torch.full((6,), 9, dtype=torch.int32, device=place),
-            rows_per_slot=3, path=path and TokenPath(path.columns.to(place), seen=path.seen),
+            rows_per_slot=3,
+            path=path and OutputPath(path.columns.to(place), num_visible=path.num_visible),
         )  # fmt: skip
         found.append(logits.cpu())
     assert torch.equal(*found)
@@ -172,13 +175,13 @@ def test_greedy_takes_the_largest_logit_before_and_after_a_ban_ends(
     accept_row = AcceptRow(
         logits_start=0, sampling=params, position=position, banned_now=(3,), banned_until=4
     )
-    assert accept(row, [accept_row])[0].tokens == (expected,)
-    held = WarpSlots(2, 5, torch.device("cpu"))
-    held.begin(0, params, banned_first=(3,), banned_until=4)
+    assert accept_drafts(row, [accept_row])[0].tokens == (expected,)
+    held = LogitsSlots(2, 5, torch.device("cpu"))
+    held.begin_session(0, params, banned_first=(3,), banned_until=4)
     state = sampling_state([params], slots, 2)
     for warp, choose, place in (
-        (warp_logits_torch, choose_tokens_torch, torch.device("cpu")),
-        (launch_warp, choose_tokens_triton, DEVICE),
+        (process_logits_torch, choose_tokens_torch, torch.device("cpu")),
+        (launch_process, choose_tokens_triton, DEVICE),
     ):
         logits, where = row.to(place, copy=True), slots.to(place)
         heat = type(state)(*(t.to(place) for t in state))
@@ -207,8 +210,8 @@ def _raw(case: WarpCase, row: int) -> torch.Tensor:
 
 def _one(params: SamplingParams, logits: torch.Tensor) -> tuple[Any, ...]:
     """Arguments for rows of one session in slot 0, at position 3."""
-    held = WarpSlots(2, logits.shape[1], torch.device("cpu"))
-    held.begin(0, params)
+    held = LogitsSlots(2, logits.shape[1], torch.device("cpu"))
+    held.begin_session(0, params)
     slots = torch.zeros(1, dtype=torch.int32)
     state = sampling_state([params], slots, 2)
     positions = torch.full((len(logits),), 3, dtype=torch.int32)
@@ -219,11 +222,11 @@ def test_logits_of_another_shape_or_type_are_refused() -> None:
     logits = torch.zeros(2, 8)
     arguments = _one(SamplingParams(), logits)
     with pytest.raises(InvalidRequestError, match="2 rows"):
-        warp_logits(logits, *arguments, rows_per_slot=1)
+        process_logits(logits, *arguments, rows_per_slot=1)
     with pytest.raises(InvalidRequestError, match="bfloat16"):
-        warp_logits(logits.bfloat16(), *arguments, rows_per_slot=2)
+        process_logits(logits.bfloat16(), *arguments, rows_per_slot=2)
     with pytest.raises(InvalidRequestError, match="7 columns"):
-        warp_logits(logits[:, :7], *arguments, rows_per_slot=2)
+        process_logits(logits[:, :7], *arguments, rows_per_slot=2)
 
 
 @pytest.mark.parametrize("launch", [count_tokens_torch, launch_count])
@@ -232,9 +235,11 @@ def test_committed_tokens_are_counted_where_penalties_look(
     launch: Callable[..., None], mapped: bool
 ) -> None:
     columns = torch.tensor([-1, 0, 1, -1, 2, 3], dtype=torch.int32) if mapped else None
-    held = WarpSlots(4, 4 if mapped else 6, torch.device("cpu"), draft_columns=columns)
-    held.begin(1, SamplingParams(presence_penalty=1.0), prompt_ids=[5, 5, 2], output_ids=[2])
-    held.begin(2, SamplingParams(banned_ids=(1,)))
+    held = LogitsSlots(4, 4 if mapped else 6, torch.device("cpu"), draft_columns=columns)
+    held.begin_session(
+        1, SamplingParams(presence_penalty=1.0), prompt_ids=[5, 5, 2], output_ids=[2]
+    )
+    held.begin_session(2, SamplingParams(banned_ids=(1,)))
     tokens = torch.tensor([[1, 5, 5, 4], [2, 2, -1, -1], [1, 1, 1, 1]], dtype=torch.int32)
     slots = torch.tensor([1, 2, 3], dtype=torch.int32)
     counts = torch.tensor([3, 2, 4], dtype=torch.int32)
@@ -248,15 +253,15 @@ def test_committed_tokens_are_counted_where_penalties_look(
 
 
 def test_a_slots_next_session_starts_without_a_history() -> None:
-    held = WarpSlots(2, 6, torch.device("cpu"))
-    held.begin(0, SamplingParams(presence_penalty=1.0, banned_ids=(1,)), prompt_ids=[5])
-    held.begin(0, SamplingParams())
-    assert not held.warps(0) and held.state.flags[0] == 0
-    held.begin(0, SamplingParams(presence_penalty=1.0), output_ids=[3])
+    held = LogitsSlots(2, 6, torch.device("cpu"))
+    held.begin_session(0, SamplingParams(presence_penalty=1.0, banned_ids=(1,)), prompt_ids=[5])
+    held.begin_session(0, SamplingParams())
+    assert not held.has_logits_processing(0) and held.state.flags[0] == 0
+    held.begin_session(0, SamplingParams(presence_penalty=1.0), output_ids=[3])
     assert held.state.counts[0].tolist() == [0, 0, 0, 2, 0, 0]
     assert held.state.entry_counts[0] == 0
     with pytest.raises(InvalidRequestError, match="stop ids"):
-        held.begin(1, SamplingParams(), banned_first=range(MAX_BANNED_AT_FIRST + 1))
+        held.begin_session(1, SamplingParams(), banned_first=range(MAX_INITIAL_BANS + 1))
 
 
 PEAKED = torch.linspace(0.0, 12.0, 50)[None]
@@ -274,6 +279,6 @@ PEAKED = torch.linspace(0.0, 12.0, 50)[None]
 )
 def test_what_is_kept_can_be_counted(params: SamplingParams, kept: int) -> None:
     logits = PEAKED.clone()
-    warp_logits(logits, *_one(params, logits), rows_per_slot=1)
+    process_logits(logits, *_one(params, logits), rows_per_slot=1)
     assert int((logits > -torch.inf).sum()) == kept
     assert torch.equal(logits[0, 50 - kept :], PEAKED[0, 50 - kept :])

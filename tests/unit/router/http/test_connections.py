@@ -134,29 +134,29 @@ class Held:
     def __init__(self, *, is_sent: bool) -> None:
         self.is_sent, self.was_cut = is_sent, False
 
-    def cut(self) -> None:
+    def close_now(self) -> None:
         self.was_cut = True
 
 
 def test_an_answer_that_its_reader_has_not_taken_is_not_cut() -> None:
     slow, idle, third, fourth = (Held(is_sent=sent) for sent in (False, True, True, False))
-    held: Any = connection_slots.Places(2, lambda: None)
-    assert held.take(slow) and held.take(idle)
-    assert held.take(third)
+    held: Any = connection_slots.ConnectionSlots(2, lambda: None)
+    assert held.acquire_slot(slow) and held.acquire_slot(idle)
+    assert held.acquire_slot(third)
     assert idle.was_cut and not slow.was_cut
     third.is_sent = False
-    assert not held.take(fourth)
+    assert not held.acquire_slot(fourth)
     assert not third.was_cut
 
 
 def test_silent_connections_make_way_before_idle_ones() -> None:
     idle, silent, busy = (Held(is_sent=True) for _ in range(3))
-    held: Any = connection_slots.Places(3, lambda: None)
+    held: Any = connection_slots.ConnectionSlots(3, lambda: None)
     for each in (idle, silent, busy):
-        assert held.take(each)
-    held.idle(idle)
-    held.busy(busy)
-    assert held.take(Held(is_sent=True))
+        assert held.acquire_slot(each)
+    held.mark_idle(idle)
+    held.mark_busy(busy)
+    assert held.acquire_slot(Held(is_sent=True))
     assert (silent.was_cut, idle.was_cut, busy.was_cut) == (True, False, False)
 
 
@@ -183,7 +183,7 @@ async def test_whoever_waits_for_an_answer_keeps_its_place_and_others_hear_why(
         refused = await complete(url)
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "connections_exhausted"
-        monkeypatch.setattr(connections, "REFUSAL_S", 0.1)
+        monkeypatch.setattr(connections, "REFUSAL_TIMEOUT_S", 0.1)
         async with sockets(url, 1) as (silent,):
             assert await silent.closed() == b""
         monkeypatch.setattr(connection_slots, "MAX_REFUSALS", 0)

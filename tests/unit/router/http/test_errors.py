@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from outrider_router.api.http.errors import STATUSES, describe
+from outrider_router.api.http.errors import STATUSES, describe_error
 from outrider_router.api.http.unsupported_fields import UnsupportedFieldError
 
 from outrider import errors
@@ -36,7 +36,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_class_has_its_status_and_openais_form(kind: type[OutriderError]) -> None:
-    told = describe(kind("it went wrong", reason="SOME_REASON"))
+    told = describe_error(kind("it went wrong", reason="SOME_REASON"))
     assert told.status == EXPECTED[kind.code]
     error = json.loads(told.body)["error"]
     assert error["message"] == "it went wrong" and error["code"] == "some_reason"
@@ -44,7 +44,7 @@ def test_every_class_has_its_status_and_openais_form(kind: type[OutriderError]) 
 
 
 def test_a_field_that_is_not_supported_is_named() -> None:
-    told = describe(UnsupportedFieldError("echo is not supported", param="echo"))
+    told = describe_error(UnsupportedFieldError("echo is not supported", param="echo"))
     assert (told.status, told.param, told.code) == (400, "echo", "unsupported")
 
 
@@ -53,7 +53,7 @@ def test_every_code_has_an_entry_of_its_own() -> None:
 
 
 def test_a_bug_is_opaque() -> None:
-    told = describe(KeyError("a secret"))
+    told = describe_error(KeyError("a secret"))
     assert told.status == 500 and "secret" not in told.body
 
 
@@ -63,15 +63,15 @@ def test_a_bug_is_opaque() -> None:
 def test_the_hint_is_told_in_whole_seconds_and_in_milliseconds(
     hint_s: float, seconds: str, millis: str
 ) -> None:
-    told = describe(ResourceExhaustedError("full", reason="QUEUE_FULL", retry_after_s=hint_s))
+    told = describe_error(ResourceExhaustedError("full", reason="QUEUE_FULL", retry_after_s=hint_s))
     assert told.headers == {"retry-after": seconds, "retry-after-ms": millis}
 
 
 @pytest.mark.parametrize("hint_s", [None, float("inf"), float("nan")])
 def test_without_a_hint_there_is_no_header(hint_s: float | None) -> None:
-    assert describe(ResourceExhaustedError("full", retry_after_s=hint_s)).headers == {}
+    assert describe_error(ResourceExhaustedError("full", retry_after_s=hint_s)).headers == {}
 
 
 def test_openais_clients_know_some_reasons_by_another_name() -> None:
-    told = describe(errors.InvalidRequestError("too long", reason="PROMPT_TOO_LONG"))
+    told = describe_error(errors.InvalidRequestError("too long", reason="PROMPT_TOO_LONG"))
     assert json.loads(told.body)["error"]["code"] == "context_length_exceeded"

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outrider_router.api.http.logprobs import TokenTexts, chat_logprobs, completion_logprobs
-from outrider_router.api.http.response_models import ChatAnswer, CompletionAnswer
-from outrider_router.api.http.response_writers import ChatForm, Choice, CompletionForm, Form
-from outrider_router.api.http.usage import added_up, metrics
+from outrider_router.api.http.logprobs import TokenTextTable, chat_logprobs, completion_logprobs
+from outrider_router.api.http.response_models import ChatCompletionResponse, CompletionResponse
+from outrider_router.api.http.response_writers import (
+    ChatWriter,
+    ChoiceState,
+    CompletionWriter,
+    ResponseWriter,
+)
+from outrider_router.api.http.usage import metrics_body, sum_stats
 
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire.inference import FinishInfo, TokenLogprobs, Usage
@@ -36,22 +41,25 @@ FINISH = FinishInfo(
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> TokenTexts:
-    return TokenTexts(Tokenizer.load(make_tokenizer_dir(tmp_path)))
+def texts(tmp_path: Path) -> TokenTextTable:
+    return TokenTextTable(Tokenizer.load(make_tokenizer_dir(tmp_path)))
 
 
-def ids(texts: TokenTexts, text: str) -> tuple[int, ...]:
+def ids(texts: TokenTextTable, text: str) -> tuple[int, ...]:
     return texts._tokenizer.encode(text)
 
 
-def test_a_token_is_its_text_its_bytes_or_its_name(texts: TokenTexts) -> None:
+def test_a_token_is_its_text_its_bytes_or_its_name(texts: TokenTextTable) -> None:
     first, second = ids(texts, "\u00e9")
-    assert texts(first) == "\ufffd" and texts.raw(first) + texts.raw(second) == "\u00e9".encode()
-    assert (texts(2), texts.raw(2)) == ("<|im_end|>", b"")
+    assert (
+        texts(first) == "\ufffd"
+        and texts.raw_bytes(first) + texts.raw_bytes(second) == "\u00e9".encode()
+    )
+    assert (texts(2), texts.raw_bytes(2)) == ("<|im_end|>", b"")
     assert texts(10_000) == ""
 
 
-def test_a_chats_tokens_have_bytes_and_alternatives(texts: TokenTexts) -> None:
+def test_a_chats_tokens_have_bytes_and_alternatives(texts: TokenTextTable) -> None:
     a, b = ids(texts, "ab")
     told = chat_logprobs([a, 2], [TokenLogprobs(-0.5, ((a, -0.5), (b, -1.0))), OWN], texts)
     assert told["content"] == [
@@ -72,7 +80,7 @@ OWN = TokenLogprobs(-2.0)
 
 
 def test_a_completions_tokens_have_offsets_and_are_among_their_alternatives(
-    texts: TokenTexts,
+    texts: TokenTextTable,
 ) -> None:
     a, b = ids(texts, "ab")
     offsets = texts.offsets()
@@ -86,7 +94,9 @@ def test_a_completions_tokens_have_offsets_and_are_among_their_alternatives(
     }
 
 
-def made(kind: type[Form], texts: TokenTexts, *, stop_token_ids: tuple[int, ...] = ()) -> Form:
+def made(
+    kind: type[ResponseWriter], texts: TokenTextTable, *, stop_token_ids: tuple[int, ...] = ()
+) -> ResponseWriter:
     return kind(
         request_id="r",
         model='a "model"',
@@ -98,22 +108,28 @@ def made(kind: type[Form], texts: TokenTexts, *, stop_token_ids: tuple[int, ...]
     )
 
 
-@pytest.mark.parametrize("kind", [CompletionForm, ChatForm])
-def test_chunks_say_the_same_as_the_whole(kind: type[Form], texts: TokenTexts) -> None:
+@pytest.mark.parametrize("kind", [CompletionWriter, ChatWriter])
+def test_chunks_say_the_same_as_the_whole(
+    kind: type[ResponseWriter], texts: TokenTextTable
+) -> None:
     form, token_ids = made(kind, texts, stop_token_ids=(1,)), ids(texts, "abc")
     found = [TokenLogprobs(-float(n), ((id_, -float(n)),)) for n, id_ in enumerate(token_ids)]
-    whole = Choice(index=0, text=["ab", "c"], token_ids=list(token_ids), logprobs=found)
+    whole = ChoiceState(index=0, text=["ab", "c"], token_ids=list(token_ids), logprobs=found)
     whole.finish = FINISH
-    told = json.loads(form.whole([whole]))
-    answer: CompletionAnswer | ChatAnswer
-    answer = (CompletionAnswer if kind is CompletionForm else ChatAnswer).model_validate(told)
+    told = json.loads(form.write_whole([whole]))
+    answer: CompletionResponse | ChatCompletionResponse
+    answer = (
+        CompletionResponse if kind is CompletionWriter else ChatCompletionResponse
+    ).model_validate(told)
     assert answer.choices[0].stop_reason == 1
 
-    part = Choice(index=0)
-    stream = form.delta(part, "ab", token_ids[:2], found[:2], None)
-    stream += form.delta(part, "c", token_ids[2:], found[2:], None)
+    part = ChoiceState(index=0)
+    stream = form.write_delta(part, "ab", token_ids[:2], found[:2], None)
+    stream += form.write_delta(part, "c", token_ids[2:], found[2:], None)
     part.finish = FINISH
-    parts = chunks(stream + form.end(part, None) + form.total([part]) + "data: [DONE]\n\n")
+    parts = chunks(
+        stream + form.write_end(part, None) + form.write_usage([part]) + "data: [DONE]\n\n"
+    )
     *parts, end, last = parts
     assert end["choices"][0]["finish_reason"] == told["choices"][0]["finish_reason"] == "stop"
     assert end["choices"][0]["stop_reason"] == 1
@@ -121,7 +137,7 @@ def test_chunks_say_the_same_as_the_whole(kind: type[Form], texts: TokenTexts) -
     assert {part["model"] for part in parts} == {'a "model"'}
     assert joined([part["choices"][0]["logprobs"] for part in parts]) == told["choices"][0][
         "logprobs"
-    ] | ({"refusal": None} if kind is ChatForm else {})
+    ] | ({"refusal": None} if kind is ChatWriter else {})
 
 
 def joined(parts: list[dict[str, Any] | None]) -> dict[str, Any]:
@@ -133,14 +149,14 @@ def joined(parts: list[dict[str, Any] | None]) -> dict[str, Any]:
     return whole
 
 
-def test_the_models_own_end_is_no_stop_of_the_client(texts: TokenTexts) -> None:
-    choice = Choice(index=0, begun=True, finish=FINISH)
-    (told,) = chunks(made(CompletionForm, texts).end(choice, None) + "data: [DONE]\n\n")
+def test_the_models_own_end_is_no_stop_of_the_client(texts: TokenTextTable) -> None:
+    choice = ChoiceState(index=0, has_started=True, finish=FINISH)
+    (told,) = chunks(made(CompletionWriter, texts).write_end(choice, None) + "data: [DONE]\n\n")
     assert told["choices"][0]["stop_reason"] is None
 
 
 def test_speculation_is_told_by_vllms_names_and_ours() -> None:
-    told = metrics(added_up([FINISH.stats, FINISH.stats]))["speculative_decoding"]
+    told = metrics_body(sum_stats([FINISH.stats, FINISH.stats]))["speculative_decoding"]
     assert told == {
         "mean_acceptance_length": round(1 + 10 / 6, 4),
         "draft_acceptance_rate": round(10 / 24, 4),
@@ -156,6 +172,6 @@ def test_speculation_is_told_by_vllms_names_and_ours() -> None:
 
 
 def test_without_drafts_every_round_is_one_token() -> None:
-    told = metrics(SpecStats(rounds=5, emitted=5))["speculative_decoding"]
+    told = metrics_body(SpecStats(rounds=5, emitted=5))["speculative_decoding"]
     assert isinstance(told, dict)
     assert (told["mean_acceptance_length"], told["num_spec_steps"]) == (1.0, 0)

@@ -180,7 +180,7 @@ async def test_an_error_in_mid_stream_is_raised_by_the_client(
         with pytest.raises(openai.APIError, match="was aborted"):
             async for _ in stream:
                 heard += 1
-                router.abort(["to-abort"])  # type: ignore[list-item]
+                router.abort_requests(["to-abort"])  # type: ignore[list-item]
     assert heard
     await assert_all_freed(router, verifier)
 

@@ -19,7 +19,7 @@ from outrider_router.requests.service import RouterService
 import outrider
 from outrider.errors import FailedPreconditionError
 from outrider.ids import RequestId
-from outrider.spans import NO_SPAN, Span
+from outrider.spans import NO_SPAN, RequestSpan
 from tests.fakes.router import running_router, sample
 from tests.fakes.verifier import FakeVerifier
 from tests.unit.router.http.helpers import http_client, http_router, set_http_options
@@ -30,12 +30,12 @@ async def test_health_follows_the_verifiers(router: RouterService, verifier: Fak
     async with http_client(router) as client:
         assert (await client.get("/health")).json() == {"status": "ok"}
         verifier.lost.set()
-        await until(lambda: not router.ready)
+        await until(lambda: not router.is_ready)
         answer = await client.get("/ping")
         assert (answer.status_code, answer.json()) == (503, {"status": "unavailable"})
         assert (await client.get("/v1/models")).json()["data"] == []
         verifier.restart()
-        await until(lambda: router.ready)
+        await until(lambda: router.is_ready)
         assert (await client.get("/ping")).status_code == 200
 
 
@@ -49,7 +49,7 @@ async def test_a_router_that_drains_ends_what_runs_and_takes_no_more(
         )
         await until(lambda: verifier.live)
         draining = asyncio.create_task(router.drain(60.0))
-        await until(lambda: not router.ready)
+        await until(lambda: not router.is_ready)
         assert (await client.get("/health")).status_code == 503
         refused = await client.post("/v1/completions", json={"prompt": "abc"})
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutdown"
@@ -85,7 +85,7 @@ async def test_the_clients_trace_is_taken_up(
 ) -> None:
     heard: list[str] = []
 
-    def begin(_request_id: RequestId, traceparent: str) -> Span:
+    def begin(_request_id: RequestId, traceparent: str) -> RequestSpan:
         heard.append(traceparent)
         return NO_SPAN
 

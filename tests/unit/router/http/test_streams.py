@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from outrider_router.api.http.server import bind
+from outrider_router.api.http.server import bind_socket
 from outrider_router.base.slow_readers import SLOW_READER as SLOW
 from outrider_router.config import OverloadConfig
 from outrider_router.requests.service import RouterService
@@ -112,7 +112,7 @@ async def test_an_error_before_the_first_text_has_its_own_status(
             )
         )
         await until(lambda: verifier.live, 30.0)
-        router.abort(["mine"])  # type: ignore[list-item]
+        router.abort_requests(["mine"])  # type: ignore[list-item]
         answer = await asking
     assert answer.status_code == 499 and answer.json()["error"]["code"] == "aborted"
     assert answer.headers["x-request-id"] == "mine"
@@ -127,7 +127,7 @@ async def test_an_error_after_the_first_text_is_an_event_of_the_stream(
         headers = {"x-request-id": "mine"}
         async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
             assert answer.status_code == 200
-            router.abort(["mine"])  # type: ignore[list-item]
+            router.abort_requests(["mine"])  # type: ignore[list-item]
             text = (await answer.aread()).decode()
     *_, error, last = events(text)
     assert last == "[DONE]" and json.loads(error)["error"]["type"] == "cancelled_error"
@@ -173,9 +173,9 @@ async def test_many_streams_at_once_are_all_whole(tmp_path: Path) -> None:
     assert answers == [[(f"<{number}>" * 60)[:60]] for number in range(STREAMS)]
 
 
-def narrow(address: str, *, slow_reader_s: float, shared: bool) -> socket.socket:
+def narrow(address: str, *, slow_reader_timeout_s: float, shared: bool) -> socket.socket:
     """A listener whose connections hold little in the kernel."""
-    listener = bind(address, slow_reader_s=slow_reader_s, shared=shared)
+    listener = bind_socket(address, slow_reader_timeout_s=slow_reader_timeout_s, shared=shared)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return listener
 
@@ -195,9 +195,9 @@ def deaf_to(address: str, body: dict[str, object]) -> socket.socket:
 async def test_who_does_not_read_is_left_and_frees_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider_router.api.http.server.bind", narrow)
+    monkeypatch.setattr("outrider_router.api.http.server.bind_socket", narrow)
     verifier = FakeVerifier(max_context_len=1 << 16, kv_blocks=1 << 13, tokens_per_round=64)
-    overload = OverloadConfig(slow_reader_s=0.5)
+    overload = OverloadConfig(slow_reader_timeout_s=0.5)
     async with (
         running_router(tmp_path, {"v": verifier}, overload=overload) as router,
         http_router(router) as url,
@@ -211,10 +211,10 @@ async def test_who_does_not_read_is_left_and_frees_everything(
 
 
 def test_listeners_share_a_port_where_all_of_them_are_told_to() -> None:
-    with bind("127.0.0.1:0", slow_reader_s=1.0, shared=True) as first:
+    with bind_socket("127.0.0.1:0", slow_reader_timeout_s=1.0, shared=True) as first:
         address = f"127.0.0.1:{first.getsockname()[1]}"
-        with bind(address, slow_reader_s=1.0, shared=True):
+        with bind_socket(address, slow_reader_timeout_s=1.0, shared=True):
             pass
         with pytest.raises(FailedPreconditionError) as caught:
-            bind(address, slow_reader_s=1.0)
+            bind_socket(address, slow_reader_timeout_s=1.0)
     assert caught.value.reason == "ADDRESS_IN_USE"

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_router.api.http.structured_outputs import StructureFields, structure_of
+from outrider_router.api.http.structured_outputs import StructuredOutputFields, structured_output_of
 from pydantic import ValidationError
 
 from outrider.errors import InvalidRequestError
-from outrider.grammar.constraint import allows, legal
-from outrider.grammar.grammar_cache import Grammars
+from outrider.grammar.constraint import allowed_mask, is_allowed
+from outrider.grammar.grammar_cache import GrammarCache
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
 from outrider.text.tokenizer import Tokenizer
 from tests.fakes.tokenizer import EOS_ID, make_tokenizer_dir
@@ -23,7 +23,7 @@ AS_TEXT = json.dumps(SCHEMA)
 
 
 def asked(**fields: Any) -> StructuredOutput | None:
-    return structure_of(StructureFields.model_validate(fields))
+    return structured_output_of(StructuredOutputFields.model_validate(fields))
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_every_character_may_be_in_a_choice(tmp_path: Path) -> None:
     odd = "".join(map(chr, [*range(0x100), 0x2028, 0x2029, 0xFEFF, 0xFFFF, 0x1F600]))
     form = asked(guided_choice=[odd])
     assert form is not None and tokenizer.file is not None
-    grammars = Grammars(tokenizer.file.read_text(), vocab_size=tokenizer.num_ids)
-    constraint = grammars.compile(form).begin([EOS_ID])
+    grammars = GrammarCache(tokenizer.file.read_text(), vocab_size=tokenizer.num_ids)
+    constraint = grammars.compile_grammar(form).start_constraint([EOS_ID])
     ids = np.array(tokenizer.encode(odd), dtype=np.int32)
-    constraint.follow(ids)
-    assert not constraint.failed
-    assert allows(legal(constraint), EOS_ID), "the whole text was taken, to the letter"
+    constraint.advance_to(ids)
+    assert not constraint.failure
+    assert is_allowed(allowed_mask(constraint), EOS_ID), "the whole text was taken, to the letter"
 
 
 def test_text_is_no_form() -> None:

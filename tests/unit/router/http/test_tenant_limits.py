@@ -47,10 +47,10 @@ async def test_answers_that_a_full_queue_cannot_hold_are_not_begun(tmp_path: Pat
         http_client(router) as client,
     ):
         running = asyncio.create_task(completed(client, 2))
-        await until(lambda: len(verifier.live) == 1 and router.admission.waiting == 1, 30.0)
+        await until(lambda: len(verifier.live) == 1 and router.admission.num_waiting == 1, 30.0)
         refused = await completed(client, 3)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-        assert router.admission.waiting == 1
+        assert router.admission.num_waiting == 1
         verifier.gate.set()
         assert len((await running).json()["choices"]) == 2
         await assert_all_freed(router, verifier)
@@ -69,6 +69,6 @@ async def test_a_client_that_leaves_takes_all_of_them_along(tmp_path: Path) -> N
                 json={"prompt": "abc", "max_tokens": 2, "n": 4},
                 timeout=httpx.Timeout(30.0, read=0.2),
             )
-        await until(lambda: router.admission.guests == 0, 30.0)
+        await until(lambda: router.admission.num_entries == 0, 30.0)
         verifier.gate.set()
         await assert_all_freed(router, verifier)

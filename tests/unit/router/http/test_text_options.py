@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from outrider_router.api.http.response_models import ChatAnswer, CompletionAnswer
+from outrider_router.api.http.response_models import ChatCompletionResponse, CompletionResponse
 from outrider_router.requests.service import RouterService
 
 from outrider.wire.messages import SessionSpec
@@ -126,7 +126,7 @@ async def test_a_completions_ids_are_told(router: RouterService, verifier: FakeV
     body = {"prompt": "abc", "max_tokens": 9, "return_token_ids": True}
     async with http_client(router) as client:
         whole, parts = await both_ways(client, "completions", body)
-        (choice,) = CompletionAnswer.model_validate(whole).choices
+        (choice,) = CompletionResponse.model_validate(whole).choices
         assert choice.prompt_token_ids == prompt
         assert choice.token_ids == [a, START_ID, b, a, EOS_ID] == ids_of(parts)
         told = ["prompt_token_ids" in part["choices"][0] for part in parts]
@@ -143,7 +143,7 @@ async def test_a_chats_ids_are_told(router: RouterService, verifier: FakeVerifie
     body = {"messages": messages, "max_tokens": 9, "return_token_ids": True}
     async with http_client(router) as client:
         whole, parts = await both_ways(client, "chat/completions", body)
-    answer = ChatAnswer.model_validate(whole)
+    answer = ChatCompletionResponse.model_validate(whole)
     assert answer.prompt_token_ids == parts[0]["prompt_token_ids"] == prompt
     assert not any("prompt_token_ids" in part for part in parts[1:])
     assert answer.choices[0].token_ids == ids_of(parts) and len(ids_of(parts)) == 5

@@ -15,8 +15,8 @@ from outrider_router.api.http.request_translation import chat_requests, completi
 from outrider_router.api.http.unsupported_fields import (
     CHAT,
     COMPLETION,
-    Fields,
     UnsupportedFieldError,
+    UnsupportedFields,
 )
 from pydantic import ValidationError
 
@@ -201,7 +201,10 @@ def test_logprobs_of_a_chat_need_to_be_asked_for() -> None:
 
 
 def test_every_field_that_would_change_an_answer_is_refused_by_its_name() -> None:
-    kinds: list[tuple[Callable[..., object], Fields]] = [(completion, COMPLETION), (chat, CHAT)]
+    kinds: list[tuple[Callable[..., object], UnsupportedFields]] = [
+        (completion, COMPLETION),
+        (chat, CHAT),
+    ]
     for ask, fields in kinds:
         for name, harmless in fields.items():
             for value in (None, *harmless):

@@ -13,29 +13,29 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.device.round_launcher import Launched
-from outrider.engine.kernels.acceptance.matching import FALLBACK, INVALID_OUTPUT
+from outrider.engine.device.round_launcher import LaunchedRound
+from outrider.engine.kernels.acceptance.matching import INVALID_OUTPUT, TARGET_ONLY_FALLBACK
 from outrider.engine.logprobs import PathLogprobs
-from outrider_verifier.exchange.shm_features import Placed
-from outrider_verifier.model_runner.gpu_runner.launch_groups import Group
-from outrider_verifier.model_runner.interface import Decoded, RowOutcome
+from outrider_verifier.exchange.shm_features import ShmFeatures
+from outrider_verifier.model_runner.gpu_runner.launch_groups import LaunchGroup
+from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
 
 
-class Judged(NamedTuple):
+class LaunchResults(NamedTuple):
     """The outcome of a group's rows; read before the memory that it lies in is used again."""
 
-    group: Group
+    group: LaunchGroup
     words: NDArray[np.int32]
     """[n, 2 + 2N]"""
     counts: list[int]
     """[n]: the first word of each."""
     features: NDArray[np.generic] | None
     """[n * N and more, H]: of each row what stands first."""
-    drafted: int
+    draft_nodes: int
     """Nodes of own drafts of each row."""
     logprobs: dict[int, PathLogprobs]
     """Of the tokens of rows whose sessions ask, by row."""
-    in_place: bool = False
+    is_in_shm: bool = False
     """Whether the features lie where the rows' drafter reads them."""
 
     @property
@@ -66,108 +66,108 @@ class Judged(NamedTuple):
             )
         ]
 
-    def placed(self) -> Placed | None:
+    def shm_features(self) -> ShmFeatures | None:
         """The same, if they lie where the rows' drafter reads them."""
-        link_id = self.group.placed_for
-        if self.features is None or link_id is None or not self.in_place:
+        link_id = self.group.shm_link_id
+        if self.features is None or link_id is None or not self.is_in_shm:
             return None
         keeps = np.array([row.session.keeps_features for row in self.group.rows])
         offsets = np.arange(0, self.nodes * len(keeps), self.nodes)
         counts = np.where(keeps, self.words[:, 0], 0).astype(np.int64)
-        return Placed(link_id, self.features, offsets, counts)
+        return ShmFeatures(link_id, self.features, offsets, counts)
 
-    def own_nodes(self) -> list[int]:
+    def in_process_nodes(self) -> list[int]:
         """[n]: nodes of its own draft that each row verified."""
         if self.nodes == 1:
             return [0] * len(self.counts)
-        verified = [self.drafted] * len(self.counts)
-        for number, cut in self.group.cut.items():
+        verified = [self.draft_nodes] * len(self.counts)
+        for number, cut in self.group.draft_limits.items():
             verified[number] = cut
-        for number in self.group.blank:
+        for number in self.group.undrafted_rows:
             verified[number] = 0
         return verified
 
-    def apart(self) -> set[int]:
+    def special_rows(self) -> set[int]:
         """The rows of which flags or log-probabilities are to be told."""
-        told = self.words[:, 1] & (FALLBACK | INVALID_OUTPUT)
+        told = self.words[:, 1] & (TARGET_ONLY_FALLBACK | INVALID_OUTPUT)
         return {*np.flatnonzero(told).tolist(), *self.logprobs}
 
     def invalid(self) -> NDArray[np.bool_] | None:
-        """See `Decoded.invalid`."""
+        """See `DecodeOutput.invalid`."""
         invalid: NDArray[np.bool_] = (self.words[:, 1] & INVALID_OUTPUT) != 0
         return invalid if invalid.any() else None
 
-    def outcomes(self, numbers: Sequence[int], *, with_features: bool = True) -> list[RowOutcome]:
+    def row_outputs(self, numbers: Sequence[int], *, with_features: bool = True) -> list[RowOutput]:
         """Rows one by one."""
-        told, first, drafted = self.logprobs.get, 2 + self.nodes, self.own_nodes()
+        told, first, drafted = self.logprobs.get, 2 + self.nodes, self.in_process_nodes()
         features = self.row_features() if with_features else [None] * len(self.counts)
         return [
-            RowOutcome(
+            RowOutput(
                 tuple(words[first : first + words[0]]),
                 features[number],
                 drafted[number],
                 told(number),
-                words[1] & FALLBACK != 0,
+                words[1] & TARGET_ONLY_FALLBACK != 0,
                 words[1] & INVALID_OUTPUT != 0,
             )
             for number, words in zip(numbers, self.words[list(numbers)].tolist(), strict=True)
         ]
 
     def block(self) -> NDArray[np.generic] | None:
-        """See `Decoded.block`."""
+        """See `DecodeOutput.block`."""
         rows = self.features
         if rows is None or self.nodes > 1:
             return None
         return rows[: len(self.counts)]
 
 
-class Told(NamedTuple):
+class LaunchLogprobs(NamedTuple):
     """Log-probabilities of a launch, by row that decodes and by piece."""
 
     rows: dict[int, PathLogprobs]
-    pieces: dict[int, PathLogprobs]
+    chunks: dict[int, PathLogprobs]
 
 
-def read_logprobs(launched: Launched) -> Told:
+def read_logprobs(launched: LaunchedRound) -> LaunchLogprobs:
     """What a launch was asked for; waits."""
     if launched.logprobs is None:
         return _NOTHING_TOLD
     asked = launched.logprobs.asked
-    words, _ = launched.outcome()
-    paths = launched.logprobs.read([int(words[row, 0]) for row in asked.rows])
+    words, _ = launched.read_outcome()
+    paths = launched.logprobs.read_logprobs([int(words[row, 0]) for row in asked.rows])
     rows = dict(zip(asked.rows, paths, strict=False))
-    return Told(rows, dict(zip(asked.pieces, paths[len(asked.rows) :], strict=True)))
+    return LaunchLogprobs(rows, dict(zip(asked.chunks, paths[len(asked.rows) :], strict=True)))
 
 
-_NOTHING_TOLD: Final = Told({}, {})
+_NOTHING_TOLD: Final = LaunchLogprobs({}, {})
 
 
-def decoded(judged: Sequence[Judged], rows: int) -> Decoded:
+def merge_results(judged: Sequence[LaunchResults], rows: int) -> DecodeOutput:
     """The outcome of all rows of a round, in the order of the round."""
-    if len(judged) == 1 and judged[0].group.places == list(range(rows)):
+    if len(judged) == 1 and judged[0].group.round_indices == list(range(rows)):
         (all_rows,) = judged
         block = all_rows.block()
-        return Decoded(
+        return DecodeOutput(
             counts=all_rows.words[:, 0].astype(np.int64),
             tokens=all_rows.tokens(),
             features=all_rows.row_features,
-            outcomes=partial(all_rows.outcomes, with_features=block is None),
-            drafted=all_rows.own_nodes,
-            apart=all_rows.apart,
-            placed=all_rows.placed(),
+            row_outputs=partial(all_rows.row_outputs, with_features=block is None),
+            draft_nodes=all_rows.in_process_nodes,
+            special_rows=all_rows.special_rows,
+            shm_features=all_rows.shm_features(),
             invalid=all_rows.invalid(),
             block=block,
         )
-    return Decoded.of(_in_order(judged, rows))
+    return DecodeOutput.of_rows(_in_order(judged, rows))
 
 
-def _in_order(judged: Sequence[Judged], rows: int) -> list[RowOutcome]:
+def _in_order(judged: Sequence[LaunchResults], rows: int) -> list[RowOutput]:
     """Rows of several launches in the order of the round."""
     outcomes = {
         place: outcome
         for each in judged
         for place, outcome in zip(
-            each.group.places, each.outcomes(range(len(each.counts))), strict=True
+            each.group.round_indices, each.row_outputs(range(len(each.counts))), strict=True
         )
     }
     return [outcomes[place] for place in range(rows)]

@@ -6,13 +6,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.grammar.constraint import ALL
-from outrider.grammar.draft_masks import DraftTree, Walk, along
-from outrider_verifier.model_runner.batch import follow_output
+from outrider.grammar.constraint import ALL_TOKENS
+from outrider.grammar.draft_masks import ConstrainedTree, ConstraintWalk, walk_tree
+from outrider_verifier.model_runner.batch import advance_grammar
 from outrider_verifier.state.session import Session
 
 
-class TreeWalk:
+class GrammarTreeWalk:
     """Through a tree that is verified as it is."""
 
     def __init__(
@@ -24,11 +24,13 @@ class TreeWalk:
         blank: bool,
     ) -> None:
         """The draft, int32 [n] each; a row that is `blank` has a tree without nodes."""
-        self.constraint = follow_output(session)
-        self.masks = np.full((1 + len(tokens), self.constraint.words), ALL, dtype=np.uint32)
+        self.constraint = advance_grammar(session)
+        self.masks = np.full(
+            (1 + len(tokens), self.constraint.num_mask_words), ALL_TOKENS, dtype=np.uint32
+        )
         """[1 + n, W]: what may follow the root and each node."""
-        self._tree = DraftTree(self.constraint, tokens, parents)
+        self._tree = ConstrainedTree(self.constraint, tokens, parents)
 
-    def walk(self) -> Walk:
+    def walk(self) -> ConstraintWalk:
         """Through the tree and back."""
-        yield from along(self._tree, self.masks)
+        yield from walk_tree(self._tree, self.masks)

@@ -8,65 +8,65 @@ from typing import Final
 
 import numpy as np
 
-from outrider.engine.device.graphs.shapes import Drafts, Judge
-from outrider.engine.device.inputs.prefill_chunks import Piece, cut
-from outrider.engine.device.inputs.round_rows import RoundRows, RowInput
-from outrider.engine.device.logprobs import Asked
-from outrider.engine.device.round_launcher import Launched
+from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind
+from outrider.engine.device.inputs.prefill_chunks import PrefillChunkInput, cut_chunks
+from outrider.engine.device.inputs.round_rows import RoundRow, RoundRows
+from outrider.engine.device.logprobs import LogprobRequest
+from outrider.engine.device.round_launcher import LaunchedRound
 from outrider.wire.messages import Proposals
-from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow, legal_masks
-from outrider_verifier.model_runner.gpu_runner.device_slots import Seat
-from outrider_verifier.state.session import keep_features
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow, allowed_token_masks
+from outrider_verifier.model_runner.gpu_runner.device_slots import DeviceSlot
+from outrider_verifier.state.session import any_keeps_features
 
-_NO_ROWS: Final = RoundRows.of([])
+_NO_ROWS: Final = RoundRows.of_rows([])
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
+class PromptChunk:
     """Prompt tokens of a session, as pieces of a launch."""
 
-    place: int
+    round_index: int
     """In the round's prompts."""
     row: PrefillRow
-    first: int
+    first_chunk: int
     """Its first piece, of the launch's."""
-    pieces: list[Piece]
+    chunks: list[PrefillChunkInput]
 
     @property
-    def last(self) -> int:
+    def last_chunk(self) -> int:
         """Its last piece, of the launch's."""
-        return self.first + len(self.pieces) - 1
+        return self.first_chunk + len(self.chunks) - 1
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class LaunchGroup:
     """Rows of one launch, by their place in the round."""
 
-    places: list[int]
+    round_indices: list[int]
     rows: list[VerifyRow]
-    seats: list[Seat]
+    device_slots: list[DeviceSlot]
     inputs: RoundRows = _NO_ROWS
-    drafts: Drafts = Drafts.NONE
-    judge: Judge = Judge.SAMPLED
-    chunks: list[Chunk] = field(default_factory=list)
-    launched: Launched | None = None
-    placed_for: int | None = None
+    drafts: DraftKind = DraftKind.NONE
+    acceptance_mode: AcceptanceMode = AcceptanceMode.SAMPLED
+    prompts: list[PromptChunk] = field(default_factory=list)
+    launched: LaunchedRound | None = None
+    shm_link_id: int | None = None
     """The link to whose drafter its features may be sent as they lie."""
-    blank: frozenset[int] = frozenset()
+    undrafted_rows: frozenset[int] = frozenset()
     """Which of the rows, of own drafts, have none yet."""
-    cut: dict[int, int] = field(default_factory=dict)
+    draft_limits: dict[int, int] = field(default_factory=dict)
     """Own drafts that are verified of rows of which not all are."""
 
     @property
-    def pieces(self) -> list[Piece]:
+    def all_chunks(self) -> list[PrefillChunkInput]:
         """All pieces, chunk by chunk."""
-        return [piece for chunk in self.chunks for piece in chunk.pieces]
+        return [piece for chunk in self.prompts for piece in chunk.chunks]
 
     @property
-    def keeps_features(self) -> bool:
+    def needs_features(self) -> bool:
         """Whether any session of the launch keeps features."""
-        return keep_features([row.session for row in self.rows]) or keep_features(
-            [chunk.row.session for chunk in self.chunks]
+        return any_keeps_features([row.session for row in self.rows]) or any_keeps_features(
+            [chunk.row.session for chunk in self.prompts]
         )
 
     @property
@@ -74,22 +74,22 @@ class Group:
         """That of the one drafter that may hear of all features that the launch makes; None: there
         is no such."""
         links = {row.session.link_id for row in self.rows}
-        links |= {chunk.row.session.link_id for chunk in self.chunks}
+        links |= {chunk.row.session.link_id for chunk in self.prompts}
         return links.pop() if len(links) == 1 else None
 
     @property
-    def own(self) -> bool:
+    def has_in_process_drafts(self) -> bool:
         """Whether the rows verify drafts of this process's own head."""
-        return self.drafts is Drafts.OWN
+        return self.drafts is DraftKind.IN_PROCESS
 
 
 @dataclass(slots=True, eq=False)
-class DeviceFlight:
+class GpuInFlightRound:
     """A round on its way."""
 
     prefill: Sequence[PrefillRow]
     verify: Sequence[VerifyRow]
-    groups: list[Group]
+    groups: list[LaunchGroup]
     submitted: float
     """On the clock of `time.perf_counter`."""
 
@@ -97,10 +97,10 @@ class DeviceFlight:
     def launched_at(self) -> float:
         """When the device had the first launch."""
         launched = self.groups[0].launched if self.groups else None
-        return self.submitted if launched is None else launched.at
+        return self.submitted if launched is None else launched.launched_at
 
 
-def asked_of(group: Group) -> Asked | None:
+def requested_logprobs(group: LaunchGroup) -> LogprobRequest | None:
     """Which of the tokens that a launch emits come with log-probabilities; None: none of them."""
     rows: list[int] = []
     tops: list[int] = []
@@ -113,86 +113,114 @@ def asked_of(group: Group) -> Asked | None:
         tops.append(top)
         draft = row.draft
         deepest = int(draft.depths.max()) if draft is not None and len(draft.tree) else 0
-        depth = max(depth, 1 + deepest, 1 + (row.own_depth if group.own else 0))
-    pieces: list[int] = []
-    for chunk in group.chunks:
+        depth = max(
+            depth, 1 + deepest, 1 + (row.in_process_depth if group.has_in_process_drafts else 0)
+        )
+    chunks: list[int] = []
+    for chunk in group.prompts:
         top = chunk.row.session.spec.top_logprobs
         if top is not None and chunk.row.last:
-            pieces.append(chunk.last)
+            chunks.append(chunk.last_chunk)
             tops.append(top)
-    return Asked(rows, depth, pieces, tops) if tops else None
+    return LogprobRequest(rows, depth, chunks, tops) if tops else None
 
 
 def group_rows(
-    verify: Sequence[VerifyRow], seats: Sequence[Seat], most_rows: Callable[[int], int]
-) -> list[Group]:
+    verify: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot], max_rows: Callable[[int], int]
+) -> list[LaunchGroup]:
     """Rows, each with its seat, by who judges them and whose drafts they verify; every row is in
     one group. `most_rows`: rows that a launch may have, by the most nodes of any of them."""
-    if _all_plain(verify) and len(verify) <= most_rows(1):
-        slots = RoundRows.plain([seat.slot for seat in seats])
+    if _all_plain(verify) and len(verify) <= max_rows(1):
+        slots = RoundRows.without_drafts([seat.slot for seat in device_slots])
         places = list(range(len(verify)))
-        return [Group(places, list(verify), list(seats), slots, judge=_judge(seats))]
-    kinds = [row.own_depth > 0 and seat.drafted for row, seat in zip(verify, seats, strict=True)]
-    if len(kinds) == 1 or (kinds and all(kinds)):
-        return [_group(list(range(len(kinds))), list(verify), list(seats), own=kinds[0])]
-    groups: list[Group] = []
-    for own in sorted(set(kinds)):
-        alike = [place for place, other in enumerate(kinds) if other is own]
-        for places in [alike] if own else _fitting(alike, verify, most_rows):
+        return [
+            LaunchGroup(
+                places,
+                list(verify),
+                list(device_slots),
+                slots,
+                acceptance_mode=_judge(device_slots),
+            )
+        ]
+    workload_classes = [
+        row.in_process_depth > 0 and seat.has_current_draft
+        for row, seat in zip(verify, device_slots, strict=True)
+    ]
+    if len(workload_classes) == 1 or (workload_classes and all(workload_classes)):
+        return [
+            _group(
+                list(range(len(workload_classes))),
+                list(verify),
+                list(device_slots),
+                own=workload_classes[0],
+            )
+        ]
+    groups: list[LaunchGroup] = []
+    for own in sorted(set(workload_classes)):
+        alike = [place for place, other in enumerate(workload_classes) if other is own]
+        for places in [alike] if own else _fitting(alike, verify, max_rows):
             rows = [verify[place] for place in places]
-            groups.append(_group(places, rows, [seats[place] for place in places], own=own))
+            groups.append(_group(places, rows, [device_slots[place] for place in places], own=own))
     return groups
 
 
-def _group(places: list[int], rows: list[VerifyRow], seats: list[Seat], *, own: bool) -> Group:
-    inputs = round_rows(rows, seats)
+def _group(
+    places: list[int], rows: list[VerifyRow], device_slots: list[DeviceSlot], *, own: bool
+) -> LaunchGroup:
+    inputs = round_rows(rows, device_slots)
     if not own:
         # What is legal behind own drafts is known once these are.
         inputs = _masked(inputs, rows)
-    drafts = Drafts.OWN if own else inputs.drafts
-    return Group(places, rows, seats, inputs, drafts, _judge(seats))
+    drafts = DraftKind.IN_PROCESS if own else inputs.draft_kind
+    return LaunchGroup(places, rows, device_slots, inputs, drafts, _judge(device_slots))
 
 
 def _all_plain(verify: Sequence[VerifyRow]) -> bool:
     """Whether there are rows, and none has a draft or is in a grammar."""
     for row in verify:
-        if row.nodes or row.own_depth or row.session.constraint is not None:
+        if row.nodes or row.in_process_depth or row.session.constraint is not None:
             return False
     return bool(verify)
 
 
-def _judge(seats: Sequence[Seat]) -> Judge:
-    return Judge.MATCH if all([seat.plain for seat in seats]) else Judge.SAMPLED
+def _judge(device_slots: Sequence[DeviceSlot]) -> AcceptanceMode:
+    return (
+        AcceptanceMode.MATCH
+        if all([seat.is_plain for seat in device_slots])
+        else AcceptanceMode.SAMPLED
+    )
 
 
 def _fitting(
-    places: list[int], verify: Sequence[VerifyRow], most_rows: Callable[[int], int]
+    places: list[int], verify: Sequence[VerifyRow], max_rows: Callable[[int], int]
 ) -> list[list[int]]:
     """Places by launch: all rows of one are padded to the nodes of its largest."""
-    if len(places) <= most_rows(1 + max([verify[place].nodes for place in places])):
+    if len(places) <= max_rows(1 + max([verify[place].nodes for place in places])):
         return [places]
     left = sorted(places, key=lambda place: -verify[place].nodes)
     parts: list[list[int]] = []
     while left:
-        count = most_rows(1 + verify[left[0]].nodes)
+        count = max_rows(1 + verify[left[0]].nodes)
         parts.append(left[:count])
         left = left[count:]
     return parts
 
 
-def round_rows(rows: Sequence[VerifyRow], seats: Sequence[Seat]) -> RoundRows:
+def round_rows(rows: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot]) -> RoundRows:
     """What the device is told of rows."""
-    slots = [seat.slot for seat in seats]
+    slots = [seat.slot for seat in device_slots]
     if not any([row.nodes for row in rows]):
-        return RoundRows.plain(slots)
+        return RoundRows.without_drafts(slots)
     message = _message(rows)
     if message is None:
-        return RoundRows.of([_row_input(*each) for each in zip(rows, seats, strict=True)])
+        return RoundRows.of_rows(
+            [_row_input(*each) for each in zip(rows, device_slots, strict=True)]
+        )
     if len(rows) == 1 and rows[0].held is not None:
         nodes = message.nodes_of(rows[0].held.entry)
         count = message.node_counts[rows[0].held.entry :][:1]
         return RoundRows(slots, count, message.tokens[nodes], message.parents[nodes])
-    drafts = message.only(np.array([row.held.entry for row in rows if row.held is not None]))
+    drafts = message.select(np.array([row.held.entry for row in rows if row.held is not None]))
     counts = drafts.node_counts
     if len(counts) < len(rows):
         counts = np.array([row.nodes for row in rows], dtype=np.int64)
@@ -203,7 +231,9 @@ def _masked(inputs: RoundRows, rows: Sequence[VerifyRow]) -> RoundRows:
     """The same with what the sessions' grammars allow, where any is in one."""
     if not any([row.session.constraint is not None for row in rows]):
         return inputs
-    return inputs._replace(legal=legal_masks([(row.session, row.draft) for row in rows]))
+    return inputs._replace(
+        allowed_tokens=allowed_token_masks([(row.session, row.draft) for row in rows])
+    )
 
 
 def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
@@ -211,52 +241,60 @@ def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
     none."""
     held = [row.held for row in rows if row.held is not None]
     message = held[0].proposals if held else None
-    if message is None or message.laws is not None or any([row.cut for row in rows]):
+    if message is None or message.distributions is not None or any([row.cut for row in rows]):
         return None
     return message if all([each.proposals is message for each in held]) else None
 
 
-def _row_input(row: VerifyRow, seat: Seat) -> RowInput:
+def _row_input(row: VerifyRow, device_slot: DeviceSlot) -> RoundRow:
     if row.draft is None:
-        return RowInput(seat.slot)
-    return RowInput(seat.slot, row.draft.tree, None if seat.matching else row.draft.law)
+        return RoundRow(device_slot.slot)
+    return RoundRow(
+        device_slot.slot,
+        row.draft.tree,
+        None if device_slot.uses_token_matching else row.draft.distribution,
+    )
 
 
 def add_prompts(
-    groups: list[Group],
-    prefill: Sequence[tuple[int, PrefillRow, Seat]],
+    groups: list[LaunchGroup],
+    prefill: Sequence[tuple[int, PrefillRow, DeviceSlot]],
     *,
-    own_head: bool,
-    mixes: Callable[[Drafts], bool],
+    in_process_drafter: bool,
+    mixes: Callable[[DraftKind], bool],
 ) -> None:
     """Let prompts, each with its place in the round and its seat, share a launch with the rows that
     decode, or have one of their own. `mixes`: whether they may share one with rows of such drafts.
     """
     if not prefill:
         return
-    drafted = own_head and any(row.session.own_draft for _, row, _ in prefill)
+    drafted = in_process_drafter and any(
+        row.session.in_process_draft_length for _, row, _ in prefill
+    )
     group = _shared([group for group in groups if mixes(group.drafts)], drafted=drafted)
     if group is None:
-        drafts = Drafts.OWN if drafted else Drafts.NONE
-        group = Group([], [], [], drafts=drafts, judge=Judge.MATCH)
+        drafts = DraftKind.IN_PROCESS if drafted else DraftKind.NONE
+        group = LaunchGroup([], [], [], drafts=drafts, acceptance_mode=AcceptanceMode.MATCH)
         groups.append(group)
-    if _judge([seat for _, _, seat in prefill]) is Judge.SAMPLED:
-        group.judge = Judge.SAMPLED
+    if _judge([device_slot for _, _, device_slot in prefill]) is AcceptanceMode.SAMPLED:
+        group.acceptance_mode = AcceptanceMode.SAMPLED
     first = 0
-    for place, row, seat in prefill:
+    for place, row, device_slot in prefill:
         # Of a session that goes on the root is known, so no token is sampled before it.
         known = row.session.tokens[: row.session.length]
-        chunk = Chunk(place, row, first, cut(seat.slot, known, row.start, row.end))
+        chunk = PromptChunk(
+            place, row, first, cut_chunks(device_slot.slot, known, row.start, row.end)
+        )
         if row.last and row.session.constraint is not None:
-            legal = legal_masks([(row.session, None)])[0]
-            chunk.pieces[-1] = chunk.pieces[-1]._replace(legal=legal)
-        group.chunks.append(chunk)
-        first += len(chunk.pieces)
+            allowed_tokens = allowed_token_masks([(row.session, None)])[0]
+            chunk.chunks[-1] = chunk.chunks[-1]._replace(allowed=allowed_tokens)
+        group.prompts.append(chunk)
+        first += len(chunk.chunks)
 
 
-def _shared(groups: Sequence[Group], *, drafted: bool) -> Group | None:
+def _shared(groups: Sequence[LaunchGroup], *, drafted: bool) -> LaunchGroup | None:
     """The launch that prompts join: the one with own drafts if they are to have such, else any."""
-    own = [group for group in groups if group.own]
+    own = [group for group in groups if group.has_in_process_drafts]
     if own or drafted:
         return own[0] if own else None
     return groups[0] if groups else None

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.device.brake import Brake, LargerModel
-from outrider.engine.device.current_device import enter_launching_thread
-from outrider.engine.device.device_timeline import Recorder
-from outrider.engine.device.drafting.in_process_drafter import OwnHead, OwnShape
+from outrider.engine.device.brake import RoundDelay, TargetDuration
+from outrider.engine.device.current_device import init_launching_thread
+from outrider.engine.device.device_timeline import DeviceRecorder
+from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter, InProcessDraftShape
 from outrider.engine.device.graphs.shapes import (
-    PIECE_BUCKETS,
-    PIECE_TOKENS,
+    CHUNK_BUCKETS,
+    CHUNK_TOKENS,
 )
-from outrider.engine.device.health import device_works
-from outrider.engine.device.round_launcher import DeviceRounds, Launched
-from outrider.engine.device.slots.logits_slots import check_banned_first
-from outrider.engine.device.slots.session_slots import SessionSlots
-from outrider.engine.device.transfer.pinned_memory import pin
-from outrider.engine.device.warm_up import warm_up
+from outrider.engine.device.health import is_device_usable
+from outrider.engine.device.round_launcher import DeviceRounds, LaunchedRound
+from outrider.engine.device.slots.logits_slots import check_initial_bans
+from outrider.engine.device.slots.session_slots import DeviceSessionSlots
+from outrider.engine.device.transfer.pinned_memory import pin_memory
+from outrider.engine.device.warm_up import warm_up_shapes
 from outrider.engine.heads import DraftHead, FeatureProjection
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
@@ -37,70 +37,76 @@ from outrider.engine.swap import SwapSpace
 from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.exchange.shm_features import Reserve
+from outrider_verifier.exchange.shm_features import ShmAllocator
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
-from outrider_verifier.model_runner.cpu_runner import wire_array
-from outrider_verifier.model_runner.gpu_runner.decoded_results import Judged, decoded, read_logprobs
-from outrider_verifier.model_runner.gpu_runner.device_slots import Seats
+from outrider_verifier.model_runner.cpu_runner import to_wire_array
+from outrider_verifier.model_runner.gpu_runner.decoded_results import (
+    LaunchResults,
+    merge_results,
+    read_logprobs,
+)
+from outrider_verifier.model_runner.gpu_runner.device_slots import DeviceSlotTable
 from outrider_verifier.model_runner.gpu_runner.grammar_drafts import (
-    Emitted,
-    begin_under_masks,
-    follow_forms,
-    leaves_drafts_out,
+    GrammarEmission,
+    apply_grammars,
+    can_skip_drafts,
+    start_masked_drafts,
 )
 from outrider_verifier.model_runner.gpu_runner.launch_groups import (
-    Chunk,
-    DeviceFlight,
-    Group,
+    GpuInFlightRound,
+    LaunchGroup,
+    PromptChunk,
     add_prompts,
-    asked_of,
     group_rows,
+    requested_logprobs,
 )
-from outrider_verifier.model_runner.gpu_runner.round_times import RoundTimes
-from outrider_verifier.model_runner.gpu_runner.shape_family import family_of
-from outrider_verifier.model_runner.interface import Flight, RoundOutcome, RowOutcome
-from outrider_verifier.model_runner.kv_headroom import Slack
-from outrider_verifier.model_runner.results import is_told
+from outrider_verifier.model_runner.gpu_runner.round_times import MeasuredRoundTimes
+from outrider_verifier.model_runner.gpu_runner.shape_family import shape_family_for
+from outrider_verifier.model_runner.interface import RoundHandle, RowOutput, RunnerOutput
+from outrider_verifier.model_runner.kv_headroom import KVHeadroom
+from outrider_verifier.model_runner.results import has_drafter_link
 from outrider_verifier.state.session import Session
 
 logger = logging.getLogger(__name__)
 
 
-class DeviceRoundEngine:
-    """A `RoundRunner` over `DeviceRounds`."""
+class GpuModelRunner:
+    """A `ModelRunner` over `DeviceRounds`."""
 
-    run_ahead = True
+    can_run_ahead = True
 
     def __init__(
         self,
-        slots: SessionSlots,
+        slots: DeviceSessionSlots,
         rounds: DeviceRounds,
         *,
-        slack: Slack,
+        slack: KVHeadroom,
         device: torch.device,
-        own_head: OwnHead | None,
+        in_process_drafter: InProcessDrafter | None,
         feature_dtype: TensorDtype,
-        prompt_stretch: float,
-        as_of: LargerModel | None = None,
+        max_prefill_slowdown: float,
+        as_of: TargetDuration | None = None,
     ) -> None:
         """`as_of`: benchmarks only, whose rounds ours are to last as long as."""
         self._slots = slots
         self.rounds = rounds
-        self._own_head = own_head
+        self._in_process_drafter = in_process_drafter
         self._feature_dtype = feature_dtype
-        self._wire_dtype = wire_array(torch.empty(0), feature_dtype).dtype
+        self._wire_dtype = to_wire_array(torch.empty(0), feature_dtype).dtype
         self._device = device
-        self.slack = slack
-        self._seats = Seats(slots, own_head)
+        self.slot_headroom = slack
+        self._device_slots = DeviceSlotTable(slots, in_process_drafter)
         self._as_of = as_of
-        self._reserve: Reserve | None = None
+        self._reserve: ShmAllocator | None = None
         """Places for features; None: there are none."""
         self._asking: set[int] = set()
         """Tickets of sessions that ask for log-probabilities."""
         self._collected = 0.0
         """When the last round had been collected."""
-        self._times = RoundTimes(
-            rounds.family, drafts_itself=own_head is not None, prompt_stretch=prompt_stretch
+        self._times = MeasuredRoundTimes(
+            rounds.family,
+            drafts_itself=in_process_drafter is not None,
+            max_prefill_slowdown=max_prefill_slowdown,
         )
 
     @classmethod
@@ -111,38 +117,44 @@ class DeviceRoundEngine:
         projection: FeatureProjection | None = None,
         head: DraftHead | None = None,
         *,
-        recorder: Recorder | None = None,
-    ) -> DeviceRoundEngine:
+        recorder: DeviceRecorder | None = None,
+    ) -> GpuModelRunner:
         """The engine of a loaded target; `head` drafts in this process (colocated, fused)."""
-        shape = OwnShape(config.draft_length if head is not None else 0, config.draft_topk)
-        own_slots = shape.extra_slots if head is not None else 0
+        shape = InProcessDraftShape(
+            config.draft_length if head is not None else 0, config.draft_top_k
+        )
+        in_process_slots = shape.extra_slots if head is not None else 0
         # The host's word on a session may be a round old.
-        slack = Slack(config.max_tree_nodes, rounds=2, own_slots=own_slots)
+        slack = KVHeadroom(config.max_tree_nodes, rounds=2, in_process_slots=in_process_slots)
         pool = target.pool
         held = pool.free_blocks * pool.block_tokens
         longest = config.max_context_len or target.config.max_position_embeddings
-        max_len = min(longest + slack.most, held)
-        slots = SessionSlots(
+        max_len = min(longest + slack.max_slots, held)
+        slots = DeviceSessionSlots(
             pool,
             max_sessions=config.max_sessions,
             max_len=max_len,
             max_nodes=config.max_tree_nodes + 1,
             vocab_size=target.vocab_size,
             device=target.device,
-            own_nodes=1 + shape.num_nodes if head is not None else 0,
+            in_process_nodes=1 + shape.num_nodes if head is not None else 0,
             graphs=config.cuda_graphs,
         )
-        own_head = OwnHead(head, slots, pool, shape=shape, max_len=max_len) if head else None
+        in_process_drafter = (
+            InProcessDrafter(head, slots, pool, shape=shape, max_len=max_len) if head else None
+        )
         rounds = DeviceRounds(
             target,
             slots,
-            family_of(
+            shape_family_for(
                 config,
-                own_nodes=0 if own_head is None else 1 + own_head.shape.num_nodes,
+                in_process_nodes=0
+                if in_process_drafter is None
+                else 1 + in_process_drafter.shape.num_nodes,
                 features=projection is not None,
             ),
             projection=projection,
-            own_head=own_head,
+            in_process_drafter=in_process_drafter,
             fused=config.placement == "fused",
             graphs=config.cuda_graphs,
             simulated_rates=config.simulated_rates or None,
@@ -153,10 +165,12 @@ class DeviceRoundEngine:
             rounds,
             slack=slack,
             device=target.device,
-            own_head=own_head,
+            in_process_drafter=in_process_drafter,
             feature_dtype=config.feature_dtype,
-            prompt_stretch=config.prompt_stretch,
-            as_of=LargerModel.asked(round_ms=config.bench_round_ms, row_us=config.bench_row_us),
+            max_prefill_slowdown=config.max_prefill_slowdown,
+            as_of=TargetDuration.from_settings(
+                round_ms=config.bench_round_ms, row_us=config.bench_row_us
+            ),
         )
 
     def warm_up(self) -> None:
@@ -164,159 +178,168 @@ class DeviceRoundEngine:
         request meets one for the first time."""
         if not self.rounds.graphs.enabled:
             return
-        seconds = warm_up(self.rounds, self._device)
+        seconds = warm_up_shapes(self.rounds, self._device)
         if self._as_of is not None:
-            self.rounds.brake = Brake(self._as_of, seconds)
+            self.rounds.brake = RoundDelay(self._as_of, seconds)
             seconds = self.rounds.brake.times
-        self._times.learn(seconds)
+        self._times.set_measurements(seconds)
 
     def release(self) -> None:
         """Give back what the engine itself holds of the target's pool."""
-        self._slots.release()
+        self._slots.release_padding()
 
     @property
-    def drafts_itself(self) -> int:
+    def in_process_draft_length(self) -> int:
         """Drafts of a round of the head in this process."""
-        return 0 if self._own_head is None else self._own_head.shape.num_nodes
+        return 0 if self._in_process_drafter is None else self._in_process_drafter.shape.num_nodes
 
     @property
-    def piece_tokens(self) -> int:
+    def chunk_tokens(self) -> int:
         """Prompt tokens of a piece."""
-        return PIECE_TOKENS
+        return CHUNK_TOKENS
 
     @property
-    def most_prompt_tokens(self) -> int:
+    def max_prompt_tokens(self) -> int:
         """Prompt tokens that one round takes."""
-        return PIECE_BUCKETS[-1] * PIECE_TOKENS
+        return CHUNK_BUCKETS[-1] * CHUNK_TOKENS
 
-    def prompt_tokens_beside(self, rows: int, crowded: bool = False) -> int:
+    def prompt_token_limit(self, rows: int, crowded: bool = False) -> int:
         """See `RoundTimes`, as the next two."""
         return self._times.prompt_tokens_beside(rows, crowded)
 
-    def round_s(
-        self, rows: int, *, own: bool, pieces: int = 0, featured: bool = False
+    def plain_round_s(
+        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None:
         """Seconds of a round without drafts from outside."""
-        return self._times.plain_s(rows, own=own, pieces=pieces, featured=featured)
+        return self._times.plain_s(rows, own=own, chunks=chunks, featured=featured)
 
-    def verify_s(self, rows: int, nodes: int) -> float | None:
+    def verify_round_s(self, rows: int, nodes: int) -> float | None:
         """Seconds of a round of rows with drafts from outside."""
-        return self._times.drafted_s(rows, nodes)
+        return self._times.drafted_round_s(rows, nodes)
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the device still works; waits for all that was launched."""
-        return device_works(self._device)
+        return is_device_usable(self._device)
 
     def enter_thread(self) -> None:
         """To be called once by the thread that will run the rounds."""
-        enter_launching_thread(self._device)
+        init_launching_thread(self._device)
 
-    def pin(self, memory: NDArray[np.uint8]) -> bool:
-        """See `RoundRunner`."""
-        return self.rounds.makes_features and pin(memory, self._device)
+    def pin_memory(self, memory: NDArray[np.uint8]) -> bool:
+        """See `ModelRunner`."""
+        return self.rounds.computes_features and pin_memory(memory, self._device)
 
-    def land_in(self, reserve: Reserve) -> None:
-        """See `RoundRunner`."""
+    def set_feature_allocator(self, reserve: ShmAllocator) -> None:
+        """See `ModelRunner`."""
         self._reserve = reserve
 
-    def swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
+    def make_swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
         """Room for the K/V of the target, and of the head in this process."""
         storages = [pool.storage]
-        if self._own_head is not None:
-            storages.append(self._own_head.storage)
+        if self._in_process_drafter is not None:
+            storages.append(self._in_process_drafter.storage)
         return SwapSpace(budget_bytes, storages, block_tokens=pool.block_tokens)
 
-    def open(self, session: Session) -> None:
-        """See `RoundRunner`."""
+    def open_session(self, session: Session) -> None:
+        """See `ModelRunner`."""
         spec = session.spec
-        check_banned_first(spec.stop_token_ids if spec.min_new_tokens else ())
+        check_initial_bans(spec.stop_token_ids if spec.min_new_tokens else ())
         if spec.top_logprobs is not None:
             self._asking.add(session.ticket)
 
-    def close(self, session: Session) -> None:
+    def close_session(self, session: Session) -> None:
         """Take the slot back, or forget the copy."""
         self._asking.discard(session.ticket)
-        self._seats.close(session)
+        self._device_slots.close_session(session)
 
-    def grown(self, session: Session) -> None:
-        """The next submit tells the device, or `tell_grown`."""
-        self._seats.grown(session)
+    def record_new_blocks(self, session: Session) -> None:
+        """The next submit tells the device, or `upload_new_blocks`."""
+        self._device_slots.queue_new_blocks(session)
 
-    def tell_grown(self) -> None:
-        """See `RoundRunner`."""
-        self._seats.tell()
+    def upload_new_blocks(self) -> None:
+        """See `ModelRunner`."""
+        self._device_slots.upload_changes()
 
-    def suspend(self, session: Session, swap: SwapSpace | None) -> bool:
-        """See `RoundRunner`."""
-        return self._seats.suspend(session, swap)
+    def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
+        """See `ModelRunner`."""
+        return self._device_slots.suspend_session(session, swap)
 
-    def fetch(self, session: Session) -> bool:
-        """See `RoundRunner`."""
-        return self._seats.fetch(session)
+    def prefetch_session(self, session: Session) -> bool:
+        """See `ModelRunner`."""
+        return self._device_slots.prefetch_session(session)
 
-    def resume(self, session: Session) -> bool:
-        """See `RoundRunner`."""
-        return self._seats.resume(session)
+    def resume_session(self, session: Session) -> bool:
+        """See `ModelRunner`."""
+        return self._device_slots.resume_session(session)
 
-    def drafted(self, session: Session) -> bool:
-        """See `RoundRunner`."""
-        return self._seats.of(session).whole
+    def has_draft_kv(self, session: Session) -> bool:
+        """See `ModelRunner`."""
+        return self._device_slots.get_slot(session).has_full_draft_kv
 
     # ---- submitting ----------------------------------------------------------------------------
 
-    def submit(self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]) -> DeviceFlight:
+    def submit_round(
+        self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
+    ) -> GpuInFlightRound:
         """Launch the round."""
-        self._seats.tell()
-        seats = self._seats.of_all([row.session for row in verify])
-        groups = group_rows(verify, seats, self.rounds.family.most_rows)
+        self._device_slots.upload_changes()
+        device_slots = self._device_slots.get_slots([row.session for row in verify])
+        groups = group_rows(verify, device_slots, self.rounds.family.max_rows)
         add_prompts(
             groups,
-            [(place, row, self._seats.of(row.session)) for place, row in enumerate(prefill)],
-            own_head=self._own_head is not None,
-            mixes=self.rounds.family.mixes,
+            [
+                (place, row, self._device_slots.get_slot(row.session))
+                for place, row in enumerate(prefill)
+            ],
+            in_process_drafter=self._in_process_drafter is not None,
+            mixes=self.rounds.family.allows_prefill,
         )
         for group in groups:
-            prompts = [chunk.row for chunk in group.chunks]
-            group.blank = self._seats.note_drafts(group.seats, prompts, own=group.own)
-            follow_forms(group, self.rounds.form_drafts)
+            prompts = [chunk.row for chunk in group.prompts]
+            group.undrafted_rows = self._device_slots.record_drafts(
+                group.device_slots, prompts, own=group.has_in_process_drafts
+            )
+            apply_grammars(group, self.rounds.form_drafts)
         submitted = time.perf_counter()
         for part, group in enumerate(groups):
-            group.launched = self.rounds.launch(
+            group.launched = self.rounds.launch_round(
                 group.inputs,
                 drafts=group.drafts,
-                judge=group.judge,
-                features=group.keeps_features,
-                pieces=group.pieces,
-                asked=asked_of(group) if self._asking else None,
-                undrafted=leaves_drafts_out(group),
+                judge=group.acceptance_mode,
+                features=group.needs_features,
+                chunks=group.all_chunks,
+                asked=requested_logprobs(group) if self._asking else None,
+                undrafted=can_skip_drafts(group),
                 part=part,
-                place=self._place_of(group) if len(groups) == 1 else None,
+                place=self._shm_target_of(group) if len(groups) == 1 else None,
             )
-        return DeviceFlight(prefill, verify, groups, submitted)
+        return GpuInFlightRound(prefill, verify, groups, submitted)
 
-    def _place_of(self, group: Group) -> Callable[[int], NDArray[np.uint8] | None] | None:
+    def _shm_target_of(
+        self, group: LaunchGroup
+    ) -> Callable[[int], NDArray[np.uint8] | None] | None:
         """Where the features of a round of one launch may be put for the drafter that will hear of
         them."""
-        if self._reserve is None or not (group.rows and is_told(group.rows[0].session)):
+        if self._reserve is None or not (group.rows and has_drafter_link(group.rows[0].session)):
             return None
-        group.placed_for = group.link_id
-        return None if group.placed_for is None else partial(self._reserve, group.placed_for)
+        group.shm_link_id = group.link_id
+        return None if group.shm_link_id is None else partial(self._reserve, group.shm_link_id)
 
     # ---- collecting ----------------------------------------------------------------------------
 
-    def landed(self, flight: Flight) -> bool:
+    def is_finished(self, flight: RoundHandle) -> bool:
         """Whether all launches of the round have ended."""
-        assert isinstance(flight, DeviceFlight)
+        assert isinstance(flight, GpuInFlightRound)
         groups = (group.launched for group in flight.groups)
-        return all(launched is None or launched.result.arrived for launched in groups)
+        return all(launched is None or launched.result.has_arrived for launched in groups)
 
-    def collect(self, flight: Flight) -> RoundOutcome:
+    def collect_round(self, flight: RoundHandle) -> RunnerOutput:
         """Wait for the launches, move the host's view on."""
-        assert isinstance(flight, DeviceFlight)
+        assert isinstance(flight, GpuInFlightRound)
         rows = sum(row.num_tokens for row in flight.prefill)
-        prompts: list[RowOutcome | None] = [None] * len(flight.prefill)
-        judged: list[Judged] = []
+        prompts: list[RowOutput | None] = [None] * len(flight.prefill)
+        judged: list[LaunchResults] = []
         for group in flight.groups:
             assert group.launched is not None
             self._begin_under_masks(group, group.launched)
@@ -324,75 +347,77 @@ class DeviceRoundEngine:
             told = read_logprobs(group.launched)
             if group.rows:
                 judged.append(self._read(group, group.launched, told.rows))
-            for chunk in group.chunks:
+            for chunk in group.prompts:
                 outcome = self._read_chunk(chunk, group.launched)
-                if told.pieces and outcome.tokens:
-                    outcome = outcome._replace(logprobs=told.pieces.get(chunk.last))
-                prompts[chunk.place] = outcome
+                if told.chunks and outcome.tokens:
+                    outcome = outcome._replace(logprobs=told.chunks.get(chunk.last_chunk))
+                prompts[chunk.round_index] = outcome
         # A round that was submitted behind another one began when that one ended.
         now = time.perf_counter()
         took, self._collected = now - max(flight.submitted, self._collected), now
-        return RoundOutcome(
+        return RunnerOutput(
             prefill=[prompt for prompt in prompts if prompt is not None],
-            decoded=decoded(judged, len(flight.verify)),
+            decoded=merge_results(judged, len(flight.verify)),
             rows=rows,
             forward_s=took,
             accept_s=0.0,
             project_s=0.0,
         )
 
-    def _begin_under_masks(self, group: Group, launched: Launched) -> None:
+    def _begin_under_masks(self, group: LaunchGroup, launched: LaunchedRound) -> None:
         """Before anything else is done with what a launch emitted: the device has nothing to do."""
         drafts = self.rounds.form_drafts
-        if drafts is None or not group.own:
+        if drafts is None or not group.has_in_process_drafts:
             return
-        emitted: list[Emitted] = []
+        emitted: list[GrammarEmission] = []
         for place, row in enumerate(group.rows):
-            if row.session.constraint is not None and not row.session.ended:
-                tokens = launched.emitted(place)
-                emitted.append(Emitted(row.session, group.seats[place].slot, tokens))
-        for chunk in group.chunks:
+            if row.session.constraint is not None and not row.session.is_ended:
+                tokens = launched.read_tokens(place)
+                emitted.append(GrammarEmission(row.session, group.device_slots[place].slot, tokens))
+        for chunk in group.prompts:
             session = chunk.row.session
-            if session.constraint is not None and chunk.row.last and not session.ended:
-                first = launched.first(chunk.last)
+            if session.constraint is not None and chunk.row.last and not session.is_ended:
+                first = launched.read_first_token(chunk.last_chunk)
                 # Without a token there is nothing to enter; the session is about to fail.
                 tokens = [first] if first >= 0 else []
-                emitted.append(Emitted(session, chunk.pieces[-1].slot, tokens))
+                emitted.append(GrammarEmission(session, chunk.chunks[-1].slot, tokens))
         if emitted:
-            begin_under_masks(emitted, drafts, undrafted=launched.undrafted)
+            start_masked_drafts(emitted, drafts, undrafted=launched.is_undrafted)
 
-    def _read(self, group: Group, launched: Launched, logprobs: dict[int, PathLogprobs]) -> Judged:
+    def _read(
+        self, group: LaunchGroup, launched: LaunchedRound, logprobs: dict[int, PathLogprobs]
+    ) -> LaunchResults:
         """Outcomes of rows that the device judged."""
-        words_of_rows, _ = launched.outcome()
+        words_of_rows, _ = launched.read_outcome()
         words = words_of_rows[: len(group.rows)]
         counts = words[:, 0].tolist()
         for row, count in zip(group.rows, counts, strict=True):
-            if not row.session.ended:
+            if not row.session.is_ended:
                 row.session.kv.advance(count)
-        drafted = self.drafts_itself if group.own else 0
+        drafted = self.in_process_draft_length if group.has_in_process_drafts else 0
         features = self._wire_features(launched)
         # Features that had to be converted lie elsewhere.
-        in_place = launched.in_place and features is launched.read_features()
-        return Judged(group, words, counts, features, drafted, logprobs, in_place)
+        in_place = launched.is_in_place and features is launched.read_features()
+        return LaunchResults(group, words, counts, features, drafted, logprobs, in_place)
 
-    def _read_chunk(self, chunk: Chunk, launched: Launched) -> RowOutcome:
+    def _read_chunk(self, chunk: PromptChunk, launched: LaunchedRound) -> RowOutput:
         """The outcome of prompt tokens that ran as pieces."""
         row, session = chunk.row, chunk.row.session
-        if not session.ended:
+        if not session.is_ended:
             session.kv.advance(row.num_tokens)
         features, mine = self._wire_features(launched), None
         if features is not None and session.keeps_features:
             # The pieces of a chunk are full but for the last one, so its rows are neighbours.
-            start = launched.shape.rows * launched.shape.nodes + chunk.first * PIECE_TOKENS
+            start = launched.shape.rows * launched.shape.nodes + chunk.first_chunk * CHUNK_TOKENS
             mine = features[start : start + row.num_tokens]
         if not row.last:
-            return RowOutcome((), mine)
-        first = launched.first(chunk.last)
-        return RowOutcome((max(first, 0),), mine, invalid_output=first < 0)
+            return RowOutput((), mine)
+        first = launched.read_first_token(chunk.last_chunk)
+        return RowOutput((max(first, 0),), mine, invalid_output=first < 0)
 
-    def _wire_features(self, launched: Launched) -> NDArray[np.generic] | None:
+    def _wire_features(self, launched: LaunchedRound) -> NDArray[np.generic] | None:
         array = launched.read_features()
         if array is None or array.dtype == self._wire_dtype:
             return array
         assert launched.features is not None
-        return wire_array(launched.features.wait(), self._feature_dtype)
+        return to_wire_array(launched.features.wait_tensor(), self._feature_dtype)

@@ -6,14 +6,18 @@ from outrider.engine.device.graphs.shape_family import ShapeFamily
 from outrider_verifier.config import VerifierConfig
 
 
-def family_of(config: VerifierConfig, *, own_nodes: int, features: bool) -> ShapeFamily:
+def shape_family_for(
+    config: VerifierConfig, *, in_process_nodes: int, features: bool
+) -> ShapeFamily:
     """The shapes of a verifier's rounds; as `ShapeFamily`."""
     return ShapeFamily(
         max_rows=config.max_sessions,
         # Beside a head of this process, too: a lookup drafts for whom its plan says so. Unless it
         # is simulated what stands, which is for that head's chains.
-        max_nodes=1 if own_nodes and config.simulated_acceptance else 1 + config.max_tree_nodes,
-        own_nodes=own_nodes,
+        max_nodes=1
+        if in_process_nodes and config.simulated_acceptance
+        else 1 + config.max_tree_nodes,
+        in_process_nodes=in_process_nodes,
         features=features,
         judges=not config.simulated_acceptance,
     )

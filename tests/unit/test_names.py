@@ -1,0 +1,156 @@
+"""Names of modules, classes, functions, settings and metrics are those of the field, and a class
+name means one thing in the whole repository."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+SOURCES: Final = sorted(
+    path
+    for folder in ("outrider", "verifier", "drafter", "router", "deploy/ray", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+    if "/v1/" not in str(path)
+)
+OLD_WORDS: Final = frozenset(
+    [
+        "law",
+        "laws",
+        "coin",
+        "coins",
+        "told",
+        "settled",
+        "sheet",
+        "alike",
+        "judged",
+        "lane",
+        "lanes",
+        "halves",
+        "flying",
+        "own",
+        "awake",
+        "patience",
+        "suspect",
+        "paused",
+        "lean",
+        "piece",
+        "pieces",
+        "stretch",
+        "form",
+        "forms",
+        "legal",
+        "guide",
+        "warp",
+        "warper",
+        "warped",
+        "seat",
+        "seats",
+        "place",
+        "places",
+        "room",
+        "let",
+        "way",
+        "ways",
+        "contest",
+        "known",
+        "pace",
+        "course",
+        "guest",
+        "party",
+        "ticket",
+        "endings",
+        "twin",
+        "ill",
+        "nemesis",
+        "most",
+        "least",
+        "keeping",
+        "kept",
+        "placed",
+        "glances",
+        "holds",
+        "handover",
+    ]
+)
+"""Words that the project once used for things that the field has other names for."""
+OLD_PHRASES: Final = re.compile(
+    r"(^|_)(own_drafts?|own_head|stand_ins?|straight_on|swap_lane)(_|$)"
+)
+ALLOWED_WORDS: Final = {
+    "least_squares": "the name of a method of mathematics",
+}
+"""Names that contain an old word in another sense."""
+ALLOWED_CLASSES: Final[dict[str, str]] = {}
+"""Class names that may stand in two modules, with the reason."""
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name in snake case or camel case, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def names_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Kind and name of a module, and of its classes, functions and settings."""
+    yield "module", path.stem if path.stem != "__init__" else path.parent.name
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            yield "class", node.name
+            if node.name.endswith("Config") or node.name.endswith("Defaults"):
+                for field in node.body:
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                        yield "setting", field.target.id
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield "function", node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if re.fullmatch(r"outrider_[a-z_]+", node.value):
+                yield "metric", node.value
+
+
+def old_words_in(name: str) -> list[str]:
+    """The old words of a name."""
+    if name in ALLOWED_WORDS:
+        return []
+    found = [word for word in words_of(name) if word in OLD_WORDS]
+    snake = "_".join(words_of(name))
+    return found + [match[2] for match in OLD_PHRASES.finditer(snake)]
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(SOURCES) > 500
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("DraftLaw", ["law"]), ("awake_cores", ["awake"]), ("KVHeadroom", []), ("placement", [])],
+)
+def test_words_are_found_in_any_case(name: str, expected: list[str]) -> None:
+    assert old_words_in(name) == expected
+
+
+def test_no_name_uses_a_word_that_the_field_does_not() -> None:
+    found = sorted(
+        {
+            f"{path.relative_to(ROOT)}: {kind} {name}"
+            for path in SOURCES
+            for kind, name in names_of(path)
+            if old_words_in(name)
+        }
+    )
+    assert not found, "\n".join(found)
+
+
+def test_a_class_name_stands_in_one_place() -> None:
+    places: defaultdict[str, set[str]] = defaultdict(set)
+    for path in SOURCES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].add(str(path.relative_to(ROOT)))
+    twice = {name: sorted(where) for name, where in places.items() if len(where) > 1}
+    assert {name: where for name, where in twice.items() if name not in ALLOWED_CLASSES} == {}
