@@ -88,7 +88,6 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         # Before the first round.
         "brake",
         "current_device",
-        "health",
         "warm_up",
         # What torch captures once.
         "target_program",

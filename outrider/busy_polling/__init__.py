@@ -3,6 +3,10 @@
 A round over gRPC passes some ten sleeping threads. On a core that has gone idle each of them costs
 the time in which the hardware, or the hypervisor, brings the core back: 5 us where idle cores
 poll, up to 200 us in a virtual machine. See docs/decisions/0012-awake-cores.md.
+
+core_selection.py          Pure: which CPU cores to keep busy-polling.
+cores.py                   Claims cores and keeps them busy-polling.
+polling_process.py         Child process that keeps one core busy.
 """
 
 from outrider.busy_polling.core_selection import check_request

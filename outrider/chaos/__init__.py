@@ -1,19 +1,22 @@
 """Faults, links that are bad in a known way, and a checker of what clients heard meanwhile.
 
-faults.py    what can happen to whom, and when
-asks.py      the requests of a run and how their clients behave
-schedule.py  a seed as faults, requests and a fleet
-shrink.py    the least of a schedule that still fails
-history.py   what one client heard, event by event
-checker.py   histories against the texts of a calm run
-network.py   an in-process network whose links are delayed, blocked, cut or mangled
-mangling.py  frames that are lost, doubled, swapped, changed or cut short
-proxy.py     the same for real sockets: a TCP proxy between two processes
-fuzz.py      frames that no honest peer sends, for every decoder
-fuzz_lane.py packets that no honest peer puts into a lane
-signals.py   faults for processes by their ids
-load.py      clients of a running fleet
-report.py    what a run against a fleet has shown
+checker.py                 Histories against the texts of a calm run.
+faults.py                  What can happen to whom, and when.
+frame_faults.py            Drops, repeats, reorders and corrupts frames.
+fuzz.py                    Frames that no honest peer sends, for every decoder.
+fuzz_shm.py                Fuzzes the shared-memory channel.
+history.py                 What one client heard, event by event.
+load.py                    Clients of a running fleet, each asking again and again, and what they
+                           heard.
+network.py                 An in-process network of named processes whose links are delayed,
+                           blocked, cut or mangled.
+proxy.py                   A TCP proxy that is put between two processes, and whose link then goes
+                           bad.
+report.py                  What a run against a fleet has shown.
+requests.py                Requests of a chaos run.
+schedule.py                A seed as faults, requests and a fleet.
+shrink.py                  The least of a schedule that still fails, found greedily.
+signals.py                 Faults for processes of this machine, by their ids.
 """
 
 from __future__ import annotations

@@ -9,6 +9,23 @@
 A prompt is a text (used as it stands), a sequence of token ids, or a conversation of
 `ChatMessage`s (rendered with the model's chat template). Every error is an `OutriderError`.
 docs/sdk.md has an example for everything else.
+
+arguments.py               Checks of what callers pass to a client beside a request's options.
+async_calls.py             Helpers of the asynchronous client.
+async_client.py            Asynchronous client.
+attempts.py                Retries and resumption of one request.
+channels.py                The channel of a client, replaced when its connection breaks.
+collected_stream.py        What a stream has received so far.
+connection.py              Opens channels to a router.
+flags.py                   Types of command-line flags; a ValueError's text is argparse's message,
+                           exit status 2.
+options.py                 From keyword arguments to a request.
+pending_requests.py        Resumable requests whose answers are awaited.
+retry.py                   When a call is tried again.
+rpcs.py                    RPC definitions shared by both clients.
+sync_calls.py              Helpers of the synchronous client.
+sync_client.py             Synchronous client.
+tracing.py                 The caller's trace.
 """
 
 from outrider.client.async_client import AsyncClient, AsyncStream

@@ -4,6 +4,20 @@ Every process declares one frozen, keyword-only dataclass; its field names are t
 file (a field that is itself a dataclass is a table), the names of environment variables and those
 of flags, and the strings under its fields are what the reference page and the JSON schema say.
 An unknown key or variable is an error that names the one that may be meant.
+
+__main__.py                `outrider config`.
+annotations.py             Annotations of configuration fields.
+builder.py                 Builds configuration dataclasses from plain data.
+description.py             Describes the fields of a configuration dataclass.
+display.py                 Prints the effective configuration.
+environment.py             Values of a configuration from environment variables.
+loader.py                  Loads a configuration: file, environment, flags.
+process_registry.py        The processes that have a configuration, found by the names of their
+                           packages.
+reference.py               The reference page of all keys, in Markdown.
+schema.py                  The JSON Schema of a configuration, for editors, Helm's values and checks
+                           before a start.
+toml.py                    Writing TOML values; the standard library only reads them.
 """
 
 from outrider.config.annotations import KeysOf, OneOf

@@ -1,6 +1,16 @@
 """Models: the registry of known ones, pulling them into the user's cache, finding files by name.
 
 Nothing here imports torch; the conversion (`outrider.models.convert`) runs in a process of its own.
+
+convert.py                 GGUF to a Hugging Face directory.
+gguf_tokenizer.py          The tokenizer that a GGUF file describes, as `tokenizer.json` and
+                           `tokenizer_config.json`.
+hub.py                     Models of a hub, by their ids: downloaded into the hub library's own
+                           cache.
+pull.py                    Pulling a model into the user's cache, and finding a model by name, path
+                           or hub id.
+registry.py                Models that `outrider models pull` knows, and the draft heads that ship
+                           with Outrider.
 """
 
 from outrider.models.pull import (

@@ -2,10 +2,6 @@
 failures. Arrows of imports: base <- admission, fleet <- requests <- api; `config` is open to
 all.
 
-    __main__.py                Command line of the router process.
-    config.py                  Configuration of the router process.
-    course.py
-    guest.py
-    peers.py
-    token_limits.py
+__main__.py                Command line of the router process.
+config.py                  Configuration of the router process.
 """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from outrider_drafter.gpu.device_laws import make_chains_with_distributions
+from outrider_drafter.gpu.draft_results import make_chains_with_distributions
 
 from outrider.engine.device.inputs.distribution_inputs import DistributionInputs
 from outrider.engine.device.transfer.buffers import Downloader

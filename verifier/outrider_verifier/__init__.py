@@ -2,16 +2,8 @@
 Arrows of imports: state <- exchange <- model_runner <- kv, planner <- engine <- server;
 `config` is open to all, `__main__` is the command line.
 
-    __main__.py                Command line of the verifier process.
-    config.py                  Configuration of the verifier process.
-    form_chains.py
-    form_trees.py
-    glances.py
-    observing.py
-    openings.py
-    prompt_chunks.py
-    rows.py
-    shares.py
+__main__.py                Command line of the verifier process.
+config.py                  Configuration of the verifier process.
 """
 
 from outrider.build_info import require_one_build

@@ -1,14 +1,17 @@
 """`outrider bench serve`: whole requests through a router, in every placement.
 
-waves.py    what readers saw of a wave, and its figures
-loads.py    which requests a wave has and when they start
-cells.py    what is measured: drafts, sampling, sessions; the key of a cell
-clients.py  the processes that send requests
-fleet.py    the services of a placement, started here or already running
-lab.py      how long a round takes where nothing but rounds is measured
-measure.py  waves of a cell, one after the other
-results.py  service.json: merged cells and what follows from them
-picture.py  tokens/s over sessions as SVG
-widened.py  a small model at a large one's cost, on disk
-cli.py      flags
+cells.py                   What a cell is.
+chart.py                   Draws the chart of results.
+cli.py                     `outrider bench serve`.
+clients.py                 The processes that send requests and read the answers, enough of them not
+                           to be the limit.
+fleet.py                   The services behind a table.
+measurement.py             Measures the waves of a cell.
+pipeline.py                `outrider bench pipeline`.
+results.py                 service.json.
+round_baseline.py          Round times without serving, the baseline of efficiency.
+run.py                     One run.
+waves.py                   What the readers of one wave of requests saw, and the figures of it.
+widened_model.py           Writes a widened model once and reuses it.
+workload.py                Requests of a wave and their arrival times.
 """

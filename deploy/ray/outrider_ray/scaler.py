@@ -7,7 +7,7 @@ import logging
 import time
 
 from outrider_router.fleet.compatibility import PeerState
-from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
+from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import OutriderError

@@ -18,8 +18,11 @@ from outrider.engine.device.drafting.draft_row_state import DraftSampling
 from outrider.engine.device.drafting.look_ahead_program import LookAheadProgram
 from outrider.engine.device.transfer.buffers import DownloadBuffer, Downloader
 from outrider.engine.draft_sampling import distribution_limits_for
-from outrider_drafter.gpu.device_laws import make_chains_with_distributions
-from outrider_drafter.gpu.draft_results import make_chains, make_trees
+from outrider_drafter.gpu.draft_results import (
+    make_chains,
+    make_chains_with_distributions,
+    make_trees,
+)
 from outrider_drafter.gpu.grammar_masks import (
     DraftConstraintStates,
     first_level_masks,

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.health import is_device_usable
+from outrider.engine.device.current_device import is_device_usable
 from outrider.engine.heads import DraftHead
 from outrider.errors import ResourceExhaustedError
 from outrider.spec.plan import MAX_DRAFT_TOKENS

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.device.health import is_device_usable
+from outrider.engine.device.current_device import is_device_usable
 from outrider.engine.kv_cache import KVSequence
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.errors import ResourceExhaustedError

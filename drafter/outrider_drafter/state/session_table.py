@@ -1,11 +1,12 @@
-"""All followed sessions in columns, and the checks that every message of verdicts must pass.
+"""Columns of all followed sessions, and the checks of every message of verdicts against them.
 
-X session slots; S entries of a message, T tokens.
+Also which sessions each connection announced, and their handles. X session slots, S entries of a
+message, T tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -14,11 +15,34 @@ from numpy.typing import NDArray
 from outrider.spec.digest import EMPTY_DIGEST, extend_ragged
 from outrider.wire.messages import FeatureRows, SessionStart, Verdicts, WireTensor
 from outrider.wire.rounds import is_last_occurrence, owner_and_offset
-from outrider_drafter.state.connections import ConnectionSessions
 from outrider_drafter.state.feature_buffer import FeatureBuffer, FeatureConverter
 from outrider_drafter.state.session import FollowedSession, SessionKey, TokenRow, VerdictLimits
 
 Indices = NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class ConnectionSessions:
+    """The sessions that one connection announced."""
+
+    slots: Indices = field(default_factory=lambda: np.full(64, -1, dtype=np.int64))
+    """By handle; -1: none."""
+    count: int = 0
+
+    def find_slots(self, handles: Indices) -> Indices:
+        """The slots of these handles, any numbers >= 0; -1 for those without."""
+        known = handles < len(self.slots)
+        return np.where(known, self.slots[np.where(known, handles, 0)], -1)
+
+    def set_slot(self, handle: int, slot: int) -> None:
+        """Note the session of a handle."""
+        if handle >= len(self.slots):
+            grown = np.full(max(handle + 1, 2 * len(self.slots)), -1, dtype=np.int64)
+            grown[: len(self.slots)] = self.slots
+            self.slots = grown
+        self.slots[handle] = slot
+        self.count += 1
+
 
 LOSS_REASONS: Final = (
     "",

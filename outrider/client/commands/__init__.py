@@ -1,8 +1,7 @@
 """The `outrider` command and its subcommands.
 
 drafters.py                `outrider drafters`.
-flags_file.py              A file of a command's flags, in YAML or TOML: `max-model-len:
-                           4096`.
+flags_file.py              A file of a command's flags, in YAML or TOML: `max-model-len: 4096`.
 generate.py                `outrider generate`.
 keys.py                    `outrider keys`.
 main.py                    The `outrider` command.

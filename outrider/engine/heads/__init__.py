@@ -11,6 +11,13 @@ A draft step over rows N with features g, next tokens e and draft positions:
     ids = head.to_target_ids(head.logits(x).argmax(-1))
 
 `FeatureProjection` is the part that runs on the verifier's side; both carry one `fingerprint`.
+
+eagle.py                   The EAGLE-1/2 head.
+eagle3.py                  The EAGLE-3 head.
+layers.py                  Small pieces shared by the heads.
+loading.py                 Loading heads from a checkpoint directory, in the original EAGLE or the
+                           `speculators` format.
+projection.py              The verifier's part of a head.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 The connection that a drafter dialled stays: it shook hands, carries heartbeats and ends with its
 peer. But what rounds say goes from working thread to working thread, over a Unix socket of packets
 and, where a message is large, a ring of shared memory: no event loop, no other thread wakes.
+
+channel.py                 ShmChannel: frames through shared memory.
+channel_set.py             The shared-memory channels of one thread.
+handshake.py               Handshake that sets up a shared-memory channel.
+ring_buffer.py             Ring buffer in shared memory.
 """
 
 from outrider.transport.shm.channel import MAX_INLINE_BYTES, RING_POLL_S, Frame, ShmChannel

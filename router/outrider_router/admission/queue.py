@@ -1,17 +1,19 @@
-"""The requests of one router that wait or are placed; performs what `admission.plan` decides."""
+"""The admission queue: requests of one router that wait or are placed.
+
+It performs what `admission.policy.plan` decides.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from outrider.errors import DeadlineExceededError, OutriderError, ResourceExhaustedError
 from outrider.ids import RequestId, VerifierId
 from outrider.wire.messages import VerifierInfo
 from outrider_router.admission.capacity_ledger import CapacityLedger, CapacityReservation
-from outrider_router.admission.guest import QueueEntry
 from outrider_router.admission.length_estimate import OutputLengthEstimator
 from outrider_router.admission.policy import (
     AdmissionAction,
@@ -29,6 +31,39 @@ from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.retry_hints import REFUSALS, HeldQueuePositions
 from outrider_router.base.tenants import Tenant, TenantRegistry
 from outrider_router.config import RouterConfig
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class QueueEntry:
+    """A request between its arrival and `leave`."""
+
+    admission_request: AdmissionRequest
+    tenant: Tenant
+    charged: int
+    """Tokens that its tenant was charged."""
+    lease_future: asyncio.Future[CapacityReservation] | None = None
+    """While it waits."""
+    leases: list[CapacityReservation] = field(default_factory=list)
+    """Its places: one, or two while it leaves one for the other."""
+    placed_at: float | None = None
+    """Clock time at which it was placed first, seconds."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it waits and nothing was decided."""
+        return self.lease_future is not None and not self.lease_future.done()
+
+    @property
+    def error(self) -> OutriderError | None:
+        """Why it gets no place, where that was decided."""
+        if (
+            self.lease_future is None
+            or not self.lease_future.done()
+            or self.lease_future.cancelled()
+        ):
+            return None
+        found = self.lease_future.exception()
+        return found if isinstance(found, OutriderError) else None
 
 
 class AdmissionQueue:

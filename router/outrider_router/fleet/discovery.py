@@ -18,7 +18,7 @@ from outrider.errors import OutriderError
 from outrider_router.base.dns_names import ResolvedName, split_addresses
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.compatibility import PeerState
-from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
+from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,14 @@ from outrider_router.fleet.compatibility import (
     state_after_failure,
 )
 from outrider_router.fleet.drafter_assignment import DrafterCandidate, drafter_candidates
-from outrider_router.fleet.peer_types import DrafterPeer, Standing, VerifierPeer
-from outrider_router.fleet.peers import PeerStatus, poll_peer, wait_next_poll
+from outrider_router.fleet.peers import (
+    DrafterPeer,
+    PeerStatus,
+    Standing,
+    VerifierPeer,
+    poll_peer,
+    wait_next_poll,
+)
 from outrider_router.fleet.quarantine_manager import QuarantineManager
 
 logger = logging.getLogger(__name__)

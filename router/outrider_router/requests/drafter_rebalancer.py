@@ -19,7 +19,7 @@ from outrider_router.fleet.drafter_assignment import (
     SessionPlacement,
     plan_moves,
 )
-from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
+from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.running_requests import JournalEntry, RunningRequests
 

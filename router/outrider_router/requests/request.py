@@ -34,11 +34,11 @@ from outrider_router.requests.request_options import (
     check_ids,
     make_plan,
     make_sampling,
+    make_token_limits,
     output_budget,
     stop_ids,
 )
 from outrider_router.requests.stop_checker import StopChecker
-from outrider_router.requests.token_limits import make_token_limits
 
 ArgumentT = TypeVar("ArgumentT")
 

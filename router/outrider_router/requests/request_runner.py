@@ -1,8 +1,8 @@
-"""One request from its place in the queue to its end: a session on a verifier, or several.
+"""Runs one request from its place in the queue to its end, on one verifier session or several.
 
-A session that is lost, refused or drained is followed by another one, which begins with all that
-the request has emitted, in the next epoch and with the same seed: so its text goes on as it would
-have done.
+A session that is lost, refused or drained is followed by another one, which begins with all tokens
+that the request has emitted, in the next epoch and with the same seed, so that the text goes on
+unchanged.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.errors import OutriderError, UnavailableError
 from outrider.ids import DrafterId, SessionId
 from outrider.text.tokenizer import Tokenizer
 from outrider.transport.session_stream import OpenedSession
-from outrider.wire.inference import Delta, FinishInfo, StreamEvent
+from outrider.wire.inference import Delta, FinishInfo, PromptInfo, StreamEvent
 from outrider.wire.messages import FinishReason, SessionSpec, VerifierInfo
 from outrider_router.admission.capacity_ledger import CapacityReservation
 from outrider_router.admission.policy import NO_VERIFIER
@@ -30,15 +30,15 @@ from outrider_router.admission.wait_order import AdmissionRequest
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.base.reasons import FailoverCause
 from outrider_router.config import RouterConfig
-from outrider_router.fleet.peer_types import VerifierPeer
+from outrider_router.fleet.peers import VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
-from outrider_router.requests.course import RequestState
 from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
 from outrider_router.requests.failover import (
     DRAINING,
     FINAL_REASONS,
     RequestHistory,
     failover_cause,
+    implied_finish,
     incomplete_error,
     pause_s,
     should_retry,
@@ -56,6 +56,56 @@ from outrider_router.requests.session_output import (
 )
 from outrider_router.requests.stop_checker import StopChecker
 from outrider_router.requests.verifier_streams import VerifierStreams
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestState:
+    """A request, where it is served now, and what it has been through."""
+
+    entry: JournalEntry
+    job: ValidatedRequest
+    admission_request: AdmissionRequest
+    reply: ClientReply
+    session_id: SessionId
+    stop_checker: StopChecker | None = None
+    """The search for its stop strings, over all of its sessions; None: it has none."""
+    has_sent_prompt_info: bool = False
+    """Whether the client has heard of its prompt."""
+    cause: FailoverCause | None = None
+    """What became of the session before; None: there was none."""
+    losses: int = 0
+    refusals: int = 0
+    stuck_since: float | None = None
+    """Clock time since which it has lost sessions and emitted nothing, seconds."""
+    emitted_before: int = 0
+    """Tokens that were emitted when its session was opened."""
+    lease: CapacityReservation | None = None
+    next_lease: CapacityReservation | None = None
+    """A place elsewhere, for when it leaves a verifier that is about to stop."""
+    peer: VerifierPeer | None = None
+    """Where its session is."""
+    session_feed: SessionFeed | None = None
+    opened: OpenedSession | None = None
+    """Its session on the verifier's stream."""
+    relocation: asyncio.Task[None] | None = None
+    """Looks for that place."""
+
+    @property
+    def prompt_info(self) -> PromptInfo:
+        """What the client hears first."""
+        return self.job.prompt_info(self.entry.request_id)
+
+    @property
+    def implied_finish(self) -> FinishReason | None:
+        """The end that its text has come to, although nobody said so."""
+        if self.stop_checker is not None and self.stop_checker.is_stopped:
+            return FinishReason.STOP_STRING
+        return implied_finish(
+            self.entry.emitted,
+            stop_ids=self.job.stop_ids,
+            max_new_tokens=self.job.max_new_tokens,
+        )
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from functools import partial
 from outrider.ids import DrafterId, VerifierId
 from outrider.transport.session_stream import SessionStream
 from outrider_router.base.metrics import RouterMetrics
-from outrider_router.fleet.peer_types import VerifierPeer
+from outrider_router.fleet.peers import VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
 from outrider_router.requests.log_records import EmittedRow

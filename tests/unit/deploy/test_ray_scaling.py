@@ -14,7 +14,7 @@ from outrider_ray.config import RayFleetConfig
 from outrider_ray.members import FleetMember, MemberRole
 from outrider_ray.scaler import FleetScaler, drafter_load, verifier_load
 from outrider_router.fleet.compatibility import PeerState
-from outrider_router.fleet.peer_types import DrafterPeer, VerifierPeer
+from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 
 from outrider.errors import UnavailableError
 from outrider.spec.plan import DraftMethod

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from outrider_router.requests.request_options import make_token_limits
 from outrider_router.requests.service import RouterService
-from outrider_router.requests.token_limits import make_token_limits
 
 from outrider.errors import InvalidRequestError
 from outrider.spec.token_limits import TokenLimits

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from outrider_verifier.config import VerifierConfig
-from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyDraft, VerifyRow
 from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 from outrider_verifier.model_runner.interface import ModelRunner, RoundHandle
-from outrider_verifier.model_runner.rows import VerifyDraft
 from outrider_verifier.state.session import Session
 
 from outrider.engine.heads import load_feature_projection, load_head

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from outrider_verifier.model_runner.batch import VerifyRow
+from outrider_verifier.model_runner.batch import VerifyDraft, VerifyRow
 from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
 from outrider_verifier.model_runner.results import commit_rows
-from outrider_verifier.model_runner.rows import VerifyDraft
 from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.effects import EventBatch, SessionEventRow
 from outrider_verifier.state.session import Session

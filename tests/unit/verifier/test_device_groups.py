@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from outrider_verifier.exchange.proposal_inbox import HeldProposal
-from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyDraft, VerifyRow
 from outrider_verifier.model_runner.gpu_runner.device_slots import DeviceSlot
 from outrider_verifier.model_runner.gpu_runner.launch_groups import (
     LaunchGroup,
@@ -15,7 +15,6 @@ from outrider_verifier.model_runner.gpu_runner.launch_groups import (
     group_rows,
     round_rows,
 )
-from outrider_verifier.model_runner.rows import VerifyDraft
 from outrider_verifier.state.session import Session
 
 from outrider.engine.device.graphs.shape_family import ShapeFamily

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from outrider.engine.device.health import is_device_usable
+from outrider.engine.device.current_device import is_device_usable
 from outrider.errors import InternalError, UnavailableError
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan

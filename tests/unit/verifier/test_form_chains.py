@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from outrider_verifier.model_runner.gpu_runner import grammar_drafts
-from outrider_verifier.model_runner.gpu_runner.form_chains import GrammarChain, request_masks
-from outrider_verifier.model_runner.gpu_runner.grammar_drafts import GrammarEmission
+from outrider_verifier.model_runner.gpu_runner.grammar_drafts import (
+    GrammarChain,
+    GrammarEmission,
+    request_masks,
+)
 from outrider_verifier.model_runner.gpu_runner.launch_groups import LaunchGroup
 
 from outrider.engine.device.drafting.draft_masks import Masks

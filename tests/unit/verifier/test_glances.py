@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider_verifier.planner.glances import SAMPLE_INTERVAL_ROUNDS, PlainRoundSelector
+from outrider_verifier.planner.round_observer import SAMPLE_INTERVAL_ROUNDS, PlainRoundSelector
 
 
 def test_every_round_is_looked_at_while_anything_is_tried() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from outrider_verifier.planner.openings import MAX_OPEN_S, PRIOR_OPEN_S, SessionOpenCost
+from outrider_verifier.planner.load_stats import MAX_OPEN_S, PRIOR_OPEN_S, SessionOpenCost
 
 
 def run(openings: SessionOpenCost, each_s: float, *, rounds: int = 600, mean: float = 4.0) -> None:

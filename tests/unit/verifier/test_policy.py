@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from outrider_verifier.model_runner.batch import VerifyRow
+from outrider_verifier.model_runner.batch import VerifyRow, trim_draft
 from outrider_verifier.model_runner.interface import RowOutput
 from outrider_verifier.model_runner.results import RowResult
-from outrider_verifier.model_runner.rows import trim_draft
-from outrider_verifier.planner.observing import observe_plain_rows, observe_row
+from outrider_verifier.planner.round_observer import observe_plain_rows, observe_row
 from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.planner.workload_stats import (
     CATCH_UP_ROUNDS,

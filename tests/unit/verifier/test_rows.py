@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_verifier.model_runner.rows import tree_mask, trim_draft, truncate_emission
+from outrider_verifier.model_runner.batch import tree_mask, trim_draft, truncate_emission
 
 from outrider.spec.draft_distribution import (
     DistributionEntries,

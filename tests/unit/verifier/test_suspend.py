@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from outrider_verifier.model_runner.batch import VerifyDraft
 from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 from outrider_verifier.model_runner.interface import ModelRunner
-from outrider_verifier.model_runner.rows import VerifyDraft
 from outrider_verifier.state.session import Session
 
 from outrider.engine.kv_cache import KVPool

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from outrider_verifier.exchange.proposal_inbox import HeldProposal
 from outrider_verifier.exchange.verdict_builder import VerdictBatch
-from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow, trim_draft
 from outrider_verifier.model_runner.interface import RoundHandle
 from outrider_verifier.model_runner.results import RowResult, VerdictInputs, has_drafter_link
-from outrider_verifier.model_runner.rows import trim_draft
 from outrider_verifier.state.round_plan import RoundPlan
 from outrider_verifier.state.session import Session
 

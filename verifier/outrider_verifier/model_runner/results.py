@@ -16,9 +16,8 @@ from outrider.spec.digest import extend_digest
 from outrider.wire.messages import FinishReason
 from outrider_verifier.exchange.proposal_inbox import ProposalInbox
 from outrider_verifier.exchange.verdict_builder import VerdictBatch
-from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
+from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow, truncate_emission
 from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
-from outrider_verifier.model_runner.rows import truncate_emission
 from outrider_verifier.state.session import Session
 
 _NOBODY: Final = VerdictBatch.of_current([], [])

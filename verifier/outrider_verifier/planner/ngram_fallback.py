@@ -15,8 +15,8 @@ import numpy as np
 
 from outrider.spec.tree import DraftTree
 from outrider.speculation.cost_table import CostTable
+from outrider_verifier.model_runner.batch import VerifyDraft
 from outrider_verifier.model_runner.results import RowResult
-from outrider_verifier.model_runner.rows import VerifyDraft
 from outrider_verifier.state.ngram_index import NgramFallbackState
 from outrider_verifier.state.session import Session
 

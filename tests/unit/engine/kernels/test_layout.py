@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from outrider_verifier.model_runner.rows import tree_mask
+from outrider_verifier.model_runner.batch import tree_mask
 
 from outrider.engine.kernels.attention.layout import (
     RoundLayout,

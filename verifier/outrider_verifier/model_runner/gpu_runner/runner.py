@@ -17,14 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.engine.device.brake import RoundDelay, TargetDuration
-from outrider.engine.device.current_device import init_launching_thread
+from outrider.engine.device.current_device import init_launching_thread, is_device_usable
 from outrider.engine.device.device_timeline import DeviceRecorder
 from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter, InProcessDraftShape
 from outrider.engine.device.graphs.shapes import (
     CHUNK_BUCKETS,
     CHUNK_TOKENS,
 )
-from outrider.engine.device.health import is_device_usable
 from outrider.engine.device.round_launcher import DeviceRounds, LaunchedRound
 from outrider.engine.device.slots.logits_slots import check_initial_bans
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
