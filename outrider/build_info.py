@@ -1,4 +1,4 @@
-"""Whether an installation's host side is compiled (decision 48)."""
+"""Detects compiled (mypyc) builds and refuses packages of different builds (decision 48)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def is_extension(file: str) -> bool:
 
 
 def has_extensions(folder: Path) -> bool:
-    """Whether modules in this folder are compiled."""
-    return any(is_extension(entry.name) for entry in folder.iterdir())
+    """Whether modules in this folder, or in folders within it, are compiled."""
+    return any(is_extension(entry.name) for entry in folder.rglob("*"))
 
 
 COMPILED: Final = has_extensions(_SPEC)

@@ -1,19 +1,19 @@
-"""The one error tree. Every error that can reach a client or a peer is one of these.
+"""Error tree: every error that can reach a client or a peer derives from `OutriderError`.
 
 OutriderError
-+-- InvalidRequestError        bad input: says what was wrong and what is allowed
++-- InvalidRequestError        invalid input; the message says what is wrong and what is allowed
 |   +-- InvalidMessageError    a peer's message failed validation; costs that message only
-+-- UnauthenticatedError       no API key, or one that is not known
-+-- PermissionDeniedError      who calls is known and may not do this
++-- UnauthenticatedError       missing or unknown API key
++-- PermissionDeniedError      the caller is known but not permitted to do this
 +-- NotFoundError              unknown session, request, model or file
 +-- AlreadyExistsError         id already in use
-+-- ResourceExhaustedError     queue, KV budget or rate bound reached; carries `retry_after_s`
++-- ResourceExhaustedError     queue, KV budget or rate limit reached; carries `retry_after_s`
 +-- FailedPreconditionError    handshake mismatch (vocabulary, tokenizer, protocol, features)
 +-- UnavailableError           peer lost or not ready; safe to retry if nothing was emitted
 |   +-- ConnectionLostError    an exchange connection ended or went silent
 +-- DeadlineExceededError      the deadline passed first
 +-- CancelledRequestError      cancelled by RPC or by id
-+-- AbortedError               another call took the place of this one
++-- AbortedError               superseded by another call
 +-- InternalError              a bug in Outrider, or a model whose output cannot be used
 """
 

@@ -1,4 +1,4 @@
-"""What to install where a part of Outrider needs a package that is not there."""
+"""Install hints for missing optional packages: maps each package to its pip extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last event of a process that cannot start: {"event": "failed", "reason": ...}."""
+"""Startup failure event of a process, one JSON line: {"event": "failed", "reason": ...}."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Distinct identifier types, so that a session id cannot be passed where a drafter id is meant."""
+"""Identifier types of requests, sessions, drafters, verifiers and tenants (`NewType` of `str`).
+
+Distinct types keep a session id from being passed where a drafter id is expected.
+"""
 
 from __future__ import annotations
 

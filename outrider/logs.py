@@ -1,4 +1,4 @@
-"""Logs of the three processes: one JSON object a line on stderr, never prompts or token ids."""
+"""JSON logging of the three processes: one object a line on stderr, never prompts or token ids."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The Prometheus port of a process: plain text on loopback, or TLS for operators' certificates.
+"""Prometheus port of a process: plain text on loopback, or TLS with operator certificates.
 
-Prometheus' own server would do, were it not for TLS: it shakes hands where it takes connections,
-so that one that says nothing keeps everybody out.
+The server of `prometheus_client` cannot be used with TLS: it performs the handshake where it
+accepts connections, so one silent connection would block all others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHECK_INTERVAL_S: Final = 0.5
 
 
 class PortMetrics:
-    """Who was turned away at a process's gRPC port."""
+    """Counters of a process's gRPC port: refused calls and TLS handshakes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter

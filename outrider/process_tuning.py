@@ -1,4 +1,4 @@
-"""What Outrider's processes do to themselves: their event loop, their interpreter, their memory."""
+"""Runtime tuning of a process: event loop (uvloop), garbage collector, allocator, OpenMP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The signals that ask one of Outrider's processes to drain and end."""
+"""Signals that make a process drain and exit: SIGTERM, SIGINT and SIGHUP."""
 
 from __future__ import annotations
 

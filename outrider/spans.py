@@ -1,13 +1,13 @@
-"""OpenTelemetry spans of requests, over all three processes: what one request went through.
+"""OpenTelemetry tracing: spans of sampled requests across router, verifier and drafter.
 
-Not the timelines of `outrider.timeline`, which show everything that one process did. The router
-begins a span for each request that is sampled, and says so to verifier and drafter by a W3C
-`traceparent`; theirs belong to it. Where nothing is sampled every span is `NO_SPAN`, which does
-nothing, and no thread of an engine ever makes one.
+Timelines (`outrider.timeline`) are something else: they show everything that one process did. The
+router starts a span for each sampled request and passes its W3C `traceparent` to verifier and
+drafter, whose spans become its children. A request that is not sampled has `NO_SPAN`, which does
+nothing, and no engine thread ever creates a span.
 
-OpenTelemetry is optional (`pip install outrider[trace]`) and imported only where an endpoint is
-given. Spans leave from a thread of its own; those that the collector does not take in time are
-dropped.
+OpenTelemetry is optional (`pip install outrider[trace]`) and imported only if an endpoint is
+configured. A background thread exports the spans; those that the collector does not accept in time
+are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FLUSH_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingConfig:
-    """Where spans go; keys of the table `[tracing]`."""
+    """Configuration of span export; keys of the table `[tracing]`."""
 
     otlp_endpoint: str = ""
     """Collector that speaks OTLP over gRPC: http://HOST:PORT, https://HOST:PORT or HOST:PORT
@@ -158,7 +158,7 @@ NO_SPAN = RequestSpan(None)
 
 
 class RoundTraceSampler:
-    """Which rounds of one session get a span: fewer, the longer it lasts."""
+    """Selects the rounds of one session that get a span: fewer, the longer it lasts."""
 
     __slots__ = ("_left", "_most", "_stride", "_until")
 

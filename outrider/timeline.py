@@ -1,9 +1,9 @@
-"""A timeline of this process: what its threads did when, for Perfetto (Trace Event Format).
+"""Timeline recorder: the work of each thread of this process, in Trace Event Format (Perfetto).
 
-Nothing is kept unless `recording` was entered: a mark is a call that returns at once. While it is,
-marks go into a ring of fixed size, so that the file has the last ones. Times are those of
-`time.perf_counter`: on Linux one clock for all processes of a host, so that the files of several
-can be laid beside each other (`outrider bench timeline`).
+Nothing is recorded outside `record_timeline`: there a mark is a call that returns at once. Inside,
+marks go into a ring buffer of fixed size, so the file holds the last ones. Times are those of
+`time.perf_counter`: on Linux one clock for all processes of a host, so the files of several
+processes can be merged (`outrider bench timeline`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TimelineMark(NamedTuple):
 
 
 class TimelineRecorder:
-    """The last marks of a process; any thread may leave one."""
+    """Ring buffer of the last marks of a process; any thread may add one."""
 
     def __init__(self, process: str, capacity: int = MAX_MARKS) -> None:
         self.process = process

@@ -1,10 +1,10 @@
-"""A watchdog over the worker thread of a process: work waits, and the thread finishes none of it.
+"""Watchdog of a process's worker thread: detects pending work without a finished step.
 
-The worker thread owns a `PullProgress` and counts its steps there. Code that runs inside one long
-step (the layers of a forward) finds the `PullProgress` of its thread by `record_step`, so that a
-long step is told from a hang. Time is counted in looks of the event loop, and a look counts its
-nominal length at most: a process that was stopped and goes on does not take its own thread for
-hung.
+The worker thread owns a `Progress` and counts its steps there. Code inside one long step (the
+layers of a forward pass) finds the `Progress` of its thread through `record_step`, so that a long
+step is distinguished from a hang. Time is counted in checks of the event loop, and each check
+counts as its nominal interval at most: a process that was stopped and continued does not take its
+own thread for hung.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     make compiled
 
-A C compiler and Python's headers have to be there. Sources are in the wheel, too: Python takes the
-compiled module of a name before the other one.
+It needs a C compiler and Python's headers. The wheel also contains the sources: Python prefers the
+compiled module of a name.
 """
 
 from __future__ import annotations

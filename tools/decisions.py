@@ -1,4 +1,4 @@
-"""Writes docs/decisions/README.md: the list of what was decided.
+"""Writes docs/decisions/README.md, the list of decision records.
 
 python tools/decisions.py > docs/decisions/README.md
 """

@@ -1,9 +1,9 @@
-"""Writes docs/licences.md: what Outrider depends on, why, and under which licences.
+"""Writes docs/licences.md: dependencies, their purposes and their licences.
 
     python tools/licences.py > docs/licences.md
 
-Names and extras come from pyproject.toml, licences from the metadata of what is installed. Ends
-with status 1 for a licence that is not allowed, or a dependency without a reason.
+Names and extras come from pyproject.toml, licences from the metadata of installed packages. Exits
+with status 1 for a licence that is not allowed, or a dependency without a purpose.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the documentation site takes from outside docs/: pages, and links that lead to them.
+"""MkDocs hooks: add pages from outside docs/ to the site and rewrite the links to them.
 
 mkdocs calls the functions named `on_...` (mkdocs.yml, `hooks`). A link to a file of the repository
-that is no page of the site becomes the file's path, in words; one that leads nowhere stays as it
-is, so that a strict build fails.
+that is not a page of the site becomes the file's path as text; a broken link stays unchanged, so
+that a strict build fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m outrider_bench NAME`, also reachable as `outrider bench NAME`."""
+"""Entry point `python -m outrider_bench NAME`, also reachable as `outrider bench NAME`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`outrider bench local`: speculative, plain and transformers decoding, interleaved in one run.
 
-Every prompt goes through the three lanes in turn, in an order that rotates, so that a drift of
-the machine's speed hits all of them alike. A lane's figure is its tokens over its seconds, the
-prompt's prefill included. Answers that loop are measured and left out of the ratios.
+Every prompt goes through the three methods in turn, in a rotating order, so that a drift of the
+machine's speed affects all of them equally. A method's result is its tokens over its seconds,
+prefill included. Answers that loop are measured and left out of the ratios.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DecodePrompt = Callable[[BenchPrompt], tuple[tuple[int, ...], float]]
 
 @dataclass(slots=True)
 class DecodingMethod:
-    """One way of decoding and what it took, prompt by prompt."""
+    """A decoding method and its measurements, prompt by prompt."""
 
     name: str
     run: DecodePrompt
@@ -44,7 +44,7 @@ class DecodingMethod:
         return sum(self.tokens[i] for i in keep) / sum(self.seconds[i] for i in keep)
 
     def ratio_to(self, other: DecodingMethod, keep: list[int]) -> list[float]:
-        """Speed relative to another lane, prompt by prompt."""
+        """Speed relative to another method, prompt by prompt."""
         return [
             (self.tokens[i] / self.seconds[i]) / (other.tokens[i] / other.seconds[i]) for i in keep
         ]
@@ -110,7 +110,7 @@ def _timed(
 
 
 def _measure(methods: list[DecodingMethod], prompts: list[BenchPrompt]) -> list[int]:
-    """Run every lane on every prompt; indices of the prompts whose answer does not loop."""
+    """Run every method on every prompt; indices of the prompts whose answer does not loop."""
     for method in methods:
         method.run(prompts[0])
     keep = []
@@ -155,7 +155,7 @@ def _report(
 ) -> None:
     speculative, plain, transformers = methods
     everything = list(range(len(plain.tokens)))
-    rates = {lane.name: round(lane.tokens_per_s(keep), 2) for lane in methods}
+    rates = {method.name: round(method.tokens_per_s(keep), 2) for method in methods}
     result = {
         "benchmark": "local",
         **describe(),
@@ -170,7 +170,7 @@ def _report(
         "prompts_without_loops": len(keep),
         "tokens_per_s": rates,
         "tokens_per_s_with_loops": {
-            lane.name: round(lane.tokens_per_s(everything), 2) for lane in methods
+            method.name: round(method.tokens_per_s(everything), 2) for method in methods
         },
         "median_ratio_by_prompt": {
             "speculative_over_plain": round(median(speculative.ratio_to(plain, keep)), 3),

@@ -1,4 +1,4 @@
-"""What a result must be stored with: commit, versions, machine, date."""
+"""Environment stored with every result: commit, versions, machine, date."""
 
 from __future__ import annotations
 

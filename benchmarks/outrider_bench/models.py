@@ -1,4 +1,4 @@
-"""Which model, head and processes a benchmark runs; shared flags."""
+"""Model, head and process selection of the benchmarks, with their shared flags."""
 
 from __future__ import annotations
 

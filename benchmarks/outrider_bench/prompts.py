@@ -1,4 +1,4 @@
-"""Prompts of the benchmarks, and which answers to leave out of acceptance figures."""
+"""Prompts of the benchmarks, and detection of looping answers."""
 
 from __future__ import annotations
 

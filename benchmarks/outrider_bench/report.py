@@ -1,4 +1,4 @@
-"""Output of the benchmarks: progress on stderr, a table on stdout, JSON where it is asked for."""
+"""Output of the benchmarks: progress on stderr, a table on stdout, optionally JSON."""
 
 from __future__ import annotations
 

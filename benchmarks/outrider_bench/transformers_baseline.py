@@ -1,4 +1,4 @@
-"""transformers' `generate` as the baseline of plain decoding."""
+"""Baseline of plain decoding with transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class TransformersBaseline:
-    """The target in transformers with the same weights, dtype and number of threads."""
+    """Target model in transformers with the same weights, dtype and number of threads."""
 
     def __init__(self, model: Path, *, dtype: str, threads: int) -> None:
         from transformers import AutoModelForCausalLM

@@ -1,6 +1,6 @@
-"""`outrider chaos`: faults for a fleet, and whether texts and promises survive them.
+"""Command `outrider chaos`: run a fleet under faults and check texts and guarantees.
 
-Exit status: 0 every promise was kept; 1 one was not; 2 misuse, or it could not run.
+Exit status: 0 all guarantees held; 1 one was violated; 2 wrong usage, or it could not run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which errors a client may hear under a schedule. Pure."""
+"""Errors that a client may receive under a schedule. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clients of a run: each asks once, over a link of its own, and notes what it hears."""
+"""Clients of a run: each sends one request over its own link and records the history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RETRY = RetryPolicy(max_attempts=200, first_delay_s=0.02, max_delay_s=0.1)
 
 
 class ChaosClient:
-    """One client."""
+    """One client with its request, link and history."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Does what a schedule says to a fleet and its clients, when it says so."""
+"""Fault injector: applies the faults of a schedule to a fleet and its clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.chaos.frame_faults import FrameFaults
 from outrider.chaos.network import NetworkDirection
 from outrider_chaos.clients import ChaosClient
 from outrider_chaos.fleet import InprocFleet
-from outrider_chaos.killable_parts import DrafterPart, VerifierPart, wait_until
+from outrider_chaos.killable_parts import DrafterPart, KillableVerifier, wait_until
 from outrider_chaos.killable_router import RouterPart
 
 PHASE_S = 0.6
@@ -22,7 +22,7 @@ DELAY_S = 0.03
 
 
 class FaultInjector:
-    """The faults of one run."""
+    """Injects the faults of one run."""
 
     def __init__(self, fleet: InprocFleet, readers: Sequence[ChaosClient], seed: int) -> None:
         self._fleet = fleet
@@ -136,7 +136,7 @@ class FaultInjector:
                 await asyncio.sleep(4 * fault.lasts_s)
                 reader.resume()
 
-    def _part(self, fault: Fault) -> VerifierPart | DrafterPart | RouterPart:
+    def _part(self, fault: Fault) -> KillableVerifier | DrafterPart | RouterPart:
         match fault.role:
             case FaultRole.VERIFIER:
                 return self._fleet.verifiers[fault.index]
@@ -145,24 +145,26 @@ class FaultInjector:
             case _:
                 return self._fleet.router
 
-    def _others(self, part: VerifierPart | DrafterPart | RouterPart) -> list[str]:
+    def _others(self, part: KillableVerifier | DrafterPart | RouterPart) -> list[str]:
         """Those at the other end of the links of a fault."""
         match part:
-            case VerifierPart():
+            case KillableVerifier():
                 return [self._fleet.router.name]
             case DrafterPart():
                 return [verifier.name for verifier in self._fleet.verifiers]
             case _:
                 return [drafter.name for drafter in self._fleet.drafters]
 
-    async def _back(self, part: VerifierPart | DrafterPart | RouterPart, after_s: float) -> None:
+    async def _back(
+        self, part: KillableVerifier | DrafterPart | RouterPart, after_s: float
+    ) -> None:
         """What a keeper does."""
         await asyncio.sleep(after_s)
         async with self._starting:
             if not part.alive:
                 await part.start()
 
-    async def _lose_device(self, part: VerifierPart | DrafterPart, after_s: float) -> None:
+    async def _lose_device(self, part: KillableVerifier | DrafterPart, after_s: float) -> None:
         part.lose_device()
         with contextlib.suppress(TimeoutError):
             # It notices with its next round or draft, if one comes.
@@ -170,7 +172,7 @@ class FaultInjector:
         await part.kill()
         await self._back(part, after_s)
 
-    async def _block(self, part: VerifierPart | DrafterPart | RouterPart, fault: Fault) -> None:
+    async def _block(self, part: KillableVerifier | DrafterPart | RouterPart, fault: Fault) -> None:
         network, names = self._fleet.network, [one.name for one in self._fleet.parts]
         stops = fault.kind is FaultKind.STOP
         others = [name for name in names if name != part.name] if stops else self._others(part)
@@ -191,10 +193,12 @@ class FaultInjector:
             door.heal()
 
     @staticmethod
-    def _faces_clients(part: VerifierPart | DrafterPart | RouterPart, fault: Fault) -> bool:
+    def _faces_clients(part: KillableVerifier | DrafterPart | RouterPart, fault: Fault) -> bool:
         return isinstance(part, RouterPart) and fault.kind is FaultKind.STOP
 
-    async def _delay(self, part: VerifierPart | DrafterPart | RouterPart, lasts_s: float) -> None:
+    async def _delay(
+        self, part: KillableVerifier | DrafterPart | RouterPart, lasts_s: float
+    ) -> None:
         ways = self._fleet.network.directions_between(part.name, self._others(part))
         for way in ways:
             way.delay_s = DELAY_S
@@ -202,7 +206,9 @@ class FaultInjector:
         for way in ways:
             way.delay_s = 0.0
 
-    async def _mangle(self, part: VerifierPart | DrafterPart | RouterPart, fault: Fault) -> None:
+    async def _mangle(
+        self, part: KillableVerifier | DrafterPart | RouterPart, fault: Fault
+    ) -> None:
         ways = self._fleet.network.directions_between(part.name, self._others(part))
         for way in ways:
             way.mangling = FrameFaults(kind=fault.kind, share=fault.share, rng=self._rng)

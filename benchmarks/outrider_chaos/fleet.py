@@ -1,4 +1,4 @@
-"""A whole fleet in this process, its clients behind proxies."""
+"""Fleet in one process, with its clients behind TCP proxies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.chaos.network import CONTROL_S, ChaosNetwork
 from outrider.chaos.proxy import TcpProxy
 from outrider.chaos.schedule import FleetShape
 from outrider.transport.heartbeat import HeartbeatConfig
-from outrider_chaos.killable_parts import ChaosModels, DrafterPart, VerifierPart, wait_until
+from outrider_chaos.killable_parts import ChaosModels, DrafterPart, KillableVerifier, wait_until
 from outrider_chaos.killable_router import RouterPart
 
 READY_S = 30.0
@@ -19,7 +19,7 @@ BEAT_S, SILENCE_S = 0.1, 0.5
 
 
 class InprocFleet:
-    """Verifiers, drafters and a router over a network of their own."""
+    """Verifiers, drafters and a router over a simulated network."""
 
     def __init__(self, shape: FleetShape, models: ChaosModels, folder: Path) -> None:
         """`folder` is for what the router keeps."""
@@ -31,7 +31,7 @@ class InprocFleet:
             control_s=CONTROL_S * models.slowness,
         )
         self.verifiers = [
-            VerifierPart(f"v{n}", shape, models, self.network) for n in range(shape.verifiers)
+            KillableVerifier(f"v{n}", shape, models, self.network) for n in range(shape.verifiers)
         ]
         self.drafters = [
             DrafterPart(f"d{n}", shape, models, self.network) for n in range(shape.drafters)
@@ -47,7 +47,7 @@ class InprocFleet:
         self._proxies: list[TcpProxy] = []
 
     @property
-    def parts(self) -> list[VerifierPart | DrafterPart | RouterPart]:
+    def parts(self) -> list[KillableVerifier | DrafterPart | RouterPart]:
         """All of them, the router last."""
         return [*self.verifiers, *self.drafters, self.router]
 

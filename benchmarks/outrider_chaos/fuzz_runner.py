@@ -1,4 +1,4 @@
-"""Fuzzing of every decoder in processes: counts, failures, and whether memory stayed flat."""
+"""Fuzz runner: fuzzes every decoder in worker processes and checks their memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHUNK = 50_000
 
 @dataclass(slots=True)
 class PortReport:
-    """What fuzzing a port has shown."""
+    """Result of fuzzing one port."""
 
     report: FuzzReport
     growth_mb: float

@@ -1,4 +1,4 @@
-"""Verifier, drafter and router as parts of one process that can die, hang and come back."""
+"""Verifier and drafter that can be killed, hung and restarted inside one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosModels:
-    """What all runs of a process serve."""
+    """Models that all runs of a process serve."""
 
     target: Path
     head: Path
@@ -53,8 +53,8 @@ class ChaosModels:
         return cls(target=target, head=head, tokenizer=tokenizer, slowness=slowness)
 
 
-class MortalProcess(Protocol):
-    """One process that is not one."""
+class KillableProcess(Protocol):
+    """Interface of a simulated process."""
 
     name: str
 
@@ -80,8 +80,8 @@ class MortalProcess(Protocol):
         ...
 
 
-class VerifierPart:
-    """A verifier."""
+class KillableVerifier:
+    """A verifier that can be killed, hung and restarted."""
 
     def __init__(
         self, name: str, shape: FleetShape, models: ChaosModels, network: ChaosNetwork
@@ -132,7 +132,7 @@ class VerifierPart:
     def lose_device(self) -> None:
         """From now on every round fails; whoever keeps it is to end it."""
         if self.service is not None:
-            _break(self.service._core._runner, "collect")
+            _break(self.service._core._runner, "collect_round")
 
     async def lost(self) -> None:
         """Wait until it has given its device up."""
@@ -147,7 +147,7 @@ class VerifierPart:
     @property
     def swapped(self) -> bool:
         """Whether K/V of a session is in host memory."""
-        return self.service is not None and self.service._core.room.swapped_bytes > 0
+        return self.service is not None and self.service._core.block_manager.swapped_bytes > 0
 
     @property
     def reads_prompts(self) -> bool:
@@ -164,7 +164,7 @@ class VerifierPart:
         if self.service is None:
             return []
         with contextlib.suppress(RuntimeError):  # the engine thread changed them meanwhile
-            return list(getattr(self.service._core.room, which).values())
+            return list(getattr(self.service._core.block_manager, which).values())
         return []
 
     @property
@@ -191,7 +191,7 @@ class VerifierPart:
 
 
 class DrafterPart:
-    """A drafter."""
+    """A drafter that can be killed, hung and restarted."""
 
     def __init__(
         self, name: str, shape: FleetShape, models: ChaosModels, network: ChaosNetwork
@@ -239,7 +239,7 @@ class DrafterPart:
     def lose_device(self) -> None:
         """From now on every draft of its head fails; whoever keeps it is to end it."""
         if self.service is not None:
-            _break(self.service._worker._engine._sources[DraftMethod.EAGLE3], "drafts")
+            _break(self.service._worker._engine._sources[DraftMethod.EAGLE3], "draft_sessions")
 
     async def lost(self) -> None:
         """Wait until it has given its device up."""
@@ -260,7 +260,7 @@ def _break(device: Any, method: str) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     kind = type(device)
-    device.__class__ = type(kind.__name__, (kind,), {method: broken, "usable": False})
+    device.__class__ = type(kind.__name__, (kind,), {method: broken, "is_usable": False})
 
 
 async def wait_until(

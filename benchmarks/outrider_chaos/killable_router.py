@@ -1,4 +1,4 @@
-"""The router of a fleet in one process, which can be killed as if it were one of its own."""
+"""Router that can be killed and restarted inside one process."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from outrider_chaos.killable_parts import DRAIN_S, GRACE_S, ChaosModels
 T = TypeVar("T")
 
 
-class MortalRouter:
-    """Stands before a `RouterService` at its port, for clients to hear nothing any more once it
-    counts as killed.
+class KillableRouter:
+    """Wraps a `RouterService` at its port and silences it towards clients once it is killed.
 
     What is left of it runs on for a moment: its tasks write to clients until the server has
     stopped, and so would tell them what the journal of that moment does not hold. A killed process
@@ -51,11 +50,11 @@ class MortalRouter:
         """See `RouterService`."""
         return await self._report_end(self._service.generate(*args, **kwargs))
 
-    async def serve(self, request: Any, write: EventWriter, **kwargs: Any) -> None:
+    async def serve_request(self, request: Any, write: EventWriter, **kwargs: Any) -> None:
         """See `RouterService`."""
         await self._report_end(self._service.serve_request(request, self._living(write), **kwargs))
 
-    async def resume(self, position: Any, write: EventWriter, caller: Any) -> None:
+    async def resume_stream(self, position: Any, write: EventWriter, caller: Any) -> None:
         """See `RouterService`."""
         await self._report_end(self._service.resume_stream(position, self._living(write), caller))
 
@@ -83,7 +82,7 @@ class MortalRouter:
 
 
 class RouterPart:
-    """The router and its port."""
+    """A router and its port that can be killed and restarted."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class RouterPart:
         self.service: RouterService | None = None
         self.address = ""
         self._server: GrpcServer | None = None
-        self._front: MortalRouter | None = None
+        self._front: KillableRouter | None = None
         self._models, self._network = models, network
         self._journals = (folder / f"journal-{number}" for number in itertools.count(1))
         self._journal = folder / "journal-0"
@@ -137,7 +136,7 @@ class RouterPart:
             clock=time.monotonic,
         )
         service.restore_journal()
-        front: Any = MortalRouter(service)
+        front: Any = KillableRouter(service)
         self._server = GrpcServer("127.0.0.1:0", [inference_service(front)])
         self.address = await self._server.start()
         await service.start()

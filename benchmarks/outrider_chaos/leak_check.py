@@ -1,4 +1,4 @@
-"""What a process holds that its runs should have given back."""
+"""Leak check: tasks, threads and files that a run did not release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GRPC_POLLER = "_poll_wrapper"
 
 @dataclass(frozen=True, slots=True)
 class ProcessResources:
-    """Tasks, threads and files of this process."""
+    """Tasks, threads and files that this process holds."""
 
     tasks: Counter[str]
     threads: Counter[str]

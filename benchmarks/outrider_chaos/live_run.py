@@ -1,6 +1,6 @@
-"""Load and faults for a fleet that runs: processes of this machine, named by their ids.
+"""Load and faults against a running fleet of local processes, given by their ids.
 
-Processes elsewhere, and links, are beyond it: they are hit with the tools of wherever they run.
+It cannot reach processes on other hosts or links: use the tools of the platform there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTLE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun:
-    """What is done to a fleet."""
+    """Load and faults applied to one fleet."""
 
     router: str
     targets: tuple[FaultTarget, ...]

@@ -1,4 +1,4 @@
-"""Processes that `multiprocessing` spawned, and their end."""
+"""Ends a process spawned by `multiprocessing` when its parent is gone."""
 
 from __future__ import annotations
 

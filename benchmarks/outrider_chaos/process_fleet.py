@@ -1,4 +1,4 @@
-"""A fleet of real processes behind TCP proxies: kills, stops and bad links as they are."""
+"""Fleet of real processes behind TCP proxies, for real kills, stops and bad links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONCE = RetryPolicy(max_attempts=1)
 
 
 class ProxiedProcess:
-    """One process and the proxy that its peers reach it by."""
+    """A process and the proxy through which its peers reach it."""
 
     def __init__(self, name: str, process: ChildProcess) -> None:
         self.name = name

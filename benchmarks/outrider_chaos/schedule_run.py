@@ -1,4 +1,4 @@
-"""One run: a fleet, its clients, what happens to them, and what is then to be found."""
+"""One run of a schedule: fleet, clients, faults and the final checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Baseline = dict[TextSpec, ExpectedAnswer]
 
 @dataclass(slots=True, kw_only=True)
 class RunOutcome:
-    """What a run has shown."""
+    """Result of one run."""
 
     schedule: FaultSchedule
     violations: list[CheckViolation] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Many seeds, one of them again, or the least of it that still fails."""
+"""Runs many seeds in processes, replays one, and shrinks a failing schedule."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def replay(
 
 
 class SeedTally:
-    """What many runs have shown, counted."""
+    """Counts over the results of many runs."""
 
     def __init__(self) -> None:
         self.runs = 0

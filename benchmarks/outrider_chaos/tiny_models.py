@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the real formats: no sense in them, but every law holds."""
+"""Tiny random checkpoints in the real formats, for tests of distributions and faults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Command line of the drafter process.
 
-Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves; logs go to
-stderr. Heavy imports follow the parsing of the flags, so that --help and mistakes answer at once.
+Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout once it serves; logs go to
+stderr. Heavy modules are imported after the flags are parsed, so that --help and usage errors
+answer at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configuration of a drafter process; each field is a key of its TOML file."""
+"""Configuration of the drafter process: the fields of `DrafterConfig` are its TOML keys."""
 
 from __future__ import annotations
 

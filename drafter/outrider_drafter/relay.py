@@ -5,8 +5,9 @@ process of its own: the drafting thread neither waits for it nor shares an inter
 Told on stdin what to stand between, a line each, and answers on stdout, a line each ("error WHY"
 where it cannot); the end of its input ends it.
 
-dial HOST:PORT    the address to dial instead: bytes of TCP connections are held
-lane NAME TOKEN   NAME TOKEN of the lane to join instead: frames of a lane are held
+dial HOST:PORT    the address to dial instead: bytes of TCP connections are held shared-memory
+channel NAME TOKEN   NAME TOKEN of the shared-memory channel to join instead: frames of a
+shared-memory channel are held
 """
 
 from __future__ import annotations
@@ -292,7 +293,7 @@ def handle_command(relay: Relay, order: str, answer: Callable[[str], None]) -> N
 async def _shm_channel_of_asker(answer: Callable[[str], None]) -> ShmChannel:
     listener = ShmListener.open()
     if listener is None:
-        raise UnavailableError("this system has no lanes", reason="NO_LANES")
+        raise UnavailableError("this system has no lanes", reason="NO_SHARED_MEMORY")
     try:
         offer = listener.make_offer()
         answer(f"{offer.name} {offer.token.hex()}")

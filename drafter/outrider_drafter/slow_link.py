@@ -1,4 +1,5 @@
-"""A drafter behind a slow link, for benchmarks: its dialer and its lanes go through a relay."""
+"""A drafter behind a slow link, for benchmarks: its dialer and its shared-memory channels go
+through a relay."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _STOP_S = 2.0
 
 
 class SlowDialer:
-    """A dialer whose exchanges, and their lanes, are held by `delay_ms` each way; control is not.
+    """A dialer whose exchanges, and their shared-memory channels, are held by `delay_ms` each way;
+    control is not.
 
     The relay (`outrider_drafter.relay`) is a process that ends with this dialer, or with this
     process. Exchanges by addresses HOST:PORT only.
@@ -51,8 +53,8 @@ class SlowDialer:
         return await self._dialer.exchange(detour)
 
     def join_shm_channel(self, offer: ShmOffer) -> ShmChannel:
-        """Join the lane that a peer offers, through the relay; blocks for a moment. Raises
-        UnavailableError, or InvalidMessageError for memory that is no good."""
+        """Join the shared-memory channel that a peer offers, through the relay; blocks for a
+        moment. Raises UnavailableError, or InvalidMessageError for memory that is no good."""
         name, _, token = self._ask(f"lane {offer.name} {offer.token.hex()}").partition(" ")
         return join_channel(ShmOffer(name=name, token=bytes.fromhex(token)))
 

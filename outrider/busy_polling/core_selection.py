@@ -1,4 +1,4 @@
-"""Which cores a process keeps awake (pure)."""
+"""Selection of the CPU cores that a process keeps busy-polling. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Set
 
 
 def check_request(count: int, device: str) -> None:
-    """Raise ValueError for a number of awake cores that a process on this device cannot have."""
+    """Raise ValueError for a number of busy-polling cores that a process on this device cannot
+    have."""
     if count < 0:
         raise ValueError("busy_polling_cores must not be negative")
     if count and device == "cpu":

@@ -1,4 +1,4 @@
-"""Claimed cores, the processes that keep them awake, and the threads that run there."""
+"""Busy-polling cores: claims CPU cores, keeps them awake and pins threads to them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CLAIM = "\0outrider-awake-core-{}"
 """Abstract socket address that the process which holds a core is bound to: the kernel frees it when
 the process ends, however it ends."""
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-_SPINNER = Path(__file__).with_name("spin.py")
+_SPINNER = Path(__file__).with_name("polling_process.py")
 _STOP_S = 2.0
 
 
 class BusyCores:
-    """Cores of this process alone (among its kind), awake while `keep(True)` holds.
+    """CPU cores that only this process of its kind claims, kept awake after `set_busy(True)`.
 
     Without cores every method does nothing. A context manager that closes. Linux only.
     """

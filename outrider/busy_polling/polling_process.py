@@ -1,7 +1,8 @@
-"""Keeps one core from going idle: `python -I -S spin.py CORE`, told what to do on stdin.
+"""Child process that keeps one CPU core from going idle, controlled over stdin.
 
-"+": spin; "-": sleep; end of input: exit. It spins in the scheduling class that runs only when
-nothing else wants the core (SCHED_IDLE), so it gives way to any other thread at once.
+Run as `python -I -S polling_process.py CORE`. "+": spin; "-": sleep; end of input: exit. It spins
+in the scheduling class that runs only when nothing else wants the core (SCHED_IDLE), so it gives
+way to any other thread at once.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Histories against the texts of a calm run. Pure."""
+"""History checker: compares client histories with the answers of a fault-free run. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.wire.messages import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAnswer:
-    """What a client hears in calm."""
+    """Answer of a request in a fault-free run."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -23,7 +23,7 @@ class ExpectedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckViolation:
-    """A promise that was not kept."""
+    """A violated guarantee."""
 
     promise: str
     """In a word: text, order, hang, error, leak."""

@@ -1,4 +1,4 @@
-"""What can happen to whom, and when."""
+"""Fault model: kinds, targets and times of injected faults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class FaultRole(StrEnum):
-    """Whom a fault hits."""
+    """Target of a fault."""
 
     DRAFTER = "drafter"
     VERIFIER = "verifier"
@@ -16,7 +16,7 @@ class FaultRole(StrEnum):
 
 
 class SessionPhase(StrEnum):
-    """What a session is in when a fault hits."""
+    """Phase of a session at which a fault is injected."""
 
     PREFILL = "prefill"
     """A verifier has sessions, and no token of one has been heard yet."""
@@ -31,7 +31,7 @@ class SessionPhase(StrEnum):
 
 
 class FaultKind(StrEnum):
-    """What happens."""
+    """Kinds of faults."""
 
     KILL = "kill"
     """It is gone at once; a keeper starts it again."""
@@ -113,7 +113,7 @@ router, a router's those to the drafters (a cut: to its clients too)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One injected fault."""
 
     kind: FaultKind
     role: FaultRole

@@ -1,4 +1,4 @@
-"""Frames that are lost, doubled, swapped, changed or cut short."""
+"""Frame faults of a link: frames are dropped, duplicated, reordered, corrupted or truncated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_FLIPS = 4
 
 @dataclass(slots=True, kw_only=True)
 class FrameFaults:
-    """What one direction of a link does to its frames."""
+    """Applies frame faults to one direction of a link."""
 
     kind: FaultKind
     share: float

@@ -1,4 +1,4 @@
-"""Frames that no honest peer sends, for every decoder: a typed error or a message, nothing else."""
+"""Decoder fuzzer: malformed frames must yield a typed error or a message, nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Decode = Callable[[bytes], object]
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """What reads one kind of frame."""
+    """A decoder of one kind of frame."""
 
     port: str
     """Where such frames arrive."""
@@ -127,7 +127,7 @@ PORTS: tuple[str, ...] = tuple(dict.fromkeys(decoder.port for decoder in DECODER
 
 @dataclass(slots=True)
 class FuzzReport:
-    """What fuzzing has shown."""
+    """Result of a fuzzing run."""
 
     frames: Counter[str] = field(default_factory=Counter)
     """By port."""

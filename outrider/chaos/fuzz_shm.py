@@ -1,4 +1,4 @@
-"""Packets that no honest peer puts into a lane, with places in shared memory that are not there."""
+"""Shared-memory channel fuzzer: malformed packets, some with positions outside the ring."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from outrider.transport.shm.channel import ShmChannel
 from outrider.transport.shm.ring_buffer import RING_BYTES, RingBuffer
 from outrider.wire.codec import decode_drafter_messages
 
-PORT = "lane"
+PORT = "shm"
 _PACKETS = 8
-"""Sent at once, if the lane lives."""
+"""Sent at once, if the shared-memory channel lives."""
 _PLACES = (0, 1, 4096, RING_BYTES - 1, RING_BYTES, RING_BYTES + 1, 2**31, 2**63, 2**64 - 1)
 _MAX_BYTES = 512
 
 
 def fuzz_shm_channel(frames: int, *, seed: int) -> FuzzReport:
-    """Send so many packets to one end of lanes; a lane that is lost is followed by another."""
+    """Send so many packets to one end of channels; a shared-memory channel that is lost is followed
+    by another."""
     report, rng = FuzzReport(), random.Random(seed)
     ring, other = _ring(), _ring()
     left = frames
@@ -45,7 +46,7 @@ def fuzz_shm_channel(frames: int, *, seed: int) -> FuzzReport:
 def _receives(
     shm_channel: ShmChannel, peer: socket.socket, packets: list[bytes], report: FuzzReport
 ) -> bool:
-    """Whether the lane stands these packets."""
+    """Whether the shared-memory channel stands these packets."""
     began = time.thread_time()
     try:
         for packet in packets:
@@ -68,7 +69,7 @@ def _receives(
 
 
 def _packet(rng: random.Random) -> bytes:
-    """Mostly of a known form: a lane ends with the first that is not."""
+    """Mostly of a known form: a shared-memory channel ends with the first that is not."""
     form = rng.random()
     if form < 0.85:
         return b"\0" + rng.randbytes(rng.randrange(_MAX_BYTES))

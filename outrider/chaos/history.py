@@ -1,4 +1,4 @@
-"""What one client heard, event by event."""
+"""Client history: the events that one client received, in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.wire.inference import Delta, FinishInfo
 
 
 class StreamResult(StrEnum):
-    """How a client's reading ended."""
+    """End of a client's stream."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -25,7 +25,7 @@ class StreamResult(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class ReceivedEvent:
-    """Something that a client heard."""
+    """One event that a client received."""
 
     at: float
     """Seconds after the run's begin."""
@@ -35,7 +35,7 @@ class ReceivedEvent:
 
 @dataclass(slots=True, kw_only=True)
 class ClientHistory:
-    """One client's, from its request to its end."""
+    """History of one client, from its request to its end."""
 
     number: int
     """Of the request."""

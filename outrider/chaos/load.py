@@ -1,4 +1,4 @@
-"""Clients of a running fleet, each asking again and again, and what they heard."""
+"""Load on a running fleet: closed-loop clients whose answers are checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLINGS: tuple[GenerateOptions, ...] = (
 
 @dataclass(slots=True)
 class ChaosLoad:
-    """Questions whose answers were heard in calm, and what is heard of them later."""
+    """Requests with known fault-free answers, and the histories of repeating them under faults."""
 
     address: str
     max_tokens: int

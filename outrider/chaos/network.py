@@ -1,7 +1,7 @@
-"""An in-process network of named processes whose links are delayed, blocked, cut or mangled.
+"""Simulated in-process network whose links can be delayed, blocked, cut or corrupted.
 
-Everything crosses as frames, through the wire codec and under heartbeats, as between real
-processes. A process that was killed is heard of no more, whatever is left of it in this one.
+Messages cross as frames, through the wire codec and with heartbeats, as between real processes. A
+killed process sends nothing more, even if parts of it still exist in this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.transport.error_codec import to_typed_error
 from outrider.transport.framed_connection import drafter_end, router_end, serving_end, verifier_end
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.transport.interface import DrafterConnection, RouterConnection
-from outrider.transport.session_stream import SessionIterators
+from outrider.transport.session_stream import SessionIteratorMixin
 
 CONTROL_S = 0.5
 """How long a call to another process may take."""
@@ -35,7 +35,7 @@ def _lost(peer: str) -> ConnectionLostError:
 
 
 class NetworkDirection:
-    """One direction between two processes, for all that goes that way."""
+    """State of one direction of the link between two processes."""
 
     def __init__(self) -> None:
         self._blocks = 0
@@ -134,7 +134,7 @@ class _Connection:
 
 
 class ChaosNetwork:
-    """Processes by name; their endpoints, and the links between them."""
+    """Processes by name, their endpoints, and the links between them."""
 
     def __init__(self, *, heartbeat: HeartbeatConfig, control_s: float = CONTROL_S) -> None:
         self.control_s = control_s
@@ -253,7 +253,7 @@ class ChaosNetwork:
 
 
 class ChaosDialer:
-    """Reaches the other processes of a network on behalf of one."""
+    """Dialer of one process of a network."""
 
     def __init__(self, network: ChaosNetwork, caller: str) -> None:
         self.alive = True
@@ -318,7 +318,7 @@ class ChaosDialer:
         return near
 
 
-class _Control(SessionIterators):
+class _Control(SessionIteratorMixin):
     """Whatever may be asked of a process: every method of its endpoint is a call to it."""
 
     def __init__(self, dialer: ChaosDialer, address: str) -> None:

@@ -1,4 +1,4 @@
-"""A TCP proxy that is put between two processes, and whose link then goes bad."""
+"""TCP proxy between two processes that injects link faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Direction:
 
 
 class TcpProxy:
-    """Carries connections to an address that may change; `address` is where it listens."""
+    """Forwards connections to an address that may change; `address` is where it listens."""
 
     def __init__(self, upstream: Callable[[], str], *, seed: int = 0) -> None:
         """`upstream` is asked at every connection for the HOST:PORT behind the proxy."""

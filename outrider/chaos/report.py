@@ -1,4 +1,4 @@
-"""What a run against a fleet has shown. Pure."""
+"""Report of a fault run against a fleet: counts, gaps, errors and violations. Pure."""
 
 from __future__ import annotations
 

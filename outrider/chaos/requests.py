@@ -1,4 +1,4 @@
-"""The requests of a run. Texts depend on nothing but what is fixed here; the rest is drawn."""
+"""Requests of a fault run; texts are fixed by `TextSpec`, the rest is drawn from the seed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DRAFTING_SETS: dict[str, GenerateOptions] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSpec:
-    """What determines a text."""
+    """Everything that determines a text."""
 
     prompt: int
     """Index into `PROMPTS`."""
@@ -90,7 +90,7 @@ TEXTS = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosRequest:
-    """One request."""
+    """One request of a run."""
 
     text: TextSpec
     drafting: str = "model"

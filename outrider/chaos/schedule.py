@@ -1,4 +1,4 @@
-"""A seed as faults, requests and a fleet: what is drawn here is all that a run leaves to chance."""
+"""Fault schedule: faults, requests and fleet drawn from a seed, the only source of randomness."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STRIDE = 61
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetShape:
-    """What runs."""
+    """Composition of the fleet of a run."""
 
     verifiers: int = 1
     drafters: int = 1
@@ -48,7 +48,7 @@ class FleetShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSchedule:
-    """One run."""
+    """Faults, requests and fleet of one run."""
 
     seed: int
     fleet: FleetShape

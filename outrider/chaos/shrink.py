@@ -1,4 +1,4 @@
-"""The least of a schedule that still fails, found greedily."""
+"""Greedy minimisation of a failing schedule."""
 
 from __future__ import annotations
 

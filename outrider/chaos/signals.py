@@ -1,4 +1,4 @@
-"""Faults for processes of this machine, by their ids."""
+"""Faults for local processes by signal (kill, terminate, stop), given by process id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.STOP)
 
 @dataclass(frozen=True, slots=True)
 class FaultTarget:
-    """A process that may be hit."""
+    """A process that faults may hit."""
 
     role: FaultRole
     pid: int

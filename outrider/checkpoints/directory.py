@@ -1,4 +1,4 @@
-"""A model directory as the hub lays it out: `config.json`, and weights in safetensors files."""
+"""Reads and checks a model directory in the hub's layout: `config.json` and safetensors files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed reads of the fields of a `config.json`; errors name the key and what is allowed."""
+"""Typed reads of `config.json` fields; errors name the key and what is allowed."""
 
 from __future__ import annotations
 

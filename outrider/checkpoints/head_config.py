@@ -1,6 +1,6 @@
-"""Configuration of a draft head, read from a checkpoint's `config.json`.
+"""Draft-head configuration (`HeadConfig`), read from a checkpoint's `config.json`.
 
-Two file formats are understood: the original EAGLE one (a flat Llama config) and the `speculators`
+Two file formats are supported: the original EAGLE one (a flat Llama config) and the `speculators`
 one (the Llama config nested in `transformer_layer_config`). Layer ids are normalised to one
 meaning: a tap is the 0-based id of the target layer whose OUTPUT residual stream is recorded.
 """
@@ -23,7 +23,7 @@ FINAL_NORM: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """Everything about a head that its tensors do not say."""
+    """Configuration of a draft head: all that its tensors do not determine."""
 
     kind: Literal["eagle3", "eagle"]
     """`eagle3`: several tapped layers, own vocabulary. `eagle`: EAGLE-1/2, the target's lm_head."""

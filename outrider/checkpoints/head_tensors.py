@@ -1,4 +1,4 @@
-"""The tensors of a draft head, and the check of a head against them and against its target."""
+"""Tensors of a draft head, and the check of a head against them and against its target."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_head(path: Path, target: ModelConfig, *, kind: str | None = None) -> He
         return config
     tensors = canonical_tensors(path, read_header(path / SAFETENSORS))
     config = check_head_tensors(path, config, tensors)
-    takes_own_embedding(path, config, EMBEDDING in tensors, target.hidden_size)
+    uses_head_embedding(path, config, EMBEDDING in tensors, target.hidden_size)
     borrows = config.kind == "eagle" or LM_HEAD not in tensors
     if borrows and config.hidden_size != target.hidden_size:
         raise _invalid(
@@ -177,7 +177,7 @@ def _check_target(path: Path, head: HeadConfig, target: ModelConfig) -> None:
         )
 
 
-def takes_own_embedding(
+def uses_head_embedding(
     path: Path, head: HeadConfig, has_own: bool, target_width: int | None
 ) -> bool:
     """Return whether a head uses the embedding that it carries instead of the target's.

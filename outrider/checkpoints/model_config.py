@@ -1,4 +1,4 @@
-"""What the engine must know about a target model, read from a Hugging Face `config.json`."""
+"""Target-model configuration (`ModelConfig`), read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_SLIDING_WINDOW: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and numerics of a decoder of the Llama skeleton."""
+    """Shape and numerics of a Llama-style decoder."""
 
     architecture: str
     """One of ARCHITECTURES."""

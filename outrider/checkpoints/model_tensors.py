@@ -1,4 +1,4 @@
-"""The tensors of a decoder of the Llama skeleton, and the check of a checkpoint against them."""
+"""Tensors of a Llama-style decoder, and the check of a checkpoint against them."""
 
 from __future__ import annotations
 

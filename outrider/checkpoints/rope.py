@@ -1,4 +1,4 @@
-"""The rotary embedding that a Hugging Face `config.json` asks for."""
+"""RoPE settings (theta and frequency scaling), read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: names, dtypes, shapes and places of its tensors.
+"""Safetensors header reader: names, dtypes, shapes and offsets of a file's tensors.
 
 A file is a little-endian u64 (the header's length), the header in JSON, and the tensors' bytes.
 """

@@ -1,7 +1,7 @@
-"""The tensors that a model consists of, and the check of a checkpoint against them.
+"""Table of the tensors that a model requires, and the check of a checkpoint against it.
 
-A checkpoint that holds anything else is refused: a tensor without a place in the table, such as the
-scale of a quantised weight, would be left out of the computation silently.
+A checkpoint that holds anything else is refused: a tensor outside the table, such as the scale of a
+quantised weight, would be left out of the computation silently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _IGNORED_SUFFIX: Final = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """What a model needs of one tensor."""
+    """Requirements on one tensor of a model."""
 
     shape: tuple[int, ...] | None
     """Its shape; None accepts every shape."""

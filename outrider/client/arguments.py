@@ -1,6 +1,7 @@
-"""Checks of what callers pass to a client beside a request's options.
+"""Validation of client arguments other than the options of a request.
 
-Each raises InvalidRequestError (INVALID_OPTION), which names the argument and what is allowed.
+Each check raises InvalidRequestError (INVALID_OPTION), which names the argument and what is
+allowed.
 """
 
 from __future__ import annotations

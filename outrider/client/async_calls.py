@@ -1,4 +1,4 @@
-"""What the asynchronous client does around its calls: new channels, waiting, farewells."""
+"""Call helpers of the asynchronous client: channel replacement, retry waits and aborts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class AbortSender:
-    """Tells the router of resumable requests that nobody wants any more, in the background."""
+    """Tells the router in the background to abort resumable requests that nobody wants any more."""
 
     def __init__(self, channels: ChannelPool[grpc.aio.Channel]) -> None:
         self.wanted = PendingRequests()

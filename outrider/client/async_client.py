@@ -1,4 +1,4 @@
-"""The asynchronous client."""
+"""Asynchronous client of a router: `AsyncClient` and `AsyncStream`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What follows a failed attempt of a request: nothing, another one, or the rest of its stream.
+"""Attempts of one request: after a failure retry, resume the stream, or give up.
 
-Pure: an error, what was heard and the time in, a decision out.
+Pure: an error, what was received and the time in, a decision out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHUTDOWN = "SHUTDOWN"
 
 @dataclass(frozen=True, slots=True)
 class RetryDecision:
-    """Try again after so many seconds; `resume`: the stream, behind what was heard."""
+    """Retry after a delay; `resume`: continue the stream behind what was received."""
 
     delay_s: float
     resume: bool

@@ -1,8 +1,7 @@
-"""The channel of a client, replaced when its connection breaks.
+"""gRPC channel of a client, replaced when its connection breaks.
 
-A channel whose server was away takes its time to connect again: a synchronous one 4.5 to 9.5 s
-after its server was back, whatever the reconnect options said (grpcio 1.76, loopback). A new one
-connects at once.
+A channel whose server was away reconnects late: a synchronous one 4.5 to 9.5 s after its server was
+back, whatever the reconnect options said (grpcio 1.76, loopback). A new one connects at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a stream has said so far; shared by both clients."""
+"""Collected messages of one response stream; shared by both clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a client reaches a router: in plain text or by TLS, and with which API key."""
+"""Connection to a router: channels in plain text or over TLS, and API-key metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Types of command-line flags; a ValueError's text is argparse's message, exit status 2."""
+"""Types of command-line flags for argparse, and flag groups that several commands share.
+
+The text of a ValueError is argparse's error message (exit status 2).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From keyword arguments to a request."""
+"""Request options of the client: `GenerateOptions`, and their translation into a request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PromptLike = str | Sequence[int] | Sequence[ChatMessage] | Prompt
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Everything that may be said about a request; what is left out is the server's choice."""
+    """Options of a generation request; the server chooses those that are left out."""
 
     max_tokens: int
     """Most tokens to emit."""

@@ -1,5 +1,7 @@
-"""Resumable requests whose answers a client waits for: a router keeps what breaks off for a while,
-and is to hear of those that nobody will come back for."""
+"""Resumable requests whose answers a client still waits for.
+
+A router keeps an interrupted answer for a while, so it is told of requests that nobody will resume.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from outrider.wire.inference import GenerateRequest
 
 
 class PendingRequests:
-    """Of one client; threads may share it. A stream that is dropped is forgotten."""
+    """Pending resumable requests of one client. Thread-safe; forgets dropped streams."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""When a call is tried again. Pure: an error and a number of attempts in, a delay out."""
+"""Retry policy of client calls. Pure: an error and a number of attempts in, a delay out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.errors import OutriderError, ResourceExhaustedError, UnavailableEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Retries of calls of which nothing was heard yet, and for how long streams are resumed."""
+    """Retries of calls without an answer yet, and the time for which streams are resumed."""
 
     max_attempts: int = 6
     """Attempts in all; 1 never retries."""

@@ -1,4 +1,4 @@
-"""The RPCs of InferenceService as bytes in and dataclasses out, shared by both clients."""
+"""RPC definitions of InferenceService: bytes in and dataclasses out, shared by both clients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _RECONNECT_MS = 200
 
 @dataclass(frozen=True, slots=True)
 class Rpc(Generic[RequestT, ResponseT]):
-    """One method: its path, and how its messages are written and read."""
+    """One RPC method: its path, request encoder and response decoder."""
 
     name: str
     encode: Callable[[RequestT], bytes]

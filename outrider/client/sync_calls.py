@@ -1,4 +1,4 @@
-"""What the synchronous client does around its calls: new channels, waiting, farewells."""
+"""Call helpers of the synchronous client: channel replacement, retry waits and aborts."""
 
 from __future__ import annotations
 

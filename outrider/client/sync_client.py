@@ -1,4 +1,7 @@
-"""The synchronous client; the twin of `outrider.client.async_client`. Thread-safe."""
+"""Synchronous client of a router: `Client` and `Stream`. Thread-safe.
+
+It mirrors `outrider.client.async_client`: change both together.
+"""
 
 from __future__ import annotations
 

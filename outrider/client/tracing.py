@@ -1,4 +1,4 @@
-"""The caller's trace: what makes a request's spans children of the program's own span.
+"""Trace propagation: makes the spans of a request children of the calling program's span.
 
 OpenTelemetry is not needed here. A program that uses it has imported it; one that has not, has no
 span to be a child of.

@@ -1,4 +1,4 @@
-"""`outrider config`: schemas, the reference page, checks, and what a process would run with."""
+"""`outrider config`: prints schemas, the reference page and effective values, and checks files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the type of a configuration's field says beyond Python's own types."""
+"""Annotations of configuration fields beyond Python's own types: `OneOf` and `KeysOf`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Of a text: the values that it may have, as in `Annotated[str, OneOf(DTYPES)]`.
+    """Allowed values of a text field, as in `Annotated[str, OneOf(DTYPES)]`.
 
     For the schema and the reference; the dataclass itself refuses others.
     """
@@ -18,8 +18,10 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class KeysOf:
-    """Of a mapping: some keys of another configuration, none of which is needed, as in
-    `Annotated[Mapping[str, object], KeysOf(RouterConfig)]`. Names and types are checked."""
+    """Marks a mapping as optional keys of another configuration; names and types are checked.
+
+    As in `Annotated[Mapping[str, object], KeysOf(RouterConfig)]`.
+    """
 
     config: type[Any]
     excluded: frozenset[str] = frozenset()

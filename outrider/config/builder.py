@@ -1,4 +1,4 @@
-"""Plain data, as TOML and JSON leave it, into a frozen dataclass: names and types are checked."""
+"""Builds frozen configuration dataclasses from plain data (TOML, JSON); checks names and types."""
 
 from __future__ import annotations
 

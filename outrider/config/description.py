@@ -1,4 +1,7 @@
-"""What a configuration's dataclass says of itself: its fields, their types, defaults and texts."""
+"""Describes a configuration dataclass: its fields with types, defaults and texts.
+
+The reference page, the JSON Schema and the display of values are made from these descriptions.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class ValueType:
 
 @dataclass(frozen=True, slots=True)
 class ConfigField:
-    """One key."""
+    """One key of a configuration."""
 
     name: str
     value_type: ValueType

@@ -1,4 +1,4 @@
-"""The effective values of a configuration, as TOML, each with where it came from."""
+"""Displays the effective values of a configuration as TOML or JSON, each with its source."""
 
 from __future__ import annotations
 

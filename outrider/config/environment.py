@@ -1,9 +1,9 @@
-"""Values of a configuration from environment variables.
+"""Configuration values from environment variables.
 
 `OUTRIDER_ROUTER_QUEUE_LIMIT=5` is `queue_limit = 5` of the router; two underscores lead into a
-table, as in `OUTRIDER_ROUTER_SPECULATION__TOP_K`. Texts are taken as they are, lists are separated
-by commas or written as in TOML, tables are written as in TOML, and an empty value unsets what may
-be unset.
+table, as in `OUTRIDER_ROUTER_SPECULATION__TOP_K`. Texts are taken verbatim, lists are separated by
+commas or written as in TOML, tables are written as in TOML, and an empty value unsets an optional
+key.
 """
 
 from __future__ import annotations

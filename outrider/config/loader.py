@@ -1,4 +1,4 @@
-"""The layers of a configuration: defaults < TOML file < environment < flags."""
+"""Loads a configuration from its layers: defaults < TOML file < environment < flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAG_SOURCE = "flag"
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig(Generic[ConfigT]):
-    """A configuration, and where its values came from."""
+    """A configuration, and the sources of its values."""
 
     config: ConfigT
     sources: Mapping[str, str]

@@ -1,7 +1,7 @@
-"""The processes that have a configuration, found by the names of their packages.
+"""Registry of the processes that have a configuration, found by their package names.
 
-The library imports no process: it asks for a package by its name when a command wants it, as it
-starts processes by their names.
+The library imports no process: a command imports a process's package by name when it needs it, as
+processes are started by name.
 """
 
 from __future__ import annotations

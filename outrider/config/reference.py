@@ -1,4 +1,4 @@
-"""The reference page of all keys, in Markdown."""
+"""Reference page of all configuration keys, in Markdown."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The JSON Schema of a configuration, for editors, Helm's values and checks before a start.
+"""JSON Schema of a configuration, for editors, Helm's values and checks before a start.
 
-It says of a TOML file what names, types and choices can say. Bounds, and what one key means for
-another, are the dataclass's own to check (`outrider config check`). No key is required: what a
-file leaves out may come from the environment or from flags.
+It covers names, types and choices. Bounds, and rules between keys, are checked by the dataclass
+itself (`outrider config check`). No key is required: what a file leaves out may come from the
+environment or from flags.
 """
 
 from __future__ import annotations

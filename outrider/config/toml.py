@@ -1,4 +1,4 @@
-"""Writing TOML values; the standard library only reads them."""
+"""TOML writer for configuration values; the standard library only reads TOML."""
 
 from __future__ import annotations
 

@@ -1,25 +1,27 @@
-"""Acceptance: which draft nodes stand and what token follows, for rows of all rules at once.
+"""Acceptance rules of speculative decoding: accepted path and next token of every row.
 
-target_probs (p) is the target's law after the warper, draft_probs (q) the law a draft token was
-drawn from. Every row walks down its tree from the root; at the node it stands on:
+target_probs (p) is the target's distribution after the logits processor, draft_probs (q) the
+distribution a draft token was drawn from. Every row walks down its tree from the root; at its
+current node:
 
 greedy, coupled   y = argmax(z / T + G); the child whose token is y is accepted, otherwise y is
                   emitted. G is the TARGET noise of the position; greedy has G = 0 and T = 1.
-rejection         Children were drawn from q without replacement, in node order. Child c stands if
-                  u < p(c) / q(c), u its ACCEPT coin; else p <- max(p - q, 0) and q <- q without c,
-                  both renormalised. After the last one a token is drawn from p (RECOVER noise).
-target-only       The siblings share one coin u: child c_j stands for the first j with
-                  u < p(c_1) + .. + p(c_j); otherwise p without the children is sampled.
+rejection         Children were drawn from q without replacement, in node order. Child c is accepted
+                  if u < p(c) / q(c), u its ACCEPT random draw; else p <- max(p - q, 0) and q <- q
+                  without c, both renormalised. After the last one a token is drawn from p (RECOVER
+                  noise).
+target-only       The siblings share one random draw u: child c_j is accepted for the first j
+                  with u < p(c_1) + .. + p(c_j); otherwise p without the children is sampled.
 
 A node without children emits a sample of p: the bonus token. Only visited nodes are evaluated,
 so the cost follows accepted_len and not the size of the tree; a residual that is zero everywhere
 (p = q and a rejection by rounding) falls back to p. A row's result depends on that row only.
 
-A row of logits without a finite one (NaN weights, an overflow) says nothing about the next token:
-a walk that reaches it ends there, and its outcome says `invalid_output`. Other rows are unaffected.
+A row of logits without a finite value (NaN weights, an overflow) is invalid: a walk that reaches it
+ends there, and its result has `invalid_output` set. Other rows are unaffected.
 
-The positions' noise is used once however often a position is proposed again: a position that
-was drafted but not reached has used none of its coins.
+Noise belongs to a position and is used once, however often the position is proposed: a position
+that was drafted but not reached has used none of its random draws.
 
 Shape suffixes: R rows of the target's forward, A rows of one level, V vocabulary.
 """
@@ -62,13 +64,13 @@ def _no_ids() -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AcceptRow:
-    """One session's part of a verify forward. The tree and the law have been validated."""
+    """One session's part of a verify forward. The tree and the distribution have been validated."""
 
     logits_start: int
     """Row of the root in the logits; node i is at logits_start + 1 + i."""
     tree: DraftTree | None = None
     distribution: DraftDistribution | None = None
-    """The law that the tree was drawn from; only the rejection rule looks at it."""
+    """The distribution that the tree was drawn from; only the rejection rule looks at it."""
     sampling: SamplingParams
     position: int
     """Absolute position of the token that follows the root: the length of the prefix."""
@@ -84,7 +86,7 @@ class AcceptRow:
 
 
 class AcceptanceResult(NamedTuple):
-    """The outcome of one row."""
+    """Accepted path and next token of one row."""
 
     accepted_nodes: tuple[int, ...]
     """Nodes on the accepted path, first level first."""
@@ -93,7 +95,7 @@ class AcceptanceResult(NamedTuple):
     resampled: bool
     """Whether the final token follows a rejection; else it is the bonus token."""
     used_target_only_fallback: bool
-    """Whether the rejection rule was judged target-only because the law was missing."""
+    """Whether the rejection rule was judged target-only because the distribution was missing."""
     invalid_output: bool = False
     """Whether the last node's row has no finite logit: the final token is 0, a placeholder."""
 
@@ -176,9 +178,10 @@ def _children_in_range(tree: DraftTree | None, vocab_size: int) -> dict[int, lis
 def accept_drafts(logits: Tensor, rows: Sequence[AcceptRow]) -> list[AcceptanceResult]:
     """Judge the drafts of all rows against the target's logits, float32 [R, V].
 
-    Rules mix freely. Rejection rows without a law are judged target-only, which is lossless for
-    any draft that does not depend on the coins. Never emits an id outside [0, V). A row that meets
-    logits of which none is finite ends as `AcceptanceResult.invalid_output` says.
+    Rules mix freely. Rejection rows without a distribution are judged target-only, which is
+    lossless for any draft that does not depend on the random draws. Never emits an id outside [0,
+    V). A row that meets logits of which none is finite ends as `AcceptanceResult.invalid_output`
+    says.
     """
     walks = [_Walk(row, logits.shape[1]) for row in rows]
     active = walks
@@ -300,7 +303,7 @@ def _candidate_probs(logprobs_AV: Tensor, walks: list[_Walk]) -> list[list[float
 
 
 def _random_draws(walks: list[_Walk]) -> list[list[float]]:
-    """ACCEPT coins of each walk's children, then the coin that they share."""
+    """ACCEPT random draws of each walk's children, then the random draw that they share."""
     sizes = [len(walk.children()) + 1 for walk in walks]
     ids = [[*(t for _, t in walk.children()), SHARED_DRAW_ID] for walk in walks]
     keys = position_keys(

@@ -1,4 +1,4 @@
-"""Attention of ragged segments over the KV pool.
+"""PyTorch attention of ragged segments over the K/V pool.
 
 R rows of the batch, N rows of a segment, C context slots, G key/value heads, Q query heads,
 g = Q / G, d head dimension, L layers.
@@ -17,7 +17,7 @@ from outrider.engine.kv_cache import KVPool, KVSequence
 
 @dataclass(slots=True, kw_only=True)
 class SegmentPlan:
-    """What every layer needs to write and read one segment; made once a forward.
+    """Read and write positions of one segment in the pool, shared by all layers of a forward.
 
     The views of all layers are cut here in a few calls, for on a CPU a layer's small operators
     cost as much as a good part of its products.

@@ -1,4 +1,4 @@
-"""Which blocks of a pool are free (pure)."""
+"""Allocators for the free blocks of a K/V pool: by extents or as a stack. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.errors import ResourceExhaustedError
 
 
 class BlockAllocator:
-    """Free blocks as extents, for sequences that are read fastest where they lie in one piece."""
+    """Allocates blocks from free extents, for sequences that are read fastest in one piece."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -92,8 +92,8 @@ class BlockAllocator:
 
 
 class FreeBlockStack:
-    """Free blocks one by one, for tables that name each block: where they lie does not matter, and
-    taking one takes the same time however many holes there are."""
+    """Allocates free blocks one by one, for block tables: position does not matter, and an
+    allocation takes the same time however fragmented the pool is."""
 
     def __init__(self, total: int, free: Sequence[int]) -> None:
         """`free`: which of the `total` blocks are."""

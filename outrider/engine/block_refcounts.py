@@ -1,8 +1,8 @@
-"""Who holds the blocks of a pool (pure).
+"""Reference counts of the blocks of a K/V pool, with LRU eviction of cached blocks. Pure.
 
-Several sequences may hold the same block. One that is *kept* stays as it is when the last of them
-has given it back, until somebody needs it: it counts as free, and the one that was given back
-longest ago goes first.
+Several sequences may hold the same block. A *kept* block keeps its content after its last holder
+has released it, until the block is needed: it counts as free, and the block released longest ago is
+evicted first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOW_FREE_BLOCKS_FACTOR: Final = 2
 
 
 class BlockRefCounts:
-    """Holders of each block, on top of what knows which blocks are free."""
+    """Counts the holders of each block, on top of an allocator of free blocks."""
 
     def __init__(self, free: BlockAllocator | FreeBlockStack) -> None:
         self._free = free

@@ -1,5 +1,4 @@
-"""Reading a checkpoint, whatever the file format: its configuration, and its tensors by their
-Hugging Face names."""
+"""Checkpoint reader: configuration and Hugging Face-named tensors of safetensors or GGUF models."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class TensorSource(Protocol):
 
 
 class SafetensorsSource:
-    """The weights of a checked model directory."""
+    """Tensors of a validated model directory with safetensors files."""
 
     def __init__(self, directory: ModelDirectory) -> None:
         self._path = directory.path

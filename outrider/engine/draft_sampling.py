@@ -1,14 +1,15 @@
-"""What a drafter proposes below a node: the children of every row, by acceptance rule.
+"""Draft token selection: the children of every draft row, by acceptance rule.
 
 greedy, target-only   the top_k most probable ids. With top_k = 1 that is an argmax of the logits:
                       no softmax, and no log-prob is claimed.
 coupled               the top_k of log q + G with the TARGET noise of the position and target id:
                       the drafter guesses the target's sample, not its mode.
-rejection             the law q is truncated and quantised to integer counts first; children are
-                      then drawn from exactly that, without replacement, with DRAFT noise.
+rejection             the distribution q is truncated and quantised to integer counts first;
+                      children are then drawn from exactly that, without replacement, with
+                      DRAFT noise.
 
-Rows are warped with the session's own parameters first (penalties, bans, T, top-k, top-p, min-p).
-Shape suffixes: N rows, D draft vocabulary columns, k children a row.
+Rows are processed by the logits processor with the session's own parameters first (penalties, bans,
+T, top-k, top-p, min-p). Shape suffixes: N rows, D draft vocabulary columns, k children a row.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NUM_RUNNER_UPS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributionLimits:
-    """How much of a draft law is shipped: 6 bytes an id.
+    """Size limits of a draft distribution on the wire, at 6 bytes an id.
 
     What is cut off costs its mass in acceptance, at most. SmolLM2-135M over its 16,384 most
     frequent ids needs 70 ids a node for a mass of .995 at T = .7 and 1,000 at T = 1; 4,096 ids
@@ -58,15 +59,16 @@ class DistributionLimits:
 
 
 MAX_DISTRIBUTION_ENTRIES = 1 << 15
-"""Ids of a whole proposal's law that `distribution_limits_for` allows: 192 KB."""
+"""Ids of a whole proposal's distribution that `distribution_limits_for` allows: 192 KB."""
 DEFAULT_DISTRIBUTION_LIMITS = DistributionLimits()
 
 
 def distribution_limits_for(num_distributions: int) -> DistributionLimits:
-    """Limits of a proposal that ships `num_laws` laws (its root and every node with children).
+    """Limits of a proposal that ships `num_laws` distributions (its root and every node with
+    children).
 
-    Short chains get room for the flat laws of high temperatures (8,192 ids a node for a chain of
-    4), wide trees are kept to a bounded message. Depends on the shape only, as it must.
+    Short chains get room for the flat distributions of high temperatures (8,192 ids a node for a
+    chain of 4), wide trees are kept to a bounded message. Depends on the shape only, as it must.
     """
     return DistributionLimits(
         max_ids=max(64, MAX_DISTRIBUTION_ENTRIES // max(num_distributions, 1))
@@ -183,7 +185,7 @@ class _Batch:
 
 
 _Part = tuple[Tensor, Tensor, list[DistributionEntries | None]]
-"""Columns [N, k], log-probs [N, k] and the law of each row."""
+"""Columns [N, k], log-probs [N, k] and the distribution of each row."""
 _Proposer = Callable[[_Batch], _Part]
 
 
@@ -198,7 +200,8 @@ def _proposer(params: SamplingParams, top_k: int) -> _Proposer:
 
 
 def _argmax(batch: _Batch) -> _Part:
-    """The mode. Temperature and truncation cannot move it, so rows are edited and not warped."""
+    """The mode. Temperature and truncation cannot move it, so rows are edited and not processed by
+    the logits processor."""
     columns = plain_argmax(batch.logits_ND)
     pairs = zip(batch.sampling, batch.histories, strict=True)
     edited = [row for row, pair in enumerate(pairs) if needs_editing(*pair)]
@@ -301,7 +304,7 @@ def distribution_weights(scores_ND: Tensor) -> Tensor:
 def quantise_distribution(
     weights_D: NDArray[np.float32], limits: DistributionLimits, *, at_least: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-    """Columns (increasing) and counts of a truncated, quantised law.
+    """Columns (increasing) and counts of a truncated, quantised distribution.
 
     weights: probabilities up to a factor. The largest has count 65535, the others are rounded to
     that scale, and those of count 0 are left out. What is kept is a matter of the counts alone, so

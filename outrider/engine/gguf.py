@@ -1,4 +1,4 @@
-"""GGUF files: configuration, tensors under Hugging Face names, tokenizer metadata."""
+"""GGUF reader: configuration, tensors under Hugging Face names, tokenizer metadata."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Key/value storage of many sequences in one pool of fixed-size blocks.
+"""K/V cache: one pool of fixed-size blocks that holds the keys and values of many sequences.
 
 Shapes: L layers, G key/value heads, S slots (blocks x tokens a block), d head dimension. The pool
-is one tensor [2, L, G, S, d] (keys, then values), so that a commit moves all layers in one call.
-A sequence takes blocks as it grows and may give them all back and begin anew. On a CPU it lies in
+is one tensor [2, L, G, S, d] (keys, then values), so that a commit moves all layers in one call. A
+sequence allocates blocks as it grows and may free them all and start again. On a CPU it occupies
 one extent wherever one is long enough, and moves where it cannot grow in place: then every read is
 a view. A fragmented sequence reads by a gather, which costs about as much as one move every round.
-A device reads by tables of blocks: there blocks stay where they are, any will do, and sequences
-that begin alike may share those of what they have in common.
+A GPU reads through block tables: blocks never move, any free block will do, and sequences with a
+common prefix may share its blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.errors import ResourceExhaustedError
 
 
 class KVPool:
-    """The blocks of every sequence of one model."""
+    """Block pool that stores the keys and values of all sequences of one model."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class KVPool:
 
 
 class KVSequence:
-    """The slots of one sequence: `len` committed ones, then those of the last forward."""
+    """Slots of one sequence: `len` committed ones, then those of the last forward."""
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
@@ -261,7 +261,7 @@ class KVSequence:
         device = self._pool.storage.device
         if self.start is not None:
             return torch.arange(self.start + start, self.start + end, device=device)
-        known = self._slots = _with_room(self._slots, self.capacity, device)
+        known = self._slots = _with_capacity(self._slots, self.capacity, device)
         size, blocks = self._pool.block_tokens, self._blocks[self._told :]
         if blocks:
             firsts = torch.tensor(blocks, device=device)[:, None] * size
@@ -309,7 +309,7 @@ class KVSequence:
             self._all_positions()[:length] = positions
 
     def _all_positions(self) -> Tensor:
-        held = _with_room(self._positions, self.capacity, self._pool.storage.device)
+        held = _with_capacity(self._positions, self.capacity, self._pool.storage.device)
         self._positions = held
         return held
 
@@ -326,7 +326,7 @@ class KVSequence:
         storage.index_copy_(3, to_slots, storage.index_select(3, from_slots))
 
 
-def _with_room(held: Tensor | None, size: int, device: torch.device) -> Tensor:
+def _with_capacity(held: Tensor | None, size: int, device: torch.device) -> Tensor:
     """`held` int64 if it has `size` elements, else a longer copy; doubling, so that a sequence that
     grows copies each element a few times in all."""
     if held is not None and held.shape[0] >= size:

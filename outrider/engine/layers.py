@@ -1,10 +1,10 @@
-"""One decoder layer of the Llama skeleton.
+"""Decoder layer of Llama-style models: fused weights, rotary embedding and forward.
 
 R rows, H hidden size, Q query heads, G key/value heads, d head dimension.
 
-Rotary embedding turns pairs of features. Checkpoints keep the two features of a pair d/2 apart;
-here they are made neighbours when the weights are loaded (`interleave_pairs`), which turns the
-rotation into one complex product. Scores do not change, for queries and keys are permuted alike.
+Rotary embedding rotates pairs of features. Checkpoints keep the two features of a pair d/2 apart;
+here they are made neighbours when the weights are loaded (`interleave_pairs`), which makes the
+rotation one complex product. Scores do not change, because queries and keys are permuted alike.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rotate(x_RDd: Tensor, rotations_RDp: Tensor) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class LayerContext:
-    """What all layers of one forward share."""
+    """Inputs that all layers of one forward share."""
 
     num_heads: int
     num_kv_heads: int

@@ -1,11 +1,11 @@
-"""Linear layers over weights packed for the CPU.
+"""Linear layers over weights prepacked by oneDNN, or plain where this CPU cannot pack them.
 
 On a CPU the time of a matrix product with few rows is the time of reading the weights, but a plain
 product with 2 to 64 rows takes several times that. oneDNN's prepacked layout keeps 4 to 8 rows at
-the price of one. It also computes every row alike whatever the number of rows, as long as there
-are at least two. Which product one row takes, a padded packed one or another, follows from the
-shape and the kind of processor (`products`): where it is another one, a row alone is summed in
-another order than one of several, which differs in the last bits as attention does.
+the price of one. It also computes every row alike whatever the number of rows, as long as there are
+at least two. A single row takes a padded packed product or a plain one, by the weight's shape and
+the kind of processor (`matmul_tuning`): where it takes the plain one, it is summed in another order
+than a row among several and differs in the last bits, as attention does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ tens of megabytes a minute. Both limits are read at the first product."""
 
 
 class Linear(Protocol):
-    """y = x @ weight.T + bias."""
+    """Protocol of a linear layer, y = x @ weight.T + bias."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """[N, in] -> [N, out]."""
@@ -49,7 +49,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """`F.linear` over the weight as it is."""
+    """Linear layer by `F.linear` over the unpacked weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
@@ -67,7 +67,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """Holds the packed copy of the weight, and a plain one where single rows take that."""
+    """Linear layer over a packed weight, with a plain copy where single rows take that."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""The warper: from raw logits to the law that is sampled, in one place for both sides.
+"""Logits processor: turns raw logits into the sampling distribution, for verifier and drafter.
 
-Order: penalties, logit bias, banned ids, what a grammar does not allow, division by the
-temperature, top-k, top-p, min-p; what is cut is -inf. The verifier warps target logits, the drafter
-warps its own with the same parameters; at a tree node the draft tokens on its path count as output.
-At temperature 0 only penalties, biases, bans and grammars apply (`edit_logits`). A row's result
-depends on that row only, bit for bit, and its arithmetic is defined to the bit (`penalties_for`,
-`outrider.engine.truncation`), so that `outrider.engine.kernels.logits_processor.process` can do the
-same on a device.
+Order: penalties, logit bias, banned ids, the grammar's allowed-token mask, division by the
+temperature, top-k, top-p, min-p; removed ids become -inf. The verifier processes target logits, the
+drafter its own logits with the same parameters; at a tree node the draft tokens on its path count
+as output. At temperature 0 only penalties, biases, bans and grammars apply (`edit_logits`). A row's
+result depends on that row only, bit for bit, and its arithmetic is defined to the bit
+(`penalties_for`, `outrider.engine.truncation`), so that
+`outrider.engine.kernels.logits_processor.process` can do the same on a device.
 
 Ties at a boundary of top-k, top-p or min-p are all kept: the kept set is then a function of the
 values alone and not of a sorting order, so all devices and both sides agree on it.
@@ -43,7 +43,7 @@ def _no_ids() -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenHistory:
-    """What penalties look at: target ids of the prompt, the output and the path to a node."""
+    """Tokens that penalties count: target ids of the prompt, the output and the path to a node."""
 
     prompt_ids: NDArray[np.int32] = field(default_factory=_no_ids)
     output_ids: NDArray[np.int32] = field(default_factory=_no_ids)

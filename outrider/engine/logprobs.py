@@ -1,7 +1,7 @@
-"""What the target thought of emitted tokens: log-probabilities by its logits as they are.
+"""Log-probabilities of emitted tokens under the target's unprocessed logits.
 
-Temperature, penalties, biases, masks and the acceptance rule have no part in them: with drafts or
-without, the numbers of a token are those of the forward that judged its place.
+They do not depend on temperature, penalties, biases, masks or the acceptance rule: with or without
+drafts, a token's values come from the forward that verified its position.
 
 n tokens, V vocabulary, K most probable ids.
 """
@@ -38,7 +38,7 @@ class PathLogprobs(NamedTuple):
 
 
 class LogprobPath(NamedTuple):
-    """Where a row of a round chose its tokens, and what is asked of them."""
+    """Rows at which a session chose its tokens in a round, and the logprobs requested for them."""
 
     rows: Sequence[int]
     """Of the logits, one for each token."""

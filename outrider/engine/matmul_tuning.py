@@ -1,11 +1,11 @@
-"""Choice of the product that multiplies a single float32 row on a CPU.
+"""Selection of the fastest matrix product for a single float32 row on this CPU.
 
 The fastest product differs between processors. On an AMD EPYC oneDNN's packed layout, padded to
 four rows, takes half the time of a plain product; on an Intel Xeon with AVX-512 a plain product
 takes three quarters of the time of a padded one (decision 0006). The choice follows from the
 weight's shape and the kind of processor alone: every start, and every process of a fleet of equal
-machines, multiplies alike, so that the same rows give the same bits. Several rows always take the
-packed product, which won wherever it was measured.
+machines, uses the same product, so that the same rows give the same bits. Several rows always take
+the packed product, which was the fastest on every CPU measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class SingleRowMethod(StrEnum):
-    """How a product of one row is taken."""
+    """Product that multiplies a single row."""
 
     PADDED = "padded"
     """Packed, padded to as many rows as the packed product likes."""

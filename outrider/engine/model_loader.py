@@ -1,7 +1,7 @@
-"""Loading a target (or a small draft model) into fused, packed weights.
+"""Model loader: builds a target or a small draft model with fused, packed weights.
 
-Tensors are read, fused and packed one layer at a time, so that the peak is the packed model and
-one layer. Only the packed copy of a projection stays. The embedding stays plain, for its rows are
+Tensors are read, fused and packed one layer at a time, so that the peak is the packed model and one
+layer. Only the packed copy of a projection stays. The embedding stays plain, because its rows are
 looked up; when the output projection is tied to it, that is a second, packed copy.
 """
 

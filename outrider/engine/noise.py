@@ -1,7 +1,7 @@
-"""The noise of `outrider.spec.noise` on torch tensors, and perturbed argmax / top-k.
+"""PyTorch implementation of `outrider.spec.noise`, and Gumbel-perturbed argmax and top-k.
 
 int64 stands for a 64-bit word: addition and multiplication wrap around as uint64 does, and a
-logical right shift is an arithmetic one with the sign bits masked off. So the bits equal numpy's.
+logical right shift is an arithmetic one with the sign bits masked off. The bits equal numpy's.
 
 Shape suffixes: A rows, V ids (columns), C candidates.
 """
@@ -62,7 +62,7 @@ def noise_keys(
 
 
 def noise_bits(keys: Tensor, ids: Tensor) -> Tensor:
-    """Noise bits as int64 words, by broadcasting keys with ids (>= SHARED_COIN_ID)."""
+    """Noise bits as int64 words, by broadcasting keys with ids (>= SHARED_ACCEPTANCE_ID)."""
     return mix64_(keys + (ids + 1) * _GOLDEN)
 
 

@@ -1,7 +1,7 @@
-"""Recursive rejection at one node, on the few ids of the draft law (float64).
+"""Recursive rejection sampling at one node, on the few ids of the draft distribution (float64).
 
-The draft law has a small support K, so the target law only changes shape inside K: after any
-number of rejections the residual is
+The draft distribution has a small support K, so the target distribution only changes shape inside
+K: after any number of rejections the residual is
 
     p'(i) = inside_i           for i in K
     p'(i) = outside * p(i)     for all other ids
@@ -22,12 +22,13 @@ ChildNode = tuple[int, int]
 
 
 class ResidualSampler:
-    """Tries the children of one node in the order in which they were drawn."""
+    """Tests the children of one node in the order in which they were drawn."""
 
     def __init__(
         self, logprobs_V: Tensor, ids: NDArray[np.int32], counts: NDArray[np.uint16]
     ) -> None:
-        """logprobs [V]: log target_probs; ids, counts: the node's draft law (possibly empty)."""
+        """logprobs [V]: log target_probs; ids, counts: the node's draft distribution (possibly
+        empty)."""
         self._logprobs_V = logprobs_V
         self._ids = ids
         self._counts = counts
@@ -37,14 +38,14 @@ class ResidualSampler:
     ) -> tuple[ChildNode | None, tuple[NDArray[np.int64], NDArray[np.float64]] | None]:
         """The child that stands, or the residual as (ids, log-probs up to the constant of p).
 
-        probs: target_probs of the candidates; coins: one a candidate. (None, None) means that
-        nothing was rejected, or that nothing is left: sample p itself.
+        probs: target_probs of the candidates; random draws: one a candidate. (None, None) means
+        that nothing was rejected, or that nothing is left: sample p itself.
         """
         rejected = False
         for candidate, prob, coin in zip(candidates, probs, coins, strict=False):
             place = int(self._ids.searchsorted(candidate[1]))
             if place == len(self._ids) or self._ids[place] != candidate[1]:
-                continue  # not drawn from this law: cannot stand, and proves nothing about p
+                continue  # not drawn from this distribution: it proves nothing about p
             if not rejected:
                 total = int(self._counts.sum(dtype=np.int64))
                 if coin * int(self._counts[place]) < prob * total:

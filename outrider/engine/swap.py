@@ -1,13 +1,13 @@
-"""K/V of suspended sequences in host memory.
+"""Swap space: K/V of suspended sequences in host memory.
 
 A pool's storage is [2, L, G, S, d] (see `outrider.engine.kv_cache`); several storages may share the
-numbers of blocks (a target's and its draft head's) and travel together. Host memory is cut into
-blocks of as many bytes as one block of all storages has; neighbouring ones are copied at once, as a
+numbers of blocks (a target's and its draft head's) and travel together. Host memory is divided into
+blocks as large as one block of all storages together; neighbouring blocks are copied at once, as a
 run.
 
-On a CUDA device a run is gathered on the stream of the rounds into staging memory there, so that
-the blocks can be given away at once, and copied to pinned memory on a stream of its own, beside the
-rounds; back, the other way round. Nothing waits on the host.
+On a CUDA device a run is gathered into device staging memory on the stream of the rounds, so that
+the blocks can be freed at once, and is then copied to pinned memory on a separate stream, in
+parallel with the rounds. Swapping in reverses these steps. The host never waits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SavedKV:
 
 
 class SwapSpace:
-    """Copies of suspended sequences, within a budget; of one thread."""
+    """Holds host copies of suspended sequences within a byte budget. Single-threaded."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Ways of K/V blocks between a pool and host memory.
+"""Copy paths of K/V blocks between a pool and host memory: direct, or staged on a CUDA device.
 
 n blocks of a run, g = 2 * L * G heads of a storage, B bytes of a block of all storages. A run is
 host memory uint8 [n * B]: of each storage in turn [g, n, block_tokens * d].
@@ -20,7 +20,7 @@ from outrider.engine.device.transfer.uploads import upload_int32s
 
 
 class CopyTime(NamedTuple):
-    """What a copy took that has ended."""
+    """Duration of a finished copy."""
 
     bytes: int
     seconds: float
@@ -29,7 +29,7 @@ class CopyTime(NamedTuple):
 
 
 class BlockLayout:
-    """Blocks of storages [2, L, G, S, d] that share the numbers of their blocks."""
+    """Layout of the blocks of storages [2, L, G, S, d] that share block numbers."""
 
     def __init__(self, storages: Sequence[Tensor], block_tokens: int) -> None:
         self.device = storages[0].device
@@ -69,8 +69,8 @@ class BlockLayout:
 
 
 class SwapPath(Protocol):
-    """Copies runs, in the order of the calls; what a call reads or writes in the pool is in order
-    with what is launched there before and after it."""
+    """Copies runs in the order of the calls; reads and writes of the pool are ordered with the work
+    launched there before and after them."""
 
     def save_blocks(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
         """Blocks of the pool to runs; the blocks may be given away at once."""
@@ -91,14 +91,14 @@ class SwapPath(Protocol):
 
 
 class DirectSwapPath:
-    """Copies that the host makes, at once."""
+    """Copies runs synchronously on the host."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout = layout
         self._took: list[CopyTime] = []
 
     def save_blocks(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
-        """See `Lane`."""
+        """See `SwapPath`."""
         began = time.perf_counter()
         for run, numbers in _by_run(self._layout, runs, blocks):
             self._layout.gather(numbers, run)
@@ -109,14 +109,14 @@ class DirectSwapPath:
         return True
 
     def load_blocks(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
-        """See `Lane`."""
+        """See `SwapPath`."""
         began = time.perf_counter()
         for run, numbers in _by_run(self._layout, runs, blocks):
             self._layout.scatter(run, numbers)
         self._note(runs, began, back=True)
 
     def take_copy_times(self) -> list[CopyTime]:
-        """See `Lane`."""
+        """See `SwapPath`."""
         took, self._took = self._took, []
         return took
 
@@ -146,8 +146,8 @@ class _Timed(NamedTuple):
 
 
 class StagedSwapPath:
-    """Copies beside the rounds of a CUDA device, through staging memory on it; on a CPU the same
-    steps one after another."""
+    """Copies runs in parallel with the rounds of a CUDA device, through staging memory on it; on a
+    CPU the same steps run one after another."""
 
     def __init__(self, layout: BlockLayout, *, run_bytes: int, staging_bytes: int) -> None:
         """`run_bytes`: of the longest run; `staging_bytes`: for both ways together."""
@@ -162,7 +162,7 @@ class StagedSwapPath:
         self._timed: list[_Timed] = []
 
     def save_blocks(self, blocks: Sequence[int], runs: Sequence[Tensor]) -> None:
-        """See `Lane`."""
+        """See `SwapPath`."""
         start: torch.cuda.Event | None = None
         for run, numbers in _by_run(self._layout, runs, blocks):
             buffer = self._out[self._next_out]
@@ -179,7 +179,7 @@ class StagedSwapPath:
         self._time(start, runs, back=False)
 
     def prefetch_runs(self, runs: Sequence[Tensor]) -> bool:
-        """See `Lane`."""
+        """See `SwapPath`."""
         near = list(runs[: len(self._back)])
         if not _same(near, self._fetched):
             self._stage(near, self._back)
@@ -188,7 +188,7 @@ class StagedSwapPath:
         return all(event is None or event.query() for event in filled)
 
     def load_blocks(self, runs: Sequence[Tensor], blocks: Sequence[int]) -> None:
-        """See `Lane`."""
+        """See `SwapPath`."""
         count = len(self._back)
         if not _same(runs[:count], self._fetched):
             self._stage(runs[:count], self._back)
@@ -202,7 +202,7 @@ class StagedSwapPath:
         self._fetched = []
 
     def take_copy_times(self) -> list[CopyTime]:
-        """See `Lane`."""
+        """See `SwapPath`."""
         ended = [timed for timed in self._timed if timed.end.query()]
         self._timed = [timed for timed in self._timed if timed not in ended]
         return [

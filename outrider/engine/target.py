@@ -1,7 +1,7 @@
-"""The target model: one forward over ragged rows of many sequences.
+"""Target model: one forward over ragged rows of many sequences.
 
-R rows of the batch, V vocabulary, H hidden size, L rows whose logits are wanted. A draft model is
-the same thing with other weights.
+R rows of the batch, V vocabulary, H hidden size, L rows whose logits are needed. A small draft
+model uses the same class with other weights.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ForwardOutput:
 
 @dataclass(slots=True, kw_only=True)
 class ModelWeights:
-    """Everything that a forward multiplies with."""
+    """All weights that a forward multiplies with."""
 
     embedding: Tensor
     """[V, H]."""

@@ -1,7 +1,7 @@
-"""Where top-k, top-p and min-p cut a row, by a rule that every device follows to the bit.
+"""Truncation thresholds of top-k, top-p and min-p, identical to the bit on every device.
 
 top-p compares sums of thousands of probabilities with a bound, and float sums depend on their
-order. So an id's mass is an integer: 2^43 for the most probable one, halved for every octave
+order. Therefore an id's mass is an integer: 2^43 for the most probable one, halved for every octave
 (log 2 of score) below it, where distances are rounded down to 2^-16 octaves. Sums of integers have
 no order. Against exact probabilities the mass of a set is off by one part in 10^5.
 
@@ -9,7 +9,8 @@ no order. Against exact probabilities the mass of a set is off by one part in 10
     need    = max(floor(float64(sum of all masses) * top_p), 1)
     edge    = the smallest score s with (mass of all scores above s) < need
 
-Everything from the edge on is kept, ties at it too. Shape suffixes: R rows, V columns, C kept ones.
+All scores at or above the edge are kept, ties included. Shape suffixes: R rows, V columns, C kept
+ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grammars that requests wait for: compiled on threads, shared by all that wait for one."""
+"""Compile queue: compiles grammars on threads, once for all requests that wait for the same one."""
 
 from __future__ import annotations
 
@@ -77,8 +77,9 @@ class CompileQueue(Generic[ResultT]):
 
 
 class TwoStageCompileQueue(CompileQueue[ResultT]):
-    """A queue for grammars of clients that do not know each other: each first gets a short try, and
-    what does not compile in it waits in a slow lane that leaves a worker to others' first tries."""
+    """Compile queue for grammars of mutually unknown clients: each grammar first gets a short try,
+    and those that do not compile in it wait in a slow queue, which leaves a worker to others' first
+    tries."""
 
     def __init__(
         self,
@@ -91,12 +92,12 @@ class TwoStageCompileQueue(CompileQueue[ResultT]):
         `compile_grammar`."""
         super().__init__(compile_grammar, threads=threads)
         self._first_try = first_try
-        self._shm_channels = CompileScheduler[_Compiling[ResultT]](threads)
+        self._scheduler = CompileScheduler[_Compiling[ResultT]](threads)
 
     def _begin(self, structured: StructuredOutput, tenant: str) -> _Compiling[ResultT]:
         done = asyncio.get_running_loop().create_future()
         begun = self._compiling[structured] = _Compiling(structured, done, Cancellation())
-        displaced = self._shm_channels.add_first_try(begun, tenant)
+        displaced = self._scheduler.add_first_try(begun, tenant)
         if displaced is not None:
             displaced.done.set_exception(_exhausted("too many structured outputs wait"))
         self._start()
@@ -104,12 +105,12 @@ class TwoStageCompileQueue(CompileQueue[ResultT]):
 
     def _abandon(self, compiling: _Compiling[ResultT]) -> None:
         super()._abandon(compiling)
-        self._shm_channels.discard(compiling)
+        self._scheduler.discard(compiling)
 
     def _start(self) -> None:
         """Give the free threads what is to be compiled next."""
         loop = asyncio.get_running_loop()
-        while (turn := self._shm_channels.take()) is not None:
+        while (turn := self._scheduler.take()) is not None:
             compiling = turn.item
             call = self._compile if turn.is_slow else self._first_try
             future = loop.run_in_executor(
@@ -121,7 +122,7 @@ class TwoStageCompileQueue(CompileQueue[ResultT]):
         self, turn: CompileTask[_Compiling[ResultT]], ended: asyncio.Future[ResultT]
     ) -> None:
         """Pass on how a call on a thread has ended, and begin the next."""
-        self._shm_channels.finish(turn)
+        self._scheduler.finish(turn)
         compiling, done = turn.item, turn.item.done
         if ended.cancelled():
             done.cancel()
@@ -133,7 +134,7 @@ class TwoStageCompileQueue(CompileQueue[ResultT]):
             done.set_result(ended.result())
         elif not isinstance(error, FirstTryEndedError):
             done.set_exception(error)
-        elif not self._shm_channels.add_full_compile(compiling):
+        elif not self._scheduler.add_full_compile(compiling):
             done.set_exception(
                 _exhausted("too many structured outputs wait that take long to compile")
             )

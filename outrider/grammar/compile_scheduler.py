@@ -1,4 +1,4 @@
-"""The order in which grammars are compiled: short first tries of all, and full compiles of few."""
+"""Order of grammar compiles: short first tries for all, full compiles for few. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_WAITING_SLOW: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CompileTask(Generic[ItemT]):
-    """What a worker is to do next."""
+    """Next task of a compile worker."""
 
     item: ItemT
     is_slow: bool
@@ -24,8 +24,8 @@ class CompileTask(Generic[ItemT]):
 
 
 class CompileScheduler(Generic[ItemT]):
-    """Decides whose turn it is; pure. At least one of several workers is always left to first
-    tries, in which tenants take turns; a single worker serves both lanes in turn."""
+    """Chooses the next grammar to compile; pure. At least one of several workers is always left to
+    first tries, in which tenants take turns; a single worker serves both queues in turn."""
 
     def __init__(self, workers: int) -> None:
         self._workers, self._max_slow = workers, max(1, workers - 1)

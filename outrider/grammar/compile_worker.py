@@ -1,4 +1,4 @@
-"""The compile process: it loads one tokenizer, then forks a process for each grammar to compile.
+"""Compile process: loads one tokenizer, then forks a process for each grammar to compile.
 
 Started by `outrider.grammar.compiler` as `python -m outrider.grammar.compile_worker SETTINGS
 CONTROL`, the numbers of two stream sockets. SETTINGS carries one frame with the settings as JSON

@@ -1,7 +1,8 @@
-"""Tries out grammars in processes of their own, so that none can stop or kill this process.
+"""Test-compiles grammars in child processes, so that no grammar can hang or crash this process.
 
 A compile process (`outrider.grammar.compile_worker`) holds the tokenizer and forks a process for
-each grammar. What cannot be compiled within `CompileLimits` there never reaches the library here.
+each grammar. A grammar that does not compile within `CompileLimits` there never reaches the library
+here.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _MAX_STARTS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class CompileOutcome:
-    """The outcome of trying out a grammar."""
+    """Result of a grammar's test compile."""
 
     error: OutriderError | None
     """Why it is refused; None: it can be used."""
@@ -100,7 +101,7 @@ class Cancellation:
 
 
 class GrammarCompiler:
-    """Tries out grammars for one tokenizer. Thread-safe; as many at once as threads call it."""
+    """Test-compiles grammars for one tokenizer. Thread-safe; as many at once as threads call it."""
 
     def __init__(
         self,

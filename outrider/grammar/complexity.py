@@ -1,4 +1,4 @@
-"""Bounds on the text of a grammar, checked before the grammar library reads it (pure).
+"""Complexity limits of grammar texts, checked before the grammar library reads them. Pure.
 
 The library compiles recursively, so nested brackets and chains of rules or references cost stack.
 These bounds keep what an accepted text needs far below

@@ -1,4 +1,4 @@
-"""Which ids may follow where a session is, and at every node of a draft.
+"""Token constraints of sessions: allowed-token masks at a position and along drafts.
 
 A mask is a bit set over target ids: uint32 [W], W = ceil(V / 32), id i is bit i % 32 of word
 i // 32. P paths; k draft tokens, V ids.
@@ -62,9 +62,9 @@ def small_id_set(mask: Mask, most: int) -> list[int]:
 
 
 class Constraint(Protocol):
-    """What one session may emit, wherever it is. Of one thread at a time.
+    """Token constraint of one session at its current position. Use from one thread at a time.
 
-    What stands is never taken back; drafts are tried and undone.
+    Accepted tokens are never taken back; draft tokens are tried and undone.
     """
 
     @property
@@ -83,7 +83,7 @@ class Constraint(Protocol):
 
     @property
     def current_mask(self) -> Mask | None:
-        """What is legal where it is, if that was asked before; not to be changed."""
+        """What is allowed where it is, if that was asked before; not to be changed."""
         ...
 
     @property
@@ -108,8 +108,8 @@ class Constraint(Protocol):
         ...
 
     def prepare(self, output_ids: NDArray[np.int32]) -> bool:
-        """Whether what is legal behind `output_ids`, all that was emitted so far, is known; if not,
-        it is computed in the background from now on. True for a session that has `failed`."""
+        """Whether what is allowed behind `output_ids`, all that was emitted so far, is known; if
+        not, it is computed in the background from now on. True for a session that has `failed`."""
         ...
 
     def give_up(self, why: str) -> None:
@@ -118,7 +118,7 @@ class Constraint(Protocol):
 
     def fill_masks(self, masks: NDArray[np.uint32], tokens: Sequence[int]) -> int:
         """Make what `matcher` says of where it is and behind each of k draft tokens, uint32
-        [1 + k, W], what is legal there, in place: up to behind the last token that something can
+        [1 + k, W], what is allowed there, in place: up to behind the last token that something can
         follow. How many tokens these are; what further rows say does not matter."""
         ...
 
@@ -137,7 +137,7 @@ class Constraint(Protocol):
 
 
 class PathMasks(NamedTuple):
-    """What is legal along draft tokens."""
+    """Allowed-token masks along draft tokens."""
 
     masks: NDArray[np.uint32]
     """[1 + k, W]: where the constraint is, and behind each token; anything behind those that
@@ -151,7 +151,7 @@ MaskRequest = tuple[Constraint, Sequence[int]]
 
 
 def masks_along_drafts(wishes: Sequence[MaskRequest]) -> list[PathMasks]:
-    """What is legal where each constraint is and along its tokens; each constraint once.
+    """What is allowed where each constraint is and along its tokens; each constraint once.
 
     One call of the library: each gives up the interpreter lock, and to have it back takes as long
     as another thread may keep it, which is ten times what a mask does.

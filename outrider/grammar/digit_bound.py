@@ -1,7 +1,7 @@
-"""Bounds the digits of numbers in JSON answers, as their white space is bounded.
+"""Digit limit of numbers in JSON answers, similar to the limit on their white space.
 
-JSON allows any number of digits, and a model that likes digits then never comes to an end. The
-bound is kept wherever the grammar allows anything else than a further digit.
+JSON allows any number of digits, and a model that favours digits then never ends a number. The
+limit applies wherever the grammar allows anything but a further digit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIGNS: Final = frozenset(b"+-")
 
 
 class JsonPosition(NamedTuple):
-    """Where a JSON text ends, as far as digits are concerned."""
+    """Position at the end of a JSON text, as far as digits are concerned."""
 
     in_string: bool = False
     escaped: bool = False
@@ -62,7 +62,7 @@ class JsonPosition(NamedTuple):
 
 
 class DigitBound:
-    """The bound for one tokenizer; W words of a mask. Thread-safe."""
+    """Digit limit for one tokenizer; W words of a mask. Thread-safe."""
 
     def __init__(self, tokenizer: LLTokenizer, words: int) -> None:
         self._text_of = functools.lru_cache(maxsize=1 << 16)(

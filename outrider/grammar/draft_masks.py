@@ -1,7 +1,7 @@
-"""Walks along drafts of many sessions, side by side: all masks that are wanted at a time are worked
-out together.
+"""Allowed-token masks along the drafts of many sessions, computed together.
 
-N nodes of a tree; masks as in `outrider.grammar.constraint`.
+Each session walks along its draft; the masks that all walks need at a time are computed in one
+call. N nodes of a tree; masks as in `outrider.grammar.constraint`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.spec.tree import ROOT
 
 ConstraintWalk = Generator[Sequence[int], PathMasks, None]
 """Steps of one constraint; it yields the draft tokens along which it wants to know, from where the
-constraint is, and is sent what is legal there."""
+constraint is, and is sent what is allowed there."""
 
 
 def run_walks(walks: Sequence[tuple[Constraint, ConstraintWalk]]) -> None:
@@ -40,7 +40,7 @@ def run_walks(walks: Sequence[tuple[Constraint, ConstraintWalk]]) -> None:
 
 
 def _wish(walk: ConstraintWalk, along: PathMasks | None) -> Sequence[int] | None:
-    """Send what is legal (None: begin); along what it wants to know next, None: nothing."""
+    """Send what is allowed (None: begin); along what it wants to know next, None: nothing."""
     try:
         return next(walk) if along is None else walk.send(along)
     except StopIteration:
@@ -48,7 +48,7 @@ def _wish(walk: ConstraintWalk, along: PathMasks | None) -> Sequence[int] | None
 
 
 class ConstrainedTree(NamedTuple):
-    """Draft nodes behind where a constraint is; parents before their children."""
+    """Draft nodes that follow a constraint's position; parents before their children."""
 
     constraint: Constraint
     tokens: NDArray[np.int32]
@@ -76,8 +76,9 @@ def masks_of_trees(trees: Sequence[ConstrainedTree]) -> list[NDArray[np.uint32]]
 
 
 def walk_tree(tree: ConstrainedTree, masks: NDArray[np.uint32]) -> ConstraintWalk:
-    """Through a tree and back, noting in masks [1 + N, W] what is legal where it comes: from a node
-    on along the first children, as far as there are any, then along those of the nodes above."""
+    """Through a tree and back, noting in masks [1 + N, W] what is allowed where it comes: from a
+    node on along the first children, as far as there are any, then along those of the nodes
+    above."""
     below: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parents.tolist()):
         below.setdefault(parent, []).append(node)
@@ -107,7 +108,7 @@ def walk_tree(tree: ConstrainedTree, masks: NDArray[np.uint32]) -> ConstraintWal
 
 
 class ChainTruncation:
-    """What of a chain may stand that was drafted in one piece.
+    """Restricts a chain that was drafted in one piece to what its constraint allows.
 
     Where the grammar leaves one id, that is the draft, whatever was drafted; where it leaves more,
     the best of those that might have been drafted there. What was drafted behind a replaced token
@@ -140,7 +141,7 @@ class ChainTruncation:
             ahead = self.constraint.forced_tokens()[: len(drafted) - len(self.tokens)]
 
     def _take(self, ahead: Sequence[int], seen: PathMasks) -> Mask | None:
-        """Settle what is legal of these tokens; what may follow that, None: nothing."""
+        """Settle what is allowed of these tokens; what may follow that, None: nothing."""
         taken = 0
         for mask, token in zip(seen.masks[: 1 + seen.entered], ahead, strict=False):
             if not 0 <= token < self.constraint.vocab_size or not is_allowed(mask, token):

@@ -1,4 +1,4 @@
-"""The grammar library's reasons in plain words."""
+"""Rewords error messages of the grammar library for clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grammars of one tokenizer: compiled once each, kept while they are used."""
+"""Grammar cache of one tokenizer: compiles each grammar once and keeps it while it is used."""
 
 from __future__ import annotations
 

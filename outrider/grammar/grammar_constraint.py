@@ -1,4 +1,4 @@
-"""Where a session is in its grammar, and which ids may follow there and along a draft.
+"""Grammar constraint: a session's state in its grammar, and the masks there and along a draft.
 
 Masks as in `outrider.grammar.constraint`.
 """
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class GrammarConstraint:
-    """One session's way through its grammar.
+    """Token constraint of one session by a compiled grammar.
 
     The ids that end the session are legal where the output is complete, and nowhere else unless
-    the grammar has them as text. What stands is never taken back; drafts are tried and undone.
+    the grammar has them as text. Accepted tokens are never taken back; draft tokens are
+    tried and undone.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class GrammarConstraint:
         self._advance(output_ids.tolist())
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        """Note the position behind tokens that stand."""
+        """Note the position behind accepted tokens."""
         if self._digits is not None:
             position = self._positions[-1]
             for token in tokens:

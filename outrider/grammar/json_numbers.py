@@ -1,8 +1,8 @@
-"""Checks the numbers of a JSON schema that the grammar library cannot hold exactly (pure).
+"""Refuses JSON schemas with numbers that the grammar library cannot hold exactly. Pure.
 
 The library holds numbers in double precision and does not round decimals correctly, so that it
-would replace some numbers of a schema by others without a word. A number within the bounds below
-is kept: it has as many digits as a double holds, and its power of ten is exact.
+would silently replace some numbers of a schema by others. A number within the bounds below is kept:
+it has as many digits as a double holds, and its power of ten is exact.
 """
 
 from __future__ import annotations

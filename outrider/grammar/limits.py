@@ -1,4 +1,4 @@
-"""Settings that bound what a grammar may cost: to compile it, and to compute its masks."""
+"""Cost limits of grammars: `CompileLimits` for compiling, `MaskLimits` for computing masks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIN_MEMORY_MB: Final = 64
 MAX_PROCESSES: Final = 64
 MAX_FIRST_TRY_S: Final = 0.25
 """Processor time of the first try of a grammar that a client sends to a router; one that needs more
-is compiled again, with the full limits, in a lane of its own."""
+is compiled again, with the full limits, in a queue of its own."""
 MAX_FIRST_TRY_WALL_S: Final = 1.0
 """Seconds of the first try; more than its processor time, because a busy machine is slow."""
 

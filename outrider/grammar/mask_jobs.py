@@ -1,8 +1,8 @@
-"""Masks of single matchers on threads of their own, which may be given up while they compute.
+"""Mask computation on worker threads; a job that exceeds its time budget is abandoned.
 
 The library cannot be interrupted, and one mask of an ambiguous grammar takes up to a second. So a
-matcher whose masks may be expensive is asked on a worker thread, and whoever waits for it stops
-waiting once the mask has taken its budget of processor time. Waiting for a core does not count.
+matcher whose masks may be expensive is asked on a worker thread, and the caller stops waiting once
+the mask has taken its budget of processor time. Waiting for a core does not count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def worker_threads() -> int:
 
 
 class MaskMeter:
-    """What the masks of one session have cost, and whether that is too much."""
+    """Meter of the time that the masks of one session have cost, and of its limit."""
 
     def __init__(self, limits: MaskLimits, *, may_be_ambiguous: bool) -> None:
         """`may_be_ambiguous`: the language of the grammar can express any context-free grammar."""
@@ -76,7 +76,7 @@ class MaskMeter:
 
 
 class MaskJob:
-    """Masks of one matcher, which nobody else may touch until the job is done."""
+    """Mask computation of one matcher, which no other thread may touch until the job is done."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class MaskJob:
 
 
 class MaskWorkers:
-    """Threads that run jobs in order; one whose job is given up is replaced."""
+    """Worker threads that run jobs in order; one whose job is abandoned is replaced."""
 
     def __init__(self, threads: int) -> None:
         self._jobs: queue.SimpleQueue[MaskJob] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Calls of the grammar library that compile: its tokenizer, its source text, its limits.
+"""Compiles matchers with the grammar library, from its tokenizer, source text and limits.
 
 The compile process and the processes that serve compile by the same functions, so a text that
 compiled in one compiles in the other. No numpy, so that the compile process starts fast.

@@ -1,8 +1,8 @@
-"""Hides the texts of special tokens from the grammar library (pure).
+"""Hides the texts of special tokens from the grammar library. Pure.
 
 The library spells a literal as the tokenizer would, so a literal that reads like a special token,
-such as `<|im_end|>`, becomes that one control token and ends the answer in the middle. Under names
-that nobody writes, special tokens stay special, and the literal is spelled in ordinary tokens.
+such as `<|im_end|>`, becomes that one control token and ends the answer in the middle. With random
+names, special tokens stay special, and the literal is spelled in ordinary tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a session may emit that has allowed ids or bad words, by the ids that it ends with.
+"""Token constraint of allowed ids and bad words, combined with a grammar if there is one.
 
 W words of a mask (`outrider.grammar.constraint`).
 """
@@ -30,10 +30,11 @@ def make_constraint(
 
 
 class TokenConstraint:
-    """One session's ids, within its form if it has one. Of one thread at a time.
+    """Token constraint of one session by allowed ids and bad words, within its grammar if it has
+    one. Use from one thread at a time.
 
-    Where nothing is left of what the form allows, it wins over both limits; where bad words leave
-    nothing of the allowed ids, these do.
+    Where the limits leave nothing of what the grammar allows, the grammar wins over both; where bad
+    words leave nothing of the allowed ids, the allowed ids win.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""GGUF to a Hugging Face directory: config.json, model.safetensors, tokenizer.json and settings.
+"""Converts a GGUF file to a Hugging Face directory, with weights, configuration and tokenizer.
 
 Run as `python -m outrider.models.convert FILE.gguf DIRECTORY`; writes `[done, total]` lines, one a
 tensor. Weights are kept exactly as dequantised, in float32: a scale of 11 bits times a quantised

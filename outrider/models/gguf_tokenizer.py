@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, as `tokenizer.json` and `tokenizer_config.json`."""
+"""Converts a GGUF file's tokenizer to `tokenizer.json` and `tokenizer_config.json`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Models of a hub, by their ids: downloaded into the hub library's own cache.
+"""Hugging Face Hub models by id, downloaded into the hub library's own cache.
 
 The library `huggingface_hub` comes with `outrider[router]` (tokenizers needs it). It reads
-HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE, resumes a download that broke off, and checks
-sizes.
+HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE, resumes interrupted downloads, and checks sizes.
 """
 
 from __future__ import annotations

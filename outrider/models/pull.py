@@ -1,4 +1,4 @@
-"""Pulling a model into the user's cache, and finding a model by name, path or hub id.
+"""Pulls models into the user's cache, and resolves a model by name, path or hub id.
 
     <home>/models/<name>/       a finished model: config.json, model.safetensors, tokenizer.json ...
     <home>/models/.<name>.lock  held while it is being made
@@ -40,7 +40,7 @@ _CHUNK_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullProgress:
-    """How far one step of a pull has come."""
+    """Progress of one step of a pull."""
 
     step: Literal["download", "verify", "convert"]
     done: int

@@ -1,4 +1,4 @@
-"""Models that `outrider models pull` knows, and the draft heads that ship with Outrider."""
+"""Registry of the models that `outrider models pull` knows, and of the built-in draft heads."""
 
 from __future__ import annotations
 

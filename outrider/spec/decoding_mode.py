@@ -1,4 +1,4 @@
-"""How sessions of one kind decode, and why (pure)."""
+"""Decoding mode of a workload class (plain or speculative), and the reason for it. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """How sessions of one kind decode."""
+    """Decoding mode of a workload class."""
 
     PLAIN = "plain"
     SPECULATE = "speculate"
@@ -18,7 +18,7 @@ class Mode(StrEnum):
 
 
 class DecodingModeReason(StrEnum):
-    """Why a mode is in force."""
+    """Reason for which a mode is in force."""
 
     MEASURING = "measuring"
     """Too little is known."""

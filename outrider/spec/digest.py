@@ -37,7 +37,7 @@ token by plain numbers a third of one."""
 
 
 def extend_digest(digest: int, token_ids: Iterable[int] | NDArray[np.integer]) -> int:
-    """Digest of the prefix with `check_token_ids` (>= 0) appended; in [0, 2^64).
+    """Digest of the prefix with `token_ids` (>= 0) appended; in [0, 2^64).
 
     An array costs about half of what a list of the same ids does: a chain can only be followed
     link by link, but what the ids contribute is worked out at once.
@@ -59,9 +59,9 @@ def extend_digests(
 def extend_ragged(
     digests: NDArray[np.uint64], counts: NDArray[np.int64], token_ids: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """Digests [B] of many prefixes, each with its part of `check_token_ids` (>= 0) appended.
+    """Digests [B] of many prefixes, each with its part of `token_ids` (>= 0) appended.
 
-    counts [B]: how many tokens each prefix gets; they own consecutive parts of `check_token_ids`. A
+    counts [B]: how many tokens each prefix gets; they own consecutive parts of `token_ids`. A
     step is taken for all prefixes that still have tokens left; where these are few, each is
     followed alone from there on, as a prompt among sessions that decode.
     """

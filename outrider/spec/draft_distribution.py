@@ -1,4 +1,4 @@
-"""Draft laws: the exact, quantised distributions that draft tokens were drawn from."""
+"""Draft distributions: the exact, quantised distributions that draft tokens were drawn from."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ DistributionEntries = tuple[NDArray[np.int32], NDArray[np.uint16]]
 def make_distribution(
     num_nodes: int, slots: Mapping[int, DistributionEntries]
 ) -> DraftDistribution:
-    """Assemble the law of a tree of `num_nodes` nodes from the slots that have children."""
+    """Assemble the distribution of a tree of `num_nodes` nodes from the slots that have
+    children."""
     sizes = np.zeros(num_nodes + 2, dtype=np.int64)
     for slot, (ids, _) in slots.items():
         sizes[slot + 1] = len(ids)
@@ -67,11 +68,11 @@ def _require(ok: bool, message: str) -> None:
 def validate_distribution(
     distribution: DraftDistribution, tree: DraftTree, vocab_size: int
 ) -> None:
-    """Check a law against its (already valid) tree. Raises InvalidMessageError.
+    """Check a distribution against its (already valid) tree. Raises InvalidMessageError.
 
     Types and lengths; offsets rise from 0 to M; ids in range and strictly increasing within a
     slot; counts >= 1; a slot is filled if and only if its node has children; every child's token
-    is among its parent's ids (a token outside cannot have been drawn from that law).
+    is among its parent's ids (a token outside cannot have been drawn from that distribution).
     """
     for name, array, dtype in (
         ("offsets", distribution.offsets, np.int32),

@@ -1,7 +1,8 @@
-"""Draft trees and laws of many sessions in flat arrays: every check of `tree` and `law` at once.
+"""Validates draft trees and draft distributions of many sessions at once, in flat arrays.
 
-S trees with N nodes together, tree s owning node_counts[s] of them in turn; parents count within
-their tree. Peers send these arrays: nothing in them is trusted, and one bad tree costs itself.
+Makes every check of `outrider.spec.tree` and `outrider.spec.draft_distribution`. S trees with N
+nodes together, tree s owning node_counts[s] of them in turn; parents count within their tree. Peers
+send these arrays: nothing in them is trusted, and an invalid tree affects no other.
 """
 
 from __future__ import annotations
@@ -81,11 +82,12 @@ def valid_distributions(
     trees: NDArray[np.bool_],
     vocab_size: int,
 ) -> NDArray[np.bool_]:
-    """[S]: which trees have no law, or one that keeps every rule of `validate_distribution`. Never
-    raises.
+    """[S]: which trees have no distribution, or one that keeps every rule of
+    `validate_distribution`. Never raises.
 
     `given` [S] says who has one; `sizes` holds node_counts + 1 slots of each, `ids` and `counts`
-    the sum of `sizes` entries. `trees` [S] are the sound ones; the others' laws are not looked at.
+    the sum of `sizes` entries. `trees` [S] are the sound ones; the others' distributions are not
+    looked at.
     """
     sound = np.ones(len(node_counts), dtype=np.bool_)
     checked = given & trees
@@ -99,7 +101,7 @@ def valid_distributions(
     keys = entry_slots.astype(np.int64) << _TOKEN_BITS | _masked(ids)
     bad[1:] |= np.diff(keys) <= 0
     sound[entry_owners[bad]] = False
-    # Nodes of trees with a law: their parents' slots, and whether those hold their tokens.
+    # Nodes of trees with a distribution: their parents' slots, and whether those hold their tokens.
     owners, _, _ = _layout(node_counts)
     judged = checked[owners]
     owners, above = owners[judged], parents[judged].astype(np.int64)

@@ -1,4 +1,4 @@
-"""The 64-bit finaliser behind prefix digests and noise: integers only, so every side agrees.
+"""64-bit mixing function (mix64) of prefix digests and noise: integers only, so all sides agree.
 
 mix64 is the output function of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
 number generators", OOPSLA 2014), a bijection of 64-bit words. All arithmetic is modulo 2^64.

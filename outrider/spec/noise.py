@@ -8,9 +8,9 @@ Definition, modulo 2^64 (mix64 and GOLDEN64: `outrider.spec.mixing`):
     U = (floor(bits / 2^12) + 1/2) * 2^-52        an odd multiple of 2^-53, exact in float64
     G = -log(-log U)                              Gumbel(0, 1), in [-3.61, 36.74]
 
-The seed and the digests are 8 bytes, least significant first. From bits one gets back to a
-stream's key, mix64 being invertible, but from there to the seed or to another stream only by trying
-seeds: so a drafter may hold the key of the stream that it draws from and does not learn the coins
+The seed and the digests are 8 bytes, least significant first. From bits one gets back to a stream's
+key, mix64 being invertible, but from there to the seed or to another stream only by trying seeds:
+so a drafter may hold the key of the stream that it draws from and does not learn the random draws
 that judge its drafts, as long as the seed itself cannot be guessed.
 
 So the ids of one position read one SplitMix64 sequence whose state is the key: a kernel needs
@@ -20,10 +20,10 @@ one multiply-add and one finaliser an id, and no state. U takes the top 52 bits 
 The integer part is the same everywhere (numpy here, torch in `outrider.engine.noise`); log may
 differ by an ulp between platforms, which can cost acceptance at a near tie but never exactness.
 
-The four streams have different keys and are used once per position each:
-TARGET chooses the token in coupled sampling (and the drafter's guess of it), DRAFT draws the
-children of a proposal from the draft law, ACCEPT gives the coins, RECOVER draws the token emitted
-after a rejection and the bonus token. Sharing two of them biases the output.
+The four streams have different keys and are used once per position each: TARGET chooses the token
+in coupled sampling (and the drafter's guess of it), DRAFT draws the children of a proposal from the
+draft distribution, ACCEPT gives the random draws, RECOVER draws the token emitted after a rejection
+and the bonus token. Sharing two of them biases the output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from outrider.spec.mixing import GOLDEN64, MASK64, mix64_array
 
 SHARED_DRAW_ID = -1
-"""Pseudo id of the one coin that siblings share under the target-only rule."""
+"""Pseudo id of the one random draw that siblings share under the target-only rule."""
 
 
 Words = int | np.integer | Sequence[int] | NDArray[np.integer]
@@ -89,7 +89,7 @@ def prefix_keys(stream_keys: Words, digests: Words) -> NDArray[np.uint64]:
 
 
 def bits_from_keys(keys: NDArray[np.uint64], ids: Words) -> NDArray[np.uint64]:
-    """Noise bits by broadcasting keys with ids (>= SHARED_COIN_ID)."""
+    """Noise bits by broadcasting keys with ids (>= SHARED_ACCEPTANCE_ID)."""
     with np.errstate(over="ignore"):
         counters = (_words(ids) + np.uint64(1)) * np.uint64(GOLDEN64)
         return mix64_array(np.asarray(keys + counters, dtype=np.uint64))

@@ -1,4 +1,7 @@
-"""A session's plan: what the router decides about its speculation (torch-free)."""
+"""Speculation plan of a session: draft method, tree shape and look-ahead (torch-free).
+
+The router decides it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def default_depth(num_nodes: int) -> int:
 
 
 class DraftMethod(StrEnum):
-    """Where drafts come from."""
+    """Source of a session's drafts."""
 
     NONE = "none"
     EAGLE3 = "eagle3"

@@ -1,4 +1,4 @@
-"""How a session's tokens are chosen: sampling parameters and acceptance rules (torch-free)."""
+"""Sampling parameters and acceptance rules of a session (torch-free)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class Rule(StrEnum):
     COUPLED = "coupled"
     """argmax(logits / T + Gumbel noise keyed by seed, position, token); the default at T > 0."""
     REJECTION = "rejection"
-    """p/q rejection with the draft law that the drafter shipped."""
+    """p/q rejection with the draft distribution that the drafter shipped."""
     TARGET_ONLY = "target-only"
-    """Rejection with a one-hot draft law; the fallback whenever the law is missing."""
+    """Rejection with a one-hot draft distribution; the fallback whenever the distribution is
+    missing."""
 
 
 MAX_TEMPERATURE = 100.0
@@ -55,7 +56,7 @@ def _check_bias(entries: tuple[tuple[int, float], ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Validated sampling parameters; the warper of both sides reads nothing else."""
+    """Validated sampling parameters; the logits processor of both sides reads nothing else."""
 
     temperature: float = 0.0
     """0 decodes greedily; otherwise logits are divided by it. In [0, 100]."""
@@ -141,7 +142,7 @@ class SamplingParams:
 
     def for_drafter(self) -> SamplingParams:
         """The same parameters with the seed withheld: of the noise a drafter is told the stream
-        that its guesses are drawn with, never the coins that they are judged by."""
+        that its guesses are drawn with, never the random draws that they are judged by."""
         if self.draft_key is not None:
             return self
         stream = self.draft_stream

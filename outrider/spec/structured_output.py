@@ -1,4 +1,7 @@
-"""What form a request's answer must have (torch-free; no grammar library either)."""
+"""Structured-output constraint of a request: kind and text of its grammar (torch-free).
+
+No grammar library is imported.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ MAX_STRUCTURE_BYTES = 1 << 18
 
 
 class StructuredKind(StrEnum):
-    """The language in which an answer's form is written."""
+    """Language in which a grammar is written."""
 
     JSON_SCHEMA = "json_schema"
     """A JSON schema, as JSON; the answer is a JSON value that fits it."""
@@ -26,7 +29,7 @@ class StructuredKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The form of an answer; equal values share one compiled grammar.
+    """The grammar of an answer; equal values share one compiled grammar.
 
     Raises InvalidRequestError for a text that is missing, not wanted or too long. Whether the text
     is a valid schema, expression or grammar is for whoever compiles it.

@@ -1,4 +1,4 @@
-"""Which token ids an answer may be made of (torch-free)."""
+"""Token limits of a request: allowed ids and bad words (torch-free)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _require(ok: bool, message: str, param: str = "") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """Which ids may follow what was emitted, wherever that is: a function of the tokens alone.
+    """Allowed ids and bad words of a request: a function of the emitted tokens alone.
 
     Raises InvalidRequestError for limits that limit nothing and for those beyond the bounds.
     """

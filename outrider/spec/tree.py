@@ -1,4 +1,4 @@
-"""Draft trees as parallel arrays, and the checks that every received tree must pass."""
+"""Draft trees as parallel arrays, and the validation that every received tree must pass."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ ROOT = -1
 class DraftTree:
     """N draft nodes below a root that is not itself in the arrays.
 
-    tokens: int32 [N]; parents: int32 [N], parents[i] < i, ROOT for the first level;
-    logprobs: float32 [N], cumulative log-prob of the path, <= 0 and never above the parent's.
-    Siblings are ordered best first, except where a draft law comes with the tree: there they are
-    in the order in which they were drawn.
+    tokens: int32 [N]; parents: int32 [N], parents[i] < i, ROOT for the first level; logprobs:
+    float32 [N], cumulative log-prob of the path, <= 0 and never above the parent's. Siblings are
+    ordered best first, except where a draft distribution comes with the tree: there they are in the
+    order in which they were drawn.
 
-    A tree that is judged with its draft law must have a *shape* that was fixed without looking at
-    the sampled tokens of the node's own level and below (which nodes have how many children, by
-    rank of drawing): choosing among drawn tokens would change the law they were drawn from.
+    A tree that is judged with its draft distribution must have a *shape* that was fixed without
+    looking at the sampled tokens of the node's own level and below (which nodes have how many
+    children, by rank of drawing): choosing among drawn tokens would change the distribution they
+    were drawn from.
     """
 
     tokens: NDArray[np.int32]

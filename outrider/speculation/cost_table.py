@@ -1,4 +1,4 @@
-"""What a forward costs by the shape of its round, as seen in service (pure).
+"""Cost table: forward times by batch shape, measured in service. Pure.
 
 A shape is the number of sessions in a round and the draft nodes of all of them.
 """

@@ -1,6 +1,6 @@
-"""By how much speculation has fallen behind plain decoding since it was last ahead (pure).
+"""Deficit of speculation against plain decoding since it was last ahead. Pure.
 
-Sums tell a slow decline and a sudden one apart from bad luck sooner than a mean does.
+Sums distinguish slow and sudden declines from bad luck sooner than a mean does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_JUDGED_ROUNDS: Final = 1.9
 
 @dataclass(slots=True)
 class SpeculationDeficit:
-    """What was seen since then."""
+    """Rounds observed since speculation was last ahead of plain decoding, and what they lost."""
 
     emitted: EmissionStats = field(default_factory=EmissionStats)
     times: RoundTimeWindow = field(default_factory=RoundTimeWindow)

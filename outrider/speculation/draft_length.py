@@ -1,4 +1,4 @@
-"""How long a session's draft should be: most tokens per unit of time (pure)."""
+"""Choice of a session's draft length: most expected tokens per unit of time. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def choose_draft_length(
     present: int = 0,
 ) -> int:
     """The length of a session's draft, 1 .. len(reached), with the most tokens per second; 0 where
-    there is none to choose. Whether to draft at all is for the contest: what any draft costs
-    speaks for a long one, not for none.
+    there is none to choose. Whether to draft at all is for the speculation controller: what any
+    draft costs speaks for a long one, not for none.
 
     reached: P(the token of depth d stands), by depth. seconds: what a round takes by the length of
     its drafts, float64 [n] -> [n]; a nan says that it is not known, and then the longest draft

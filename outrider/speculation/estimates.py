@@ -1,4 +1,4 @@
-"""What a planner knows of drafts: how many tokens stand, and when proposals arrive (pure).
+"""Estimates of draft acceptance by depth, and of proposal arrival times. Pure.
 
 Estimates are weighted exponentially: old observations count less with each new one.
 """
@@ -30,7 +30,7 @@ MIN_WAIT_ROUNDS: Final = 2.0
 
 
 class AcceptanceEstimate:
-    """P(a draft token of depth d stands, given that its parent did), d = 1 .. D.
+    """P(a draft token of depth d is accepted, given that its parent was), d = 1 .. D.
 
     A session's estimate begins at that of its kind (`prior`): it reads the prior where its own
     evidence is thin, and so follows it until it knows better.
@@ -107,7 +107,7 @@ class AcceptanceEstimate:
 
 
 class ArrivalEstimate:
-    """How long after a root is known its proposal arrives: mean and mean deviation, seconds."""
+    """Delay from a known root to its proposal's arrival: mean and mean deviation, seconds."""
 
     def __init__(self) -> None:
         self._mean = math.nan

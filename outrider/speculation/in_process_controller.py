@@ -1,13 +1,13 @@
-"""Whether drafts of a head in the verifier's own process pay (pure).
+"""Controller of in-process drafts: sessions use them unless plain decoding is faster. Pure.
 
-Such a head follows a session from its prompt on: once a session has decoded plainly its drafts are
-gone for good, so nothing can be probed. What can be known without: how many tokens a row emits,
-how long a round takes, and how long the device was measured to take for the same round with and
-without drafts. What a round takes beyond that is hidden where plain ones run ahead, or grows with
-what is verified (noise for each node, T > 0): so plain rounds that were seen decide. Where there
-were none, and drafts would lose if a plain round had only the root's share of it, some are run: for
-a moment, but sessions that are alive then decode plainly to their end. What rows emit does not
-depend on how many there are, so all loads share what is learnt; a verdict is of one load.
+An in-process drafter follows a session from its prompt on: once a session has decoded plainly its
+drafts are lost for good, so drafting cannot be probed. Known without a probe are the tokens that a
+row emits, the time of a round, and the device time measured for the same round with and without
+drafts. The rest of a round's time is hidden where plain rounds run ahead, or grows with the
+verified nodes (noise for each node, T > 0), so plain rounds that were observed decide. Where there
+were none, and drafts would lose if a plain round had only the root's share of that rest, some are
+run: for a moment, but sessions that are alive then decode plainly to their end. Tokens per row do
+not depend on the number of rows, so all loads share them; a decision holds for one load.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_HOLD_S: Final = 1800.0
 
 @dataclass(slots=True)
 class InProcessDraftController:
-    """The mode in which sessions of a verifier with a head of its own begin."""
+    """Chooses the mode in which sessions of a verifier with an in-process drafter begin."""
 
     _stood: EmissionStats = field(default_factory=EmissionStats)
     _host: dict[int, RoundTimeWindow] = field(default_factory=dict)
@@ -96,10 +96,10 @@ class InProcessDraftController:
         host_s: float | None = None,
         weight: float = 1.0,
     ) -> None:
-        """In a round `rows` sessions verified own drafts and emitted `tokens`, the sum of their
-        squares being `squares`; it took `host_s` longer than the device was measured to, and counts
-        `weight` for that: None if it tells nothing of times, as where rows without drafts took
-        part."""
+        """In a round `rows` sessions verified in-process drafts and emitted `tokens`, the sum of
+        their squares being `squares`; it took `host_s` longer than the device was measured to, and
+        counts `weight` for that: None if it tells nothing of times, as where rows without drafts
+        took part."""
         if rows < 1:
             return
         self._stood.decay(1.0 / HALF_LIFE_ROUNDS)

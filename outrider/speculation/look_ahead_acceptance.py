@@ -1,10 +1,10 @@
-"""What rows emit under look-ahead over what they emit in lock-step, on the same text (pure).
+"""Acceptance under look-ahead relative to lock-step, estimated on the same text. Pure.
 
-Texts differ in how many draft tokens stand, answers by half and more, so that what the text of now
-emits one way says nothing beside what many texts emitted the other way. So rounds are compared in
-pairs: those of one way with their neighbours of the other, before and after. What the text gives
-cancels out, and what remains is how much older features cost, which changes slowly if at all: so
-many pairs tell it, and until there are some, what heads were seen to lose.
+Acceptance differs between texts by half and more, so the tokens that the current text emits in one
+mode say nothing beside those of many texts in the other. So rounds are compared in pairs: those of
+one mode with their neighbours of the other, before and after. The effect of the text cancels out,
+and what remains is the cost of older features, which changes slowly if at all: many pairs estimate
+it, and until there are some, a prior from measured draft heads holds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXT_DRIFT: Final = 0.07
 
 
 class LogRatioEstimate(NamedTuple):
-    """What rows emit under look-ahead over lock-step."""
+    """Log ratio of the tokens per row under look-ahead to those in lock-step."""
 
     log: float
     """Its natural logarithm."""
@@ -37,8 +37,8 @@ class LogRatioEstimate(NamedTuple):
 
 
 class LookAheadAcceptance:
-    """Tokens of a row under look-ahead over those of a row in lock-step, for a kind of session;
-    rows that went without a draft are of neither."""
+    """Ratio of tokens per row under look-ahead to lock-step, for one workload class; rows without a
+    draft do not count."""
 
     def __init__(self) -> None:
         self._log, self._variance = math.log(PRIOR_STALE_SHARE), PRIOR_STALE_DEVIATION**2

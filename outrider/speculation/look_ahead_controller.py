@@ -1,10 +1,10 @@
-"""Look-ahead against lock-step for sessions of one kind: whichever emits more tokens per second is
-in force (pure).
+"""Look-ahead controller: look-ahead or lock-step at each load, by tokens per second. Pure.
 
 A model would have to know what a hit hides and what it costs: the drafter is late for a miss
-because it drafts ahead, stale drafts stand less often, and on CPUs drafting ahead takes the
-verifier's cores. So both ways are tried. What rounds take is judged at each load (`spec.ways`),
-what they emit is compared on the same text (`spec.stale`), whatever the load.
+because it drafts ahead, stale drafts are accepted less often, and on CPUs drafting ahead takes the
+verifier's cores. So both modes are tried. Round times are compared at each load
+(`outrider.speculation.look_ahead_probe`), emitted tokens on the same text, whatever the load
+(`outrider.speculation.look_ahead_acceptance`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RECOUNT_ROWS: Final = 4096.0
 
 
 class LookAheadController:
-    """Which way is in force at each load, for one kind of session."""
+    """Chooses look-ahead or lock-step at each load, for one workload class."""
 
     def __init__(self, *, first: bool) -> None:
         """`first`: whether sessions begin with look-ahead."""
@@ -72,10 +72,10 @@ class LookAheadController:
         aside."""
         if not (seen.rows > 0 and seen.seconds > 0.0):
             return False
-        if ahead and seen.is_settled:
+        if ahead and seen.is_load_steady:
             self._count(seen.rows, hits)
         lap = self._lap(seen, missed)
-        if seen.is_settled and seen.rows > missed:
+        if seen.is_load_steady and seen.rows > missed:
             self._stale.observe_rows(_drafted(seen, missed), ahead=ahead)
         ways = self._at(load)
         before = ways.in_force
@@ -85,8 +85,8 @@ class LookAheadController:
     def follow_speculation(
         self, speculation: SpeculationController, before: Mode, load: int
     ) -> None:
-        """The contest of speculation with plain decoding has changed its mode; `before`: what was
-        in force there.
+        """The speculation controller of speculation with plain decoding has changed its mode;
+        `before`: what was in force there.
 
         Where speculation was left and look-ahead is not known to be much better than lock-step,
         that gets its turn against plain decoding. And while nobody speculates, it is tried now and
@@ -110,7 +110,7 @@ class LookAheadController:
         usual = self._drafted.mean
         rows = drafted.rows + missed / (usual if usual > 1.0 else 1.0)
         return RoundModeObservation(
-            rows / max(1, seen.sessions), seen.seconds / rows, seen.is_settled, seen.is_timed
+            rows / max(1, seen.sessions), seen.seconds / rows, seen.is_load_steady, seen.is_timed
         )
 
     def _count(self, rows: int, hits: int) -> None:

@@ -1,10 +1,10 @@
-"""Look-ahead against lock-step at one load, by what rounds take (pure).
+"""Trials of look-ahead against lock-step at one load, by measured round times. Pure.
 
-What a round takes is known of few rounds; what it emits varies with the text, but by way only as
-much as drafts from older features do (`spec.stale`). So the faster way is the one whose rounds take
-less for what they emit beside the other's on the same text. The other way is tried after the first
-rounds, when what is in force seems to have fallen behind, and now and then; what that may lose is
-bounded by a share of the time served.
+Few rounds tell the time of a round; its tokens vary with the text, but between the modes only as
+much as drafts from older features do (`outrider.speculation.look_ahead_acceptance`). So the faster
+mode is the one whose rounds take less time for what they emit, relative to the other's on the same
+text. The other mode is tried after the first rounds, when the mode in force seems to have fallen
+behind, and from time to time; the possible loss is bounded by a share of the time served.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ TIME_ERROR: Final = 0.02
 
 
 class RoundModeObservation(NamedTuple):
-    """What sessions got in a round of one way."""
+    """One observed round in one mode (look-ahead or lock-step)."""
 
     rounds: float
     """How many rounds of all sessions that makes, by what rows with drafts emit."""
     round_s: float
-    is_settled: bool
+    is_load_steady: bool
     """Whether it says more of the way than of the change to it."""
     is_timed: bool
     """Whether its seconds tell anything."""
@@ -73,7 +73,7 @@ class _Trial:
 
 
 class LookAheadTrials:
-    """Which way is in force for one kind of session at one load."""
+    """Chooses look-ahead or lock-step for one workload class at one load."""
 
     def __init__(self, *, ahead: bool, waits: bool = False) -> None:
         """`ahead`: what it begins with. `waits`: whether the other way is tried only when that is
@@ -152,7 +152,7 @@ class LookAheadTrials:
             self._credit_s += (
                 (TRIAL_BUDGET if self._sure else REDUCED_TRIAL_BUDGET) * lap.rounds * usual_s
             )
-        if not lap.is_settled:
+        if not lap.is_load_steady:
             # Coming back is part of what a trial costs.
             lost_s = 0.0 if math.isnan(usual_s) else lap.rounds * (lap.round_s - usual_s)
             self._credit_s -= max(0.0, lost_s)
@@ -186,7 +186,7 @@ class LookAheadTrials:
         # What such a round emits, in rounds of the way in force.
         worth = math.exp(-self._share.log if self.in_force else self._share.log)
         trial.lost_s += lap.rounds * (lap.round_s - worth * usual_s)
-        if lap.is_settled:
+        if lap.is_load_steady:
             trial.rounds += lap.rounds
             if lap.is_timed:
                 self._times[not self.in_force].observe_round(lap.round_s, lap.rounds)

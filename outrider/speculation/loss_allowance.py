@@ -1,9 +1,9 @@
-"""What speculation has won over plain decoding, and so whether the next text begins with it (pure).
+"""Loss allowance of speculation: plain rounds won so far, to be spent on further texts. Pure.
 
-Texts differ in how many draft tokens stand, answers by half and more: one that is bad for drafts
-says little of the next. So a session that is alone is judged by its own text, and whether the next
-one begins with drafts is told by what all of them gave: by the plain rounds' time that speculation
-has won and lost. It may spend what it has won, and a share of the time of plain rounds.
+Acceptance differs between texts by half and more: one that is bad for drafts says little about the
+next. So a session that is alone is judged by its own text, and the results of all texts decide
+whether the next one begins with drafts: the plain rounds' time that speculation has won and lost.
+It may spend what it has won, and a share of the time of plain rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEXT_DEVIATION: Final = 1.65
 
 @dataclass(slots=True)
 class SessionGains:
-    """Of one kind of session at one load."""
+    """Net gain of speculation for one workload class at one load, in plain rounds."""
 
     _rounds: float = 0.0
     """Plain rounds' time that speculation has won; negative: lost."""

@@ -1,7 +1,7 @@
-"""What rounds were seen to take and to emit, so that few of them tell much (pure).
+"""Statistics of measured rounds: times with stalls cut off, and tokens per row. Pure.
 
-Times of rounds vary little but for stalls: the last few of them, stalls cut off, tell what a round
-takes. Tokens vary much from row to row and not at all from load to load: they are counted by rows,
+Round times vary little but for stalls: the last few of them, stalls cut off, tell the time of a
+round. Tokens vary much from row to row and not at all from load to load: they are counted by rows,
 with their variance, so that 64 sessions know after a few rounds what a single one knows after many.
 """
 
@@ -39,7 +39,7 @@ MIN_STD_ERRORS: Final = 1.5
 
 @dataclass(slots=True)
 class RoundObservation:
-    """What sessions of one kind got in a round; sums over its rows."""
+    """One observed round of a workload class; sums over its rows."""
 
     rows: int
     tokens: float
@@ -49,7 +49,7 @@ class RoundObservation:
     """Of each row since the one before it ended, what prompts took left out."""
     sessions: int
     """Of this kind, in this round or not."""
-    is_settled: bool = True
+    is_load_steady: bool = True
     """Whether it says more of the mode than of the change to it."""
     is_timed: bool = True
     """Whether its seconds tell anything."""
@@ -71,8 +71,8 @@ class RoundObservation:
 
 @dataclass(slots=True)
 class RoundTimeWindow:
-    """What the last `window` rounds took. Kept in order of their length, too: it is asked for after
-    nearly every round, by whoever looks whether something is worth trying."""
+    """Times of the last `window` rounds. Kept sorted, too, because their mean is read after nearly
+    every round."""
 
     window: int = WINDOW_ROUNDS
     _last: deque[tuple[float, float]] = field(default_factory=deque)
@@ -164,8 +164,7 @@ class RoundTimeWindow:
 
 @dataclass(slots=True)
 class StallDetector:
-    """Tells rounds that were held up from a mode that has become slow: of the latter there are more
-    than every session meets of the former."""
+    """Distinguishes stalled rounds from a mode that has become slow, by their share."""
 
     _met: float = 0.0
     """Rounds of late that took too long."""

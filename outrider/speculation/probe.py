@@ -1,7 +1,7 @@
-"""A few rounds in the mode that is not in force, to see what it gives (pure).
+"""Mode probe: a few rounds in the mode that is not in force, to measure it. Pure.
 
-What it may lose is bounded, the change itself aside: it is broken off when it has lost too much,
-and goes on for longer while it loses next to nothing, because few rounds tell little.
+Its loss is bounded, that of the mode change itself aside: it is broken off when it has lost too
+much, and extended while it loses next to nothing, because few rounds tell little.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ took is lost by then, and would be again with the next one: it is no reason to l
 
 @dataclass(slots=True)
 class ModeProbe:
-    """One that is being made. `usual_s`, below: seconds of a round in the mode in force, nan if
-    that is unknown."""
+    """A probe in progress. `usual_s`, below: seconds of a round in the mode in force, nan if that
+    is unknown."""
 
     mode: Mode
     rounds_left: float
@@ -53,14 +53,16 @@ class ModeProbe:
             lost = seen.rounds * (seen.round_s - seen.tokens / seen.rows / worth * usual_s)
             self.lost_s += lost
             # One that was held up says nothing of the mode.
-            self._steady_s += min(lost, OUTLIER_FACTOR * seen.rounds * usual_s) * seen.is_settled
+            self._steady_s += (
+                min(lost, OUTLIER_FACTOR * seen.rounds * usual_s) * seen.is_load_steady
+            )
 
     def count_round(self, seen: RoundObservation) -> bool:
         """Count a round; whether it tells of the mode, as most do not at first while they tell of
         the change to it. Later such ones are a mode's that sessions come to all the time."""
         self._rounds += seen.rounds
-        self._settled += seen.rounds * seen.is_settled
-        counted = seen.is_settled or self._settled > MIN_SETTLED_SHARE * self._rounds
+        self._settled += seen.rounds * seen.is_load_steady
+        counted = seen.is_load_steady or self._settled > MIN_SETTLED_SHARE * self._rounds
         self.rounds_left -= seen.rounds * counted
         return counted
 

@@ -1,7 +1,8 @@
-"""What trying the mode that is not in force may be expected to lose (pure).
+"""Expected loss of probing the mode that is not in force. Pure.
 
-The last probe tells it; before there was one, what one lost at a higher load, or how many sessions
-have to come back: their drafter has to read all that they emitted meanwhile.
+It is the loss of the last probe; before there was one, that of a probe at a higher load, or an
+estimate by the number of sessions that return to drafts: their drafter has to read all that they
+emitted meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ RETURN_COST: Final = 0.15
 
 @dataclass(slots=True)
 class ProbeCosts:
-    """Of probes at one load; seconds."""
+    """Losses of probes at one load, in seconds."""
 
     _lost_s: dict[Mode, float] = field(default_factory=dict)
     """What the last probe of a mode lost."""

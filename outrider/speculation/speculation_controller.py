@@ -1,12 +1,12 @@
-"""Speculation against plain decoding: whichever emits more tokens per second is in force (pure).
+"""Speculation controller: speculation or plain decoding, by measured tokens per second. Pure.
 
-Models of a round's cost are never complete: waiting, the host, other sessions. So the judge is
-what sessions experience: what their rounds take, end to end, and what these emit. It begins with
-speculation, or with what was in force at the nearest load, and leaves speculation when that has
-fallen behind plain decoding by some rounds' time. What plain rounds take is measured, or expected
-of tables until it is; before speculation is left, plain rounds of right then confirm it. The mode
-that is not in force is tried now and then, and what such a probe may lose is bounded: by a share
-of the time served since the last one.
+Models of a round's cost are never complete (waiting, the host, other sessions), so the controller
+decides by what sessions experience: end-to-end round times and emitted tokens. It begins with
+speculation, or with the mode in force at the nearest load, and leaves speculation when that has
+fallen behind plain decoding by some rounds' time. The time of plain rounds is measured, or taken
+from cost tables until it is; before speculation is left, current plain rounds confirm it. The mode
+that is not in force is probed from time to time, and the loss of a probe is bounded by a share of
+the time served since the last one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ CLEAR_GAIN: Final = 1.3
 
 @dataclass(slots=True)
 class SpeculationController:
-    """The mode of one kind of session at one load."""
+    """Chooses speculation or plain decoding for one workload class at one load."""
 
     expected_plain_s: float = math.nan
     """What a plain round is thought to take until any was seen; nan: nothing tells."""
@@ -116,8 +116,8 @@ class SpeculationController:
     def from_other_load(
         cls, other: SpeculationController, halvings: int = 0
     ) -> SpeculationController:
-        """The contest at a load at which nothing is known, by that at the nearest one, which is
-        `halvings` higher (negative: lower)."""
+        """The speculation controller at a load at which nothing is known, by that at the nearest
+        one, which is `halvings` higher (negative: lower)."""
         stood = EmissionStats(other._stood.rows, other._stood.tokens, other._stood.squares)
         stood.rounds = other._stood.rounds
         new = cls(
@@ -226,7 +226,7 @@ class SpeculationController:
             # Usual rounds count: a stall pays for no probe.
             served_s = seen.weight * seen.rounds * usual_s
             self._credit_s += (REDUCED_PROBE_BUDGET if self._thin else PROBE_BUDGET) * served_s
-        if not seen.is_settled:
+        if not seen.is_load_steady:
             # Coming back is part of what a probe costs.
             lost_s = max(0.0, self._lost_s(mode, seen))
             self._credit_s -= lost_s

@@ -1,6 +1,6 @@
-"""How long sessions gather for a trial of speculation, where few are able to speculate (pure).
+"""Trial preparation: sessions collect features until enough of them can speculate. Pure.
 
-Those that are keep what others do without, which costs every round something.
+Sessions that can speculate keep features that others drop, which costs every round something.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DUE_ROUNDS: Final = 256.0
 
 @dataclass(slots=True)
 class TrialPreparation:
-    """Of one kind of session at one load."""
+    """State of the preparation for a trial of speculation, for one workload class at one load."""
 
     is_due: bool = False
     """Whether a trial is to be made as soon as enough sessions are able to speculate."""

@@ -1,4 +1,4 @@
-"""Chat templates: jinja2 in a sandbox, with the helpers that published templates rely on."""
+"""Chat templates: sandboxed jinja2, with the helpers that published templates rely on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.text.generation_block import GenerationBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Where the rendered text of a conversation ends. InvalidRequestError for both at once."""
+    """End of a conversation's rendered text. InvalidRequestError for both options at once."""
 
     add_generation_prompt: bool = True
     """The text goes on to where the assistant's next answer begins."""

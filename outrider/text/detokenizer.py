@@ -1,4 +1,4 @@
-"""Incremental detokenizing: ids in, whole characters out."""
+"""Incremental detokenizer: token ids in, whole characters out."""
 
 from __future__ import annotations
 

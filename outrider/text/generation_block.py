@@ -1,4 +1,4 @@
-"""The `{% generation %}` block of chat templates.
+"""Jinja extension for the `{% generation %}` block of chat templates.
 
 Trainers use the block to find the assistant's tokens; for serving only its contents matter.
 """
@@ -11,7 +11,7 @@ from jinja2.parser import Parser
 
 
 class GenerationBlock(Extension):
-    """Renders what stands between `{% generation %}` and `{% endgeneration %}` in place."""
+    """Renders the content between `{% generation %}` and `{% endgeneration %}` in place."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares an instance variable)
 

@@ -1,4 +1,4 @@
-"""Conversations whose messages are plain text: only the chat template writes special tokens."""
+"""Chat rendering with messages as plain text: only the template writes special tokens."""
 
 from __future__ import annotations
 

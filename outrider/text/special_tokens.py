@@ -1,4 +1,4 @@
-"""Special tokens of a tokenizer under private names, which no text of a client can contain."""
+"""Private names for a tokenizer's special tokens, which no client text can contain."""
 
 from __future__ import annotations
 

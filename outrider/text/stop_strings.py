@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in pieces."""
+"""Stop-string filter for text that arrives in pieces."""
 
 from __future__ import annotations
 

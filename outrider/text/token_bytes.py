@@ -1,4 +1,4 @@
-"""What each token id contributes to the text, as bytes.
+"""Table of the bytes that each token id contributes to the text.
 
 The decoders of the served model families (byte-level BPE; SentencePiece with byte fallback) are
 concatenations of per-token bytes, apart from a space stripped at the very start. Working on bytes

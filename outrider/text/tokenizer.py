@@ -1,6 +1,6 @@
-"""The tokenizer of a served model, from the files that the hub lays out (torch-free).
+"""Tokenizer of a served model, loaded from its files in the hub's layout (torch-free).
 
-`tokenizers` is imported when a tokenizer is loaded, so that `tokenizer_hash` needs nothing.
+`tokenizers` is imported when a tokenizer is loaded, so that `tokenizer_hash` does not need it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A bounded queue between tasks of one event loop whose end can be announced with an error."""
+"""Bounded asyncio queue that can be closed with an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _no_size(_: object) -> int:
 
 
 class BoundedQueue(Generic[ItemT]):
-    """FIFO bounded by number of items and by their total size.
+    """FIFO bounded by the number of items and by their total size.
 
     `put` waits while it is full, `get` while it is empty. After `close(error)` every `put` raises
     the error; `get` hands out what is left, then raises it too. Both may be cancelled at any time
@@ -129,7 +129,8 @@ class BoundedQueue(Generic[ItemT]):
         return taken
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait until an item is there or the mailbox is closed; False if time ran out first."""
+        """Wait until an item is there or the bounded queue is closed; False if time ran out
+        first."""
         if self._items or self._error is not None:
             return True
         try:

@@ -1,4 +1,4 @@
-"""Errors as data, so that a typed error survives the trip through any transport."""
+"""Error serialisation: typed errors survive the trip through any transport."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _BY_CODE: dict[str, type[OutriderError]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorStatus:
-    """An error of the tree in `outrider.errors`, ready to be sent."""
+    """Serialisable form of an error of the tree in `outrider.errors`."""
 
     code: str
     """Name of the gRPC status code."""

@@ -1,4 +1,4 @@
-"""Connections made of frames: the codec half that all transports share."""
+"""Connections over frames: batching, encoding and decoding shared by all transports."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class FrameStream(Protocol):
 
 
 class FramedConnection(Generic[SendT, ReceiveT]):
-    """A connection that encodes to frames and decodes from them: what is offered together crosses
-    as one frame, unless that is too large."""
+    """A connection that encodes to frames and decodes from them: messages offered together cross as
+    one frame, unless that is too large."""
 
     def __init__(
         self,

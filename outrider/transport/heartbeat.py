@@ -1,9 +1,9 @@
-"""Application heartbeats: a peer whose event loop has stopped is noticed over every transport.
+"""Application heartbeats: detect a peer whose event loop hangs, over every transport.
 
-TCP and HTTP/2 keepalive notice a dead host or a stopped process; only the application notices a
-process whose sockets live on while its event loop hangs. Silence is counted in ticks of the local
-event loop, and a tick counts its nominal length at most: when it is the local loop that was
-stalled, the peer's messages are still read before the peer is given up.
+TCP and HTTP/2 keepalive detect a dead host or a stopped process; only application heartbeats detect
+a process whose sockets are open while its event loop hangs. Silence is counted in ticks of the
+local event loop, and a tick counts at most its nominal length: if the local loop was stalled, the
+peer's messages are still read before the peer is considered lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ wait for it, and they wait for no router."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatConfig:
-    """When to send heartbeats, and when to give a silent peer up."""
+    """Heartbeat interval and the silence after which a peer is considered lost."""
 
     interval_s: float = 0.5
     """Time between two heartbeats."""

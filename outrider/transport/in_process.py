@@ -1,7 +1,7 @@
 """In-process transport: endpoints and dialers that share one event loop.
 
 Used by tests and by fused placement. With `encoded`, exchange messages go through the wire codec
-(what tests want); without, objects are handed over as they are (what fused placement wants).
+(for tests); without it, objects are passed by reference (for fused placement).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.transport.interface import (
     RouterConnection,
     VerifierEndpoint,
 )
-from outrider.transport.session_stream import SessionIterators
+from outrider.transport.session_stream import SessionIteratorMixin
 from outrider.wire.messages import (
     DrafterInfo,
     DrafterMessage,
@@ -53,7 +53,7 @@ def _lost(peer: str) -> ConnectionLostError:
 
 
 class _InProcessEnd(Generic[SendT, ReceiveT]):
-    """One end of a pipe of two mailboxes."""
+    """One end of a pipe of two bounded queues."""
 
     def __init__(
         self, peer: str, outbox: BoundedQueue[SendT], inbox: BoundedQueue[ReceiveT]
@@ -258,7 +258,7 @@ async def _serve(
         await connection.close()
 
 
-class InprocVerifier(SessionIterators):
+class InprocVerifier(SessionIteratorMixin):
     """Control client of a verifier in this process."""
 
     def __init__(self, network: InprocNetwork, address: str) -> None:

@@ -1,7 +1,7 @@
-"""The seam between processes: connections, control interfaces and dialers.
+"""Transport interfaces: connections, control clients, endpoints and dialers between processes.
 
 A process implements an endpoint (`VerifierEndpoint`, `DrafterEndpoint`); a transport carries it.
-Three transports exist: in-process, gRPC and Ray. None of them knows a process package.
+Three transports exist: in-process, gRPC and Ray. None of them imports a process package.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ ServingConnection = ExchangeConnection[SessionsMessage, SessionsRequest | Malfor
 
 
 class VerifierControl(Protocol):
-    """What a router may ask of a verifier."""
+    """Control calls of a router to a verifier."""
 
     async def info(self) -> VerifierInfo:
         """Identity, capacity and load."""
@@ -119,7 +119,7 @@ class VerifierControl(Protocol):
 
 
 class VerifierEndpoint(VerifierControl, Protocol):
-    """What a verifier process implements."""
+    """Interface that a verifier process implements."""
 
     async def serve_sessions(self, connection: ServingConnection) -> None:
         """Serve one router's stream of sessions until it ends, then free what is left of them."""
@@ -131,7 +131,7 @@ class VerifierEndpoint(VerifierControl, Protocol):
 
 
 class DrafterControl(Protocol):
-    """What a router may ask of a drafter."""
+    """Control calls of a router to a drafter."""
 
     async def info(self) -> DrafterInfo:
         """Identity and load."""

@@ -1,4 +1,4 @@
-"""Items for one thread that waits for sockets, too: whichever comes first wakes it."""
+"""Queue whose consumer thread waits for items and sockets at the same time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SELECT_FDS: Final = 1024
 _MS: Final = 1000.0
 
 
-class WakeupQueue(Generic[ItemT]):
+class PollableQueue(Generic[ItemT]):
     """FIFO that any thread may put items into, and one thread, its owner, empties."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Messages from code that cannot wait, kept in order on their way into a connection."""
+"""Ordered send queue into a connection, for code that cannot wait."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SendT = TypeVar("SendT")
 
 
 class SendQueue(Generic[SendT]):
-    """Hands messages to the connection at once while that has room, else to a queue that `pump`
-    empties. The owner looks at `len` or `size` and bounds the queue."""
+    """Sends messages at once while the connection has space, otherwise queues them for `pump`. The
+    owner looks at `len` or `size` and bounds the queue."""
 
     def __init__(
         self,

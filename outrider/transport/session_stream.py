@@ -1,4 +1,4 @@
-"""Sessions over a router's stream: who listens to which handle, and iterators over one session."""
+"""Client of a verifier's session stream: listeners by handle, and iterators over one session."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ListenerT = TypeVar("ListenerT", bound="SessionListener")
 
 
 class SessionListener(Protocol):
-    """Whoever follows a session."""
+    """Callbacks of the owner of a session."""
 
     def fail_session(self, error: OutriderError) -> None:
         """The session was refused or failed, or the stream that carried it is lost."""
@@ -81,7 +81,7 @@ class OpenedSession(Protocol):
 
 
 class SessionStream(Generic[ListenerT]):
-    """The sessions that one process has opened at one verifier, over one connection.
+    """Sessions that one process has opened at one verifier, over one connection.
 
     The connection is made when it is first needed, and again after it was lost; all sessions of
     a lost one fail.
@@ -325,8 +325,8 @@ class _Followed:
         """Who drafts is nothing to whoever follows one session."""
 
 
-class SessionIterators:
-    """Adds `open_session` to whatever has `sessions`."""
+class SessionIteratorMixin:
+    """Mixin that adds `open_session` to a class with `sessions`."""
 
     _followed: SessionStream[_Followed] | None = None
 

@@ -1,9 +1,8 @@
-"""Certificates: who a process is, whom it believes, and the files that say so. No gRPC in here.
+"""TLS configuration and certificate roles of all processes, independent of gRPC.
 
-Every process of a fleet has a certificate of one authority, and its role is a name in it
-(`subjectAltName`): a server's caller, and a caller's server, is whoever has a name of the role that
-belongs there, wherever it runs. So addresses need not be in certificates, and a drafter's
-certificate opens no session.
+All processes of a fleet have certificates of one authority, with their role as a name
+(`subjectAltName`). Clients and servers accept each other by role, on any host. Certificates
+therefore need no addresses, and a drafter's certificate cannot open a session.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MAX_FILE_BYTES: Final = 1 << 20
 
 
 class CertificateRole(StrEnum):
-    """What a certificate's holder may be."""
+    """Roles that a certificate can grant."""
 
     ROUTER = "router"
     VERIFIER = "verifier"
@@ -117,7 +116,7 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """What the files of a `TlsConfig` hold, PEM; None where there is no such file."""
+    """Contents of the files of a `TlsConfig`, PEM; None where there is no such file."""
 
     cert: bytes | None
     key: bytes | None
@@ -125,7 +124,7 @@ class TlsMaterial:
 
 
 class TlsFiles:
-    """The files of one configuration, read again after they have changed."""
+    """Files of one configuration, reloaded after they have changed."""
 
     def __init__(self, config: TlsConfig) -> None:
         """Raises FailedPreconditionError (BAD_TLS) for files that are missing or no good."""

@@ -1,6 +1,6 @@
-"""Answers of the public API, whole and as the messages of streams, to protobuf and back.
+"""Codec of the public API's answers, complete or streamed, to protobuf and back.
 
-`*_from_pb` validate what the other side sent (InvalidMessageError, an InvalidRequestError).
+`*_from_pb` validate the received message (InvalidMessageError, an InvalidRequestError).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dense arrays and features as messages hold them; F rows of features, H values each."""
+"""Dense arrays and feature rows of messages; F rows of features, H values each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Several encoded messages in one frame: joined without encoding them again, split without parsing.
+"""Message bundles: several encoded messages in one frame, joined and split without parsing.
 
 A frame holds one message or a bundle, a repeated field of messages of the frame's own type. Both
-directions work on protobuf's outermost layer alone: a member that is malformed costs itself, and
-no frame makes a reader build more than it will look at.
+directions work on protobuf's outermost layer alone: a malformed member is dropped alone, and no
+frame makes a reader build more than it reads.
 """
 
 from __future__ import annotations

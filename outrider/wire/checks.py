@@ -1,4 +1,4 @@
-"""Checks shared by the codecs: each raises InvalidMessageError with what is allowed."""
+"""Validation helpers of the codecs; each raises InvalidMessageError with the allowed values."""
 
 from __future__ import annotations
 

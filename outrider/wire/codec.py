@@ -1,13 +1,13 @@
-"""Every internal message to bytes and back: the door of `outrider.wire` for transports.
+"""Public entry point of `outrider.wire`: every internal message to bytes and back.
 
     encode_X(message) -> bytes        never fails on a valid dataclass; the same bytes every time
     decode_X(bytes) -> message        InvalidMessageError for anything else than a valid message
-    encode_verdicts(verdicts)         their bytes in pieces, features where they lie
+    encode_verdicts(verdicts)         their bytes in pieces, features without a copy
     encode_Xs(messages) -> frames     several exchange messages a frame
     decode_Xs(frame) -> messages      the InvalidMessageError in a malformed one's place
 
-Decoding bounds every size and checks every field that means the same to all receivers; what the
-entries of a round say is checked by their reader (`valid_proposals` for a verifier).
+Decoding bounds every size and checks every field that means the same to all receivers. The reader
+checks the entries of a round (`valid_proposals` for a verifier).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Enums, sampling, plans and statistics to protobuf and back."""
+"""Codec of types that several messages share: enums, sampling, plans and statistics."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def drafter_sampling_from_pb(message: pb.Sampling) -> SamplingParams:
 
 
 def structured_to_pb(structured: StructuredOutput | None) -> pb.StructuredOutput | None:
-    """Encode the form of an answer."""
+    """Encode the grammar of an answer."""
     match structured:
         case None:
             return None
@@ -197,7 +197,7 @@ def structured_to_pb(structured: StructuredOutput | None) -> pb.StructuredOutput
 
 
 def structured_from_pb(holder: Message) -> StructuredOutput | None:
-    """Decode the form of an answer, of the message that has it as `structured_output`."""
+    """Decode the grammar of an answer, of the message that has it as `structured_output`."""
     if not holder.HasField("structured_output"):
         return None
     message: pb.StructuredOutput = getattr(holder, "structured_output")  # noqa: B009

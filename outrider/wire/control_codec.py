@@ -1,4 +1,4 @@
-"""Control messages to bytes and back; decoding checks all that a peer could get wrong."""
+"""Codec of control messages; decoding validates every field."""
 
 from __future__ import annotations
 

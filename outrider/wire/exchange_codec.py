@@ -1,7 +1,7 @@
-"""Exchange messages to frames and back; decoding checks all that a peer could get wrong.
+"""Codec of exchange messages (verifier and drafter); decoding validates every field.
 
 The entries of verdicts and proposals are checked by their readers (`valid_proposals`, and the
-drafter's sessions), who know their vocabulary and what one entry costs.
+drafter's sessions), which know the vocabulary and the cost of an entry.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _drafter_message(data: EncodedFrame) -> DrafterMessage:
             return _hello_from_pb(frame.hello)
         case _:
             raise_invalid(
-                "a drafter's message must hold hello, lane answer, proposals, losses or heartbeat"
+                "a drafter's message must hold hello, shm answer, proposals, losses or heartbeat"
             )
 
 
@@ -296,8 +296,10 @@ def _shm_channel_from_pb(welcome: pb.Welcome) -> ShmOffer | None:
         return None
     shm_channel = welcome.shm_offer
     if not _SHM_NAME.fullmatch(shm_channel.name):
-        raise_invalid("a lane's name must be 32 hexadecimal digits")
-    check_number(len(shm_channel.token), "bytes of a lane's token", low=16, high=16)
+        raise_invalid("a shared-memory channel's name must be 32 hexadecimal digits")
+    check_number(
+        len(shm_channel.token), "bytes of a shared-memory channel's token", low=16, high=16
+    )
     return ShmOffer(name=shm_channel.name, token=shm_channel.token)
 
 

@@ -1,7 +1,7 @@
-"""The public inference API as plain dataclasses: what clients say to the router and hear back.
+"""Public inference API as dataclasses: requests and answers of clients and router.
 
-`None` everywhere means "not set: the server's default applies"; a set value, zero included, is
-taken at its word. Conversion to and from protobuf is in `outrider.wire.inference_codec` and
+`None` everywhere means "not set: the server's default applies"; a set value, zero included, is used
+as given. Conversion to and from protobuf is in `outrider.wire.inference_codec` and
 `outrider.wire.server_info_codec`.
 """
 
@@ -111,7 +111,8 @@ class StoppingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """Wishes about speculation; they change the speed and never the distribution of the text."""
+    """Speculation settings of a request; they change the speed and never the distribution of the
+    text."""
 
     enabled: bool | None = None
     """False opts out: plain decoding."""
@@ -155,7 +156,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPosition:
-    """Where to go on with a stream."""
+    """Position from which a stream is resumed."""
 
     request_id: RequestId
     tokens: int = 0
@@ -252,7 +253,8 @@ class VerifierSummary:
     in_process_methods: tuple[DraftMethod, ...] = ()
     """Draft sources within the verifier itself."""
     simulated_acceptance: str = ""
-    """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
+    """Not empty: drafts are accepted by chance, at these rates, whatever they say (benchmarks
+    only)."""
     planner: str = ""
     """What the planner has in force, by kind of session; empty: nothing is being decided."""
     stats: SpecStats = field(default_factory=SpecStats)
@@ -276,7 +278,7 @@ class VerifierSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterLink:
-    """What a verifier says of a drafter that is connected to it."""
+    """A verifier's view of a drafter that is connected to it."""
 
     verifier_id: VerifierId
     sessions: int

@@ -1,7 +1,7 @@
-"""Requests of the public API to protobuf and back; their answers are in `answer_codec`.
+"""Codec of the public API's requests; `answer_codec` has their answers.
 
-`*_from_pb` validate what the other side sent (InvalidMessageError, an InvalidRequestError);
-`*_to_pb` turn values that the contract cannot hold into InvalidRequestError.
+`*_from_pb` validate the received message (InvalidMessageError, an InvalidRequestError); `*_to_pb`
+turn values that the contract cannot hold into InvalidRequestError.
 """
 
 from __future__ import annotations

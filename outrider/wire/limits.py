@@ -1,4 +1,4 @@
-"""Bounds on everything a peer may send; a message beyond one is malformed."""
+"""Size limits of everything that a peer may send; a message beyond one is malformed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_ROUND_SESSIONS = 4096
 MAX_HANDLES = 1 << 20
 """Session handles of a connection are below this."""
 MAX_DISTRIBUTION_ENTRIES = 1 << 22
-"""(id, count) pairs of all draft laws of a message."""
+"""(id, count) pairs of all draft distributions of a message."""
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQUENCE_LEN = 1 << 24
 """Tokens of a session, and of any token list."""

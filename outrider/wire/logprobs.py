@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens: one by one, and in the columns of a round's events.
+"""Log-probabilities of emitted tokens: per token, and as columns of a round's events.
 
 All are natural logarithms of the softmax of the target's logits, before temperature, penalties,
 biases and masks, in [LOWEST_LOGPROB, 0].
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What the target thought of an emitted token."""
+    """Log-probability of an emitted token and its most probable alternatives."""
 
     logprob: float
     """Of the emitted token."""

@@ -1,4 +1,4 @@
-"""Domain messages: what the three processes say to each other, as plain dataclasses.
+"""Internal messages between router, verifier and drafter, as plain dataclasses.
 
 Nothing outside `outrider.wire` sees generated protobuf code. `outrider.wire.codec` turns each of
 these into bytes and back, and validates every field that a peer could get wrong.
@@ -58,7 +58,7 @@ class Hello:
     feature_fingerprint: str
     """Fingerprint of the head's feature projection; must equal the verifier's unless NONE."""
     supports_shm: bool = False
-    """Whether the drafter can have a lane (`outrider.transport.shm`)."""
+    """Whether the drafter can have a shared-memory channel (`outrider.transport.shm`)."""
     feature_offsets: bool = False
     """Whether it knows `Verdicts.feature_offsets`."""
 
@@ -79,7 +79,8 @@ class SessionsLost:
 
 @dataclass(frozen=True, slots=True)
 class ShmAnswer:
-    """Answers a `Welcome` with a lane; what follows about sessions goes by it if it was joined."""
+    """Answers a `Welcome` with a shared-memory channel; what follows about sessions goes by it if
+    it was joined."""
 
     is_joined: bool
 
@@ -116,7 +117,7 @@ DrafterMessage = Hello | ShmAnswer | Proposals | SessionsLost | Heartbeat | Enco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmOffer:
-    """Where a drafter of the verifier's host finds its lane."""
+    """Where a drafter of the verifier's host finds its shared-memory channel."""
 
     name: str
     """32 hexadecimal digits."""
@@ -267,7 +268,8 @@ DRAFTER_ATTACHED = 1
 FALLBACK = 2
 """Flag of an event: the plan is speculative but there was no proposal."""
 TARGET_ONLY = 4
-"""Flag of an event: a rejection round judged target-only, because the draft law was missing."""
+"""Flag of an event: a rejection round judged target-only, because the draft distribution was
+missing."""
 PAUSED = 8
 """Flag of an event: the planner had the session decode plainly."""
 DECISION_SHIFT = 4

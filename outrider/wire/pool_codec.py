@@ -1,4 +1,4 @@
-"""The messages of `PoolService` to protobuf and back."""
+"""Codec of the messages of `PoolService`: adding and removing drafters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.wire.v1 import pool_pb2 as pb
 
 
 class RemovedDrafter(NamedTuple):
-    """What became of the sessions of a drafter that was removed."""
+    """Result of a drafter's removal for its sessions."""
 
     num_moved: int
     """Other drafters took them over."""

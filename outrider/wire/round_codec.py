@@ -1,10 +1,11 @@
-"""`Verdicts` and `Proposals` to bytes and back, by protobuf's outermost layers alone.
+"""Codec of `Verdicts` and `Proposals` that avoids copies of arrays.
 
-They are protobuf messages (`exchange.proto`) whose arrays are `bytes` fields. Written and read here
-field by field: an array but for features is copied once on its way out, and what arrives is looked
-at where it lies.
-S entries. Decoding checks that all lengths agree, nothing else: what single entries say is for
-their reader, who knows its vocabulary, and who knows the session that an entry costs.
+They are protobuf messages (`exchange.proto`) whose arrays are `bytes` fields. Their outermost
+fields are written and read here: encoding copies each array once and features not at all, and
+decoded arrays are views of the received bytes.
+
+S entries. Decoding only checks that all lengths agree: the reader checks single entries, because it
+knows its vocabulary and which session fails with an entry.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def decode_verdicts(data: memoryview) -> Verdicts:
     """Verdicts out of their submessage. Raises InvalidMessageError unless all lengths agree.
 
     Features are looked at where they lie; all that is checked is copied before, so that it does not
-    matter if `data` lies in memory that its writer can change (`Lane.borrow`).
+    matter if `data` lies in memory that its writer can change (`ShmChannel.borrow`).
     """
     content = _contents(data)
     columns = _columns(content, pb.Verdicts.COLUMNS_FIELD_NUMBER, _VERDICT_COLUMNS, "verdicts")

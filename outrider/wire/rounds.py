@@ -1,8 +1,8 @@
 """Messages of a whole round or draft batch: columns with one entry a session.
 
-S entries; T tokens, N nodes, F feature rows of all entries together; H feature width. An entry
-owns a consecutive part of each flat array, in the order of the entries. Decoded arrays are views
-of the bytes that arrived and cannot be written to. `Verdict` and `Proposal` are one entry alone.
+S entries; T tokens, N nodes, F feature rows of all entries together; H feature width. An entry owns
+a consecutive part of each flat array, in the order of the entries. Decoded arrays are read-only
+views of the received bytes. `Verdict` and `Proposal` are single entries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Verdict:
-    """What became committed of one session: tokens, and features of positions with written K/V.
+    """Committed tokens of one session, and features of positions with written K/V.
 
     Prefill is a verdict too: its tokens are the prompt and the first sampled token. A chunked
     prefill is told chunk by chunk; only the last one has `draft_wanted`. Invariant after each
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Verdicts:
-    """What became committed in a round, for one drafter; int64 columns [S] unless noted."""
+    """Committed tokens of a round for one drafter; int64 columns [S] unless noted."""
 
     handles: Indices
     starts: Indices
@@ -134,7 +134,7 @@ class Proposal:
     """A draft tree of one session, usable iff `prefix_digest` is the session's current one.
 
     A tree without nodes says that there is no draft for this prefix: the verifier decodes it
-    plainly at once instead of waiting for its patience to end.
+    plainly at once instead of waiting for its proposal timeout to end.
     """
 
     handle: int
@@ -151,10 +151,11 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftDistributions:
-    """Draft laws of the entries that have one. Such an entry with n nodes owns n + 1 slots."""
+    """Draft distributions of the entries that have one. Such an entry with n nodes owns n + 1
+    slots."""
 
     has_distribution: NDArray[np.bool_]
-    """[S]: whether an entry has a law."""
+    """[S]: whether an entry has a distribution."""
     sizes: Indices
     """[L]: (id, count) pairs of each slot."""
     ids: NDArray[np.int32]
@@ -234,7 +235,8 @@ class Proposals:
 
     @classmethod
     def concatenate(cls, messages: Sequence[Proposals]) -> Proposals:
-        """The entries of several messages without laws, in turn; the longest `draft_us`."""
+        """The entries of several messages without distributions, in turn; the longest
+        `draft_us`."""
         assert all(message.distributions is None for message in messages)
         return cls(
             handles=_joined([each.handles for each in messages], np.int64),
@@ -306,8 +308,8 @@ class Proposals:
 
 
 def valid_proposals(proposals: Proposals, *, vocab_size: int, max_nodes: int) -> NDArray[np.bool_]:
-    """[S]: which entries keep every rule of trees and laws, for a reader with these bounds. Handles
-    may repeat. Never raises for anything that was decoded."""
+    """[S]: which entries keep every rule of trees and distributions, for a reader with these
+    bounds. Handles may repeat. Never raises for anything that was decoded."""
     drafts = proposals
     sound = valid_trees(
         drafts.node_counts,

@@ -1,4 +1,4 @@
-"""What a drafter or a verifier says of itself when it is asked."""
+"""Self-description of a verifier or drafter: identity, capacity, load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.wire.stats import SpecStats
 
 
 class FeatureLayout(StrEnum):
-    """What target features a drafter wants with each verdict."""
+    """Target features that a drafter needs with each verdict."""
 
     NONE = "none"
     PROJECTED = "projected"
@@ -33,7 +33,7 @@ class AttachedDrafter:
     answers: int = 0
     """Proposals that could be of use, since the verifier started; so the next two."""
     proposal_timeouts: int = 0
-    """Waits for a proposal that ran into the session's patience."""
+    """Waits for a proposal that ran into the session's proposal timeout."""
     invalid: int = 0
     """Malformed messages, and proposals that failed validation or were for sessions of others."""
     silent_ms: float = 0.0
@@ -72,7 +72,8 @@ class VerifierInfo:
     in_process_draft_length: int = 0
     """Draft tokens a round of these sources; 0 without any."""
     simulated_acceptance: str = ""
-    """Not empty: drafts stand by chance, at these rates, whatever they say (benchmarks only)."""
+    """Not empty: drafts are accepted by chance, at these rates, whatever they say (benchmarks
+    only)."""
     planner: str = ""
     """What the planner has in force, by kind of session; empty: nothing is being decided."""
     stats: SpecStats = field(default_factory=SpecStats)

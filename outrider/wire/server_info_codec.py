@@ -1,4 +1,4 @@
-"""Abort, server info and model list of the public API to protobuf and back."""
+"""Codec of abort requests, server info and the model list of the public API."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 max_sessions=verifier.max_sessions,
                 kv_free_blocks=verifier.kv_free_blocks,
                 kv_total_blocks=verifier.kv_total_blocks,
-                own_methods=[METHODS[method] for method in verifier.in_process_methods],
+                in_process_methods=[METHODS[method] for method in verifier.in_process_methods],
                 simulated_acceptance=verifier.simulated_acceptance,
                 planner=verifier.planner,
                 stats=stats_to_pb(verifier.stats),
@@ -71,8 +71,8 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 waiting_sessions=verifier.waiting_sessions,
                 preemptions_swap=verifier.preemptions_swap,
                 preemptions_recompute=verifier.preemptions_recompute,
-                prefix_tokens_asked=verifier.prefix_cache_query_tokens,
-                prefix_tokens_found=verifier.prefix_cache_hit_tokens,
+                prefix_cache_query_tokens=verifier.prefix_cache_query_tokens,
+                prefix_cache_hit_tokens=verifier.prefix_cache_hit_tokens,
             )
             for verifier in info.verifiers
         ],
@@ -123,7 +123,7 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 max_sessions=verifier.max_sessions,
                 kv_free_blocks=verifier.kv_free_blocks,
                 kv_total_blocks=verifier.kv_total_blocks,
-                in_process_methods=methods_from_pb(verifier.own_methods),
+                in_process_methods=methods_from_pb(verifier.in_process_methods),
                 simulated_acceptance=check_text(
                     verifier.simulated_acceptance, "simulated_acceptance", empty=True
                 ),
@@ -136,8 +136,8 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 waiting_sessions=verifier.waiting_sessions,
                 preemptions_swap=verifier.preemptions_swap,
                 preemptions_recompute=verifier.preemptions_recompute,
-                prefix_cache_query_tokens=verifier.prefix_tokens_asked,
-                prefix_cache_hit_tokens=verifier.prefix_tokens_found,
+                prefix_cache_query_tokens=verifier.prefix_cache_query_tokens,
+                prefix_cache_hit_tokens=verifier.prefix_cache_hit_tokens,
             )
             for verifier in message.verifiers
         ),

@@ -1,7 +1,7 @@
-"""The messages of a router's stream of sessions to bytes and back.
+"""Codec of the session stream between router and verifier.
 
-What a round emitted is a handful of columns: encoding and checking them costs the same for one
-session as for hundreds, but for copying their bytes.
+A round's events are a few columns: encoding and checking them costs the same for one session as for
+hundreds, except for copying their bytes.
 """
 
 from __future__ import annotations

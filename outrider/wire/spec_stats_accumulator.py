@@ -1,4 +1,4 @@
-"""Speculation statistics of a session, accumulated round by round."""
+"""Speculation statistics of a session, accumulated round by round, and decision labels."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def add_round(
     """The statistics after one more round.
 
     proposed: nodes verified; accepted_len: nodes accepted (<= proposed); emitted: tokens that
-    reached the stream, usually accepted_len + 1, fewer when a stop cut the round short;
-    fallback: the plan is speculative but there was no proposal; target_only: the rejection rule
-    was asked for and judged without its draft law; planned: flags of what the planner had in
-    force, 0 where it decides nothing; looked_ahead: the plan has look-ahead, and a proposal was
-    used or wanted in vain; hit: it had come before its prefix did.
+    reached the stream, usually accepted_len + 1, fewer when a stop cut the round short; fallback:
+    the plan is speculative but there was no proposal; target_only: the rejection rule was asked for
+    and judged without its draft distribution; planned: flags of what the planner had in force, 0
+    where it decides nothing; looked_ahead: the plan has look-ahead, and a proposal was used or
+    wanted in vain; hit: it had come before its prefix did.
     """
     assert 0 <= accepted_len <= proposed, (accepted_len, proposed)
     per_depth = stats.accepted_per_depth

@@ -1,4 +1,4 @@
-"""What speculation gave, counted."""
+"""Speculation statistics of a session."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SpecStats:
     fallback_rounds: int = 0
     """Rounds without a proposal although the plan is speculative."""
     target_only_rounds: int = 0
-    """Rejection rounds judged target-only because the draft law was missing."""
+    """Rejection rounds judged target-only because the draft distribution was missing."""
     accepted_per_depth: tuple[int, ...] = ()
     """How often a draft token at depth d (1-based, index d-1) stood."""
     paused_rounds: int = 0

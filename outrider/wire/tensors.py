@@ -1,4 +1,4 @@
-"""Element types of arrays: their numbers on the wire, how numpy holds them; vectors as bytes."""
+"""Array element types on the wire and in numpy, and packing of vectors as bytes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Command line of the router process.
+"""Command line of the router process: parses flags, starts the servers and drains on a signal.
 
 Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves, with `http`,
-`metrics` and `pool` where these are served; logs go to stderr. Heavy imports follow the parsing of
-the flags, so that --help and mistakes answer at once.
+`metrics` and `pool` where these are served; logs go to stderr. Heavy modules are imported after
+the flags are parsed, so that --help and invalid flags answer at once.
 """
 
 from __future__ import annotations

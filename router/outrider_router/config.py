@@ -1,4 +1,4 @@
-"""Configuration of the router."""
+"""Configuration of the router process: `RouterConfig` and its tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_SLOW_READER_S = 86400.0
 
 
 class Fsync(StrEnum):
-    """When the journal is forced to the disk. A killed router loses nothing under any of them."""
+    """Flush policy of the durable log (fsync). A killed router loses nothing under any of them."""
 
     OFF = "off"
     """Whenever the kernel likes."""
@@ -37,7 +37,7 @@ class Fsync(StrEnum):
 
 
 class MetricsCompat(StrEnum):
-    """Whose metrics are exported beside the router's own."""
+    """Tool under whose metric names the router's metrics are exported, too."""
 
     NONE = "none"
     """Nobody's."""
@@ -82,7 +82,7 @@ class SpeculationDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverloadConfig:
-    """What happens when more is asked for than there is; keys of the table `[overload]`."""
+    """Behaviour under overload; keys of the table `[overload]`."""
 
     prior_answer_tokens: int = 256
     """Tokens that an answer is expected to have until enough of them have ended."""

@@ -150,7 +150,7 @@ def listening_ports(process: Process) -> set[int]:
 
 
 def make_fleet(directory: Path, model: str, head: str) -> LockedFleet:
-    """A fleet that has not been started: every port, no lanes, logs at DEBUG."""
+    """A fleet that has not been started: every port, no shared-memory channels, logs at DEBUG."""
     make_certificates(directory / "tls")
     keys = write_keys(
         directory / "keys.toml",

@@ -27,7 +27,7 @@ def test_a_fleet_that_is_stopped_now_and_then_keeps_its_promises(stack: Stack) -
 
 
 def test_its_workers_end_with_a_driver_that_is_killed() -> None:
-    endless = [*COMMAND, "--fuzz", str(10**12), "--ports", "pool,lane", "--jobs", "2"]
+    endless = [*COMMAND, "--fuzz", str(10**12), "--ports", "pool,shm", "--jobs", "2"]
     with subprocess.Popen(endless, stdout=subprocess.PIPE) as driver:
         try:
             children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children")

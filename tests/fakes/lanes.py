@@ -1,4 +1,4 @@
-"""Both ends of a lane, in one process."""
+"""Both ends of a shared-memory channel, in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.transport.shm.ring_buffer import RingBuffer
 
 @contextmanager
 def lane_pair() -> Iterator[tuple[ShmChannel, ShmChannel]]:
-    """Both ends of a lane."""
+    """Both ends of a shared-memory channel."""
     left, right = shm.make_channel_pair()
     try:
         yield left, right
@@ -25,7 +25,7 @@ def lane_pair() -> Iterator[tuple[ShmChannel, ShmChannel]]:
 
 @contextmanager
 def hostile_peer() -> Iterator[tuple[socket.socket, ShmChannel]]:
-    """A socket on which anything can be sent to the lane at its other end."""
+    """A socket on which anything can be sent to the shared-memory channel at its other end."""
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     there, back = RingBuffer.create_memory(), RingBuffer.create_memory()
     attacked = ShmChannel(

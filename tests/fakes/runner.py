@@ -1,7 +1,7 @@
 """A round runner that stands for a device: it knows each session's prefix by itself, so that a
 round can be submitted before the host has seen the one before it.
 
-Texts are those of a `FakeTarget`; how much of an own draft stands follows from the prefix.
+Texts are those of a `FakeTarget`; how much of an in-process draft stands follows from the prefix.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FakeRunner:
         self.is_usable = True
         """Set it to False for a device that is lost."""
         self.times: tuple[float, float] | None = None
-        """Seconds of a round without and with own drafts."""
+        """Seconds of a round without and with in-process drafts."""
         self.verify_times: Callable[[int, int], float] | None = None
         """Seconds of a round by rows and nodes, with drafts from outside."""
         self.lands: Callable[[], bool] = lambda: True
@@ -257,7 +257,8 @@ class FakeRunner:
             tokens = self._emit(session, self._standing(row))
             drafted = 0
         else:
-            # An own draft is as long as ever; how much of it stands changes from round to round.
+            # An in-process draft is as long as ever; how much of it stands changes from round to
+            # round.
             drafted = self.in_process_draft_length if row.in_process_depth else 0
             tokens = self._emit(session, before % (row.in_process_depth + 1))
         written = before + max(drafted, row.nodes, len(tokens) - 1)

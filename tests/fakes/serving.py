@@ -12,7 +12,7 @@ from outrider.errors import InvalidMessageError
 from outrider.ids import DrafterId
 from outrider.transport.in_process import open_local_sessions
 from outrider.transport.interface import RouterConnection, ServingConnection
-from outrider.transport.session_stream import SessionIterators, make_failure
+from outrider.transport.session_stream import SessionIteratorMixin, make_failure
 from outrider.wire.logprobs import EventLogprobs, TokenLogprobs, pack_logprobs
 from outrider.wire.messages import (
     DRAFTER_ATTACHED,
@@ -33,7 +33,7 @@ from outrider.wire.messages import (
 )
 
 
-class ServesGenerators(SessionIterators):
+class ServesGenerators(SessionIteratorMixin):
     """Serves every session that is opened from a generator of its own; mixed into a fake."""
 
     deaf = False

@@ -2,7 +2,7 @@
 
 The engine is the real one; its source takes the time that it is told to. The verifier begins a
 round as soon as drafts are there, takes hits at once, and waits for missed rows where that pays.
-Outcomes are drawn from the law that the source tells of its scores.
+Outcomes are drawn from the distribution that the source tells of its scores.
 """
 
 from __future__ import annotations

@@ -40,18 +40,18 @@ PASSAGE = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Milliseconds by `ROWS`, and of a piece of a prompt beside rows and alone."""
+    """Milliseconds by `ROWS`, and of a prefill chunk beside rows and alone."""
 
     plain: tuple[float, ...]
     verify: tuple[float, ...]
     """A round of so many rows with drafts; with a head of the verifier's own, its drafting too."""
     exchange: tuple[float, ...]
-    """From the end of a round to its sessions' next proposals; zeros for own drafts."""
+    """From the end of a round to its sessions' next proposals; zeros for in-process drafts."""
     piece: float
     host: float = 0.0
     """What a round takes beyond what the device was measured to."""
     own_host: float = 0.0
-    """How much more of that there is with own drafts."""
+    """How much more of that there is with in-process drafts."""
     features: float = 0.0
     """What keeping features adds to a plain round."""
     reading: float = 0.2
@@ -81,7 +81,7 @@ class Ahead:
     hits: float
     """P(the verdict of a draft was drafted for)."""
     stale: float = 0.95
-    """Draft tokens that stand on a hit, over those of a draft made after the verdict."""
+    """Draft accepted tokens on a hit, over those of a draft made after the verdict."""
     late: float = 0.0
     """Milliseconds by which a draft for a miss comes later: the drafter was drafting ahead."""
     stretch: float = 1.0
@@ -95,7 +95,7 @@ class Service:
     costs: Costs
     sessions: int
     extra_tokens: float
-    """Draft tokens that stand in a round, in the mean."""
+    """Draft accepted tokens in a round, in the mean."""
     policy: SpeculationPolicy | None
     """None: no session speculates."""
     speculative: bool = True

@@ -26,7 +26,7 @@ NO_BLOCKS = KVPool(num_layers=1, num_kv_heads=1, head_dim=1, num_blocks=1, block
 
 
 class FakeTarget:
-    """V token ids; the law after a context is peaked and depends on the whole context."""
+    """V token ids; the distribution after a context is peaked and depends on the whole context."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Layout, rotary, attention and compaction on a GPU, at real shapes, against float64 and twins."""
+"""Layout, rotary, attention and compaction on a GPU, at real shapes, against float64 and PyTorch
+references."""
 
 from __future__ import annotations
 

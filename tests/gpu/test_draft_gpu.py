@@ -1,4 +1,5 @@
-"""Drafting on a GPU: kernels against their twins, graphs against eager, device against host."""
+"""Drafting on a GPU: kernels against their PyTorch references, graphs against eager, device against
+host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sessions in a grammar on a GPU, with graphs: the host engine's texts, own drafts or not."""
+"""Sessions in a grammar on a GPU, with graphs: the host engine's texts, in-process drafts or
+not."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_outcomes_are_the_hosts(widths: list[int], matching: bool, device: torch
         )
     assert invalid_outputs(found) == [e.invalid_output for e in expected]
     assert any(invalid_outputs(found)) and not all(invalid_outputs(found))
-    # Of healthy sessions a coin next to its probability may fall on the other side.
+    # Of healthy sessions a random draw next to its probability may fall on the other side.
     for index, one in enumerate(expected):
         if one.invalid_output:
             count = int(found.counts[index])

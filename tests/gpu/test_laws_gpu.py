@@ -1,4 +1,5 @@
-"""Laws drawn from and judged on a GPU at real vocabulary sizes, against the twins and the host."""
+"""Laws drawn from and judged on a GPU at real vocabulary sizes, against the PyTorch references and
+the host."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def _check_row(
     params: SamplingParams,
     ids: torch.Tensor,
 ) -> None:
-    """The kernel's law is the twin's up to roundings, and its token is drawn from its own."""
+    """The kernel's distribution is the PyTorch reference's up to roundings, and its token is drawn
+    from its own."""
     size, expected = int(found.sizes[row]), int(twin.sizes[row])
     assert abs(size - expected) <= max(3, expected // 1000)
     columns, counts = found.entries[:, row, :size]
@@ -114,7 +116,7 @@ def test_laws_in_static_memory_are_judged_as_the_host_judges_them(
         distribution=SparseDistribution(*(t.to(device) for t in (*padded, distribution.offsets))),
     )
     found = outcomes(result)
-    # A coin within an ulp of its probability may fall on the other side.
+    # A random draw within an ulp of its probability may fall on the other side.
     assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
 
 

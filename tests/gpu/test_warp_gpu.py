@@ -1,4 +1,5 @@
-"""The warper's kernels on a GPU at real vocabulary sizes, against the twin and the host."""
+"""The logits processor's kernels on a GPU at real vocabulary sizes, against the PyTorch reference
+and the host."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from outrider.engine.kernels.drafts.coupled_topk import (
     put_coupled_topk_torch,
     put_coupled_topk_triton,
 )
+from outrider.engine.kernels.logits_processor.draft_path import OutputPath
 from outrider.engine.kernels.logits_processor.process import (
-    OutputPath,
     count_tokens,
     count_tokens_torch,
     process_logits,

@@ -15,7 +15,7 @@ PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 
 
 def lanes_in(log: Path) -> list[bool]:
-    """Of each exchange that a log tells of, whether it had a lane."""
+    """Of each exchange that a log tells of, whether it had a shared-memory channel."""
     return _found(log, "shared_memory")
 
 
@@ -38,7 +38,7 @@ def texts(stack: Stack) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("router", "verifier", "drafter", "lane", "by_lane"),
+    ("router", "verifier", "drafter", "shm_channel", "by_shm_channel"),
     [
         ([], [], [], True, True),
         ([], ["--no-shared-memory"], [], False, False),
@@ -58,7 +58,7 @@ def test_rounds_go_by_a_lane_where_both_want_one(
     flags = {"router": router, "verifier": verifier, "drafter": drafter}
     with Stack(tmp_path, model=str(tiny_target), head=str(tiny_head), **flags) as stack:
         drafted, plain = texts(stack)
-        assert _found(tmp_path / "verifier.log", "by_lane") == [by_shm_channel]
+        assert _found(tmp_path / "verifier.log", "by_shm") == [by_shm_channel]
         assert drafted == plain
         assert lanes_in(tmp_path / "verifier.log") == [shm_channel]
         assert lanes_in(tmp_path / "drafter.log") == [shm_channel]

@@ -16,7 +16,7 @@ PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 DELAY_MS = 30.0
 
 
-@pytest.mark.parametrize("lane", [True, False])
+@pytest.mark.parametrize("shm_channel", [True, False])
 def test_every_round_takes_the_delay_both_ways(
     tiny_target: Path, tiny_head: Path, tmp_path: Path, shm_channel: bool
 ) -> None:

@@ -2,8 +2,8 @@
 
 Written from the textbook rules: speculative sampling (Leviathan et al., 2211.17192; Chen et al.,
 2302.01318), recursive rejection without replacement (SpecInfer, 2305.09781) and shared-noise
-coupling (Daliri, Musco, Suresh, 2408.07978). It uses `outrider.spec.noise` for the coins, so its
-outcomes can be compared one by one with those of the production code.
+coupling (Daliri, Musco, Suresh, 2408.07978). It uses `outrider.spec.noise` for the random draws, so
+its outcomes can be compared one by one with those of the production code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def warped_probs(
     output: Sequence[int] = (),
     banned_now: Sequence[int] = (),
 ) -> Vector:
-    """The law that is sampled, by the definition of each setting (T > 0)."""
+    """The distribution that is sampled, by the definition of each setting (T > 0)."""
     scores = penalised(logits, params, prompt=prompt, output=output, banned_now=banned_now)
     scores = scores / params.temperature
     if 0 < params.top_k < len(scores):

@@ -43,7 +43,7 @@ RULE_NUMBERS = {
     Rule.REJECTION: RULE_REJECTION,
 }
 Outcome = tuple[tuple[int, ...], tuple[int, ...], bool, bool]
-"""Accepted nodes, emitted tokens, resampled, judged target-only for want of a law."""
+"""Accepted nodes, emitted tokens, resampled, judged target-only for want of a distribution."""
 
 
 class DeviceRound(NamedTuple):
@@ -110,7 +110,7 @@ def device_round(
 def device_law(
     distributions: Sequence[DraftDistribution | None], num_nodes: int
 ) -> SparseDistribution:
-    """The laws of all sessions, one after the other."""
+    """The distributions of all sessions, one after the other."""
     ids, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
     offsets, total = np.zeros((len(distributions), num_nodes + 1), np.int32), 0
     for row, distribution in enumerate(distributions):
@@ -134,7 +134,7 @@ def dense_law(
     target_ids: Tensor,
     vocab: int,
 ) -> DenseChainDistribution:
-    """The same laws as rows of probabilities over the draft vocabulary."""
+    """The same distributions as rows of probabilities over the draft vocabulary."""
     columns = torch.full((vocab,), -1, dtype=torch.int32)
     columns[target_ids.long()] = torch.arange(len(target_ids), dtype=torch.int32)
     probs = torch.zeros(len(slots) + 1, length, len(target_ids))

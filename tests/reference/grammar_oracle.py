@@ -1,6 +1,6 @@
 """Slow, obvious masks, without a grammar library: the texts of a finite language one by one.
 
-An id is legal where some text of the language goes on with its bytes; an end where what there is
+An id is allowed where some text of the language goes on with its bytes; an end where what there is
 is a whole text. Where all texts go on with the same bytes the library allows the one id only with
 which the tokenizer itself would write them.
 """
@@ -41,7 +41,8 @@ class FiniteLanguage:
         return found | set(stop_ids) if said in self._texts else found
 
     def agrees(self, found: set[int], ids: Sequence[int], stop_ids: Sequence[int]) -> bool:
-        """Whether this is what is legal behind `ids`, or the one way on where there is one text."""
+        """Whether this is what is allowed behind `ids`, or the one way on where there is one
+        text."""
         expected = self.legal(ids, stop_ids)
         if found == expected:
             return True

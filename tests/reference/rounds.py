@@ -44,7 +44,7 @@ class Drafts:
         return DraftTree(self.tokens[row], self.parents, logprobs)
 
     def law(self, row: int) -> DraftDistribution | None:
-        """The row's law; None unless the rule made one."""
+        """The row's distribution; None unless the rule made one."""
         return make_distribution(len(self.parents), self.laws[row]) if self.laws[row] else None
 
     def context(self, node: int) -> NDArray[np.int64]:

@@ -37,12 +37,12 @@ class WarpCase(NamedTuple):
     positions: Tensor
     path: OutputPath
     expected: Tensor
-    """What the host's warper makes of each row: scores, divided by the temperature; the edited
-    logits of greedy sessions."""
+    """What the host's logits processor makes of each row: scores, divided by the temperature; the
+    edited logits of greedy sessions."""
     legal: AllowedTokenBits | None = None
 
     def scores(self, warped: Tensor) -> Tensor:
-        """Warped logits as the host's warper returns them."""
+        """Warped logits as the host's logits processor returns them."""
         owners = self.slots.long().repeat_interleave(NODES)
         heat = self.state.temperatures[owners].to(warped.device)
         return torch.where(heat[:, None] > 0, scaled_scores(warped, heat), warped)

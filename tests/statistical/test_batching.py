@@ -29,7 +29,7 @@ SETTINGS = (
 
 
 def _session(index: int, vocab: int) -> tuple[SamplingParams, list[int]]:
-    """Settings of the index-th session; all rules, shapes and warper settings come by."""
+    """Settings of the index-th session; all rules, shapes and logits processor settings come by."""
     params = replace(
         SETTINGS[index // 4 % 4],
         temperature=0.0 if index % 11 == 0 else 0.6 + 0.1 * (index % 5),
@@ -107,7 +107,8 @@ def test_the_order_of_a_batch_changes_nothing() -> None:
 
 
 def test_a_draft_law_follows_its_session_across_skipped_rounds_and_a_preemption() -> None:
-    """Drafted in one batch, judged later in other batches: the law travels with the proposal."""
+    """Drafted in one batch, judged later in other batches: the distribution travels with the
+    proposal."""
     parts = [_make(i, 37) for i in range(60)]
     expected = _together(parts)
     cached = dict(enumerate(parts))

@@ -1,7 +1,8 @@
-"""Tokens that the device's acceptance emits follow the target's law, on the CPU and on CUDA.
+"""Tokens that the device's acceptance emits follow the target's distribution, on the CPU and on
+CUDA.
 
 Sessions differ by seed only; drafts are made with the production noise, by `propose_children`
-(sparse laws) or `choose_tokens` (dense laws).
+(sparse distributions) or `choose_tokens` (dense distributions).
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def test_a_chain_emits_the_target_law(rule: Rule, device: torch.device) -> None:
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
 def test_a_tree_emits_the_target_law(rule: Rule, device: torch.device) -> None:
-    """Few ids and a draft law that is half right: second children are often decisive."""
+    """Few ids and a draft distribution that is half right: second children are often decisive."""
     target = torch.tensor([[0.2, 0.6, 0.2, 0.3], [0.5, 0.1, 0.3, 0.1], [0.4, 0.2, 0.1, 0.3]]).log()
     drafted = torch.tensor([[0.5, 0.4, 0.2, 0.1], [0.1, 0.4, 0.3, 0.2]]).log()
     base = SamplingParams(temperature=1.0, rule=rule)

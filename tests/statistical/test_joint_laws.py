@@ -1,8 +1,8 @@
-"""Joint laws of several tokens, 200,000 trials each, judged by p-values.
+"""Joint distributions of several tokens, 200,000 trials each, judged by p-values.
 
 Sessions differ by their noise only. The target is a first-order model, so a walk that reads a wrong
-row, a coin that is used twice or a residual that is a little off shows up in the joint counts.
-T trials, V ids, K draft length.
+row, a random draw that is used twice or a residual that is a little off shows up in the joint
+counts. T trials, V ids, K draft length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DRAFT = 0.7 * TARGET + 0.8 * torch.randn(V, V, generator=torch.Generator().manua
 """Logits by the newest id; the root is id 0."""
 
 Proposer = Callable[[SamplingState, Tensor], tuple[Tensor, Tensor]]
-"""(state, slots) -> tokens int32 [T, K], laws float32 [T, K, V]."""
+"""(state, slots) -> tokens int32 [T, K], distributions float32 [T, K, V]."""
 
 
 def _state(rule: Rule, *, seed: int = 1) -> SamplingState:
@@ -47,7 +47,7 @@ def _state(rule: Rule, *, seed: int = 1) -> SamplingState:
 
 
 def _drafted(state: SamplingState, slots: Tensor, table: Tensor = DRAFT) -> tuple[Tensor, Tensor]:
-    """An honest chain: each token is drawn from the law that is claimed for it."""
+    """An honest chain: each token is drawn from the distribution that is claimed for it."""
     newest, tokens, distributions = torch.zeros(TRIALS, dtype=torch.int64), [], []
     for step in range(K):
         logits = table[newest]
@@ -60,7 +60,8 @@ def _drafted(state: SamplingState, slots: Tensor, table: Tensor = DRAFT) -> tupl
 
 
 def _texts(rule: Rule, propose: Proposer) -> NDArray[np.int64]:
-    """[T, K + 1] tokens; what a round did not emit is drawn by numpy from the target's law."""
+    """[T, K + 1] tokens; what a round did not emit is drawn by numpy from the target's
+    distribution."""
     state, slots = _state(rule), torch.arange(TRIALS, dtype=torch.int32)
     drafts, distributions = propose(state, slots)
     roots = torch.zeros(TRIALS, 1, dtype=torch.int32)
@@ -117,7 +118,8 @@ def test_texts_of_a_chain_follow_the_joint_law(rule: Rule) -> None:
 
 
 def test_a_bias_of_three_percent_would_be_noticed() -> None:
-    """The power of the test above: one token of one law is 3 % less probable than it should be."""
+    """The power of the test above: one token of one distribution is 3 % less probable than it
+    should be."""
     texts, biased = _texts(Rule.REJECTION, _drafted), TARGET.clone()
     biased[0, int(TARGET[0].argmax())] += np.log(0.97)
     assert _p(texts, _joint(biased)) < LEAST_P
@@ -171,7 +173,8 @@ def test_without_a_law_a_drafter_can_only_cost_time(rule: Rule, propose: Propose
 
 @pytest.mark.parametrize("propose", [_claims, _selective])
 def test_the_rejection_rule_trusts_its_drafter(propose: Proposer) -> None:
-    """As decision 13 says: a lie about the law, or about what was drawn, moves the text's law."""
+    """As decision 13 says: a lie about the distribution, or about what was drawn, moves the text's
+    distribution."""
     texts, distribution = _texts(Rule.REJECTION, propose), TARGET[0].double().softmax(dim=-1)
     assert p_value(np.bincount(texts[:, 0], minlength=V), distribution.numpy()) < LEAST_P
 
@@ -179,7 +182,7 @@ def test_the_rejection_rule_trusts_its_drafter(propose: Proposer) -> None:
 def test_a_lying_law_can_only_promote_what_the_target_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A token of probability 0 stays one, whatever law is claimed."""
+    """A token of probability 0 stays one, whatever distribution is claimed."""
     without = TARGET.clone()
     without[:, 1] = -torch.inf
     monkeypatch.setattr("tests.statistical.test_joint_laws.TARGET", without)

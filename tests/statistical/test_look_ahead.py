@@ -1,4 +1,5 @@
-"""Drafts for outcomes that had not happened, judged when they did: the target's law is kept.
+"""Drafts for outcomes that had not happened, judged when they did: the target's distribution is
+kept.
 
 Whole texts through a real drafter engine and the real acceptance. V ids, LENGTH tokens a text.
 """

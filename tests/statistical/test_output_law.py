@@ -1,4 +1,5 @@
-"""Every emitted token follows the target's law, whatever was drafted: chi-square through `accept`.
+"""Every emitted token follows the target's distribution, whatever was drafted: chi-square through
+`accept`.
 
 Rows differ by seed only. The draft side is `propose_children` with the production noise. Trials
 are as many as LEAST_BIAS needs; `test_joint_laws` sees a sixth of that through the device's twin,
@@ -110,7 +111,7 @@ def test_a_chain_emits_the_target_law_over_4096_ids(
     rule: Rule, length: int, temperature: float, dtype: torch.dtype
 ) -> None:
     """Judged id by id, and in groups of ids by how much too often the draft proposes them: a fifth
-    of the draft's law in the target's would be seen there."""
+    of the draft's distribution in the target's would be seen there."""
     target, drafted = _random_levels(length + 1, 4096, seed=length, spread=1.5)
     drafted = drafted.to(dtype).to(torch.float32)
     base = SamplingParams(temperature=temperature, rule=rule)
@@ -141,7 +142,7 @@ def _in_groups(
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
 def test_a_tree_emits_the_target_law(rule: Rule) -> None:
-    """Few ids and a draft law that is half right: second children are often decisive."""
+    """Few ids and a draft distribution that is half right: second children are often decisive."""
     target = torch.tensor([[0.2, 0.6, 0.2, 0.3], [0.5, 0.1, 0.3, 0.1], [0.4, 0.2, 0.1, 0.3]]).log()
     drafted = torch.tensor([[0.5, 0.4, 0.2, 0.1], [0.1, 0.4, 0.3, 0.2]]).log()
     base = SamplingParams(temperature=1.0, rule=rule)
@@ -165,8 +166,8 @@ def test_a_truncated_target_law_is_emitted(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TARGET_ONLY])
 def test_a_masked_target_law_is_emitted_whatever_is_drafted(rule: Rule) -> None:
-    """The law is the target's over what a grammar allows, cut by top-p after that; drafts that it
-    does not allow are among the likeliest ones."""
+    """The distribution is the target's over what a grammar allows, cut by top-p after that; drafts
+    that it does not allow are among the likeliest ones."""
     target, drafted = _random_levels(3, 40, seed=9, spread=1.5)
     rng = np.random.default_rng(3)
     allowed = np.zeros((3, 64), dtype=np.uint8)

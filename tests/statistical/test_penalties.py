@@ -1,7 +1,8 @@
-"""Penalties and biases in rounds: every token follows the target's law given all before it.
+"""Penalties and biases in rounds: every token follows the target's distribution given all before
+it.
 
-A penalised law changes with each token of the round, so the second token is checked given the
-first: under whatever drafts, its law is the target's after that token.
+A penalised distribution changes with each token of the round, so the second token is checked given
+the first: under whatever drafts, its distribution is the target's after that token.
 """
 
 from __future__ import annotations
@@ -106,6 +107,6 @@ def test_each_token_follows_the_law_given_those_before_it(
     for token, observed in after.items():
         expected = _law(base, 1, (*OUTPUT, token))
         assert chi_square_excess(observed, expected) < LIMIT, f"after {token}"
-    # The power of this: a law that does not count the first token would be noticed.
+    # The power of this: a distribution that does not count the first token would be noticed.
     stale = _law(base, 1, OUTPUT)
     assert max(chi_square_excess(observed, stale) for observed in after.values()) > LIMIT

@@ -1,4 +1,5 @@
-"""Texts of preempted sessions under the rejection rule: the target's law, whatever was drafted."""
+"""Texts of preempted sessions under the rejection rule: the target's distribution, whatever was
+drafted."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PLAN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=2, proposal_timeo
 
 
 def blind_chain(seed: int) -> ProposeFn:
-    """Two tokens, whatever came before; without a law, so that they count as one-hot ones."""
+    """Two tokens, whatever came before; without a distribution, so that they count as one-hot
+    ones."""
     rng = np.random.default_rng(seed)
 
     def propose(_followed: Followed) -> DraftTree:
@@ -61,7 +63,7 @@ async def test_texts_follow_the_targets_law() -> None:
 
 
 def _probability(target: FakeTarget, text: tuple[int, ...]) -> float:
-    """Of a text after the prompt, by the target's conditional laws."""
+    """Of a text after the prompt, by the target's conditional distributions."""
     found = 1.0
     for end in range(len(text)):
         logits = target.logits((*PROMPT, *text[:end])).astype(np.float64)

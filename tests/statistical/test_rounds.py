@@ -1,4 +1,5 @@
-"""Several rounds in a row: whole texts follow the product of the target's conditional laws."""
+"""Several rounds in a row: whole texts follow the product of the target's conditional
+distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A drafter that computes coins from all that it is told cannot move the target's law."""
+"""A drafter that computes random draws from all that it is told cannot move the target's
+distribution."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def _coin(secret: int, token: int) -> float:
 
 
 def _proposal(params: SamplingParams, secret: int) -> tuple[DraftTree, int]:
-    """The wanted token where its coin looks good, else the likely one where that looks bad."""
+    """The wanted token where its random draw looks good, else the likely one where that looks
+    bad."""
     shared = params.effective_rule is Rule.TARGET_ONLY
     good = _coin(secret, SHARED_DRAW_ID if shared else WANTED) < 0.08
     token = WANTED if good else LIKELY
@@ -41,7 +43,8 @@ def _proposal(params: SamplingParams, secret: int) -> tuple[DraftTree, int]:
 
 
 def _emitted(rule: Rule, secret: Secret) -> NDArray[np.int64]:
-    """Counts of the first token over sessions that differ by seed; laws are claimed as one-hot."""
+    """Counts of the first token over sessions that differ by seed; distributions are claimed as
+    one-hot."""
     logits = torch.from_numpy(LOGITS).float()[None].repeat(2, 1)
     rows = []
     for seed in range(TRIALS):

@@ -1,6 +1,7 @@
-"""Chains drawn from quantised laws on the device, shipped, and judged there: the target's law.
+"""Chains drawn from quantised distributions on the device, shipped, and judged there: the target's
+distribution.
 
-T trials, V ids, K draft length; the laws go through the types that cross the wire.
+T trials, V ids, K draft length; the distributions go through the types that cross the wire.
 """
 
 from __future__ import annotations

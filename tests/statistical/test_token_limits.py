@@ -1,7 +1,8 @@
-"""Allowed ids and bad words restrict the target's law and change nothing else, whatever is drafted.
+"""Allowed ids and bad words restrict the target's distribution and change nothing else, whatever is
+drafted.
 
-The target is a first-order model over V ids. Joint law of the two tokens behind an output that ends
-in ROOT_ID; drafts are not masked, so that many of them are not allowed.
+The target is a first-order model over V ids. Joint distribution of the two tokens behind an output
+that ends in ROOT_ID; drafts are not masked, so that many of them are not allowed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def _by_newest(table: Tensor) -> Logits:
 
 
 def _law(*before: int) -> NDArray[np.float64]:
-    """The target's law [V] behind the root and these ids, by the definition of the limits."""
+    """The target's distribution [V] behind the root and these ids, by the definition of the
+    limits."""
     said = (ROOT_ID, *before)
     distribution = TARGET[said[-1]].double().softmax(dim=-1).numpy().copy()
     for id_ in range(V):

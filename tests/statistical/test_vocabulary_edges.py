@@ -25,7 +25,7 @@ def _params(rule: Rule, seed: int = 0) -> SamplingParams:
 
 
 def _almost_one(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """The largest coin there is."""
+    """The largest random draw there is."""
     return np.full(bits.shape, 1.0 - 2.0**-53)
 
 
@@ -33,7 +33,8 @@ def _almost_one(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 def test_a_zero_residual_in_the_last_ids_falls_back_to_the_target_law(
     vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """p = q on the last ids and a coin that rejects by rounding: max(p - q, 0) is 0 everywhere."""
+    """p = q on the last ids and a random draw that rejects by rounding: max(p - q, 0) is 0
+    everywhere."""
     monkeypatch.setattr("outrider.engine.acceptance.uniform_from_bits", _almost_one)
     last = np.arange(vocab - 3, vocab, dtype=np.int32)
     logits = torch.full((2, vocab), -math.inf)

@@ -38,8 +38,8 @@ def connect(address: str) -> socket.socket:
 
 
 def dribble(connection: socket.socket, first: bytes) -> None:
-    """Send a byte ten times within the patience of the port, until it has enough; fails if it never
-    has."""
+    """Send a byte ten times within the proposal timeout of the port, until it has enough; fails if
+    it never has."""
     end = time.monotonic() + ENOUGH_S
     connection.sendall(first)
     while time.monotonic() < end:

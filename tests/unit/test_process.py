@@ -62,8 +62,8 @@ def test_what_an_operator_says_of_freed_memory_stands() -> None:
 
 _COLLECTIONS = """
 import gc
-from outrider.process_tuning import tune_collector
-tune_collector()
+from outrider.process_tuning import tune_garbage_collector
+tune_garbage_collector()
 full = gc.get_stats()[2]["collections"]
 kept = []
 for number in range(3_000_000):
@@ -85,7 +85,7 @@ def test_what_stays_is_not_walked_over_and_the_rest_seldom() -> None:
 _TEAMS = """
 import asyncio, os, time
 import torch
-from outrider.process_tuning import in_brief_thread
+from outrider.process_tuning import run_in_short_thread
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -96,7 +96,7 @@ def compute():
 
 async def main():
     before = threads()
-    during = await in_brief_thread(compute)
+    during = await run_in_short_thread(compute)
     until = time.monotonic() + 10.0
     while threads() > before and time.monotonic() < until:
         time.sleep(0.01)
@@ -117,8 +117,8 @@ def test_a_thread_that_loads_a_model_leaves_no_team_behind() -> None:
 
 _SPINS = """
 import os, sys
-from outrider.process_tuning import wait_awake_briefly
-wait_awake_briefly()
+from outrider.process_tuning import set_openmp_spin
+set_openmp_spin()
 print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
 """
 
@@ -151,22 +151,26 @@ def tune_process():
     print(seen["spins"], seen["torch"], seen["thread"].is_alive())
     raise InvalidRequestError("enough", reason="TEST")
 
-name = sys.argv[1].partition(".")[0] + ".build"
+name = sys.argv[2]
 sys.modules[name] = types.ModuleType(name)
 sys.modules[name].build_service = build_service
 program.tune_process = tune_process
-program.main(sys.argv[2:])
+program.main(sys.argv[3:])
 """
 
 
 @pytest.mark.parametrize(
-    ("module", "flags"),
+    ("module", "builder", "flags"),
     [
-        ("outrider_verifier.__main__", ("--model", "m")),
-        ("outrider_drafter.__main__", ("--methods", "ngram")),
+        (
+            "outrider_verifier.__main__",
+            "outrider_verifier.server.service_builder",
+            ("--model", "m"),
+        ),
+        ("outrider_drafter.__main__", "outrider_drafter.server.build", ("--methods", "ngram")),
     ],
 )
 def test_a_process_loads_in_a_thread_that_ends_and_torch_once_that_is_said(
-    module: str, flags: tuple[str, ...]
+    module: str, builder: str, flags: tuple[str, ...]
 ) -> None:
-    assert said(_STARTS, module, *flags) == ["20000", "False", "False"]
+    assert said(_STARTS, module, builder, *flags) == ["20000", "False", "False"]

@@ -163,7 +163,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
             supports_shm=True,
         ),
     ),
-    "lane_answer": ("drafter", m.ShmAnswer(is_joined=True)),
+    "shm_answer": ("drafter", m.ShmAnswer(is_joined=True)),
     "sessions_lost": ("drafter", m.SessionsLost((3, 70000))),
     "drafter_heartbeat": ("drafter", m.Heartbeat(7)),
     "verdicts": ("verifier", VERDICTS),

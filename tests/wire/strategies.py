@@ -95,7 +95,7 @@ STATS = st.builds(
 
 @st.composite
 def trees(draw: st.DrawFn, max_nodes: int = 24) -> DraftTree:
-    """Trees that keep every law of spec.tree."""
+    """Trees that keep every distribution of spec.tree."""
     count = draw(st.integers(0, max_nodes))
     parents = [draw(st.integers(-1, node - 1)) for node in range(count)]
     tokens = draw(st.lists(IDS, min_size=count, max_size=count, unique=True))
@@ -112,7 +112,7 @@ def trees(draw: st.DrawFn, max_nodes: int = 24) -> DraftTree:
 
 @st.composite
 def laws(draw: st.DrawFn, tree: DraftTree) -> DraftDistribution:
-    """A law that could have drawn the tree's tokens."""
+    """A distribution that could have drawn the tree's tokens."""
     slots = {}
     for slot, nodes in enumerate(children(tree.parents)):
         if nodes:
@@ -193,7 +193,7 @@ HELLOS = st.builds(
     supports_shm=st.booleans(),
     feature_offsets=st.booleans(),
 )
-LANE_ANSWERS = st.builds(messages.ShmAnswer, st.booleans())
+SHM_ANSWERS = st.builds(messages.ShmAnswer, st.booleans())
 LANES = st.builds(
     messages.ShmOffer,
     name=st.text("0123456789abcdef", min_size=32, max_size=32),
@@ -202,7 +202,7 @@ LANES = st.builds(
 LOST = st.builds(messages.SessionsLost, st.lists(HANDLES, min_size=1, max_size=5).map(tuple))
 HEARTBEATS = st.builds(messages.Heartbeat, UINT64)
 DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = (
-    proposals() | HELLOS | HEARTBEATS | LOST | LANE_ANSWERS
+    proposals() | HELLOS | HEARTBEATS | LOST | SHM_ANSWERS
 )
 VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
     verdicts(),

@@ -89,7 +89,10 @@ BAD_PROPOSALS: dict[str, tuple[Change, str]] = {
         lambda p: setattr(p, "has_distribution", b"\1"),
         "has_distribution must have 2 entries",
     ),
-    "law or not": (lambda p: setattr(p, "has_distribution", b"\0\2"), "has_distribution must be 0 or 1"),
+    "law or not": (
+        lambda p: setattr(p, "has_distribution", b"\0\2"),
+        "has_distribution must be 0 or 1",
+    ),
     "law of nobody": (
         lambda p: setattr(p, "has_distribution", b""),
         "distribution_lens must have 0 entries",

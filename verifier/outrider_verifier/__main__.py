@@ -1,7 +1,8 @@
 """Command line of the verifier process.
 
-Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves; logs go to
-stderr. Heavy imports follow the parsing of the flags, so that --help and mistakes answer at once.
+Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout once it serves; logs go to
+stderr. Heavy modules are imported after the flags are parsed, so that --help and usage errors
+answer at once.
 """
 
 from __future__ import annotations
@@ -61,8 +62,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="torch device")
     parser.add_argument("--placement", choices=PLACEMENTS, help="where drafts are made")
     parser.add_argument("--planner", choices=PLANNERS, help="whether plans follow measurements")
-    parser.add_argument("--draft-length", type=int, help="draft tokens a round of an own head")
-    parser.add_argument("--draft-top-k", type=int, help="children an own head tries of a node")
+    parser.add_argument(
+        "--draft-length", type=int, help="draft tokens a round of an in-process drafter"
+    )
+    parser.add_argument(
+        "--draft-top-k", type=int, help="children an in-process drafter tries of a node"
+    )
     parser.add_argument(
         "--no-cuda-graphs",
         dest="cuda_graphs",
@@ -73,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--simulated-acceptance",
         metavar="MEAN|R1,R2,...",
-        help="benchmarks only: drafts stand by chance",
+        help="benchmarks only: drafts are accepted by chance",
     )
     parser.add_argument("--kv-tokens", type=int, help="KV budget in tokens; 0 sizes it")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Configuration of a verifier process; keys of its TOML file are these field names."""
+"""Configuration of the verifier process: the fields of `VerifierConfig` are its TOML keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider_verifier.state.simulated_acceptance import parse_rates
 DTYPES = ("float32", "bfloat16")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 MAX_IN_PROCESS_DRAFT_LENGTH = 64
-"""Most draft tokens a round of a head in this process."""
+"""Most draft tokens a round of an in-process drafter."""
 DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
@@ -48,14 +48,15 @@ class VerifierConfig:
     """Where drafts are made: separate (by drafters that attach), colocated (by the head of
     `feature_head` in this process), fused (the same, in one CUDA graph with the target)."""
     draft_length: int = 3
-    """Draft tokens a round of a head in this process; the positions that simulated_acceptance
+    """Draft tokens a round of an in-process drafter; the positions that simulated_acceptance
     speaks of."""
     draft_top_k: int = 1
-    """Children that a head in this process tries of a node; 1 drafts chains, more grow trees of
+    """Children that an in-process drafter tries of a node; 1 drafts chains, more grow trees of
     draft_length nodes."""
     simulated_acceptance: str = ""
-    """Benchmarks with random weights only: drafts stand by chance. The mean number of tokens a
-    round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is off."""
+    """Benchmarks with random weights only: drafts are accepted by chance. The mean number of tokens
+    a round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is
+    off."""
     cuda_graphs: bool = True
     """Whether rounds are replayed from CUDA graphs; without, kernels are launched one by one."""
     dtype: Annotated[str, OneOf(DTYPES)] = "float32"
@@ -84,11 +85,11 @@ class VerifierConfig:
     """Sessions beyond these that may wait, preempted ones included; one more is refused with
     RESOURCE_EXHAUSTED."""
     kv_watermark: float = 0.01
-    """Share of the K/V blocks that stays free when sessions are let in, besides a block for each
+    """Share of the K/V blocks that stays free when sessions are admitted, besides a block for each
     that runs: what they grow into."""
     max_preemptions: int = 4
     """How often one session may be preempted; the last time it comes back only with all the blocks
-    that it may ever need. 0 preempts nobody: every session is let in so."""
+    that it may ever need. 0 preempts nobody: every session is admitted so."""
     preemption: Annotated[str, OneOf(PREEMPTION_MODES)] = AUTOMATIC_PREEMPTION
     """How a preempted session gets its K/V back: swap (from host memory, within swap_space_gb),
     recompute (from its tokens), or auto, whichever is measured to cost less."""

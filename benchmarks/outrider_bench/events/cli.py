@@ -1,8 +1,8 @@
-"""`outrider bench events`: how many events a second one router process passes on, and at what cost.
+"""`outrider bench events`: events per second and processor cost of one router process.
 
-A scripted verifier emits rounds over gRPC, a real router passes them on, client processes stream
-the answers. On a machine that other work shares, the router's own processor time for an event says
-more than the rate: it is reported beside it, with the rate that one whole core would give.
+A scripted verifier emits rounds over gRPC, a real router forwards them, client processes stream the
+answers. On a shared machine the router's processor time per event is more reliable than the rate:
+both are reported, with the rate that one whole core would give.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A client process for `outrider bench events`: streams answers, one after the other, for a while.
+"""Client process of `outrider bench events`: streams answers one after another.
 
-Prints {"event": "ready"}; then, once a line comes in on stdin, what it has received so far:
-{"messages": N, "requests": N, "cpu_s": S, "at": monotonic seconds}.
+Prints {"event": "ready"}; then, for each line on stdin, its totals so far: {"messages": N,
+"requests": N, "cpu_s": S, "at": monotonic seconds}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.process_tuning import run_event_loop
 
 
 class Received:
-    """What the streams of this process have received."""
+    """Totals received by the streams of this process."""
 
     def __init__(self) -> None:
         self.messages = 0

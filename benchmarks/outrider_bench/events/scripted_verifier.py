@@ -1,4 +1,4 @@
-"""A verifier without a model for `outrider bench events`: every round a row for every session.
+"""Model-free verifier of `outrider bench events`: every round emits a row for every session.
 
 Prints {"event": "ready", "address": HOST:PORT} like the real one.
 """
@@ -20,7 +20,7 @@ from outrider.spec.plan import SpeculationPlan
 from outrider.text.tokenizer import tokenizer_hash
 from outrider.transport.grpc import GrpcConfig, GrpcServer, verifier_services
 from outrider.transport.interface import RouterConnection, ServingConnection, VerifierConnection
-from outrider.transport.session_stream import SessionIterators
+from outrider.transport.session_stream import SessionIteratorMixin
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
     REASON_CODES,
@@ -36,8 +36,8 @@ FIRST_ID, LAST_ID = 1000, 9000
 """Token ids that are emitted: ordinary words in most vocabularies."""
 
 
-class ScriptedVerifier(SessionIterators):
-    """Emits `tokens` ids a session and round, rounds at a fixed interval."""
+class ScriptedVerifier(SessionIteratorMixin):
+    """Verifier that emits `tokens` ids a session and round, rounds at a fixed interval."""
 
     def __init__(self, *, interval_s: float, tokens: int, tokenizer: str, vocab_size: int) -> None:
         self._interval_s, self._tokens = interval_s, tokens

@@ -1,4 +1,4 @@
-"""Ways of the exchange between two processes without models: the drafter's end, and ours."""
+"""Transports compared by the exchange benchmark: the drafter's end and the verifier's end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from outrider.process_tuning import keep_freed_memory
 from outrider.spec.tree import DraftTree
-from outrider.transport.pollable_queue import WakeupQueue
+from outrider.transport.pollable_queue import PollableQueue
 from outrider.transport.shm import Frame, ShmChannel, ShmListener, join_channel
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.limits import MAX_MESSAGE_BYTES
@@ -37,7 +37,7 @@ _WAIT_S = 30.0
 
 
 class BenchChannel(Protocol):
-    """Frames between two working threads."""
+    """Interface of a channel of frames between two working threads."""
 
     def send(self, frame: Frame) -> None:
         """Hand a frame to the other end."""
@@ -72,7 +72,7 @@ def _joined(frame: Frame) -> bytes:
 
 
 class LoopChannel:
-    """A working thread beside an event loop that owns the stream."""
+    """Channel of a working thread beside an event loop that owns the stream."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -108,7 +108,7 @@ class LoopChannel:
 
 
 class StreamChannel:
-    """The working thread reads and writes a synchronous stream."""
+    """Channel whose working thread reads and writes a synchronous stream."""
 
     def __init__(self) -> None:
         self._leaving: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -127,7 +127,7 @@ class StreamChannel:
 
 
 class SocketChannel:
-    """The working thread reads and writes a Unix socket; a length goes before each frame."""
+    """Channel whose working thread reads and writes a Unix socket; a length precedes each frame."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -150,11 +150,11 @@ class SocketChannel:
 
 
 class ShmBenchChannel:
-    """The working thread reads and writes a lane."""
+    """Channel whose working thread reads and writes a shared-memory channel."""
 
     def __init__(self, shm_channel: ShmChannel) -> None:
         self._shm_channel = shm_channel
-        self._wakeup_queue: WakeupQueue[None] = WakeupQueue()
+        self._wakeup_queue: PollableQueue[None] = PollableQueue()
         self._frames: list[bytes | memoryview] = []
 
     def send(self, frame: Frame) -> None:
@@ -163,20 +163,20 @@ class ShmBenchChannel:
     def receive(self) -> bytes | memoryview:
         while not self._frames:
             if not self._wakeup_queue.wait_ready(_WAIT_S, [self._shm_channel.fileno()]):
-                raise TimeoutError("no frame came by the lane")
+                raise TimeoutError("no frame came by the shared-memory channel")
             self._frames = self._shm_channel.receive_views()
         return self._frames.pop(0)
 
 
 class InPlaceShmBenchChannel(ShmBenchChannel):
-    """The same, of features that a device has put into the lane's memory."""
+    """Shared-memory channel whose features a device has written into its memory."""
 
     def __init__(self, shm_channel: ShmChannel) -> None:
         super().__init__(shm_channel)
         shm_channel.allow_reservations(lambda memory: True)
 
     def reserve(self, size: int) -> NDArray[np.uint8] | None:
-        """See `Lane.reserve`."""
+        """See `ShmChannel.reserve`."""
         return self._shm_channel.reserve_frame(size)
 
 
@@ -350,7 +350,7 @@ TRANSPORTS: dict[
 ] = {
     "grpc.aio": (_serve_aio, _through_aio),
     "shm": (_serve_shm, _connect_shm),
-    "lane.placed": (_serve_shm, partial(_connect_shm, channel=InPlaceShmBenchChannel)),
+    "shm.in_place": (_serve_shm, partial(_connect_shm, channel=InPlaceShmBenchChannel)),
     "grpc": (_serve_grpc, _through_grpc),
     "socket.aio": (_serve_socket_aio, _through_socket_aio),
     "socket": (_serve_socket, _through_socket),

@@ -1,11 +1,11 @@
-"""Round trips of the exchange between two processes, without models, by transport of transport.
+"""Round-trip times of the exchange between two processes, without models, by transport.
 
 A working thread encodes a round's verdicts, the other process's working thread decodes them and
-answers with proposals, which the first one decodes: what a round waits for beside the models.
-`grpc.aio` is what pairs on different hosts use, with its event loop on either side, `lane` what
-pairs on one host use, `lane.placed` the same where a device has put the features into its memory;
-`grpc` has the working threads read and write a synchronous stream themselves, `socket` a Unix
-socket; `socket.aio` leaves the socket to the loops.
+answers with proposals, which the first one decodes: the part of a round that does not depend on
+models. `grpc.aio`, with an event loop on either side, is used between hosts. `shm` is the
+shared-memory channel used on one host, `shm.in_place` the same with features that a device has
+written into its memory. With `grpc` the working threads read and write a synchronous stream, with
+`socket` a Unix socket; with `socket.aio` the event loops own the socket.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`outrider bench load`: 64 concurrent streams complete; with a short queue the rest is refused."""
+"""`outrider bench load`: 64 concurrent streams complete; a full queue refuses the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTLE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedStream:
-    """One stream: how it ended and when its tokens came."""
+    """Result and token times of one stream."""
 
     code: str
     tokens: int

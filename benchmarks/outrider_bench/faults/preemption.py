@@ -1,15 +1,15 @@
-"""`outrider bench preemption`: one verifier, and fewer K/V blocks than its sessions need.
+"""`outrider bench preemption`: one verifier with fewer K/V blocks than its sessions need.
 
-Three questions, all of plain decoding in this process, without a router:
+It measures plain decoding in this process, without a router:
 
-* throughput and texts with a quarter of the blocks that all sessions need, by what is done about
-  it: sessions wait until all that they may need is free, or are let in and preempted;
-* the time to the first token of a session of a higher priority in such a crowd, against that of the
-  same session alone;
-* how many sessions run at once whose answers are much shorter than they might be, by reservation
-  and with blocks on demand.
+* throughput and texts with a quarter of the blocks that all sessions need, by policy: sessions wait
+  until all blocks that they may need are free, or are admitted and preempted;
+* time to first token of a session of higher priority under this load, against that of the same
+  session alone;
+* number of concurrent sessions whose answers are much shorter than their limit, with blocks
+  reserved and on demand.
 
-Token ids of the prompts are random: what is measured does not depend on them.
+Token ids of the prompts are random: the measurements do not depend on them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CONFIGURATIONS: Final[dict[str, dict[str, object]]] = {
 
 @dataclass(slots=True)
 class PreemptedAnswer:
-    """What a session got, and when (seconds since it was opened)."""
+    """Tokens of a session and the time of the first one, in seconds since it was opened."""
 
     tokens: list[int] = field(default_factory=list)
     first_s: float = 0.0
@@ -210,7 +210,7 @@ async def _all(
 def _noting_preemptions(service: VerifierService) -> dict[SessionId, int]:
     """How often each session is preempted from now on."""
     most: dict[SessionId, int] = {}
-    room = service._core.room
+    room = service._core.block_manager
     preempt = room._preempt
 
     def noting(session: object, now: float) -> None:
@@ -303,9 +303,11 @@ async def _at_once(args: argparse.Namespace) -> dict[str, object]:
             ]
             began, seen = time.perf_counter(), list[int]()
             core = service._core
-            while core.counters["sessions"] < args.sessions or core.room.waiting or not seen:
+            while (
+                core.counters["sessions"] < args.sessions or core.block_manager.waiting or not seen
+            ):
                 await asyncio.sleep(0.02)
-                seen.append(len(core.room.running))
+                seen.append(len(core.block_manager.running))
             await asyncio.gather(*tasks)
             seconds = time.perf_counter() - began
             mean[way] = statistics.fmean(seen)

@@ -1,9 +1,9 @@
-"""`outrider bench recovery`: processes are killed, stopped and drained under running streams; what
-these see is their longest pause, and whether a text changed or a request failed.
+"""`outrider bench recovery`: stream pauses while processes are killed, stopped and drained.
 
-A fleet of two verifiers and two drafters (or more) behind one router. Each injection begins streams
-(greedy and coupled), lets them emit a little, causes the fault in a process that serves some of
-them, and lets them end; then everything is put back. Texts are compared with those of a calm run.
+It reports the longest pause of each stream, changed texts and failed requests, for a fleet of two
+or more verifiers and drafters behind one router. Each injection starts streams (greedy and
+coupled), waits for some tokens, causes the fault in a process that serves some of them, and waits
+for their end; then the fleet is repaired. Texts are compared with those of a fault-free run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BEGUN = 8
 
 @dataclass(frozen=True, slots=True)
 class RecoveryFault:
-    """What is done to which process."""
+    """A fault and the process that it hits."""
 
     victim: CertificateRole
     number: signal.Signals
@@ -59,7 +59,7 @@ FAULTS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredStream:
-    """One stream as its client saw it."""
+    """One stream as its client received it."""
 
     code: str
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Fleets of which faults take processes: these are put back, and seen by the router again."""
+"""Fleet repair after faults: restarts processes and waits until the router sees them again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def wait_drafters(fleet: LocalCluster, wanted: ChildProcess) -> None:
     others are still starting or not; UnavailableError if never."""
     wanted.wait_ready(START_TIMEOUT_S)
 
-    def holds(info: ServerInfo) -> bool:
+    def has_drafters(info: ServerInfo) -> bool:
         linked = {
             drafter.address
             for drafter in info.drafters
@@ -64,7 +64,7 @@ def wait_drafters(fleet: LocalCluster, wanted: ChildProcess) -> None:
         busy = any(verifier.sessions for verifier in info.verifiers)
         return not busy and wanted.address in linked and len(linked) > 1
 
-    _wait(fleet, holds)
+    _wait(fleet, has_drafters)
 
 
 def wait_idle(fleet: LocalCluster) -> None:
@@ -77,18 +77,18 @@ def wait_serving(fleet: LocalCluster) -> None:
     _wait(fleet, lambda info: _serves(fleet, info))
 
 
-def _wait(fleet: LocalCluster, holds: Callable[[ServerInfo], bool]) -> None:
+def _wait(fleet: LocalCluster, is_met: Callable[[ServerInfo], bool]) -> None:
     end = time.monotonic() + START_TIMEOUT_S
     with Client(fleet.address, timeout_s=5.0, retry=RetryPolicy(max_attempts=1)) as client:
-        while not _asked(client, holds):
+        while not _asked(client, is_met):
             if time.monotonic() > end:
                 raise UnavailableError("the fleet is not healthy", reason="NOT_HEALTHY")
             time.sleep(0.05)
 
 
-def _asked(client: Client, holds: Callable[[ServerInfo], bool]) -> bool:
+def _asked(client: Client, is_met: Callable[[ServerInfo], bool]) -> bool:
     try:
-        return holds(client.server_info())
+        return is_met(client.server_info())
     except OutriderError:
         return False
 

@@ -1,4 +1,4 @@
-"""What a fleet holds: sessions, blocks, requests, file descriptors and memory of its processes."""
+"""Resource usage of a fleet: sessions, blocks, requests, file descriptors and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_proc() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetUsage:
-    """One look at a fleet."""
+    """One sample of a fleet's resource usage."""
 
     at_s: float
     """Monotonic seconds."""
@@ -78,7 +78,7 @@ def wait_idle(cluster: LocalCluster, *, seconds: float = SETTLE_S) -> FleetUsage
 
 @dataclass(slots=True, kw_only=True)
 class UsageSeries:
-    """Looks at a fleet while it works, and what they say together."""
+    """Samples of a fleet's resource usage under load, and their summary."""
 
     looks: list[FleetUsage] = field(default_factory=list)
     done: list[float] = field(default_factory=list)

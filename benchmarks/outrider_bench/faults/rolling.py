@@ -1,10 +1,10 @@
-"""`outrider bench rolling`: all processes of a fleet are restarted under sessions that ask on.
+"""`outrider bench rolling`: rolling restart of all processes of a fleet under load.
 
-Two verifiers, two drafters and a router with a journal. One after the other gets SIGTERM, ends by
-itself, is started on the same address, and is waited for until the router sees everybody: what
-operations.md tells an operator to do. Each session has a connection of its own, asks the next
-question as soon as it has its answer, and retries and resumes as the client library does by itself.
-No request may fail, and every text must be that of a calm fleet.
+The fleet has two verifiers, two drafters and a router with a journal. One process after another
+gets SIGTERM, exits, is started on the same address, and the next follows once the router sees all
+members: the procedure of operations.md. Each session has its own connection, sends the next request
+as soon as it has its answer, and retries and resumes as the client library does by default. No
+request may fail, and every text must equal that of a fault-free fleet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class RollingResult:
-    """What all sessions heard."""
+    """Answers and errors of all sessions."""
 
     codes: Counter[str] = field(default_factory=Counter)
     """How requests ended, by error code."""
@@ -58,7 +58,7 @@ class RollingResult:
 
 
 class ClosedLoopClients:
-    """Closed-loop clients, and the answers that they must hear."""
+    """Closed-loop clients with the answers that they must receive."""
 
     def __init__(self, address: str, args: argparse.Namespace) -> None:
         self._address, self._count = address, args.sessions
@@ -178,7 +178,7 @@ async def _measure(fleet: LocalCluster, args: argparse.Namespace) -> dict[str, o
 
 @dataclass(frozen=True, slots=True)
 class ProcessRestart:
-    """How long one took, seconds."""
+    """Duration of one restart, seconds."""
 
     ending_s: float
     """From SIGTERM to its end."""

@@ -1,4 +1,4 @@
-"""`outrider bench soak`: many concurrent streams for minutes; no error, and memory stays flat."""
+"""`outrider bench soak`: long run with many concurrent streams; no errors, no memory growth."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`outrider bench stress`: requests that end in every way but their own; nothing may be held after.
+"""`outrider bench stress`: requests that are cancelled, time out or are never read.
 
-Cancelled at random moments (in the queue, in the prompt, in a round), ended by a deadline, and
-never read. Beside them, streams whose texts are compared with those of a calm fleet.
+Requests are cancelled at random moments (queued, in prefill, in a round), ended by a deadline, or
+never read; afterwards the fleet may hold no resources. Meanwhile the texts of normal streams are
+compared with those of an undisturbed fleet.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-sessions", type=int, default=32, help="of the verifier; the others wait")
     add("--max-tokens", type=int, default=256)
     add("--slow-tokens", type=int, default=1024, help="of answers that are not read")
-    add("--slow-reader-timeout-s", type=float, default=2.0, help="patience of the router")
+    add("--slow-reader-timeout-s", type=float, default=2.0, help="proposal timeout of the router")
     add("--batches", type=int, default=20, help="looks at memory on the way")
     add("--seed", type=int, default=0)
 
 
 class StressLoad:
-    """Requests against one router, and how they ended."""
+    """Requests against one router, and their results."""
 
     def __init__(self, client: AsyncClient, narrow: grpc.aio.Channel, args: argparse.Namespace):
         """`narrow` takes in no more than what is read."""

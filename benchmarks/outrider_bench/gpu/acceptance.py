@@ -1,5 +1,8 @@
-"""Tokens a round by rule and temperature, and the time of an output token: a chain of four, the
-widened model (the real model's function at a large one's cost)."""
+"""Tokens per round by acceptance rule and temperature, and time per output token.
+
+Drafts are chains of four; the model is the widened one (the real model's function at a large one's
+cost).
+"""
 
 from __future__ import annotations
 

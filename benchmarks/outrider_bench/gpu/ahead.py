@@ -1,7 +1,7 @@
-"""Cost of drafting ahead, as a drafter's engine does it: a draft, and a pass over its outcomes.
+"""Cost of look-ahead drafting in a drafter's engine: a draft, then drafts for its outcomes.
 
-Random weights: what is drafted means nothing, what it costs does. Wall time of the drafting thread,
-from a verdict to the messages that answer it, which wait for the device.
+Weights are random, because only the cost is measured: wall time of the drafting thread from a
+verdict to the messages that answer it, which wait for the device.
 """
 
 from __future__ import annotations

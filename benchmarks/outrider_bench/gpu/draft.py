@@ -1,4 +1,4 @@
-"""Cost of drafting: one step, a catch-up with a chain of five, by sessions."""
+"""Cost of drafting by number of sessions: one step, and a catch-up with a chain of five."""
 
 from __future__ import annotations
 

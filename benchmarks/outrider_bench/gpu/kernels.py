@@ -1,7 +1,7 @@
-"""Kernel times against the bytes that they must move, in the shapes of the random-weight model.
+"""Kernel times compared with the memory traffic bound, in the random-weight model's shapes.
 
-Weights of one product are several copies in turn, more than the device's second-level cache
-holds. `share` is the bytes' time at the rate of a device copy, over the time measured.
+Weights of one product are several copies in turn, more than the device's second-level cache holds.
+`share` is the time of the bytes at the rate of a device copy, over the measured time.
 """
 
 from __future__ import annotations

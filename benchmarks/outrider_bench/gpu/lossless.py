@@ -1,8 +1,8 @@
-"""Greedy text with and without speculation on the device, and why any of it differs.
+"""Lossless check on the device: greedy text with and without speculation, differences explained.
 
-In bfloat16 a sum in another order may turn a near tie over; nothing else may. At the first
-difference the target runs once more over the common prefix: the two tokens' logits must lie within
-`NEAR_TIE` of each other.
+In bfloat16 another summation order may flip a near tie; no other difference is allowed. At the
+first difference the target runs once more over the common prefix: the two tokens' logits must lie
+within `NEAR_TIE` of each other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The widened model by placement: tokens a second, and what a round is made of.
+"""Tokens per second and round breakdown by placement, for the widened model.
 
-Lock-step: a round's draft begins when its verdict is known. Of a round with a separate drafter:
-`draft` is what the drafter says that it worked, `transfer` the rest of the wait for its proposal,
-`verify` the forward on the device, `other` what remains of the time between two rounds. A
-separate drafter is measured with cores that go idle between rounds and with `--busy-polling-cores`.
+Rounds are in lock-step: a round's draft begins when the verdict is known. In a round with a
+separate drafter, `draft` is the drafting time that the drafter reports, `transfer` the rest of the
+wait for its proposal, `verify` the forward on the device, `other` the remaining time between two
+rounds. A separate drafter is measured with cores that go idle between rounds and with
+`--busy-polling-cores`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from outrider_bench.gpu.support.trace import TrackSpan
 BATCHES = (1, 8)
 DRAFT_LENGTH = 3
 BUSY_POLLING_SUFFIX = "-awake"
-"""Ends the name of a placement whose processes keep cores awake."""
+"""Ends the name of a placement whose processes keep CPU cores busy-polling."""
 REQUESTS = 8
 """Requests of a batch of one; larger batches serve one wave."""
 
@@ -116,7 +117,7 @@ async def _one(
 ) -> dict[str, Any]:
     running.reports.clear()
     if running.recorder is not None:
-        running.recorder.take()
+        running.recorder.take_spans()
     host = HostTimeline()
     if bench.args.out is not None and batch == BATCHES[0]:
         wrap_engine(running, host)
@@ -130,7 +131,7 @@ async def _one(
     )
     # The reports of the last rounds follow their events.
     await asyncio.sleep(0.01)
-    spans = [] if running.recorder is None else device_spans(running.recorder.take())
+    spans = [] if running.recorder is None else device_spans(running.recorder.take_spans())
     if batch == BATCHES[0]:
         title = f"{running.models.name}, {running.setup.placement}, batch {batch}"
         save(bench.args.out, f"timeline-widened-{running.setup.placement}", spans, title)

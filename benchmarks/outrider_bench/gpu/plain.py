@@ -1,4 +1,4 @@
-"""Plain decoding end to end through the verifier's loop, per token."""
+"""Time per token of plain decoding, end to end through the verifier's loop."""
 
 from __future__ import annotations
 

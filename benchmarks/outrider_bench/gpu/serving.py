@@ -1,7 +1,7 @@
 """End-to-end serving by placement and batch: tokens/s, time to first token, inter-token latency.
 
-The widened model over real chat prompts: acceptance is real, the time is a large model's. As many
-requests as `REQUESTS` says go through at a constant number at a time, until their end of turn.
+The widened model answers real chat prompts: acceptance is real, the time is a large model's.
+`REQUESTS` requests run at a constant concurrency, each until its end of turn.
 """
 
 from __future__ import annotations

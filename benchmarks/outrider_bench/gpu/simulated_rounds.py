@@ -1,4 +1,4 @@
-"""Rounds with the drafter on the target's device, simulated acceptance, and a timeline of them."""
+"""Round times with simulated acceptance and the drafter on the target's device, with a timeline."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ async def record_wave(
     host = HostTimeline()
     wrap_engine(running, host)
     if running.recorder is not None:
-        running.recorder.take()
+        running.recorder.take_spans()
     origin = _device_origin(running, host)
     await drive_sessions(running, prompts, tokens, tag="timeline")
     if running.recorder is None:
         return host.spans
-    spans = running.recorder.take()
+    spans = running.recorder.take_spans()
     return host.spans + device_spans(spans, offset_ms=origin)
 
 
@@ -144,11 +144,10 @@ def wrap_engine(running: RunningService, host: HostTimeline) -> None:
     """Time the host's steps of a round."""
     service: Any = running.service
     rounds, engine = service._rounds, running.runner or service._rounds._engine
-    host.wrap(rounds, "plan", "plan")
-    host.wrap(engine, "submit", "submit")
-    host.wrap(engine, "collect", "collect (wait)")
-    for name in ("_settle_verify", "_settle_prefill"):
-        host.wrap(rounds, name, "settle")
+    host.wrap(rounds, "plan_round", "plan")
+    host.wrap(engine, "submit_round", "submit")
+    host.wrap(engine, "collect_round", "collect (wait)")
+    host.wrap(rounds, "_book", "settle")
     loop = getattr(service, "_loop", None)
     if loop is not None:
         host.wrap(loop, "_flush", "dispatch")
@@ -162,9 +161,9 @@ def _device_origin(running: RunningService, host: HostTimeline) -> float:
     if recorder is None or not recorder.enabled:
         return 0.0
     torch.cuda.synchronize()
-    with recorder.span("align"):
+    with recorder.record_span("align"):
         at = host.now_ms
-    spans = recorder.take()
+    spans = recorder.take_spans()
     return at - float(spans[-1].start_ms)
 
 

@@ -1,4 +1,4 @@
-"""`summary.json`: the figures of all results of a folder under the names that stay."""
+"""Summary file `summary.json`: the results of a folder's benchmarks under stable names."""
 
 from __future__ import annotations
 

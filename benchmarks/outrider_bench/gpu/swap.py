@@ -1,5 +1,7 @@
-"""Swapping one long session out and in beside the rounds of others: what it takes, what it costs
-them. Rounds are driven by hand, one submitted behind another as the verifier does."""
+"""Cost of swapping one long session out and in while other sessions decode.
+
+Rounds are driven by hand, one submitted behind another as the verifier does.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ REPEATS: Final = 3
 
 
 def run(bench: Bench) -> dict[str, object]:
-    """Measure plain rounds, and rounds with drafts of the verifier's own head."""
+    """Measure plain rounds, and rounds with drafts of the verifier's in-process drafter."""
     models = bench.random()
     found = {
         name: measure_placement(bench, models, name) for name in bench.placements(PLAIN, FUSED)
@@ -108,7 +110,7 @@ def _measure(
     kept = swapped.kv.len
     for session in (swapped, *sessions):
         session.kv.release()
-        runner.close(session)
+        runner.close_session(session)
     return _facts(space, swaps, calm, busy, others=others, tokens=kept)
 
 
@@ -160,7 +162,7 @@ def _facts(
 
 
 def _open(runner: Any, pool: Any, number: int, prompt: list[int], max_new: int) -> Session:
-    length = runner.drafts_itself
+    length = runner.in_process_draft_length
     plan = (
         SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=length)
         if length
@@ -176,18 +178,20 @@ def _open(runner: Any, pool: Any, number: int, prompt: list[int], max_new: int) 
         sampling=SamplingParams(),
         plan=plan,
     )
-    session = Session.create(spec, ticket=number, kv=pool.sequence(), now=0.0, keeps_features=False)
+    session = Session.create(
+        spec, ticket=number, kv=pool.new_sequence(), now=0.0, keeps_features=False
+    )
     session.in_process_draft_length = length
-    reserved = session.kv.reserve(len(prompt) + runner.slot_headroom.beyond(session))
+    reserved = session.kv.reserve(len(prompt) + runner.slot_headroom.slots_beyond(session))
     assert reserved, "the pool is too small"
-    runner.open(session)
-    runner.resume(session)
+    runner.open_session(session)
+    runner.resume_session(session)
     return session
 
 
 @dataclass(slots=True)
 class RoundSpan:
-    """Rounds that ran one after another."""
+    """Consecutive rounds of one measurement."""
 
     rounds: int
     seconds: float
@@ -206,7 +210,7 @@ class RoundSpan:
 
 @dataclass(slots=True)
 class SessionSwapper:
-    """One session that goes out and comes back, again and again."""
+    """One session that is swapped out and in repeatedly."""
 
     runner: Any
     space: SwapSpace
@@ -233,7 +237,7 @@ class SessionSwapper:
         began = time.perf_counter()
         if self._away < 0:
             self.space.copy_times_s(0)
-            kept = self.runner.suspend(self.session, self.space)
+            kept = self.runner.suspend_session(self.session, self.space)
             assert kept, "no room to swap"
             self.out_s.append(time.perf_counter() - began)
             self._away = 0
@@ -242,7 +246,7 @@ class SessionSwapper:
         if self._away < AWAY_ROUNDS:
             return
         self._asked = self._asked or began
-        if self.runner.prefetch(self.session):
+        if self.runner.prefetch_session(self.session):
             self.fetch_s.append(time.perf_counter() - self._asked)
             self._back()
 
@@ -254,14 +258,14 @@ class SessionSwapper:
     def _back(self) -> None:
         began = time.perf_counter()
         self.session.kv.reserve(self.session.length)
-        self.runner.resume(self.session)
+        self.runner.resume_session(self.session)
         self.back_s.append(time.perf_counter() - began)
         self._away, self._asked = -1, 0.0
         self.done += 1
 
 
 class RoundDriver:
-    """Drives a runner, one round ahead of the one that is settled."""
+    """Drives a runner, one round ahead of the round whose results are read."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -272,9 +276,9 @@ class RoundDriver:
         for session in sessions:
             while session.prefill_left:
                 row = PrefillRow.from_next_tokens(session, min(most, session.prefill_left))
-                flight = self._runner.submit([row], [])
+                flight = self._runner.submit_round([row], [])
                 session.prefill_sent = row.end
-                result = self._runner.collect(flight).prefill[0]
+                result = self._runner.collect_round(flight).prefill[0]
                 if result.tokens:
                     session.commit_tokens(result.tokens, 0.0)
 
@@ -300,20 +304,20 @@ class RoundDriver:
 
     def _submit(self, sessions: list[Session]) -> Any:
         for session in sessions:
-            need = session.kv.len + self._runner.slot_headroom.beyond(session)
+            need = session.kv.len + self._runner.slot_headroom.slots_beyond(session)
             if session.kv.capacity < need:
                 grown = session.kv.reserve(need)
                 assert grown, "the pool is too small"
-                self._runner.grown(session)
+                self._runner.record_new_blocks(session)
         rows = [
             VerifyRow(session, in_process_depth=session.in_process_depth) for session in sessions
         ]
-        return self._runner.submit([], rows)
+        return self._runner.submit_round([], rows)
 
     def _settle(self, flight: Any, sessions: list[Session]) -> int:
         tokens = 0
-        outcome = self._runner.collect(flight)
-        for session, row in zip(sessions, outcome.decoded.rows(), strict=True):
+        outcome = self._runner.collect_round(flight)
+        for session, row in zip(sessions, outcome.decoded.all_rows(), strict=True):
             session.commit_tokens(row.tokens, 0.0)
             tokens += len(row.tokens)
         return tokens

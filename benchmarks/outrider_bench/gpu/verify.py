@@ -1,4 +1,4 @@
-"""Verify cost by rows and nodes: target, its head and acceptance, in one graph."""
+"""Cost of verification by rows and nodes: target, its head and acceptance, in one graph."""
 
 from __future__ import annotations
 

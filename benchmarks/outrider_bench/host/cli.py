@@ -1,9 +1,9 @@
-"""The host's share of a round in both processes, step by step, without models or transport.
+"""Host time of a round in verifier and drafter, step by step, without models or transport.
 
-Everything is real but the device: programs return canned tensors and copies to and from a device
-are left out. Processor time of the thread, of the lowest tenth of the rounds. A step is on the
-round's critical path (an idle device waits for it) unless it is marked: `beside` runs while a
-device, or the other process, works.
+Only the device is fake: programs return canned tensors, and copies to and from a device are left
+out. Times are the thread's processor time over the fastest tenth of the rounds. A step is on the
+round's critical path (an idle device waits for it) unless it is marked `beside`: such steps run
+while a device, or the other process, works.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider_bench.report import format_table
 
 
 class DrafterSide:
-    """A drafter's working thread, without the thread."""
+    """Work of a drafter's engine thread, run by the caller."""
 
     def __init__(self, sessions: int, steps: Steps, head: Any) -> None:
         self._steps = steps
@@ -154,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="the verifier where its own head drafts chains of N tokens",
+        help="the verifier where its in-process drafter drafts chains of N tokens",
     )
     parser.add_argument(
         "--routers",

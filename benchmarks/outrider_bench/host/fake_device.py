@@ -1,4 +1,4 @@
-"""What `host` puts in place of a device, and the clock that it reads."""
+"""Fake device of the host benchmarks with canned results, and the step timer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BESIDE: Final = " (beside)"
 
 
 class Steps:
-    """Processor time since the last mark, by the name of the step that ended."""
+    """Processor time between marks, by the name of the step that ended."""
 
     def __init__(self) -> None:
         self.taken: dict[str, list[float]] = defaultdict(list)
@@ -63,7 +63,7 @@ def steps_table(found: Mapping[str, Steps]) -> str:
 
 
 class CannedGraphs:
-    """Stands for `GraphCache`: what a launch returns is made once for a key."""
+    """Fake `GraphCache`: the result of a launch is made once for a key."""
 
     enabled = False
     sealed = True
@@ -82,7 +82,7 @@ class CannedGraphs:
 
 
 class CannedCalls:
-    """Stands for `DriverInterface`: starts no copy."""
+    """Fake `DriverInterface`: starts no copy."""
 
     def copy_array(self, to: Tensor, source: np.ndarray[Any, Any]) -> None:
         """Nothing, but for what it must be."""
@@ -90,7 +90,7 @@ class CannedCalls:
 
 
 class CannedReadback:
-    """Stands for `PendingDownload`: the tensor is on the host already."""
+    """Fake `PendingDownload`: the tensor is on the host already."""
 
     def __init__(self, tensor: Tensor, arrived: Callable[[], None]) -> None:
         self._tensor, self._arrived = tensor, arrived
@@ -114,7 +114,7 @@ class CannedReadback:
 
 
 class CannedLanding:
-    """Stands for `DownloadBuffer`: what was launched has landed."""
+    """Fake `DownloadBuffer`: launched copies are complete at once."""
 
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived
@@ -126,7 +126,7 @@ class CannedLanding:
 
 
 class CannedDownloads:
-    """Stands for `Downloader`: copies nothing."""
+    """Fake `Downloader`: copies nothing."""
 
     def __init__(self, arrived: Callable[[], None]) -> None:
         self._arrived = arrived

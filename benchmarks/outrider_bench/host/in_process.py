@@ -1,6 +1,6 @@
-"""The verifier's share of a round whose drafts are made in its own process.
+"""Host time of a verifier round with in-process drafts.
 
-As `host`, but rounds run ahead: nothing that they need comes from outside.
+As `host`, but a round is always in flight, because rounds need no proposals from other processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider_bench.host.scripted_verifier import LookAheadSide
 
 
 class InProcessSide(LookAheadSide):
-    """A verifier's engine thread beside a head of its own, a round always in flight."""
+    """Work of a verifier's engine thread with an in-process drafter, a round always in flight."""
 
     def __init__(self, sessions: int, rounds: int, length: int) -> None:
         """`length`: tokens of a draft."""

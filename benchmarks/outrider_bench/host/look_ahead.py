@@ -1,8 +1,8 @@
-"""The verifier's share of a round that goes on at once: every outcome has a draft already.
+"""Host time of a verifier round with look-ahead hits, so that the next round starts at once.
 
-As `host`, but each session is offered so many drafts for what the round in flight may emit, of
-which one is right; so the next round is submitted before anybody is told of this one. Critical is
-what lies between the landing of a round and the submission of the next.
+As `host`, but each session gets several drafts for outcomes of the in-flight round, one of which is
+right; the next round is therefore submitted before the verdicts of this one are sent. The critical
+path lies between the arrival of a round's results and the submission of the next round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DRAFT = DraftTree(
 
 
 class LookAheadHits(VerifierSide):
-    """A verifier's engine thread whose rounds stay in flight while drafts are taken in."""
+    """Work of a verifier's engine thread whose rounds stay in flight while drafts arrive."""
 
     offers = BESIDE
 
@@ -75,7 +75,7 @@ class LookAheadHits(VerifierSide):
         """A message of drafts, the right one of each session in the middle."""
         entries: list[Proposal] = []
         for session in self._core.sessions.values():
-            digest = int(self._core.handover._digests[session.handle])
+            digest = int(self._core.verdict_builder._digests[session.handle])
             for place in range(offered):
                 tokens = emitted if place == offered // 2 else (*emitted[:-1], 100 + place)
                 entries.append(

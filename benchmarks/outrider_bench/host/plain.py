@@ -1,8 +1,8 @@
-"""The verifier's share of a plain round, with sessions that pause speculation and without any.
+"""Host time of a plain round, with sessions whose speculation is off and without a drafter.
 
-As `host`, but rounds run ahead and verify nothing. Sessions whose drafts a planner has found to
-lose are to decode as fast as those that never had any: ways to be plain take turns, round by round,
-in one process, so that what else the machine does is the same for all.
+As `host`, but a round is always in flight and verifies nothing. Sessions whose planner has turned
+speculation off must decode as fast as sessions without a drafter: the configurations alternate
+round by round in one process, so that other load on the machine affects all of them equally.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUND_S: Final = 0.001
 
 
 class PlainSide(LookAheadSide):
-    """A verifier's engine thread whose sessions decode plainly, a round always in flight."""
+    """Work of a verifier's engine thread with plain sessions, a round always in flight."""
 
     def __init__(self, sessions: int, rounds: int, way: str, *, width: int = WIDTH) -> None:
         """`way`: one of WAYS."""
@@ -58,10 +58,10 @@ class PlainSide(LookAheadSide):
         policy: Any = self._core.policy
         if lean:
             policy._loads.times = lambda rows, **asked: ROUND_S
-        for known in policy._kinds.values():
+        for known in policy._workload_classes.values():
             contest: Any = SpeculationController(active_mode=Mode.PLAIN)
             contest._decided = True
-            contest._prices.learn(Mode.SPECULATE, float("inf"))
+            contest._prices.record_loss(Mode.SPECULATE, float("inf"))
             known.controllers = {load: contest for load in range(10)}
         policy.changed = True
 

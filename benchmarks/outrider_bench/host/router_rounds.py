@@ -1,9 +1,9 @@
-"""What a verifier's process can serve, its device aside: rounds a second with routers that listen.
+"""Rounds per second of a verifier process with routers connected, without device time.
 
-As `host_own`, but with its threads, its port and routers in processes of their own, which keep all
-sessions open, or open others for those that end, and read their events. The device takes no time,
-so what is found is how fast the process is: its engine thread and its event loop share one
-interpreter.
+As `in_process`, but with the verifier's threads and port, and with routers in separate processes,
+which keep all sessions open, or open new ones for those that end, and read their events. The device
+takes no time, so the result is the speed of the process: its engine thread and its event loop share
+one interpreter.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ async def measure_rounds(
     warm_s: float = WARM_S,
 ) -> None:
     """Print rounds a second and microseconds of the processor a round, of each thread. `length`:
-    tokens of an own draft. `answers`: tokens of an answer in the mean; 0: as many as may be."""
+    tokens of an in-process draft. `answers`: tokens of an answer in the mean; 0: as many as may
+    be."""
     with torch.inference_mode():
         side = VerifierSide(sessions, Steps(), planner="automatic", in_process_draft=length)
     service = side.service

@@ -1,4 +1,4 @@
-"""A verifier's engine thread over a device that answers at once, for `host` and its kin."""
+"""Verifier engine thread over a device that answers at once, shared by the host benchmarks."""
 
 from __future__ import annotations
 
@@ -74,12 +74,13 @@ def spec_of(
 
 
 def _fused(length: int) -> dict[str, Any]:
-    """The settings of a verifier whose own head drafts chains."""
+    """The settings of a verifier whose in-process drafter drafts chains."""
     return {"placement": "fused", "draft_length": length, "feature_head": "canned"}
 
 
 def _shape_of(key: Any) -> RoundShape:
-    """The shape that a graph was made for; own drafts behind a round have a graph of their own."""
+    """The shape that a graph was made for; in-process drafts behind a round have a graph of their
+    own."""
     shape: RoundShape = key[1] if isinstance(key, tuple) else key
     return shape
 
@@ -102,7 +103,7 @@ def _verified(shape: RoundShape, width: int) -> VerifyOutput:
 
 
 class VerifierSide:
-    """A verifier's engine thread, without the thread."""
+    """Work of a verifier's engine thread, run by the caller."""
 
     offers = ""
     """Whether what is offered is taken in, and verdicts are told, `BESIDE` a round."""
@@ -164,7 +165,7 @@ class VerifierSide:
             self._shm_channels.attach_drafter(_DRAFTER, shm_channel)
         self._waiting = self._unsaid = False
         self._rounds.flush = self._flushed
-        handover = self._core.handover
+        handover = self._core.verdict_builder
         before = "verifier: rest" + BESIDE if self.offers else "verifier: outcome settled"
         self.bracket(handover, "advance_prefixes", before, "verifier: prefixes moved" + self.offers)
         self.bracket(handover, "build_verdicts", None, "verifier: verdicts made" + self.offers)
@@ -268,8 +269,8 @@ class VerifierSide:
 
 
 class LookAheadSide(VerifierSide):
-    """A verifier's engine thread whose rounds need nothing from outside: one is always in flight.
-    Its planner decides."""
+    """Work of a verifier's engine thread with a round always in flight, because rounds need no
+    input from other processes. Its planner is `automatic`."""
 
     def __init__(self, sessions: int, *, width: int = WIDTH, in_process_draft: int = 0) -> None:
         """As `VerifierSide`."""

@@ -1,7 +1,7 @@
-"""The verifier's share of plain rounds while answers end and others take their places.
+"""Host time of plain rounds while sessions end and new ones start.
 
-As `host_plain`, but sessions come and go: with a small model hundreds a second. What a session
-costs at its beginning and its end, drafters that are told of it included, is part of a round here.
+As `plain`, but sessions start and end: with a small model hundreds a second. The cost of opening
+and closing a session, messages to drafters included, is part of a round here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SETTLING: Final = 60
 
 
 class ChurningSide(PlainSide):
-    """A verifier's engine thread; sessions that end are replaced at once."""
+    """Work of a verifier's engine thread; sessions that end are replaced at once."""
 
     def __init__(self, sessions: int, answers: int, way: str) -> None:
         super().__init__(sessions, 4 * answers, way, width=WIDTH)

@@ -1,7 +1,7 @@
 """`outrider bench acceptance`: mean tokens emitted per round, by draft shape, rule, temperature.
 
 Rounds and tokens are summed over answers that do not loop (see `prompts.LOOP_SHARE`); the figures
-with loops stand beside them. The token that prefill emits belongs to no round.
+with loops are reported beside them. The token that prefill emits belongs to no round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULES = ("target-only", "rejection", "coupled")
 
 @dataclass(slots=True)
 class AcceptanceTally:
-    """Rounds and tokens of some answers."""
+    """Counts of rounds and tokens over some answers."""
 
     answers: int = 0
     rounds: int = 0

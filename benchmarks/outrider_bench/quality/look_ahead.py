@@ -1,10 +1,10 @@
-"""`outrider bench look-ahead`: what a head's drafts are worth one round ahead, over known answers.
+"""`outrider bench look-ahead`: acceptance of a head's drafts made one round early.
 
-No services are started. The target answers every prompt once, greedily; then its answers are gone
-through again as if they were served, in lock-step and with look-ahead on every round (each draft
-grown one round early, from the head's own features over what the verdict between accepted). Hit
-rates say how often the verdict was among the first m outcomes that the drafter would have drafted
-for: ranked by its own code, from the freshest features, calibrated by the verdicts before.
+No services are started. The target answers every prompt once, greedily; then serving these answers
+is simulated, in lock-step and with look-ahead on every round (each draft grown one round early,
+from the head's own features over the tokens accepted in between). Hit rates are the shares of
+verdicts among the first m outcomes that the drafter would have drafted for: ranked by the drafter's
+code, from the newest features, calibrated by the previous verdicts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ROOM: Final = 1 << 20
 
 
 class OutcomeHits:
-    """How often the outcome of a round is among the first ones of a ranking."""
+    """Counts of outcomes that are among the first ones of a ranking."""
 
     def __init__(self, head: DraftHead) -> None:
         self._head = head
@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class HeadModels(NamedTuple):
-    """What is measured, loaded."""
+    """Loaded target and head."""
 
     files: ModelFiles
     target: TrainingTarget

@@ -1,4 +1,4 @@
-"""`outrider bench lossless`: token ids with and without a drafter, and why any of them differ.
+"""`outrider bench lossless`: token ids with and without a drafter, with differences explained.
 
 A difference is explained by running the target over the common prefix, in this process and in
 float32: at the first differing position the two ids must be a near tie of (logits / T + noise).

@@ -1,10 +1,11 @@
-"""Structured output against a running fleet: are all answers valid, and what does the form cost?
+"""Structured output against a running fleet: validity of all answers and cost of the grammar.
 
     python -m outrider_bench.quality.structured --router HOST:PORT --tokenizer DIR --schemas 500
 
-Schemas are generated, the same ones for the same seed. Every answer is judged by `jsonschema`, or
-was cut by max_tokens and said so. The same prompts, unconstrained, give the tokens a round and the
-time of a round to compare with. The time of a mask is measured in this process, along the answers.
+Schemas are generated, the same ones for the same seed. Every answer is validated by `jsonschema`,
+unless it reports a cut by max_tokens. The same prompts, unconstrained, give the tokens a round and
+the time of a round to compare with. The time of a mask is measured in this process, along the
+answers.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _value(rng: random.Random, depth: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StructuredAnswer:
-    """One answer, and how long its rounds took."""
+    """One answer with its round times."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a cell is: how drafts are made, how tokens are drawn, how many requests run at a time."""
+"""Cells of the serving benchmark: draft setting, sampling and concurrency of one measurement."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOOK_AHEAD: Final = {"0": 0, "1": 1, "auto": None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSetting:
-    """How a session drafts; the default is not at all."""
+    """Draft shape of a session; the default is none."""
 
     method: DraftMethod = DraftMethod.NONE
     tokens: int | None = None
@@ -123,7 +123,7 @@ def _parse_shape(text: str) -> DraftSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSetting:
-    """How tokens are drawn and judged."""
+    """Sampling parameters and acceptance rule."""
 
     temperature: float = 0.0
     rule: str = Rule.COUPLED.value
@@ -166,7 +166,7 @@ SETS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterHandicap:
-    """What a drafter suffers, to measure what it costs; the default is nothing."""
+    """Artificial delay of a drafter, to measure its cost; the default is none."""
 
     exchange_delay_ms: float = 0.0
     """Of all that it exchanges with a verifier, each way."""
@@ -187,7 +187,7 @@ NO_HANDICAP: Final = DrafterHandicap()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchCell:
-    """One figure of the table: everything that it depends on."""
+    """Complete setting of one measurement."""
 
     model: str
     placement: str

@@ -1,4 +1,4 @@
-"""Tokens/s over sessions: a line for each placement and drafts, plain decoding dashed."""
+"""Chart of tokens/s over sessions: a line for each placement and drafts, plain decoding dashed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`outrider bench serve`: whole requests through the router, in every placement.
 
 Starts router, verifier and drafter of each placement in turn (or takes a running router), sends
-closed or Poisson loads from processes of its own, and reports tokens/s, latencies, efficiency and
-the ratio to plain decoding of the same requests.
+closed or Poisson loads from separate client processes, and reports tokens/s, latencies, efficiency
+and the ratio to plain decoding of the same requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes that send requests and read the answers, enough of them not to be the limit."""
+"""Client processes that send requests and read answers, numerous enough not to be the limit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WaveCommand:
 
 @dataclass(frozen=True, slots=True)
 class WaveReport:
-    """What one client process says after a wave."""
+    """Results of one client process after a wave."""
 
     answers: list[WaveAnswer]
     cpu_share: float

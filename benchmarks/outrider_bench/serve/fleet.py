@@ -1,4 +1,4 @@
-"""The services behind a table: those of a placement, started here, or a router that runs."""
+"""Services under test: those of a placement, started here, or a running router."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUEUE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceMachine:
-    """How services are started, whatever the placement."""
+    """Parameters with which services are started, the same in every placement."""
 
     files: ModelFiles
     device: str
@@ -85,7 +85,7 @@ class BenchService:
 
 @dataclass(frozen=True, slots=True)
 class RunningFleet:
-    """Services that run."""
+    """Running services of a measurement."""
 
     address: str
     info: ServerInfo

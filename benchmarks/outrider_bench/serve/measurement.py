@@ -1,4 +1,4 @@
-"""Waves of a cell, one after the other: the first as a server meets it, the last as it stays."""
+"""Measurement of a cell in consecutive waves, from the first (cold) to the last (steady)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ START_S = 30.0
 
 @dataclass(slots=True)
 class TimeBudget:
-    """Seconds that a run may take, as far as that can be told beforehand."""
+    """Time limit of a run in seconds, as far as it can be estimated beforehand."""
 
     seconds: float | None = None
     clock: Callable[[], float] = time.monotonic

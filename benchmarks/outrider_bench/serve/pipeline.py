@@ -1,8 +1,8 @@
-"""`outrider bench pipeline`: what look-ahead gives, from cells of `outrider bench serve`.
+"""`outrider bench pipeline`: gain of look-ahead, from cells of `outrider bench serve`.
 
-Every figure is a ratio or share of cells of one file, which is of one commit; what the first file
-does not have is taken from the next that has it, and `sources` says which. What none has is null.
-A cell's fan-out, shape and planner are the best that were measured.
+Every figure is a ratio or share of cells of one file, which belongs to one commit. A figure that
+the first file lacks comes from the next file that has it, named in `sources`; one that no file has
+is null. A cell's fan-out, shape and planner are the best that were measured.
 """
 
 from __future__ import annotations

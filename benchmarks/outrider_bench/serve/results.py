@@ -1,9 +1,9 @@
-"""service.json: the cells of several runs on several machines, and what follows from them.
+"""Results file service.json: cells of several runs and machines, and derived figures.
 
     {commit, date, device, versions, cells: [...], exchange_us, host_ms_at_64, round_cost,
      events_per_s, plain_floor_ratio_min}
 
-Cells of one key replace each other. A file of another commit is begun anew, never mixed.
+A newer cell replaces one with the same key. A file of another commit is replaced, never merged.
 """
 
 from __future__ import annotations

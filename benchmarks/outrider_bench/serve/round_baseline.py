@@ -1,7 +1,8 @@
-"""How long a round takes where nothing but rounds is measured: the yardstick of efficiency.
+"""Round times without serving overhead, the baseline of serving efficiency.
 
-The results of `outrider bench gpu plain` and `rounds` on this kind of device, for a model of the
-cost that they measured; elsewhere, at one session, the verifier's own figure of the same minute.
+They are the results of `outrider bench gpu plain` and `rounds` on this kind of device, for a model
+of the cost that they measured. Without such a result, at one session, the forward time that the
+verifier reports for the same minute is used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FORWARD: Final = "forward_ms_p50 of the verifier"
 
 @dataclass(frozen=True, slots=True)
 class BaselineRound:
-    """A round's time in milliseconds, and where it is from."""
+    """Round time in milliseconds and its source."""
 
     ms: float
     source: str
@@ -34,7 +35,7 @@ class BaselineRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundBaseline:
-    """Rounds of the lab by drafts: {(placement, draft length): {sessions: ms}}."""
+    """Baseline round times by drafts: {(placement, draft length): {sessions: ms}}."""
 
     rounds: Mapping[tuple[str, int], Mapping[int, float]] = field(default_factory=dict)
 

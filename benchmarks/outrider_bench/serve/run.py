@@ -1,4 +1,4 @@
-"""One run: which services start, which cells they serve, what is left out and why."""
+"""One run of the serving benchmark: services to start, cells to serve, cells left out."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ GRID_SIZE: Final = WaveSize(per_session=2, min_requests=8)
 
 
 class BenchRun:
-    """What the flags ask for, measured service by service; the file is written after each cell."""
+    """The requested run, measured service by service; the file is written after each cell."""
 
     def __init__(self, args: argparse.Namespace, busy_cores: dict[str, int]) -> None:
         """Raises InvalidRequestError for flags that mean nothing."""

@@ -1,5 +1,8 @@
-"""What the readers of one wave of requests saw, and the figures of it. Times are in seconds of one
-monotonic clock that all processes of a machine share, figures in milliseconds."""
+"""Answers of one wave of requests and their metrics.
+
+Times are in seconds of one monotonic clock that all processes of a machine share, metrics in
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ OPEN_WARM_SHARE: Final = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveAnswer:
-    """One request as its reader saw it."""
+    """One request as its reader received it."""
 
     due: float
     """When it was to be sent; later than that is the client's fault and counts as waiting."""

@@ -1,6 +1,8 @@
-"""A small model and its head at a large one's cost, written to disk once and then used again:
-`python -m outrider_bench.serve.widened_model` in a process of its own, which gives all memory
-back."""
+"""Widened model of the serving benchmark: written to disk once, then reused.
+
+A small model and its head get the cost of a large one. A separate process (`python -m
+outrider_bench.serve.widened_model`) writes them, so that all its memory is freed.
+"""
 
 from __future__ import annotations
 

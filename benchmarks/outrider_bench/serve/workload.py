@@ -1,4 +1,4 @@
-"""Which requests a wave has, and when those of an open loop arrive."""
+"""Requests of a wave, and their arrival times in an open loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPEN_SECONDS: Final = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """One request."""
+    """One request of a wave."""
 
     text: str
     """Of the user's message."""
@@ -31,7 +31,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaveSize:
-    """How many requests a wave has."""
+    """Number of requests of a wave."""
 
     per_session: int = REQUESTS
     min_requests: int = MIN_REQUESTS

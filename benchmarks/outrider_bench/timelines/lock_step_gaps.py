@@ -1,9 +1,9 @@
-"""What a round in lock-step waits for, by the timelines of a verifier and its drafter.
+"""Breakdown of the gaps between lock-step rounds, from timelines of a verifier and its drafter.
 
-A gap reaches from the end of a verify forward to the start of the next one. In lock-step one batch
-of drafts lies in it, and what is in between goes by steps that follow each other. Gaps in which
-more is drafted than once, or nothing, or in which steps overlap, are left out; rounds that read
-prompts beside their rows are not told from others. Record services that do nothing but lock-step.
+A gap reaches from the end of a verify forward to the start of the next one. In lock-step it
+contains one batch of drafts and consists of consecutive steps. Gaps with no draft or several, or
+with overlapping steps, are left out; rounds with prefill chunks are not distinguished from others.
+Record services that only run in lock-step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _VERIFIER, _DRAFTER = "verifier", "drafter"
 
 @dataclass(frozen=True, slots=True)
 class RoundGap:
-    """One gap: rows of the round that follows, and each step's microseconds, as in STEPS."""
+    """One gap: rows of the round after it, and the microseconds of each step in STEPS."""
 
     rows: int
     steps: tuple[float, ...]

@@ -1,8 +1,8 @@
-"""Timelines of several processes of one host as one: for Perfetto, and as a picture.
+"""Merge of the timelines of several processes of one host, for Perfetto and as a picture.
 
-Each process writes its own (`outrider serve --trace-dir`, `outrider bench serve --trace-dir`); what
-happened first is at 0. The picture shows some milliseconds, by default out of the
-middle; spans that contain others are drawn around them.
+Each process writes its own (`outrider serve --trace-dir`, `outrider bench serve --trace-dir`); the
+earliest event is at 0. The picture shows some milliseconds, by default from the middle; spans that
+contain others are drawn around them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a verifier and its drafter: what is between two forwards in lock-step",
     )
     add("--gaps-out", type=Path, metavar="PART.json", help="write exchange_us for service.json")
-    add("--idle-cores", action="store_true", help="there, say that no cores were kept awake")
+    add("--idle-cores", action="store_true", help="there, say that no cores were kept busy-polling")
 
 
 def run(args: argparse.Namespace) -> None:

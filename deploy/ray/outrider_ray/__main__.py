@@ -1,8 +1,8 @@
 """Command line of the launcher: `python -m outrider_ray`, or `outrider ray`.
 
 Prints one line {"event": "ready", "address": "HOST:PORT"} on stdout when it serves; logs go to
-stderr. `status`, `stop` and `node` as a first argument are commands of their own. Heavy imports
-follow the parsing of the flags, so that --help and mistakes answer at once.
+stderr. `status`, `stop` and `node` as a first argument are separate commands. Heavy imports follow
+the parsing of the flags, so that --help and usage errors return at once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ def make_parser() -> argparse.ArgumentParser:
         const=False,
         help="compute every prompt from its beginning",
     )
-    add("--simulated-acceptance", metavar="RATES", help="benchmarks only: drafts stand by chance")
+    add(
+        "--simulated-acceptance",
+        metavar="RATES",
+        help="benchmarks only: drafts are accepted by chance",
+    )
     add("--listen", metavar="HOST:PORT", help="address of the client API")
     add("--http", metavar="HOST:PORT", help="address of OpenAI's API over HTTP")
     add("--kv-tokens", type=int, metavar="N", help="KV budget of the verifier")

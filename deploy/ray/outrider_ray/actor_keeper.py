@@ -1,4 +1,4 @@
-"""Keeps an actor of one name alive: a new one takes the place of a dead one."""
+"""Actor keeper: replaces an actor of a given name whenever it dies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def next_pause(pause_s: float, ran_s: float) -> float:
 
 
 class ActorKeeper:
-    """Keeps an actor of one name alive."""
+    """Keeps the actor of one name alive."""
 
     def __init__(self, name: str, serve: Callable[[], Awaitable[RayEndpoint]]) -> None:
         """`serve` starts the actor, or finds it, and waits until it is ready."""

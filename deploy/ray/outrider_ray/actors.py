@@ -1,4 +1,4 @@
-"""The endpoints as they are made within their actors; torch is imported there and only there."""
+"""Endpoint factories that run inside the actors, the only processes that import torch."""
 
 from __future__ import annotations
 

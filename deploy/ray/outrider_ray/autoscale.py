@@ -1,8 +1,8 @@
-"""How many verifiers and drafters a fleet should have. Pure: what is seen goes in, actions out.
+"""Autoscaling policy: number of verifiers and drafters of a fleet. Pure: load in, actions out.
 
-A pool is *hot* while requests queue or its members are nearly full, *cold* while one fewer would
-do. Only what lasts counts, one change a pool is under way at a time, and a change is given time to
-show its effect.
+A pool is *hot* while requests queue or its members are nearly full, *cold* while one member fewer
+suffices. A pool changes only after a state has lasted, by one change at a time, with a pause after
+each change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider_ray.members import FleetMember, MemberRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleConfig:
-    """When pools grow and shrink; keys of the table `[autoscale]`."""
+    """Thresholds of growing and shrinking pools; keys of the table `[autoscale]`."""
 
     max_verifiers: int = 0
     """Most verifiers; 0: as many as there are at the start."""
@@ -57,7 +57,7 @@ class AutoscaleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberLoad:
-    """One member as it is seen now."""
+    """Current load of one member."""
 
     member: FleetMember
     sessions: int = 0
@@ -70,7 +70,7 @@ class MemberLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
-    """The members of one role, and what is remembered of them between two looks."""
+    """Members of one role, and the state kept between two evaluations."""
 
     role: MemberRole
     min_members: int

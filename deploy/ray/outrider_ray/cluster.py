@@ -1,4 +1,4 @@
-"""Starting or joining Ray, and stopping it within a bounded time, without leaving a process."""
+"""Ray cluster lifecycle: start or join Ray, and stop it within a bounded time."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _stop_ray() -> None:
 
 
 class LocalProcess:
-    """A process on this machine that no later process with the same id can be taken for."""
+    """A local process, identified so that a reused process id is not mistaken for it."""
 
     def __init__(self, pid: int) -> None:
         """Raises OSError if there is no such process."""

@@ -1,4 +1,4 @@
-"""`status`, `stop` and `node`: what is said to a detached fleet, and a node that is kept alive."""
+"""Commands `status`, `stop` and `node`: control of a detached fleet and of a Ray node."""
 
 from __future__ import annotations
 

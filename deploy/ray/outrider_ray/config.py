@@ -1,4 +1,4 @@
-"""Configuration of the launcher; each field is a key of its TOML file."""
+"""Launcher configuration; each field is a key of its TOML file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL_HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayFleetConfig:
-    """Everything the launcher is told. Raises ValueError for values out of range."""
+    """Complete configuration of the launcher. Raises ValueError for values out of range."""
 
     model: str
     """The target: a directory, or a model's name that every node resolves for itself."""
@@ -90,8 +90,9 @@ class RayFleetConfig:
     metrics_port: int = -1
     """Port of the router's Prometheus endpoint; 0 takes a free one, -1 serves none."""
     exchange: Annotated[str, OneOf(EXCHANGES)] = GRPC
-    """How rounds and sessions travel: grpc, from process to process and by lanes within a node; or
-    refs, as actor calls with object refs for large messages, and no lanes."""
+    """How rounds and sessions travel: grpc, from process to process and by shared-memory channels
+    within a node; or refs, as actor calls with object refs for large messages, and no
+    shared-memory channels."""
     ray_address: str = ""
     """Cluster to join: HOST:PORT of its head, or auto; "" starts a local one."""
     namespace: str = "outrider"

@@ -1,4 +1,4 @@
-"""The router in the launcher's process: the client API over gRPC, the fleet over Ray."""
+"""Router inside the launcher's process: client API over gRPC, fleet over Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedRouter:
-    """A serving router."""
+    """A router that serves inside the launcher's process."""
 
     service: RouterService
     address: str

@@ -1,6 +1,7 @@
-"""Keys of router, verifier and drafter that the launcher decides, or that mean nothing under Ray.
+"""Configuration keys that the launcher sets itself or that have no meaning under Ray.
 
-All others can be given in the launcher's tables `[router]`, `[verifier]` and `[drafter]`.
+All other keys of router, verifier and drafter can be given in the launcher's tables `[router]`,
+`[verifier]` and `[drafter]`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The actors of one fleet: placed, kept alive, added and let go."""
+"""Actors of one fleet: placement, restart, adding and removing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ServeActor = Callable[..., Awaitable[RayEndpoint]]
 
 
 class ActorFleet:
-    """The actors of one fleet."""
+    """Places, keeps alive, adds and removes the actors of one fleet."""
 
     def __init__(self, config: RayFleetConfig) -> None:
         """Ray must be up. Raises InvalidRequestError where the parts do not fit together, and

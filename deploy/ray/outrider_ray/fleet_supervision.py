@@ -1,5 +1,7 @@
-"""A fleet, its router and its autoscaling, from their start to their end: what the launcher's
-process does, or a supervisor actor."""
+"""Runs a fleet, its router and its autoscaling from start to end.
+
+It runs in the launcher's process or in a supervisor actor.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who belongs to a fleet: actors by role and number, and the cells that are placed together."""
+"""Fleet members: actors by role and number, and the cells that are placed together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class MemberRole(IntEnum):
-    """What an actor does."""
+    """Role of an actor."""
 
     VERIFIER = 0
     DRAFTER = 1
@@ -15,7 +15,7 @@ class MemberRole(IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class FleetMember:
-    """One actor of a fleet."""
+    """Role and number of one actor of a fleet."""
 
     role: MemberRole
     index: int

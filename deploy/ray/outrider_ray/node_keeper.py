@@ -1,8 +1,8 @@
-"""A node of a Ray cluster that joins it again when it was declared dead.
+"""Node keeper: rejoins a Ray node to its cluster after it was declared dead.
 
-Ray's raylet ends once the cluster has given its node up: after a partition that has healed, or a
-pause of the machine. Something has to start it again. On Kubernetes that is the kubelet; elsewhere
-this is a supervisor of one process.
+Ray's raylet exits once the cluster has declared its node dead, for instance after a network
+partition or a pause of the machine, and has to be restarted. On Kubernetes the kubelet does that;
+elsewhere this module supervises that one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Places for the actors: placement groups with a bundle for each, and shares of GPUs."""
+"""Actor placement: placement groups with a bundle for each actor, and GPU shares."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def actor_bundle(config: RayFleetConfig, role: MemberRole) -> dict[str, float]:
 
 
 class ActorPlacement:
-    """The placement groups of one fleet; they end with it, unless it is detached."""
+    """Placement groups of one fleet; they end with it, unless it is detached."""
 
     def __init__(self, config: RayFleetConfig) -> None:
         """`config` with its share of GPUs resolved."""

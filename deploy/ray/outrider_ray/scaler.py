@@ -1,4 +1,4 @@
-"""Performs what `autoscale.plan` decides: actors are made and let go, the router is told."""
+"""Scaler: carries out the decisions of `autoscale.plan_scaling` and informs the router."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetScaler:
-    """Keeps the pools of one fleet as large as they should be."""
+    """Keeps the pools of one fleet at the size that the policy asks for."""
 
     def __init__(self, config: RayFleetConfig, fleet: ActorFleet, service: RouterService) -> None:
         self._config = config

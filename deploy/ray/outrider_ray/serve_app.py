@@ -1,9 +1,9 @@
 """Outrider as a Ray Serve application: `serve run outrider_ray.serve_app:app model=NAME`.
 
-One replica is what the launcher is elsewhere: it makes verifiers and drafters as actors of its own,
-keeps them alive, and its router answers OpenAI's HTTP API behind Serve's proxies. Its actors end
-with it, however that ends; Serve makes the next one. More replicas would be more fleets: load is
-answered by `max_verifiers` and `max_drafters`, not by replicas.
+One replica replaces the launcher: it creates verifiers and drafters as actors, keeps them alive,
+and its router serves OpenAI's HTTP API behind Serve's proxies. Its actors always end with it, and
+Serve starts the next replica. More replicas would be more fleets: scale with `max_verifiers` and
+`max_drafters` instead.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def launch_config(args: Mapping[str, Any]) -> RayFleetConfig:
 
 
 class Ingress:
-    """Serve's replica: a supervised fleet, and the HTTP API of its router."""
+    """Serve replica with a supervised fleet and the HTTP API of its router."""
 
     async def __init__(self, config: RayFleetConfig) -> None:  # type: ignore[misc]
         """Returns once the fleet serves. Raises what its start raised."""

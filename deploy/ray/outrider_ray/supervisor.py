@@ -1,7 +1,7 @@
-"""The supervisor of a detached fleet: an actor that outlives whoever started it.
+"""Supervisor of a detached fleet: an actor that outlives the process that started it.
 
-Ray restarts it when its process or its node dies, wherever there is room; then it finds the actors
-that are still there by their names, and goes on with them.
+Ray restarts it on any node with resources when its process or its node dies; it then finds the
+actors that still run by their names and continues with them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MEMORY = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberStatus:
-    """One actor of a fleet."""
+    """Status of one actor of a fleet."""
 
     name: str
     pid: int = 0
@@ -55,7 +55,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
-    """What a supervisor says of its fleet."""
+    """Status of a fleet as its supervisor reports it."""
 
     state: str = STARTING
     """starting, serving, failed or stopped."""
@@ -77,7 +77,7 @@ class FleetStatus:
 
 
 class SupervisorHost:
-    """The actor. The fleet lives on a thread with an event loop of its own."""
+    """Supervisor actor. The fleet lives on a thread with an event loop of its own."""
 
     def __init__(self, config: RayFleetConfig) -> None:
         """Begins to start the fleet: Ray calls this after a restart too, and nothing else."""

@@ -1,4 +1,4 @@
-"""The rows of a draft batch on their way to the device.
+"""Static input buffers of a draft launch: stages the rows of a batch and uploads them.
 
 B rows of a bucket, R new rows a session, F feature rows that are uploaded, H feature width.
 """
@@ -50,7 +50,7 @@ class LaunchSessions(NamedTuple):
     has_penalties: bool
     """Whether tokens of any are counted for its penalties."""
     has_logits_processing: bool
-    """Whether any session warps its logits."""
+    """Whether any session processes its logits."""
     has_grammar: bool
     """Whether any session is in a grammar."""
     needs_general_graph: NDArray[np.bool_]
@@ -157,11 +157,11 @@ class StagedRows(NamedTuple):
 
 
 class DraftBatch:
-    """Static inputs of a launch, filled from the host: words by an upload that the launch begins
-    with, features by a copy before it.
+    """Static inputs of a launch, filled from the host.
 
-    Features that lie in a lane's memory are copied from there, in the order in which they were
-    told; the host puts others in order first.
+    Words are uploaded at the beginning of the launch, features by a copy before it. Features that
+    lie in a shared-memory channel's memory are copied from there, in the order in which they were
+    received; others are put in order by the host first.
     """
 
     def __init__(

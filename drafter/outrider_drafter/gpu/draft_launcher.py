@@ -1,4 +1,4 @@
-"""One launch of drafts, and what comes back from it; of sessions and of branches alike.
+"""Launches drafts for sessions or outcomes on the GPU and reads the results back.
 
 B rows of a bucket, K chain length, n tree nodes.
 """
@@ -35,13 +35,13 @@ from outrider_drafter.state.outcomes import OUTCOME_BATCH_SIZES
 from outrider_drafter.state.session import FollowedSession
 
 LaunchOutput = tuple[Tensor, Tensor | None]
-"""int32 [B, K] tokens of chains; with others [B, K, 1 + A] (see `ChainDraft`); with laws [B, 2K]
-tokens and sizes, and the entries (see `ChainDistributions`); [B, 3, n] tokens, parents and log-prob
-bits of trees."""
+"""int32 [B, K] tokens of chains; with others [B, K, 1 + A] (see `ChainDraft`); with distributions
+[B, 2K] tokens and sizes, and the entries (see `ChainDistributions`); [B, 3, n] tokens, parents and
+log-prob bits of trees."""
 
 
 class DraftLauncher:
-    """Grows a shape from new rows and reads it back."""
+    """Grows drafts of a shape from new rows and reads them back."""
 
     def __init__(
         self, program: LookAheadProgram, rows: PagedDraftKV, landing: DownloadBuffer

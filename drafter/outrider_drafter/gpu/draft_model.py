@@ -1,4 +1,4 @@
-"""What a device drafts with: a head, or a small model; the rest of the drafter treats them alike.
+"""Common interface of EAGLE heads and small models on the GPU.
 
 L layers, G key/value heads, S pool slots, d head dimension.
 """
@@ -18,16 +18,16 @@ from outrider.engine.heads import DraftHead
 from outrider.engine.target import TargetModel
 from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS, KVShape
 from outrider_drafter.gpu.shapes import MODEL_BUCKETS, Buckets
-from outrider_drafter.proposers.kv_proposer import RowSource
+from outrider_drafter.proposers.kv_proposer import RowInputs
 
 MakeForward = Callable[[Tensor, int], DraftForward]
 """Over K/V storage [2, L, G, S, d], for sessions of so many rows at most."""
 
 
 class GpuDraftModel(NamedTuple):
-    """A head or a model before it has memory of its own."""
+    """An EAGLE head or small model without K/V memory of its own yet."""
 
-    feed: RowSource
+    feed: RowInputs
     kv: KVShape
     vocabulary: DraftVocabulary
     max_context: int
@@ -44,7 +44,7 @@ def make_eagle_model(head: DraftHead) -> GpuDraftModel:
         return HeadForward(weights, storage=storage, block_tokens=BLOCK_TOKENS, max_len=max_len)
 
     return GpuDraftModel(
-        feed=RowSource.of_head(head),
+        feed=RowInputs.of_head(head),
         kv=KVShape(1, config.num_kv_heads, config.head_dim),
         vocabulary=DraftVocabulary(weights.target_ids, weights.draft_columns),
         max_context=config.max_position_embeddings,
@@ -67,7 +67,7 @@ def make_small_model(model: TargetModel, vocab_size: int) -> GpuDraftModel:
         )
 
     return GpuDraftModel(
-        feed=RowSource(),
+        feed=RowInputs(),
         kv=KVShape(config.num_layers, config.num_kv_heads, config.head_dim),
         vocabulary=DraftVocabulary.identity(vocab_size, model.device),
         max_context=config.max_position_embeddings,

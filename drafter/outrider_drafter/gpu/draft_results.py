@@ -1,4 +1,4 @@
-"""Drafts as they come down from a device, and the distributions that chains were drawn from.
+"""Converts draft words read from the GPU into chains, trees and their draft distributions.
 
 B sessions (rows of a bucket), K chain length, n tree nodes, L the most entries of a distribution.
 """
@@ -31,9 +31,9 @@ def make_chains_with_distributions(
 ) -> list[ProposedDraft]:
     """The drafts of the first rows of a bucket, cut to `lengths`.
 
-    words: int32 [B, 2K], the tokens and the sizes of their laws, already here; entries: int32
-    [2, B, K, L] on the device, draft ids and counts, of which only what the largest law needs is
-    fetched; target_ids: int32 [Vd].
+    words: int32 [B, 2K], the tokens and the sizes of their distributions, already here; entries:
+    int32 [2, B, K, L] on the device, draft ids and counts, of which only what the largest
+    distribution needs is fetched; target_ids: int32 [Vd].
     """
     steps = words.shape[1] // 2
     tokens, sizes = words[: len(lengths), :steps], words[: len(lengths), steps:]

@@ -1,4 +1,4 @@
-"""What a device holds of each session that it drafts for (no tensors)."""
+"""Per-session state of the GPU proposer in host columns: slot, K/V rows, shape. No tensors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HAS_GRAMMAR: Final = 4
 """it is in a grammar;"""
 NEEDS_GENERAL_GRAPH: Final = 8
 """its drafts have only the form that may warp logits, whatever it does to them: it warps them, is
-in a grammar, grows trees of the best children by the target's noise, or ships its laws;"""
+in a grammar, grows trees of the best children by the target's noise, or ships its distributions;"""
 USES_PREFIX_NOISE: Final = 16
 """each of its prefixes draws from noise of its own."""
 
 
 class DraftSlotTable:
-    """What the device holds of each session; columns by slot of the session table."""
+    """Device state of each session; columns by slot of the session table."""
 
     def __init__(self) -> None:
         self.seats = np.empty(0, dtype=np.int64)

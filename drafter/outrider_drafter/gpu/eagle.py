@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as a draft source for an accelerator."""
+"""GpuEagleProposer: EAGLE-3 proposer on the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider_drafter.proposers.eagle import EagleProposer
 
 
 class GpuEagleProposer(GpuProposer):
-    """See `GpuProposer`; what the device does not cover is drafted by a `EagleProposer`."""
+    """A `GpuProposer` with an EAGLE-3 head; other drafts come from an `EagleProposer`."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Drafts of one launch for sessions in a grammar: the masks that it begins with, and what may stand
-of the chains that come back.
+"""Grammar masks of one draft launch, and truncation of its drafts to what grammars allow.
 
-A launch drafts all levels by itself, so what is known before it is masked: what must follow where a
-draft begins, up to the first place that is open. K chain length, W words of a mask.
+A launch drafts all levels by itself, so only what is known before it is masked: the tokens that
+must follow where a draft begins, up to the first position with a choice. K chain length, W words of
+a mask.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Masks = NDArray[np.uint32]
 
 
 class DraftConstraintState(NamedTuple):
-    """Where a draft begins."""
+    """Constraint of a session at the start of a draft."""
 
     constraint: Constraint
     path: Sequence[int] = ()
@@ -69,7 +69,8 @@ def truncate_chains(
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Chains: tokens words int32 [>= B, K], as many of each as counts int64 [B] say, and what else
     might have been drafted, int32 [>= B, K, A]. Of those that begin in a grammar, what may stand
-    there (`ChainTruncation`); nothing where the grammar does not lead. Not for draws from a law."""
+    there (`ChainTruncation`); nothing where the grammar does not lead. Not for draws from a
+    distribution."""
     bound = [row for row, start in enumerate(starts) if start is not None]
     if not bound:
         return words, counts

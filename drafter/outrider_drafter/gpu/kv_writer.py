@@ -1,6 +1,6 @@
-"""Catch-up rows of one session whose prediction nobody wants, written by graphs of a few sizes.
+"""Writes the K/V of a session's catch-up rows by captured graphs of a few sizes.
 
-R rows of a size, H feature width.
+No prediction is computed for these rows. R rows of a size, H feature width.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, to_raw_ar
 
 WRITE_BUCKETS: Final = (64, 256, MAX_ROWS_PER_WRITE)
 _WORDS: Final = 3
-"""Before the tokens: seat, count, start."""
+"""Before the tokens: device slot, count, start."""
 
 
 class KVRowWriter:
-    """Static inputs of a write, filled from the host."""
+    """Static inputs of a K/V write, filled from the host, and its launch."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Look-ahead on a device: proposals are scored, then drafted for where they may end.
+"""Look-ahead on the GPU: scores pending proposals, then drafts for their outcomes.
 
-What is scored stays until the next time: branches need their sessions' real rows, which look-ahead
-never writes, and the places' features, which are held beside them.
+Scores stay valid until the next scoring: drafts for outcomes need their sessions' real rows, which
+look-ahead never writes, and the features of the scored positions, which are kept beside them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider_drafter.gpu.draft_launcher import DraftLauncher
 from outrider_drafter.gpu.outcome_drafting import OutcomeDrafter, ScoredSessions
 from outrider_drafter.gpu.outcome_scoring import MAX_SCORED_NODES, ProposalScorer, ProposalScores
 from outrider_drafter.gpu.paged_kv import PagedDraftKV
-from outrider_drafter.gpu.scoring_layout import PlacedProposal
+from outrider_drafter.gpu.scoring_layout import ProposalRange
 from outrider_drafter.gpu.shapes import DraftTreeShape, ProposalShape
 from outrider_drafter.proposers.interface import (
     Outcome,
@@ -32,7 +32,7 @@ from outrider_drafter.proposers.interface import (
 
 
 class GpuLookAhead:
-    """What was scored last, and the drafts that begin there."""
+    """Scores of the last pass, and the outcome drafts that begin there."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class GpuLookAhead:
         )
         self._lives: Sequence[PendingProposal] = ()
         self._scores = ProposalScores(())
-        self._placed: dict[int, tuple[PlacedProposal, DraftTreeShape]] = {}
+        self._placed: dict[int, tuple[ProposalRange, DraftTreeShape]] = {}
         """By live proposal, those that are to be scored."""
         self._parts: list[tuple[LaunchSessions, Sequence[int]]] = []
         """What was launched, with the live proposals of the sessions."""
@@ -97,7 +97,7 @@ class GpuLookAhead:
 
     def add_proposal(self, live: int, shape: DraftTreeShape) -> ProposalShape:
         """Place a proposal whose branches will have a shape; what of it will be scored."""
-        placed = PlacedProposal.of_tree(self._lives[live].tree)
+        placed = ProposalRange.of_tree(self._lives[live].tree)
         self._placed[live] = placed, shape
         return placed.nodes
 

@@ -1,7 +1,7 @@
-"""Drafts for outcomes of the proposals scored last: one launch for all branches of a shape.
+"""Drafts on the GPU for outcomes of the proposals scored last, one launch for each shape.
 
-A branch has blocks of its own for what is not its session's prefix; nothing of a session changes.
-O outcomes, B branches of a bucket, R rows of a path, H feature width.
+An outcome's branch has K/V blocks of its own for all that is not its session's prefix; no state of
+a session changes. O outcomes, B branches of a bucket, R rows of a path, H feature width.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class OutcomeBatch:
 
 
 class OutcomeDrafter:
-    """Drafts for outcomes."""
+    """Drafts for outcomes by captured graphs."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""What may follow at every place of live proposals: one launch for those that have one form.
+"""Scores candidate tokens after every node of pending proposals on the GPU.
 
-B proposals of a bucket, N nodes, P = 1 + N places, c candidates a place, H feature width, n nodes
-of one proposal. What the launches leave of the places' features is *held* on the device, for
-branches to begin from, until proposals are scored again.
+Proposals of one shape share a launch. B proposals of a bucket, N nodes, P = 1 + N places (root and
+nodes), c candidates a place, H feature width, n nodes of one proposal. The features of the places
+are *held* on the device, for outcome drafts to begin from, until proposals are scored again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.spec.tree import ROOT
 from outrider_drafter.gpu.batch import StagedRows
 from outrider_drafter.gpu.grammar_masks import mask_candidates
 from outrider_drafter.gpu.paged_kv import PagedDraftKV
-from outrider_drafter.gpu.scoring_layout import NO_ROW, Indices, PlacedProposal, ScoredRows
+from outrider_drafter.gpu.scoring_layout import NO_ROW, Indices, ProposalRange, ScoredRows
 from outrider_drafter.gpu.shapes import ProposalShape, scoring_shapes
 from outrider_drafter.proposers.interface import (
     OutcomeScores,
@@ -54,14 +54,15 @@ class ProposalBatch:
         """int32 [1]: where the places of the proposals are held from."""
 
     def stage_proposals(
-        self, nodes: ProposalShape, placed: Sequence[PlacedProposal], size: int, first: int
+        self, nodes: ProposalShape, placed: Sequence[ProposalRange], size: int, first: int
     ) -> None:
         """Stage proposals in a bucket."""
         words = self._mirror.array
         words[0] = first
         tokens, parents = words[1 : _words(nodes, size)].reshape(2, size, nodes.num_nodes)
         tokens[:] = -1
-        # What a chain sees is not looked up: its nodes stand one below the other, there or not.
+        # What a chain sees is not looked up: its nodes are accepted one below the other, there or
+        # not.
         parents[:] = np.arange(nodes.num_nodes) - 1 if nodes.is_chain else ROOT
         for row, each in enumerate(placed):
             each.write_row(row, tokens, parents)
@@ -79,7 +80,7 @@ def _words(nodes: ProposalShape, size: int) -> int:
 
 
 class ProposalScorer:
-    """Launches the scoring of proposals and keeps what it left on the device."""
+    """Launches the scoring of proposals and holds its features on the device."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class ProposalScorer:
         self,
         nodes: ProposalShape,
         staged: StagedRows,
-        placed: Sequence[PlacedProposal],
+        placed: Sequence[ProposalRange],
         *,
         first: int = 0,
         warps: bool,
@@ -150,12 +151,12 @@ class ProposalScores:
         self._tokens, self._logprobs = empty_candidates(lives, NUM_CANDIDATES)
         self._rows: list[Indices] = [np.full(1 + len(live.tree), NO_ROW) for live in lives]
 
-    def add_proposal(self, live: int, placed: PlacedProposal, first: int) -> None:
+    def add_proposal(self, live: int, placed: ProposalRange, first: int) -> None:
         """One proposal was launched; its places are held from `first` on."""
         places = placed.node_rows
         self._rows[live] = np.where(places != NO_ROW, first + places, NO_ROW)
 
-    def store_int32s(self, live: int, placed: PlacedProposal, words: NDArray[np.int32]) -> None:
+    def store_int32s(self, live: int, placed: ProposalRange, words: NDArray[np.int32]) -> None:
         """What came back of it, int32 [P, 2, c]."""
         there = (placed.node_rows != NO_ROW)[:, None]
         found = words[placed.node_rows]
@@ -171,7 +172,7 @@ class ProposalScores:
         self._logprobs[live][:, :width] = logprobs[:, :width]
 
     def all_scores(self) -> OutcomeScores:
-        """All of them, in the order of the proposals; of sessions in a grammar, what is legal."""
+        """All of them, in the order of the proposals; of sessions in a grammar, what is allowed."""
         if any(live.session.has_constraint for live in self._lives):
             mask_candidates(self._lives, self._tokens, self._logprobs)
         places, prefixes = self._index

@@ -1,4 +1,4 @@
-"""K/V rows of what drafts on the device: slots, blocks and sampling state of the followed sessions.
+"""Paged K/V cache of the draft model: slots, blocks and sampling state of followed sessions.
 
 X session slots, the last one for padding; T blocks of a table, L layers, G key/value heads, S pool
 slots, d head dimension.

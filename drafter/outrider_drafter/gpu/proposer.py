@@ -1,13 +1,13 @@
-"""Drafts of which each is one launch on the device, whatever drafts there: a head or a model.
+"""GpuProposer: proposer whose drafts are single GPU launches, for an EAGLE head or a small model.
 
 A batch of sessions costs one upload, one graph (catch-up, all levels, all choices) and one
-download; the host waits for the device once (twice where laws come along: how much of them is to be
-fetched is known after the first time). Look-ahead costs one of each to score proposals and one
-of each for all branches of a shape. What the device does not cover (trees of the rejection rule,
-few allowed ids) goes to a source on the host over the same weights.
+download; the host waits for the device once (twice with draft distributions: their size is known
+only after the first wait). Look-ahead costs one of each to score proposals and one of each for all
+branches of a shape. Drafts that the device does not support (trees of the rejection rule, few
+allowed ids) are made by a proposer on the host over the same weights.
 
 X session slots; B rows of a bucket, R new rows a session, K chain length, n tree nodes, L layers, G
-key/value heads, S rows, d head dimension. A *seat* is a session's slot on the device.
+key/value heads, S rows, d head dimension. A *device slot* is a session's slot on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from outrider_drafter.gpu.grammar_masks import draft_starts
 from outrider_drafter.gpu.look_ahead import GpuLookAhead
 from outrider_drafter.gpu.outcome_drafting import SCRATCH_BLOCKS
 from outrider_drafter.gpu.outcome_scoring import NUM_SWEEPS
-from outrider_drafter.gpu.session_slots import GpuSessionFollower
+from outrider_drafter.gpu.session_slots import GpuProposerBase
 from outrider_drafter.gpu.shapes import (
     DraftTreeShape,
     ProposalShape,
@@ -60,8 +60,8 @@ from outrider_drafter.state.session import FollowedSession, SessionKey
 logger = logging.getLogger(__name__)
 
 
-class GpuProposer(GpuSessionFollower):
-    """A draft source for an accelerator; on a CPU it runs the same code."""
+class GpuProposer(GpuProposerBase):
+    """A proposer whose drafts are captured GPU graphs; on a CPU it runs the same code."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Where the nodes of live proposals stand on a device, and the paths that branches take (pure).
+"""Layout of pending proposals' nodes in a scoring launch, and the paths to their outcomes. Pure.
 
-O outcomes; B, N as in `ProposalNodes`; P as in `ConnectionSlots`.
+O outcomes; B, N as in `ProposalNodes`; P places: the root and the nodes of a proposal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_ROW: Final = -1
 Indices = NDArray[np.int64]
 
 
-class PlacedProposal(NamedTuple):
+class ProposalRange(NamedTuple):
     """A proposal's nodes among the places of what is scored."""
 
     tree: DraftTree
@@ -28,7 +28,7 @@ class PlacedProposal(NamedTuple):
     scored."""
 
     @classmethod
-    def of_tree(cls, tree: DraftTree) -> PlacedProposal:
+    def of_tree(cls, tree: DraftTree) -> ProposalRange:
         """Of a tree or chain with too many nodes those of the highest log-prob are kept."""
         nodes = proposal_shape(len(tree), chain=is_chain(tree.parents))
         places = np.arange(1 + len(tree))
@@ -62,7 +62,7 @@ class OutcomePaths(NamedTuple):
 
 
 class ScoredRows:
-    """The places of all proposals that were scored together, as rows of what is held."""
+    """Rows of all proposals that were scored together, in the held features."""
 
     def __init__(self, places: NodeIndex, rows: Indices) -> None:
         """rows [P]: the held row of every place; NOWHERE of those without."""

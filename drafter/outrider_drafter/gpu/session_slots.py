@@ -1,6 +1,7 @@
-"""Which sessions are on the device, and how far: what is drafted for them is another module's.
+"""Assigns device slots and K/V blocks to followed sessions and brings them up to date.
 
-B sessions of one launch. A *seat* is a session's slot on the device.
+Drafting itself is in `proposer`. B sessions of one launch. A *device slot* is a session's slot on
+the device.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _TREE_ROWS: Final = 2048
 """Draft rows beyond its context that a session's table has room for."""
 
 
-class GpuSessionFollower(KVProposer):
-    """Gives sessions seats and blocks, and makes them ready for a launch."""
+class GpuProposerBase(KVProposer):
+    """Base of `GpuProposer`: gives sessions slots and blocks, and readies them for a launch."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the device drafts of a session, and which sessions it leaves to the host (pure)."""
+"""Draft shapes and batch sizes captured as GPU graphs, and the sessions that they support. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outrider_drafter.state.session import FollowedSession
 
 
 class DraftTreeShape(NamedTuple):
-    """What is grown; with the bucket it is the key of a graph."""
+    """Shape of a draft; with the bucket it is the key of a graph."""
 
     num_nodes: int
     top_k: int
     """1: a chain."""
     depth: int
     has_distribution: bool = False
-    """Whether the laws that the tokens are drawn from come along."""
+    """Whether the distributions that the tokens are drawn from come along."""
     has_alternatives: bool = False
     """Whether what else might have been drafted comes along: of chains that are no draws, where any
     session is in a grammar. Not of branches: what does not hurry must not take long."""
@@ -133,7 +133,7 @@ def max_outcomes(shape: DraftTreeShape) -> int:
 
 
 def scoring_shapes() -> Iterator[tuple[ProposalShape, bool]]:
-    """What is captured for scoring: nodes, each with whether any session warps its logits."""
+    """What is captured for scoring: nodes, each with whether any session processes its logits."""
     forms = [proposal_shape(length, chain=True) for length in CHAIN_LENGTHS]
     forms += [proposal_shape(count, chain=False) for count in TREES]
     for nodes in forms:

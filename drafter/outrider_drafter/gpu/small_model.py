@@ -1,4 +1,4 @@
-"""A small language model as a draft source for an accelerator."""
+"""GpuSmallModelProposer: small-model proposer on the GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from outrider_drafter.proposers.small_model import SmallModelProposer
 
 
 class GpuSmallModelProposer(GpuProposer):
-    """See `GpuProposer`; what the device does not cover is drafted by a `SmallModelProposer`, with
-    K/V in the model's own pool."""
+    """A `GpuProposer` with a small language model.
+
+    Drafts that the device does not support come from a `SmallModelProposer`, with K/V in the
+    model's own pool.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""How probable the outcomes of a proposal are, learnt from what verdicts showed (pure).
+"""Calibrates the probabilities of a proposal's outcomes from observed verdicts. Pure.
 
-A draft model is wrong about itself, and differently so at every depth; what it says is where the
-estimates begin. P places of some proposals, m of these, c candidates a place.
+A draft model's own probabilities are biased, and differently so at every depth; they are only the
+prior of the estimates. P places (root and nodes) of some proposals, m of these, c candidates a
+place.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _CELLS: Final = _DEPTHS * len(_RANKS) * _BINS
 _PRIOR: Final = 128.0
 """Observations that outweigh what the source says, and again that let a depth speak for itself."""
 PRIOR_SHARPNESS: Final = {Rule.GREEDY: 1.3}
-"""Where the sharpness begins, by rule; 1 elsewhere. Of the law that a head was trained to tell,
-greedy decoding emits the best token every time."""
+"""Where the sharpness begins, by rule; 1 elsewhere. Of the distribution that a head was trained to
+tell, greedy decoding emits the best token every time."""
 _SHARPNESSES: Final = (0.5, 3.0)
 _FIRMNESS: Final = (30.0, 4096.0)
 """How firmly the first sharpness is believed, and at most any: squared nats of variance."""
@@ -56,11 +57,12 @@ class OutcomePredictor(Protocol):
 
 
 class OutcomeCalibration:
-    """P(the path ends at a place) x P(a candidate follows there), by depth, rank and the source's
-    own probability: shares of what was seen, that start from that probability.
+    """Calibrated probabilities of outcomes, by depth, rank and the proposer's own probability.
 
-    Before all else the source's law is sharpened, its log-probs times one number that follows what
-    was emitted: what is wrong everywhere alike is seen long before a cell has seen enough.
+    P(the path ends at a place) x P(a candidate follows there), as observed shares with the
+    proposer's probability as prior. Before that, the proposer's distribution is sharpened: its
+    log-probs are multiplied by one number fitted to the emitted tokens, since a bias that is the
+    same everywhere is seen long before a cell has enough observations.
     """
 
     def __init__(self, sharpness: float = 1.0) -> None:
@@ -136,7 +138,7 @@ class OutcomeCalibration:
         self._lines = self._fitted()
 
     def _sharpened(self, told: Floats) -> Floats:
-        """[m, 1 + c]: the law of what `_with_rest` gave."""
+        """[m, 1 + c]: the distribution of what `_with_rest` gave."""
         distribution = np.exp(told * self.sharpness)
         distribution /= distribution.sum(axis=1, keepdims=True)
         return distribution
@@ -192,11 +194,12 @@ _SPREAD_RANKS: Final = 64
 _SPREAD_PRIOR: Final = 8.0
 
 
-class RankSpread:
+class RankCalibration:
     """Of the rejection rule: gains by depth and rank alone, as earlier verdicts taught them.
 
     A node's place among its siblings is that in which it was drawn, and a candidate's rank is that
-    in the law of its place, drawn children left out: no probability of a drawn token matters.
+    in the distribution of its place, drawn children left out: no probability of a drawn token
+    matters.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""How much of a look-ahead is worth its time: what to score, and what to draft for next (pure).
+"""Expected value of look-ahead launches: how many proposals to score and outcomes to draft. Pure.
 
-A pass is cut into launches, after each of which messages are looked at; a draft that is wanted
-meanwhile waits for the end of one. All times in seconds from now. S sessions whose verdicts are
-waited for, K outcomes.
+A pass is cut into launches, and messages are polled after each; a draft that is wanted meanwhile
+waits for the end of one. All times in seconds from now. S sessions whose verdicts are waited for, K
+outcomes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MIN_GAIN: Final = 1e-7
 
 
 class LaunchValue(NamedTuple):
-    """What may be won and lost by a launch."""
+    """Expected gain and loss of a look-ahead launch."""
 
     seconds_to_verdict: Sequence[float]
     """[S]: until the verdict comes; it may be overdue."""

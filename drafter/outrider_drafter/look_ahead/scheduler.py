@@ -1,8 +1,8 @@
-"""Drafts for outcomes that have not happened: whose, for which, and what verdicts make of them.
+"""LookAheadScheduler: drafts for likely outcomes of pending proposals before their verdicts.
 
-Of a session that looks ahead the live proposal is known, the one that its verifier has, and which
-drafts went out for outcomes of it. A verdict that ends in one of these is a hit: that draft is the
-live proposal then, and nothing is drafted for its prefix again.
+For a session that looks ahead, it tracks the pending proposal that its verifier has, and the drafts
+sent for outcomes of it. A verdict that ends in one of these outcomes is a hit: its draft becomes
+the pending proposal, and nothing is drafted for its prefix again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider_drafter.look_ahead.calibration import (
     PRIOR_SHARPNESS,
     OutcomeCalibration,
     OutcomePredictor,
-    RankSpread,
+    RankCalibration,
 )
 from outrider_drafter.look_ahead.session_state import (
     LookAheadSession,
@@ -61,7 +61,7 @@ CalibrationClass = tuple[DraftMethod, Rule, int, bool]
 
 
 class LookAheadScheduler:
-    """All sessions that look ahead. Every method is called from the engine's thread."""
+    """Look-ahead of all sessions. Every method is called from the engine's thread."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class LookAheadScheduler:
             rule = kind[1]
             spread = rule is Rule.REJECTION
             begins = PRIOR_SHARPNESS.get(rule, 1.0)
-            self._predictors[kind] = RankSpread() if spread else OutcomeCalibration(begins)
+            self._predictors[kind] = RankCalibration() if spread else OutcomeCalibration(begins)
         return self._predictors[kind]
 
 

@@ -1,4 +1,4 @@
-"""Sessions that look ahead, and the outcomes that are drafted for."""
+"""Per-session look-ahead state, and the outcomes selected for drafting."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ScoredProposal(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LookAheadSession:
-    """A session that looks ahead."""
+    """Look-ahead state of a session."""
 
     session: FollowedSession
     tree: DraftTree | None = None

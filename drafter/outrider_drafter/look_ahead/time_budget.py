@@ -1,4 +1,4 @@
-"""How much of a look-ahead there is time for: what was measured, and what follows from it."""
+"""LookAheadBudget: decides by measured times how much look-ahead fits before the next verdict."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _SLOWNESS: Final = 16
 
 
 class LookAheadBudget:
-    """Times of steps and of verdicts, and the decisions on passes. All from one thread.
+    """Times of draft steps and verdicts, and the decisions on passes. All from one thread.
 
-    Where nobody says when messages were looked for (`listened`), nothing is known of when verdicts
-    come, and every pass is made whole.
+    Without calls of `record_poll`, nothing is known of when verdicts come, and every pass is made
+    whole.
     """
 
     def __init__(self, now: Callable[[], float], *, in_time: bool) -> None:

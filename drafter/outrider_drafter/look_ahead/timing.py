@@ -1,4 +1,4 @@
-"""What the steps of a drafter take, and when verdicts come: measured, by what they depend on.
+"""Measured durations of draft steps, and times from a draft to its verdict, by class.
 
 All times in seconds.
 """
@@ -44,7 +44,7 @@ class DraftStep(NamedTuple):
 
 
 class StepTimes:
-    """How long steps took of late, by step and size of the launch."""
+    """Recent durations of steps, by step and size of the launch."""
 
     def __init__(self) -> None:
         self._seen: dict[DraftStep, dict[int, deque[float]]] = defaultdict(dict)
@@ -102,13 +102,13 @@ class _Waits:
 
 
 class VerdictArrivals:
-    """How long after a draft, or after a hit, the next verdict comes: early ones of late.
+    """Estimates when the next verdict comes after a draft or a hit: an early quantile.
 
-    A message that came while the thread worked was found afterwards, so that only bounds are known
-    of its time: it counts as the time between them that is nearest to what was expected. Counted
-    as it was found, a pass that is too long would seem to end in time. What was expected may be
-    wrong all the same, and nothing would tell as long as the thread works on: so it must stand back
-    once in a while (`is_blind`).
+    A message that came while the thread worked was found afterwards, so that only bounds of its
+    time are known: it counts as the time between them that is nearest to the expected one. Counted
+    as it was found, a pass that is too long would seem to end in time. The expected time may be
+    wrong all the same, and nothing would show it as long as the thread works on: so it must stand
+    back once in a while (`is_blind`).
     """
 
     def __init__(self) -> None:

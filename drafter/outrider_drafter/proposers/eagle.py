@@ -1,4 +1,4 @@
-"""Drafts from an EAGLE head: per session its K/V, batched over sessions."""
+"""EagleProposer: EAGLE head run from the host, batched over sessions, with K/V per session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider_drafter.proposers.interface import (
     SessionDrafts,
     empty_scores,
 )
-from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, KVProposer, RowSource
+from outrider_drafter.proposers.kv_proposer import MAX_ROWS_PER_WRITE, KVProposer, RowInputs
 from outrider_drafter.proposers.outcome_drafting import (
     ScoredProposals,
     draft_outcomes,
@@ -34,7 +34,7 @@ from outrider_drafter.state.session import FollowedSession, SessionKey
 
 
 class EagleProposer(KVProposer):
-    """The EAGLE-3 (or EAGLE-1/2) head as a draft source; the host decides at every level."""
+    """A proposer with an EAGLE-3 (or EAGLE-1/2) head; the host decides at every level."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class EagleProposer(KVProposer):
         """`max_rows` bounds the K/V rows of all sessions; `max_context` (0: the head's own) the
         draft positions of one."""
         super().__init__(
-            RowSource.of_head(head),
+            RowInputs.of_head(head),
             max_context=max_context or head.config.max_position_embeddings,
             rows_with_draft=MAX_ROWS_PER_WRITE,
             dtype=dtype,

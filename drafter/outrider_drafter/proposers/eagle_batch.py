@@ -1,4 +1,4 @@
-"""Steps of an EAGLE head over a batch of sessions: catch-up rows, then one level after another.
+"""Batched steps of an EAGLE head over sessions: catch-up rows, then one tree level after another.
 
 Draft row i pairs (f_i, t_{i+1}) at draft position i; with n real rows, nodes of level d sit at
 position n + d - 1 and take their parent's x as feature. N rows, H hidden, D draft rows of a slot.
@@ -58,7 +58,7 @@ def write_catch_up_rows(head: DraftHead, rows: Sequence[CatchUpRows]) -> _Writte
 
 
 class EagleBatch:
-    """Sessions whose trees grow together; a `TreeDraftModel`."""
+    """Sessions whose trees grow together through an EAGLE head; a `TreeDraftModel`."""
 
     def __init__(self, head: DraftHead, rows: Sequence[CatchUpRows]) -> None:
         """Catch up on `rows`; the last row of each slot is its live one."""

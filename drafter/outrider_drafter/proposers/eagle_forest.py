@@ -1,4 +1,7 @@
-"""Draft rows of an EAGLE head below the live rows of sessions. H hidden, Vd draft vocabulary."""
+"""EagleForest: draft rows of an EAGLE head for several trees at once, below sessions' live rows.
+
+H hidden, Vd draft vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ _MAX_ROWS: Final = 8192
 
 
 class EagleForest(DraftForest):
-    """Draft rows in memory of their own, which goes with them: a session's rows stay as they are,
-    and its share of the K/V budget too."""
+    """A `DraftForest` of an EAGLE head, with draft rows in memory of its own.
+
+    Sessions' rows stay as they are, and so does their share of the K/V budget.
+    """
 
     def __init__(
         self, head: DraftHead, batch: EagleBatch, kvs: Sequence[EagleKV], *, max_context: int

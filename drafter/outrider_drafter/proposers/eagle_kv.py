@@ -1,8 +1,8 @@
-"""K/V of a one-layer draft head, and attention of few queries over it.
+"""K/V cache of a one-layer draft head, and attention of few queries over it.
 
 Rows made from real features are stable and kept; rows made from the head's own features are
-appended behind them while a tree grows and dropped with it. S stored rows, Q query rows,
-nq/nkv query/key-value heads, hd head dim, D draft rows.
+appended behind them while a tree grows and dropped with it. S stored rows, Q query rows, nq/nkv
+query/key-value heads, hd head dim, D draft rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Draft rows of live proposals and of what follows them, run through a model of this host.
+"""DraftForest: draft rows of many trees, run through a model on the host level by level.
 
-Under the root of each session hangs a tree of draft rows: first the nodes of its live proposal,
-then, below them, the drafts for its outcomes. A row sees what its session really has, its ancestors
-and itself; nothing of a prefix is copied. Rows are numbered as they come, the roots first. R rows
-of a step, D draft rows of a session.
+Under the root of each session hangs a tree of draft rows: first the nodes of its pending proposal,
+then, below them, the drafts for its outcomes. A row attends to its session's real rows, its
+ancestors and itself; no prefix is copied. Rows are numbered in order of creation, the roots first.
+R rows of a step, D draft rows of a session.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepRows(NamedTuple):
 
 
 class DraftForest(ABC):
-    """The draft rows of some sessions."""
+    """Draft rows of some sessions, below their roots; base class for each kind of model."""
 
     target_ids: Tensor | None = None
     """Target id of every draft id, int64 [Vd]; None if the vocabulary is the target's."""

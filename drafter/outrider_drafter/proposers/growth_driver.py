@@ -1,4 +1,4 @@
-"""Drives the growths of many sessions through one draft model, one batched pass per level."""
+"""Grows the draft trees of many sessions with one batched model pass per level."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from outrider_drafter.state.session_grammars import masks_of
 
 
 class TreeDraftModel(Protocol):
-    """A draft model in mid-growth: it has seen the prefix of every slot of the batch.
+    """A draft model during tree growth: it has seen the prefix of every slot of the batch.
 
-    R rows, Vd draft vocabulary. Slots are numbered as the jobs of `grow`.
+    R rows, Vd draft vocabulary. Slots are numbered as the jobs of `grow_trees`.
     """
 
     @property
@@ -174,7 +174,8 @@ def _propose(
         # A child of a node at depth d becomes the token at prefix_len + d.
         positions += [job.prefix_len + level] * rows
         histories += _histories(job, rows, level)
-        # The root and every row that runs ship a law; per row, so that no batch changes one.
+        # The root and every row that runs ship a distribution; per row, so that no batch changes
+        # one.
         limits += [distribution_limits_for(1 + job.growth.max_rows)] * rows
     found = propose_children(
         logits, model.target_ids, sampling, positions, top_k, histories, distribution_limits=limits

@@ -1,4 +1,4 @@
-"""The seam between the engine and the ways of drafting."""
+"""Proposer protocols (`Proposer`, `LookAheadProposer`) and the draft classes that they return."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class OutcomeDrafts(DraftTrees):
 
 
 class Proposer(Protocol):
-    """One way of drafting. Keeps what it needs of each session; all calls come from one thread."""
+    """A method of drafting, with the state it needs of each session; called from one thread."""
 
     method: DraftMethod
     feature_layout: FeatureLayout
@@ -219,7 +219,7 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class LookAheadProposer(Proposer, Protocol):
-    """A source that can draft for outcomes before they happen."""
+    """A proposer that can draft for outcomes before they happen."""
 
     def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
         """Catch up, then say what the target may emit at each place of these proposals, from the

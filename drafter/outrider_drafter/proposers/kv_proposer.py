@@ -1,8 +1,8 @@
-"""What every source with K/V of its own rows does, wherever it is: follow sessions.
+"""KVProposer: base class of proposers with K/V rows; catches sessions up with their new tokens.
 
 A head's row i pairs feature f_i with token t_{i+1}, a model's has token t_i alone. Rows are stable
-once they were made from what is real; the live row is the newest that a draft begins with. H
-feature width, 0 without features.
+once they were made from committed tokens and real features; the live row is the newest, from which
+a draft begins. H feature width, 0 without features.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WIRE_DTYPES: Final = {
 }
 
 
-class RowSource(NamedTuple):
+class RowInputs(NamedTuple):
     """What the rows of a source are made of."""
 
     feature_size: int = 0
@@ -44,7 +44,7 @@ class RowSource(NamedTuple):
     """Identity of the projection that makes the features."""
 
     @classmethod
-    def of_head(cls, head: DraftHead) -> RowSource:
+    def of_head(cls, head: DraftHead) -> RowInputs:
         """Features of the target, projected for this head."""
         return cls(head.config.hidden_size, head.fingerprint)
 
@@ -55,11 +55,11 @@ class RowSource(NamedTuple):
 
 
 class KVProposer(ABC):
-    """Takes in what is new of a session and stops following one that finds no room."""
+    """Follows sessions with K/V rows, and stops following one that finds no room."""
 
     def __init__(
         self,
-        feed: RowSource,
+        feed: RowInputs,
         *,
         max_context: int,
         rows_with_draft: int,

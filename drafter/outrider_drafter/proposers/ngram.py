@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time these tokens were seen."""
+"""NgramProposer: drafts by n-gram lookup in a session's own tokens (prompt lookup)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def find_continuation(
 
 
 class NgramProposer:
-    """Prompt lookup as a draft source; keeps nothing beside the session's own tokens."""
+    """A prompt-lookup proposer; it keeps nothing beside the session's own tokens."""
 
     method = DraftMethod.NGRAM
     feature_layout = FeatureLayout.NONE

@@ -1,7 +1,6 @@
-"""Score live proposals and draft for their outcomes by a forest: what all sources of this host
-share.
+"""Scores pending proposals and drafts for their outcomes in a forest, for all host proposers.
 
-Vd draft vocabulary, c candidates a place.
+Vd draft vocabulary, c candidates a place (root or node of a proposal).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MAX_CANDIDATES: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredProposals:
-    """Live proposals whose nodes were run: what outcomes are drafted from."""
+    """Pending proposals whose nodes were run: the base of drafts for their outcomes."""
 
     proposals: Sequence[PendingProposal]
     """All that were asked for."""
@@ -180,7 +179,8 @@ def _candidates(
 
 
 def _scored_with(sampling: SamplingParams) -> SamplingParams:
-    """Under the rejection rule the law itself is wanted, best first, and nothing that is drawn."""
+    """Under the rejection rule the distribution itself is wanted, best first, and nothing that is
+    drawn."""
     if sampling.effective_rule is Rule.REJECTION:
         return replace(sampling, rule=Rule.TARGET_ONLY)
     return sampling

@@ -1,4 +1,4 @@
-"""Drafts from a separate small model with the target's tokenizer."""
+"""SmallModelProposer: drafts by a separate small language model with the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class _SmallForest(DraftForest):
 
 
 class SmallModelProposer:
-    """A small language model as a draft source; its K/V can be rebuilt from tokens at any time."""
+    """A small language model as a proposer; its K/V can be rebuilt from tokens at any time."""
 
     method = DraftMethod.MODEL
     feature_layout = FeatureLayout.NONE

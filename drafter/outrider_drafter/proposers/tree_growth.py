@@ -1,8 +1,9 @@
-"""Draft trees as state machines: they take the children of each level and name the next frontier.
+"""Tree growth as state machines for chain, beam and static trees; levels in, frontiers out.
 
-R rows of a step, k candidates a row. A growth never sees a model: `grow` feeds it. Candidates come
-best first within a row; scores are summed fp32 log-probs, ties go to the lower candidate index, so
-a child (never scored above its parent, always indexed after it) cannot be chosen without it.
+R rows of a step, k candidates a row. A growth never sees a model: `grow_trees` feeds it. Candidates
+come best first within a row; scores are summed fp32 log-probs, ties go to the lower candidate
+index, so a child (never scored above its parent, always indexed after it) cannot be chosen without
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class CandidateRows:
     logprobs: NDArray[np.float32]
     """[R, k]"""
     distributions: Sequence[DistributionEntries | None] = ()
-    """The law each row's candidates were drawn from; empty unless the rule needs laws."""
+    """The distribution each row's candidates were drawn from; empty unless the rule needs
+    distributions."""
 
 
 class StepFrontier(NamedTuple):
@@ -53,14 +55,14 @@ NO_FRONTIER = StepFrontier((), ())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposedDraft:
-    """What a draft source made of a session."""
+    """What a proposer made of a session."""
 
     tree: DraftTree
     distribution: DraftDistribution | None = None
 
 
 class TreeGrowth(Protocol):
-    """One tree in the making."""
+    """State machine that grows one tree."""
 
     top_k: int
     """Candidates wanted per row."""
@@ -236,8 +238,9 @@ def static_shape(num_nodes: int, top_k: int, depth: int) -> StaticTreeShape:
 class StaticGrowth:
     """A tree for the rejection rule: its shape never depends on the tokens that were drawn.
 
-    Choosing nodes by the sampled tokens' scores would change the law that the verifier divides by.
-    Only a law with fewer ids than the shape has places leaves some of them empty.
+    Choosing nodes by the sampled tokens' scores would change the distribution that the verifier
+    divides by. Only a distribution with fewer ids than the shape has places leaves some of them
+    empty.
     """
 
     def __init__(self, shape: StaticTreeShape) -> None:
@@ -289,7 +292,7 @@ class StaticGrowth:
         return tuple(reversed(tokens))
 
     def finish_draft(self) -> ProposedDraft:
-        """The filled places in level order, with the law of every expanded node."""
+        """The filled places in level order, with the distribution of every expanded node."""
         filled = sorted(self._tokens)
         place = {node: i for i, node in enumerate(filled)} | {ROOT: ROOT}
         parents = [place[self._shape.parents[n]] for n in filled]
@@ -303,7 +306,8 @@ class StaticGrowth:
             for node, p in place.items()
             if node in self._distributions
         }
-        # An expanded node has children: its law holds at least one id, and rank 0 is a place.
+        # An expanded node has children: its distribution holds at least one id, and rank 0 is a
+        # place.
         return ProposedDraft(
             tree=tree, distribution=make_distribution(len(tree), slots) if slots else None
         )

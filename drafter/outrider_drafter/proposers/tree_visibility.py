@@ -1,4 +1,4 @@
-"""Which draft rows see which, for trees that are run level by level."""
+"""Attention masks among draft rows of trees that are run level by level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration to loaded draft sources and a service (torch is imported here)."""
+"""Builds the drafter service from a configuration and loads its models; imports torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def build_service(
     join: ShmChannelJoiner = join_channel,
 ) -> DrafterService:
     """Load everything that `config` names; the service keeps `awake` while it serves, and comes to
-    its lanes by `join`.
+    its shared-memory channels by `join`.
 
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.

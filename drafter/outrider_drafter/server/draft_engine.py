@@ -1,4 +1,4 @@
-"""Messages in, proposals out: the drafter without threads, clocks of its own, or I/O."""
+"""DraftEngine: turns messages into proposals, without threads, I/O or a clock of its own."""
 
 from __future__ import annotations
 
@@ -280,7 +280,8 @@ class DraftEngine:
             yield self._none_of(waiting)
 
     def _none_of(self, sessions: Sequence[FollowedSession]) -> OutgoingProposals:
-        """Say at once that nothing comes, so that the rows decode plainly without any patience."""
+        """Say at once that nothing comes, so that the rows decode plainly without any proposal
+        timeout."""
         no_nodes = np.empty(0, dtype=np.int32)
         nothing = SessionDrafts(
             sessions=sessions,

@@ -1,4 +1,4 @@
-"""The drafting thread: the only one that touches sessions and models."""
+"""The drafting thread: the only one that accesses sessions and models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from outrider import timeline
 from outrider.engine.device.current_device import init_launching_thread
 from outrider.engine.device.transfer.pinned_memory import pin_memory
-from outrider.transport.pollable_queue import WakeupQueue
+from outrider.transport.pollable_queue import PollableQueue
 from outrider.transport.shm import ShmChannel
 from outrider.watchdog import Progress
 from outrider_drafter.server.draft_engine import (
@@ -28,8 +28,8 @@ from outrider_drafter.state.fair_share import MAX_POLLS, FairQueue
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[OutgoingProposals], None]
-"""Takes the proposals that are ready together and go by no lane, on the drafting thread; must not
-block."""
+"""Takes the proposals that are ready together and go by no shared-memory channel, on the drafting
+thread; must not block."""
 
 READY_WAIT_S = 0.00003
 """A wait that ends sooner has found what was there."""
@@ -38,13 +38,13 @@ YIELD_INTERVAL_S = 0.0001
 interpreter lock. A message ends it."""
 
 
-class DraftWorker:
-    """Runs a `DraftEngine`: all waiting messages, then all wanted drafts, then drafts for outcomes
-    that have not happened, for as long as no message comes, then a little catch-up.
+class DraftLoop:
+    """Runs a `DraftEngine` on a thread of its own.
 
-    Verdicts that arrive together are drafted together, and so are those that arrive while a batch
-    runs and wait for its end. Metrics wait until nobody waits for a draft.
-    The thread ends when it is stopped, or when a device is lost.
+    It takes in all waiting messages, then makes all wanted drafts, then drafts for outcomes that
+    have not happened as long as no message comes, then does a little catch-up. Verdicts that arrive
+    together are drafted together, and so are those that arrive while a batch runs. Metrics wait
+    until no draft is wanted. The thread ends when it is stopped, or when a device is lost.
     """
 
     def __init__(
@@ -58,8 +58,9 @@ class DraftWorker:
         device: str = "cpu",
     ) -> None:
         """`device` is where the models are. `on_lost` is called on the drafting thread, as the last
-        thing it does, if a device is lost; `on_lane_lost` with the connection whose lane is. They
-        must not block. `max_unsent`: answers that wait for a verifier that does not read."""
+        thing it does, if a device is lost; `on_lane_lost` with the connection whose shared-memory
+        channel is. They must not block. `max_unsent`: answers that wait for a verifier that does
+        not read."""
         self._engine = engine
         self._deliver = deliver
         on_device = torch.device(device)
@@ -71,10 +72,11 @@ class DraftWorker:
         )
         self._on_lost = on_lost
         self._device = device
-        self._inbox: WakeupQueue[tuple[int, Sequence[SessionMessage] | ShmChannel] | None] = (
-            WakeupQueue()
+        self._inbox: PollableQueue[tuple[int, Sequence[SessionMessage] | ShmChannel] | None] = (
+            PollableQueue()
         )
-        """(connection, what came together, or its lane); None wakes the thread to end it."""
+        """(connection, what came together, or its shared-memory channel); None wakes the thread to
+        end it."""
         self._submitted: Counter[int] = Counter()
         """Messages of each connection so far; written by the submitting thread alone."""
         self._taken: Counter[int] = Counter()
@@ -121,8 +123,8 @@ class DraftWorker:
         self._inbox.put_item((connection, messages))
 
     def submit_shm_channel(self, connection: int, shm_channel: ShmChannel) -> None:
-        """Hand the thread a lane: the connection's answers go by it, and its messages come by it.
-        It is closed with the connection."""
+        """Hand the thread a shared-memory channel: the connection's answers go by it, and its
+        messages come by it. It is closed with the connection."""
         self._inbox.put_item((connection, shm_channel))
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -224,7 +226,7 @@ class DraftWorker:
         return came
 
     def _send(self, answers: OutgoingProposals) -> None:
-        """By lanes; what goes by none is another thread's to send."""
+        """By shared-memory channels; what goes by none is another thread's to send."""
         self.progress.record_step()
         began = timeline.now()
         rest = self._shm_channels.send_answers(answers)

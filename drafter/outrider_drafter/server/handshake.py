@@ -1,4 +1,4 @@
-"""How a connection to a verifier begins: hello, welcome, and a lane if both are on one host."""
+"""Handshake with a verifier: hello, welcome, and a shared-memory channel on the same host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 async def connect_to_verifier(
     connection: DrafterConnection, hello: Hello, *, timeout_s: float, join: ShmChannelJoiner
 ) -> ShmChannel | None:
-    """Greet the verifier; the lane, if it is on this host and has one. `join` is called on a thread
-    of its own.
+    """Greet the verifier; the shared-memory channel, if it is on this host and has one. `join` is
+    called on a thread of its own.
 
     Raises UnavailableError if the verifier does not answer as it should within `timeout_s`,
     FailedPreconditionError if the two do not fit.
@@ -51,5 +51,5 @@ async def _joined(offer: ShmOffer, join: ShmChannelJoiner) -> ShmChannel | None:
     try:
         return await asyncio.to_thread(join, offer)
     except OutriderError as error:
-        logger.info("no lane: %s", error.message)
+        logger.info("no shared-memory channel: %s", error.message)
         return None

@@ -1,4 +1,4 @@
-"""The drafter as a service: connections to verifiers, and what a router may ask of it."""
+"""DrafterService: connections to verifiers, and the calls of routers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from outrider_drafter.config import DrafterConfig
 from outrider_drafter.metrics import DrafterMetrics
 from outrider_drafter.proposers.interface import Proposer
 from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine, OutgoingProposals
-from outrider_drafter.server.draft_loop import DraftWorker
+from outrider_drafter.server.draft_loop import DraftLoop
 from outrider_drafter.server.handshake import connect_to_verifier
 from outrider_drafter.state.session import VerdictLimits
 
@@ -73,11 +73,11 @@ class _VerifierLink:
 
 
 class DrafterService:
-    """Implements `DrafterControl`; constructible over any transport's dialer.
+    """Implements `DrafterControl` over any transport's dialer.
 
     When a device is lost, it leaves every verifier and refuses every call with DEVICE_LOST; when
-    the drafting thread hangs, with ENGINE_STALLED. The owner, told by `lost`, is to end the
-    process, so that its keeper starts a new one.
+    the drafting thread hangs, with ENGINE_STALLED. The owner is notified through `lost` and must
+    end the process, so that its supervisor starts a new one.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class DrafterService:
             grammars=grammars,
             in_time=config.limit_look_ahead_time,
         )
-        self._worker = DraftWorker(
+        self._worker = DraftLoop(
             engine,
             self._deliver,
             on_lost=self._on_lost,
@@ -154,7 +154,7 @@ class DrafterService:
         self._readers: dict[int, asyncio.Task[None]] = {}
         """By connection: what ends it when it ends."""
         self._lost_shm_channels: set[int] = set()
-        """Connections that end because their lanes are lost."""
+        """Connections that end because their shared-memory channels are lost."""
         self._numbers = itertools.count(1)
 
     @property
@@ -323,7 +323,8 @@ class DrafterService:
                 await connection.close()
 
     async def _read_until_lost(self, connection: DrafterConnection, number: int) -> None:
-        """Read what comes; a connection whose lane is lost ends like one that is lost itself."""
+        """Read what comes; a connection whose shared-memory channel is lost ends like one that is
+        lost itself."""
         reader = asyncio.create_task(self._read(connection, number), name="verdicts")
         self._readers[number] = reader
         try:
@@ -332,7 +333,9 @@ class DrafterService:
             task = asyncio.current_task()
             detaching = task is not None and task.cancelling() > 0
             if reader.cancelled() and number in self._lost_shm_channels and not detaching:
-                raise ConnectionLostError("the lane is lost", reason="LANE_LOST") from None
+                raise ConnectionLostError(
+                    "the shared-memory channel is lost", reason="SHM_CHANNEL_LOST"
+                ) from None
             raise
         finally:
             self._lost_shm_channels.discard(number)

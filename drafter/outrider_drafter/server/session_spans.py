@@ -1,7 +1,7 @@
-"""Spans of the sessions that their routers trace: each with its drafts, thinned out.
+"""OpenTelemetry spans of traced sessions, with a sample of their drafts.
 
-Drafts made ahead of their verdicts have none: they belong to no round yet. Spans are made when the
-metrics are written, after the proposals have left.
+Drafts made ahead of their verdicts have no span: they belong to no round yet. Spans are made when
+the metrics are written, after the proposals have left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _TracedDrafterSession:
 
 
 class DrafterSpans:
-    """The traced sessions of a drafter; the drafting thread only."""
+    """Traced sessions of a drafter; drafting thread only."""
 
     def __init__(self) -> None:
         self._traced: dict[SessionKey, _TracedDrafterSession] = {}

@@ -1,4 +1,4 @@
-"""The lanes to verifiers of this host: the drafting thread reads and writes them itself."""
+"""Shared-memory channels to verifiers on the same host, read and written by the drafting thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class VerifierShmChannels(ShmChannelSet):
-    """By connection; drafting thread only."""
+    """Shared-memory channels by connection; drafting thread only."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class VerifierShmChannels(ShmChannelSet):
         super().attach_channel(number, shm_channel)
 
     def send_answers(self, answers: OutgoingProposals) -> OutgoingProposals:
-        """Send what goes by lanes; returns the rest."""
+        """Send what goes by shared-memory channels; returns the rest."""
         rest: OutgoingProposals = []
         for connection, message in answers:
             if not self.has_channel(connection):
@@ -59,7 +59,8 @@ class VerifierShmChannels(ShmChannelSet):
         return rest
 
     def receive_messages(self, ready: Iterable[int]) -> list[tuple[int, SessionMessage]]:
-        """(connection, message) of what verifiers say, by the lanes with these descriptors."""
+        """(connection, message) of what verifiers say, by the shared-memory channels with these
+        descriptors."""
         found: list[tuple[int, SessionMessage]] = []
         for connection, frame in self.receive(ready):
             for message in decode_verifier_messages(frame):

@@ -1,5 +1,7 @@
-"""Fair shares of one drafter for all of its verifiers: whose messages are taken in, and whose
-drafts are made first, when there is more to do than can be done at once."""
+"""Shares a drafter fairly between its verifiers: message intake and drafting take turns.
+
+The rules matter when there is more to do than can be done at once.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Features that arrived and were not used yet, where they lie in the messages that brought them.
+"""Buffer of received features that are not used yet, left in the messages that brought them.
 
 X session slots; B sessions of a batch; H feature width. A draft batch reads its rows straight from
-the messages; a message is let go when all its rows were used. One that lies in a lane's memory is
-copied if that has not happened until the next one comes: what comes after it needs that memory.
+the messages; a message is freed when all its rows were used. A message in a shared-memory channel's
+memory is copied if it is still in use when the next one comes, which needs that memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _FeatureMessage:
     counts: Indices
     offsets: Indices
 
-    def make_own_copy(self) -> None:
+    def make_private_copy(self) -> None:
         """See to it that nobody waits for where the rows lie; between them others may."""
         if is_ring_view(self.rows):
             owners, places = owner_and_offset(self.counts)
@@ -108,7 +108,7 @@ class FeatureBuffer:
         """Keep a message's rows: entry e brings counts[e] of them, from row offsets[e] on, for
         the positions from firsts[e] on of the session in slots[e]; all [E]."""
         for message in self._messages:
-            message.make_own_copy()
+            message.make_private_copy()
         wanted = (self._used[slots] < _NOBODY) & (counts > 0)
         if not bool(wanted.any()):
             return
@@ -154,8 +154,8 @@ class FeatureBuffer:
 
     def find_view(self, slots: Indices, starts: Indices, counts: Indices) -> FeatureView | None:
         """Where counts[i] rows of the session in slots[i] lie, from position starts[i] on, all [B],
-        if one message in a lane's memory brought just these: a device can read them there. Who
-        looks at them keeps their place from being written over."""
+        if one message in a shared-memory channel's memory brought just these: a device can read
+        them there. Who looks at them keeps their place from being written over."""
         for message in reversed(self._messages):
             if is_ring_view(message.rows):
                 offsets = message.row_indices(slots, starts, counts)

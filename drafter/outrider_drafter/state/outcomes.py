@@ -1,4 +1,4 @@
-"""Which outcomes of proposals are worth a draft (pure).
+"""Outcomes (accepted path, next token) of proposals, ranked by expected gain. Pure.
 
 A proposal of n nodes has 1 + n places: its root, then its nodes. A verdict ends at a place, with a
 token that is none of its children; c candidates for it are known at each place. P places of some

@@ -1,9 +1,9 @@
-"""What a drafter knows of each session.
+"""FollowedSession: a drafter's state of one session; and the checks of its announcement.
 
 Tokens t_0 .. t_n (t_n is the root) and features f_0 .. f_{n-1}. During a chunked prefill the
-features may cover every known token; once a draft is wanted they end one before the root. What
-changes with every round is in the columns of a `SessionTable`; a `FollowedSession` is one row of
-it.
+features may cover every known token; once a draft is wanted they end one before the root. Values
+that change with every round are in the columns of a `SessionTable`; a `FollowedSession` is one row
+of it.
 """
 
 from __future__ import annotations

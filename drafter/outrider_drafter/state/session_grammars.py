@@ -1,8 +1,8 @@
-"""What sessions may emit, on a drafter: forms are compiled on the side, and followed where drafts
-are made, as are the limits of ids.
+"""Token constraints of sessions on a drafter; grammars are compiled in the background.
 
-A form is known a moment after its session; until then, and where it cannot be had, drafts are not
-masked: some of them cannot stand then, and nothing else happens.
+Limits of token ids are constraints, too. A grammar is ready a moment after its session is
+announced; until then, and where it cannot be compiled, drafts are not masked: some of their tokens
+cannot be accepted then, without further effect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_WAITING_GRAMMARS: Final = 64
 
 
 class SessionConstraints:
-    """Gives sessions their constraints; of the drafting thread."""
+    """Gives sessions their constraints; drafting thread only."""
 
     def __init__(self, grammars: GrammarCache | None, limits: VerdictLimits) -> None:
         """`grammars`: None where there can be none."""

@@ -1,7 +1,7 @@
-"""Columns of all followed sessions, and the checks of every message of verdicts against them.
+"""SessionTable: all followed sessions in columns; checks and applies messages of verdicts.
 
-Also which sessions each connection announced, and their handles. X session slots, S entries of a
-message, T tokens.
+It also records which sessions each connection announced, and their handles. X session slots, S
+entries of a message, T tokens.
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ class AppliedVerdicts(NamedTuple):
 
 
 class SessionTable:
-    """At most `max_sessions` sessions. When all slots are taken, the connection that holds most of
-    them gives up the one it has not used for longest: no verifier takes another's."""
+    """At most `max_sessions` followed sessions, in columns.
+
+    When all slots are taken, the connection that holds most of them gives up its least recently
+    used session: no verifier takes another's.
+    """
 
     def __init__(self, max_sessions: int, limits: VerdictLimits, convert: FeatureConverter) -> None:
         """`convert` is how the reader of features holds them."""

@@ -1,4 +1,4 @@
-"""`outrider drafters`: add drafters to a running router, and take them away."""
+"""`outrider drafters`: adds drafters to a running router and removes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of a command's flags, in YAML or TOML: `max-model-len: 4096`."""
+"""Flags file of a command, in YAML or TOML: `max-model-len: 4096`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider keys new`: make an API key; its hash goes into the router's file, it to its user."""
+"""`outrider keys new`: makes an API key and prints it; its hash goes into the router's file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The `outrider` command.
+"""The `outrider` command: parses the command line and runs a subcommand.
 
-Exit status: 0 done; 2 bad flags, files or requests; 1 any other error; 130 interrupted. An error
-is one line on stderr, never a traceback.
+Exit status: 0 success; 2 invalid flags, files or requests; 1 any other error; 130 interrupted. An
+error is one line on stderr, never a traceback.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`outrider models`: pull a model into the user's cache, list those that are known."""
+"""`outrider models`: pulls a model into the user's cache, or lists the known models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Commands that are programs of their own: they import what the client must not (torch, Ray)."""
+"""Runs commands that import torch or Ray by becoming `python -m MODULE`.
+
+The client itself must not import these packages.
+"""
 
 from __future__ import annotations
 

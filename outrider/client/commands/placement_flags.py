@@ -1,4 +1,4 @@
-"""Flags that say where models compute and where drafts are made; shared by the commands."""
+"""Command-line flags for device placement of models and drafters, shared by the commands."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--simulated-acceptance",
         metavar="MEAN|R1,R2,...",
-        help="random weights only: drafts stand by chance",
+        help="random weights only: drafts are accepted by chance",
     )
 
 

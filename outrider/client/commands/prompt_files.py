@@ -1,4 +1,4 @@
-"""Prompts files of `outrider generate`: one JSON object a line."""
+"""Prompt files of `outrider generate`: one JSON object per line."""
 
 from __future__ import annotations
 

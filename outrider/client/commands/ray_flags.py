@@ -1,4 +1,4 @@
-"""Flags of `outrider serve` that say what Ray does with the actors."""
+"""Ray flags of `outrider serve`, passed on to the Ray launcher."""
 
 from __future__ import annotations
 

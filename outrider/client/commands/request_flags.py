@@ -1,4 +1,4 @@
-"""The flags of a request: what may be said about one in the SDK, on the command line."""
+"""Command-line flags that set the SDK's options of a request."""
 
 from __future__ import annotations
 

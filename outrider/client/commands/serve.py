@@ -1,4 +1,4 @@
-"""`outrider serve`: router, verifiers and drafters on this machine, restarted when one dies."""
+"""`outrider serve`: runs router, verifiers and drafters on this machine, restarting failed ones."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ def ray_args(config: LocalFleetConfig) -> list[str]:
         "drain-timeout-s": config.drain_timeout_s,
         "journal": config.journal,
         "threads": config.threads,
-        "awake-cores": config.busy_polling_cores,
+        "busy-polling-cores": config.busy_polling_cores,
         "metrics-port": config.metrics_port,
     }
     flags = ((f"--{name}", str(value)) for name, value in values.items() if value is not None)

@@ -1,4 +1,4 @@
-"""`outrider status`: what a router says of itself and its fleet."""
+"""`outrider status`: prints the state of a router and its fleet."""
 
 from __future__ import annotations
 

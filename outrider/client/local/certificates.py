@@ -1,8 +1,8 @@
-"""`outrider certs`: an authority and a certificate for each role, for small fleets and tests.
+"""`outrider certs`: makes a CA and a certificate for each role, for small fleets and tests.
 
-Roles are names in the certificates (`outrider.transport.tls`); the router's also names where
-clients reach it. Whoever has `ca-key.pem` can be anybody: keep it away from the machines that
-serve.
+Roles are names in the certificates (`outrider.transport.tls`); the router's also names the hosts at
+which clients reach it. Whoever has `ca-key.pem` can impersonate any role: keep it away from the
+machines that serve.
 """
 
 from __future__ import annotations

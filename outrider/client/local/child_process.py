@@ -1,4 +1,4 @@
-"""Child processes that say {"event": "ready", "address": ...} on stdout when they serve."""
+"""Child processes that print {"event": "ready", "address": ...} on stdout when they serve."""
 
 from __future__ import annotations
 

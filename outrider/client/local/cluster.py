@@ -1,4 +1,4 @@
-"""Router, verifiers and drafters on this machine: started in order, and stopped together."""
+"""Local cluster: starts router, verifiers and drafters on this machine, and stops them."""
 
 from __future__ import annotations
 

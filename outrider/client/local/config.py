@@ -1,4 +1,7 @@
-"""What runs on this machine: router, verifiers and drafters, each a process started by argv."""
+"""Configuration of a local fleet: router, verifiers and drafters on this machine.
+
+Each is a process that is started with command-line flags.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def split_address(address: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFleetConfig:
-    """What to run."""
+    """Configuration of the processes of a local fleet."""
 
     model: Path
     """Directory of the target."""

@@ -1,4 +1,4 @@
-"""Health of a child process: what its health service answers, and how long it has not answered."""
+"""Health probes of a child process: answers of its health service, and how long it was silent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_ANSWER: Final = frozenset(
 
 
 class ProbeResult(Enum):
-    """What one probe found."""
+    """Result of one probe."""
 
     SERVING = "serving"
     NOT_SERVING = "not serving"
@@ -31,7 +31,7 @@ class ProbeResult(Enum):
 
 
 class HealthRecord:
-    """How long one process has been silent, or has not served. Pure: times are given."""
+    """Tracks how long one process has been silent or not serving. Pure: times are given."""
 
     def __init__(self, health_timeout_s: float, now: float) -> None:
         """`health_timeout_s`: time without an answer that is too long, in seconds; `now`: time by
@@ -61,7 +61,7 @@ class HealthRecord:
 
 
 class HealthProbe:
-    """Asks the health service at one address again and again, and never waits for an answer."""
+    """Probes the health service at one address repeatedly, without ever blocking on an answer."""
 
     def __init__(self, address: str, service: str) -> None:
         """`service`: whose status is asked for; "" is the server as a whole."""

@@ -1,4 +1,4 @@
-"""Where a model and its head are: names are looked up (and pulled), directories taken."""
+"""Resolves a model and its draft head: names are looked up (and pulled), directories taken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_MODEL = "smollm2-135m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """A model that is on this machine."""
+    """Files of a model that is on this machine, and of its draft head."""
 
     name: str
     """What clients call it."""

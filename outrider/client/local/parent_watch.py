@@ -1,10 +1,10 @@
-"""Runs a module as a child that ends with its parent: `python -m outrider.client.local.parent_watch
-MODULE ...`.
+"""Runs a module as a child process that ends with its parent.
 
-On Linux the kernel kills this process with the thread that started it, even if it is stopped or
-hangs. Elsewhere a thread reads stdin, whose other end the parent holds: when that ends, this
-process is asked to stop (SIGTERM) and, if it does not, killed. The parent reads stdout, where the
-reason is written if the module fails.
+Usage: `python -m outrider.client.local.parent_watch MODULE ...`. On Linux the kernel kills this
+process with the thread that started it, even if it is stopped or hangs. Elsewhere a thread reads
+stdin, whose other end the parent holds: when that ends, this process is asked to stop (SIGTERM)
+and, if it does not, killed. The parent reads stdout, where the reason is written if the module
+fails.
 """
 
 from __future__ import annotations

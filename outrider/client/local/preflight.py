@@ -1,7 +1,8 @@
-"""Checks of all model files before a process is started.
+"""Preflight checks of all model files, before any process is started.
 
-They are the checks by which the processes load the same files (`outrider.checkpoints`), but read
-only configurations, weight headers and the tokenizer: a second or two instead of a loaded model.
+The processes use the same checks to load these files (`outrider.checkpoints`), but here only
+configurations, weight headers and the tokenizer are read: a second or two instead of a loaded
+model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Flags of the processes on this machine, and the devices that each computes on.
+"""Command lines of the processes on this machine, and their placement on devices.
 
-Nothing of the processes is imported: what is known of them are their flags.
+No process package is imported: only the flags of the processes are known here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEALTH_LISTEN = "127.0.0.1:0"
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """One verifier or drafter, and where it computes."""
+    """One verifier or drafter, and the device that it computes on."""
 
     name: str
     """Its id and the name of its process: verifier-0, drafter-1."""

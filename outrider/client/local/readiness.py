@@ -1,4 +1,4 @@
-"""Waiting for a fleet on this machine, and what would keep its clients out for ever."""
+"""Readiness of a local fleet: checks of hosts and ports, and the wait for a healthy router."""
 
 from __future__ import annotations
 

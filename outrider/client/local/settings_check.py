@@ -1,7 +1,8 @@
-"""Settings of the processes of one machine, checked before any of them is started.
+"""Settings check of a local fleet, before any of its processes is started.
 
 A process takes flags over environment variables over its TOML file, and `outrider serve` gives
-flags: whatever these replace is told, and what a process would refuse is refused here.
+flags: values that these override are reported as warnings, and values that a process would refuse
+are refused here.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _DECIDED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """What the processes of a machine will run with."""
+    """Checked settings of the processes of a machine."""
 
     warnings: tuple[str, ...]
     """One line for each variable, or key of a file, that is overridden by another value."""

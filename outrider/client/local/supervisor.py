@@ -1,4 +1,4 @@
-"""Restarts processes of this machine that end, fall silent or do not serve any more."""
+"""Supervisor of the local processes: restarts those that end, fall silent or stop serving."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Progress = Callable[[str], None]
 
 
 class ChildSupervisor:
-    """Restarts one process when it has ended, after a pause that grows while it keeps ending, and
-    kills it when it does not answer its health probes any more."""
+    """Restarts one process after it has ended, with growing pauses while it keeps ending, and kills
+    it when it no longer answers its health probes."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ChildSupervisor:
 
 
 class Supervisor:
-    """Keeps the processes of a fleet running; a context manager that stops looking at its end."""
+    """Keeps the processes of a fleet running; a context manager that stops doing so at its end."""
 
     def __init__(
         self,

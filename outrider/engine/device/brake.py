@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Rounds that last as long as those of a larger model (benchmarks only).
+"""Benchmark only: delays each GPU round to the duration of a larger model's round.
 
-Behind each round one multiprocessor of the device waits for the rest of the time. So two processes
-on one device keep as much out of each other's way as on two, which a large model would not.
+After each round one multiprocessor of the device spins for the remaining time. Two processes on one
+device therefore interfere as little as on two devices, which is not true of a real large model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TRIAL_CYCLES: Final = 20_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetDuration:
-    """What a round of it takes, by the rows of its forward."""
+    """Round duration of the larger model, by the rows of its forward."""
 
     round_s: float
     """Of one row."""

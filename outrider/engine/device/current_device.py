@@ -1,4 +1,4 @@
-"""The device of a process, the one that a thread launches on, and whether it still works."""
+"""Device checks and selection: the process's device, and the device of a launching thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Device times of what was launched, for timelines and the idle time between two forwards."""
+"""CUDA-event timings of launched work, for timelines and idle time between forwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpan:
-    """One piece of device work, in milliseconds since the recorder's origin."""
+    """One span of device work, in milliseconds since the recorder's origin."""
 
     name: str
     start_ms: float

@@ -1,8 +1,8 @@
-"""What the target thought of the tokens that a round emitted, for the sessions that ask.
+"""Log-probabilities of emitted tokens on the device, for the sessions that request them.
 
-It is launched behind the round, outside of its graph, and looks at nothing on the host: other
-rounds and other rows pay nothing. A round's own logits are warped in place, so those of the few
-rows that matter are made once more, from the target's last hidden states.
+They are launched after the round, outside of its graph, without synchronising: other rounds and
+rows cost nothing. The logits processor works in place, so the unprocessed logits of the requested
+rows are recomputed from the target's last hidden states.
 
 B rows of the bucket, N nodes a row, V vocabulary, H hidden size, K most probable ids.
 """
@@ -30,7 +30,7 @@ TOP_BUCKETS: Final = (0, 5, 20)
 
 
 class LogprobRequest(NamedTuple):
-    """Which tokens of a launch are asked for."""
+    """Tokens of a launch whose log-probabilities are requested."""
 
     rows: list[int]
     """Rows that decode, by their place."""
@@ -39,11 +39,12 @@ class LogprobRequest(NamedTuple):
     chunks: list[int]
     """Pieces behind whose ends a token is sampled."""
     top_counts: list[int]
-    """How many of the most probable ids: of each of the rows, then of each of the pieces."""
+    """How many of the most probable ids: of each of the rows, then of each of the prefill
+    chunks."""
 
 
 class PendingLogprobs(NamedTuple):
-    """The answer on its way."""
+    """Log-probabilities whose download is in progress."""
 
     asked: LogprobRequest
     words: PendingDownload
@@ -53,7 +54,7 @@ class PendingLogprobs(NamedTuple):
 
     def read_logprobs(self, counts: list[int]) -> list[PathLogprobs]:
         """Waits. Of each of the rows, of which row i has emitted `counts[i]` tokens, then of each
-        of the pieces."""
+        of the prefill chunks."""
         words: NDArray[np.int32] = self.words.wait_array()  # type: ignore[assignment]
         ids = words.shape[1] // 2
         values, top_ids = words[:, : 1 + ids].copy().view(np.float32), words[:, 1 + ids :].copy()
@@ -67,7 +68,7 @@ class PendingLogprobs(NamedTuple):
 
 
 class RoundLogprobs:
-    """Launches what rounds are asked for beside their tokens."""
+    """Computes the requested log-probabilities of launched rounds."""
 
     def __init__(self, program: RoundProgram, *, max_rows: int, device: torch.device) -> None:
         """`max_rows`: most rows of a launch that decode."""
@@ -102,7 +103,7 @@ class RoundLogprobs:
         return PendingLogprobs(asked, self._downloads.start_download(torch.cat(parts), part), depth)
 
     def _upload(self, asked: LogprobRequest, part: int) -> Tensor:
-        """int64: the rows that are asked about, then the pieces."""
+        """int64: the rows that are asked about, then the prefill chunks."""
         words = self._uploader.stage_int32s(part)
         rows_end, end = len(asked.rows), len(asked.rows) + len(asked.chunks)
         words[:rows_end] = asked.rows

@@ -1,10 +1,10 @@
-"""Rounds on the device: verify, accept, commit, project, and draft with a head of this process.
+"""Launches rounds on the device: verify, accept, commit, project, draft in process.
 
-A round is one graph: fused placement adds the drafting of the next round to it, colocated
-placement keeps that in a second graph, as do rounds of prompts alone, whose first tokens somebody
-waits for. Prompts run in it as pieces, beside the sessions that decode. What the next round of the
-same sessions needs (root, lengths, own drafts) stays on the device, so it can be launched before
-the host has seen the outcome of this one.
+A round is one graph: fused placement adds the drafting of the next round to it; colocated placement
+keeps that in a second graph, and so do prefill-only rounds, so that their first tokens do not wait
+for it. Prompts run as prefill chunks in the same batch as decoding sessions. The state that the
+next round of the same sessions needs (root, lengths, in-process drafts) stays on the device, so
+that round can be launched before the host has the results of this one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outrider.engine.target import TargetModel
 
 
 class LaunchedRound(NamedTuple):
-    """A round on its way."""
+    """A launched round whose results have not arrived."""
 
     shape: RoundShape
     result: PendingDownload
@@ -50,10 +50,11 @@ class LaunchedRound(NamedTuple):
     is_in_place: bool = False
     """Whether the features come down where `place` said."""
     is_undrafted: bool = False
-    """Whether own drafts that are due were left to `GrammarDraftBuffer.start_drafts`."""
+    """Whether in-process drafts that are due were left to `GrammarDraftBuffer.start_drafts`."""
 
     def read_outcome(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Waits: words [B, 2 + 2N] of the rows that decode, first tokens [Q] of the pieces."""
+        """Waits: words [B, 2 + 2N] of the rows that decode, first tokens [Q] of the prefill
+        chunks."""
         words: NDArray[np.int32] = self.result.wait_array()  # type: ignore[assignment]
         decoding = self.shape.rows * self.shape.result_words
         return words[:decoding].reshape(-1, self.shape.result_words), words[decoding:]
@@ -69,17 +70,18 @@ class LaunchedRound(NamedTuple):
         return tokens
 
     def read_features(self) -> NDArray[np.generic] | None:
-        """Waits: the features of all rows, those of the bucket, then those of the pieces."""
+        """Waits: the features of all rows, those of the bucket, then those of the prefill
+        chunks."""
         return None if self.features is None else self.features.wait_array()
 
     def read_first_token(self, chunk: int) -> int:
-        """Waits: the token behind a piece with which a prompt ends; -1 if its row has no finite
-        logit."""
+        """Waits: the token behind a prefill chunk with which a prompt ends; -1 if its row has no
+        finite logit."""
         return int(self.read_outcome()[1][chunk])
 
 
-class DeviceRounds:
-    """Launches rounds; every tensor that a graph reads or writes lives here."""
+class RoundLauncher:
+    """Launches rounds and owns every tensor that a graph reads or writes."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class DeviceRounds:
         self._chunks: dict[int, PrefillChunkInputs] = {}
         self._downloads = Downloader(target.device)
         self.form_drafts: GrammarDraftBuffer | None = None
-        """Of the own head; None without one."""
+        """Of the in-process drafter; None without one."""
         if in_process_drafter is not None:
             self.form_drafts = GrammarDraftBuffer(
                 in_process_drafter,
@@ -144,11 +146,12 @@ class DeviceRounds:
         part: int = 0,
         place: Callable[[int], NDArray[np.uint8] | None] | None = None,
     ) -> LaunchedRound:
-        """Start a round of rows of one kind, and of pieces; nothing waits for the device. `asked`:
-        whose log-probabilities are wanted, if anybody's. `undrafted`: where own drafts are due and
-        the shape allows it, leave them to `GrammarDraftBuffer.start_drafts`, which must follow for
-        every row. `part`: which launch of its round it is. `place`: memory of so many bytes for
-        features to come down to, pinned, that stays as long as anybody looks at it; or None."""
+        """Start a round of rows of one kind, and of prefill chunks; nothing waits for the device.
+        `asked`: whose log-probabilities are wanted, if anybody's. `undrafted`: where in-process
+        drafts are due and the shape allows it, leave them to `GrammarDraftBuffer.start_drafts`,
+        which must follow for every row. `part`: which launch of its round it is. `place`: memory of
+        so many bytes for features to come down to, pinned, that stays as long as anybody looks at
+        it; or None."""
         shape = self.family.fit_shape(
             rows=len(rows.slots),
             nodes=1 + rows.max_nodes,
@@ -230,7 +233,7 @@ class DeviceRounds:
         return inputs, chunks
 
     def _drafts_behind(self, shape: RoundShape) -> bool:
-        """Whether own drafts are a graph of their own."""
+        """Whether in-process drafts are a graph of their own."""
         return shape.draft_kind is DraftKind.IN_PROCESS and not (self._fused and shape.rows)
 
     def _verify(
@@ -241,7 +244,8 @@ class DeviceRounds:
         *,
         alone: bool,
     ) -> VerifyOutput:
-        """The graph of a round; alone: own drafts, if there are any, are none of its business."""
+        """The graph of a round; alone: in-process drafts, if there are any, are none of its
+        business."""
         record, program = self.recorder, self._program
         if alone or shape.draft_kind is not DraftKind.IN_PROCESS:
             whole = shape.draft_kind is not DraftKind.IN_PROCESS or self._drafts_behind(shape)
@@ -262,7 +266,7 @@ class DeviceRounds:
         *,
         undrafted: bool = False,
     ) -> None:
-        """The graph of own drafts behind a round; undrafted: of what they begin from."""
+        """The graph of in-process drafts behind a round; undrafted: of what they begin from."""
         program = self._program
         name, part = (
             ("catch up", program.store_catch_up) if undrafted else ("draft", program.run_drafts)

@@ -1,7 +1,7 @@
-"""What one round computes on the device, as functions of static tensors: a graph records them.
+"""Computation of one round as functions of static tensors, recorded into a CUDA graph.
 
-B rows of the bucket, N nodes a row, Q pieces of prompts of P rows each, M = B * N + Q * P token
-rows, V vocabulary, H feature width, K own drafts, X session slots.
+B rows of the bucket, N nodes a row, Q prefill chunks of P rows each, M = B * N + Q * P token
+rows, V vocabulary, H feature width, K in-process drafts, X session slots.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ class VerifyOutput(NamedTuple):
     """Static results of a verify graph."""
 
     result: Tensor
-    """int32 [B * (2 + 2N) + Q]: of each row count, flags, rows, tokens (see
-    `DeviceAcceptance`), then the token that each piece's end is followed by, -1 where the row has
-    no finite logit."""
+    """int32 [B * (2 + 2N) + Q]: of each row count, flags, rows, tokens (see `DeviceAcceptance`),
+    then the token that each prefill chunk's end is followed by, -1 where the row has no finite
+    logit."""
     acceptance: DeviceAcceptance | None
     """None without rows that decode, as `context`."""
     context: Tensor | None
     """int32 [B]: K/V slots written before the round."""
     first: Tensor | None
-    """int32 [Q]: the tokens sampled behind the pieces, 0 where `result` has -1."""
+    """int32 [Q]: the tokens sampled behind the prefill chunks, 0 where `result` has -1."""
     features: Tensor | None
-    """[M, H]: of the accepted rows first, in every row of the bucket; then of the pieces."""
+    """[M, H]: of the accepted rows first, in every row of the bucket; then of the prefill
+    chunks."""
 
 
 class _VerifyRows(NamedTuple):
@@ -69,7 +70,7 @@ class _VerifyRows(NamedTuple):
 
 
 class RoundProgram:
-    """Verify, accept, commit, project, draft: launches kernels and looks at no value."""
+    """Verify, accept, commit, project and draft steps, which never synchronise."""
 
     def __init__(
         self,
@@ -102,14 +103,15 @@ class RoundProgram:
     def run_verify(
         self, shape: RoundShape, inputs: RoundInputs | None, chunks: PrefillChunkInputs | None
     ) -> VerifyOutput:
-        """A round up to what its sessions' next one needs, own drafts left out."""
+        """A round up to what its sessions' next one needs, in-process drafts left out."""
         placed = None if inputs is None else self._assigned_rows(shape, inputs)
         output = self._forward(shape, placed, chunks)
         features = None
         if shape.has_features and self._projection is not None and output.taps is not None:
             features = self._projection(output.taps)
         decoding = shape.rows * shape.nodes
-        # Before logits are warped in place: a grammar or a ban would hide it.
+        # Before logits are processed by the logits processor in place: a grammar or a ban would
+        # hide it.
         finite = find_finite_rows(output.logits)
         found = first = None
         if chunks is not None:
@@ -191,8 +193,8 @@ class RoundProgram:
     def _choose_first(
         self, shape: RoundShape, chunks: PrefillChunkInputs, logits: Tensor, finite: Tensor
     ) -> Tensor:
-        """The tokens int32 [Q] behind the pieces, by logits [Q, V]; -1 where `finite` int32 [Q] is
-        0."""
+        """The tokens int32 [Q] behind the prefill chunks, by logits [Q, V]; -1 where `finite` int32
+        [Q] is 0."""
         state, positions = self._slots.sampling, chunks.next_positions()
         if shape.acceptance_mode is AcceptanceMode.SAMPLED:
             process_logits(
@@ -233,7 +235,7 @@ class RoundProgram:
 
     def _count(self, tokens: Tensor, counts: Tensor, slots: Tensor) -> None:
         """The first `counts` int32 [B] of tokens int32 [B, n] are history from now on, for the
-        head's warper too."""
+        head's logits processor too."""
         count_tokens(tokens, counts, self._slots.warp.state, slots)
         if self._in_process_drafter is not None:
             warp = self._in_process_drafter.warp
@@ -300,7 +302,8 @@ class RoundProgram:
             self._count(acceptance.tokens, acceptance.counts, group.slots)
         return features
 
-    # ---- own drafts ----------------------------------------------------------------------------
+    # ---- in-process drafts
+    # ----------------------------------------------------------------------------
 
     @torch.inference_mode()
     def run_drafts(
@@ -325,7 +328,7 @@ class RoundProgram:
         chunks: PrefillChunkInputs | None,
         verified: VerifyOutput,
     ) -> None:
-        """What own drafts of these sessions begin from, which are made later."""
+        """What in-process drafts of these sessions begin from, which are made later."""
         assert self._in_process_drafter is not None
         self._in_process_drafter.store_catch_up(
             self._rows_to_draft(shape, inputs, chunks, verified)
@@ -393,7 +396,7 @@ class RoundProgram:
             tokens=tokens,
             features=own,
             counts=chunks.ends,
-            # An absent piece has no token at all.
+            # An absent prefill chunk has no token at all.
             starts=(chunks.next_positions() - 1).clamp(min=0),
         )
         if rows is None:

@@ -1,9 +1,9 @@
-"""The target's forward from static buffers, for a CUDA graph.
+"""Forward of the target over static buffers, recorded into a CUDA graph.
 
-M token rows, L logit rows, Q query and G key/value heads, d head dimension, H hidden size,
-V vocabulary, X session slots, T blocks of a table. The rows of a forward come in groups, each of B
-sessions and N rows a session: those that decode, pieces of prompts. All groups share the products;
-each has an attention of its own.
+M token rows, L logit rows, Q query and G key/value heads, d head dimension, H hidden size, V
+vocabulary, X session slots, T blocks of a table. The rows of a forward come in groups of B sessions
+and N rows a session: decoding rows, prefill chunks. All groups share the matrix products; each has
+its own attention.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TargetOutput(NamedTuple):
 
 
 class TargetProgram:
-    """Runs all nodes of all rows of a bucket; K/V goes to the slots after each context."""
+    """Runs the target over all rows of a bucket; K/V goes to the slots after each context."""
 
     def __init__(
         self,

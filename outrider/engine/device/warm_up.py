@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Capturing and timing every shape of a family before the first request."""
+"""Warm-up: captures and times every shape of a `ShapeFamily` before the first request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from outrider.engine.device.graphs.shapes import RoundShape
-from outrider.engine.device.round_launcher import DeviceRounds
+from outrider.engine.device.round_launcher import RoundLauncher
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _REPEATS = 2
 _PROGRESS_S = 5.0
 
 
-def warm_up_shapes(rounds: DeviceRounds, device: torch.device) -> dict[RoundShape, float]:
+def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundShape, float]:
     """Seconds of every shape; says how far it is, and what it took in time and memory."""
     began = said = time.monotonic()
     free, _ = torch.cuda.mem_get_info(device)
@@ -52,7 +52,7 @@ def warm_up_shapes(rounds: DeviceRounds, device: torch.device) -> dict[RoundShap
     return smooth_times(times)
 
 
-def _time(rounds: DeviceRounds, shape: RoundShape) -> float:
+def _time(rounds: RoundLauncher, shape: RoundShape) -> float:
     """Of some repeats in a row the one that was held up least."""
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(1 + _REPEATS)]
     ends[0].record()

@@ -1,4 +1,4 @@
-"""The EAGLE-1/2 head. N rows, H hidden, V vocabulary (the target's own lm_head)."""
+"""EAGLE-1/2 draft head. N rows, H hidden, V vocabulary (the target's own lm_head)."""
 
 from __future__ import annotations
 

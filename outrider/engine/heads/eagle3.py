@@ -1,4 +1,4 @@
-"""The EAGLE-3 head. N rows, H hidden, nq/nkv heads, hd head dim, Vd draft vocabulary."""
+"""EAGLE-3 draft head. N rows, H hidden, nq/nkv heads, hd head dim, Vd draft vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.engine.heads.layers import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeights:
-    """Weights of the one transformer block, as callables over the linear seam."""
+    """Weights of the one transformer block, as callables made by a `LinearFactory`."""
 
     qkv: tuple[Linear, Linear]
     """Query projection, and key-value projection (k rows first) fused."""

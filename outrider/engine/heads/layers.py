@@ -1,4 +1,4 @@
-"""Small pieces shared by the heads: RMSNorm, rotary embedding, the linear seam.
+"""Building blocks of draft heads: RMSNorm, rotary embedding, the pluggable linear factory.
 
 N rows, H hidden size, hd head dimension.
 """

@@ -1,4 +1,4 @@
-"""Loading heads from a checkpoint directory, in the original EAGLE or the `speculators` format."""
+"""Draft head loader for checkpoints in the original EAGLE or the `speculators` format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.checkpoints.head_tensors import (
     canonical_name,
     canonical_tensors,
     check_head_tensors,
-    takes_own_embedding,
+    uses_head_embedding,
 )
 from outrider.checkpoints.safetensors_header import StoredTensor, read_header
 from outrider.engine.heads.eagle import EagleHead
@@ -210,7 +210,7 @@ def _describe(loaded: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
 def _embedding(path: Path, config: HeadConfig, names: _Names, target: Tensor | None) -> Tensor:
     own = names.find(EMBEDDING)
     width = None if target is None else target.shape[-1]
-    if takes_own_embedding(path, config, own is not None, width):
+    if uses_head_embedding(path, config, own is not None, width):
         assert own is not None
         table = own
     else:

@@ -1,4 +1,4 @@
-"""The verifier's part of a head: tapped target features to the head's own width."""
+"""Feature projection of a draft head, run by the verifier: target features to the head's width."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Detection of rows of logits that have no finite logit, before anything edits them.
+"""Detection of rows of logits without a finite value, before the logits are processed.
 
-Such a row says nothing about the next token (NaN weights, an overflow), so none is chosen from it.
+Such a row is invalid (NaN weights, an overflow), so no token is chosen from it.
 
 Shape suffixes: R rows, V columns.
 """

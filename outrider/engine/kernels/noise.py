@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""The noise of `outrider.spec.noise` inside kernels, and the best of a tile of perturbed scores.
+"""Triton implementation of `outrider.spec.noise`, and the Gumbel-perturbed argmax of a tile.
 
 The integers are uint64 (wrap-around products, logical shifts) and equal numpy's bit for bit; a
 variate is float64, so only the logarithm may differ by an ulp between platforms.

@@ -1,4 +1,4 @@
-"""RMSNorm before a product, and the gated activation of products that do not fuse it.
+"""RMSNorm and gated SiLU kernels for products that do not fuse them.
 
 M rows, K features, I intermediate size.
 """

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""What all kernels share: interpreter detection, a safe dot, grid arithmetic."""
+"""Helpers shared by all kernels: interpreter detection, a safe dot, grid arithmetic."""
 
 from __future__ import annotations
 

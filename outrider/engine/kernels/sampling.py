@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Tokens from logits on the device: argmax or perturbed argmax, by each session's own rule.
+"""Token sampling from logits on the device: argmax or Gumbel-perturbed argmax, by session.
 
 The choices are those of `outrider.engine.noise` and `outrider.engine.logits_processor.plain_argmax`
 bit for bit: score = logit / T rounded to float32, plus the float64 Gumbel noise of the session's
@@ -70,19 +70,18 @@ def choose_tokens(
 ) -> Tensor:
     """The column that each row of logits chooses, int32 [R].
 
-    logits: float32 or bfloat16 [R, V], columns contiguous, rows of any stride; row r belongs to
-    the session of slot slots[r // rows_per_slot], slots int32 [B]. NaN never wins and a row of
-    nothing else gives column 0; +inf is allowed; the lowest of equal columns wins.
-    positions: int32 [R], the absolute position of the token that is being chosen.
-    side: "target" draws coupled sessions with TARGET noise and those of the coin rules with
-    RECOVER noise (their bonus token); "draft" draws coupled sessions with TARGET, rejection
-    sessions with DRAFT noise and takes the mode for target-only ones. Greedy sessions (or T = 0)
-    take the mode on both sides, and then no noise is computed.
-    ids: integer [V], the target id of each column, which keys its noise; None: the column itself.
-    num_columns: columns that count, the rest being padding; None: all.
-    finite: int32 [R], `find_finite_rows` of the logits as the model gave them; a row without a
-    finite logit chooses nothing, which is -1. None: such rows are not looked for.
-    Raises InvalidRequestError if R is not rows_per_slot * B.
+    logits: float32 or bfloat16 [R, V], columns contiguous, rows of any stride; row r belongs to the
+    session of slot slots[r // rows_per_slot], slots int32 [B]. NaN never wins and a row of nothing
+    else gives column 0; +inf is allowed; the lowest of equal columns wins. positions: int32 [R],
+    the absolute position of the token that is being chosen. side: "target" draws coupled sessions
+    with TARGET noise and those of the rules with randomized acceptance with RECOVER noise (their
+    bonus token); "draft" draws coupled sessions with TARGET, rejection sessions with DRAFT noise
+    and takes the mode for target-only ones. Greedy sessions (or T = 0) take the mode on both sides,
+    and then no noise is computed. ids: integer [V], the target id of each column, which keys its
+    noise; None: the column itself. num_columns: columns that count, the rest being padding; None:
+    all. finite: int32 [R], `find_finite_rows` of the logits as the model gave them; a row without a
+    finite logit chooses nothing, which is -1. None: such rows are not looked for. Raises
+    InvalidRequestError if R is not rows_per_slot * B.
     """
     if logits.shape[0] != rows_per_slot * slots.shape[0]:
         raise InvalidRequestError(
@@ -138,7 +137,8 @@ def choose_tokens_torch(
 
 
 def scaled_scores(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
-    """logits / T in float32, without NaN (-inf) and above MAX_LOGIT / T, as the warper does it."""
+    """logits / T in float32, without NaN (-inf) and above MAX_LOGIT / T, as the logits processor
+    does it."""
     tamed = logits_RV.to(torch.float32)
     tamed = tamed.nan_to_num(nan=-math.inf, posinf=MAX_LOGIT, neginf=-math.inf)
     return tamed.clamp_(max=MAX_LOGIT) / temperatures_R.clamp(min=MIN_TEMPERATURE)[:, None]

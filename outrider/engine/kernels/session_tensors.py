@@ -1,4 +1,4 @@
-"""Tensors that the device keeps of the sessions between rounds, one row a session slot.
+"""Per-session tensors that the device keeps between rounds, one row a session slot.
 
 X session slots (the last one is the padding slot, which fills the rows of a bucket that no session
 uses), T blocks of the longest sequence, V columns of the logits, E entries of a slot.
@@ -19,7 +19,7 @@ NUM_STREAMS = len(NoiseStream)
 
 
 class SamplingState(NamedTuple):
-    """How each session samples."""
+    """Noise keys, temperature and acceptance rule of each session."""
 
     stream_keys: Tensor
     """int64 [X, NUM_STREAMS]: the keys of the session's noise streams as 64-bit words, by stream
@@ -31,7 +31,7 @@ class SamplingState(NamedTuple):
 
 
 class SequenceState(NamedTuple):
-    """Where each session's K/V is and how far it got."""
+    """Block table, length and root token of each session."""
 
     tables: Tensor
     """int32 [X, T]: pool blocks in order; slot i of a sequence is pool slot
@@ -44,7 +44,7 @@ class SequenceState(NamedTuple):
 
 
 class LogitsProcessorState(NamedTuple):
-    """What the warper does to each session's logits, in terms of their columns."""
+    """Logits-processor parameters of each session, in terms of logits columns."""
 
     flags: Tensor
     """int32 [X]: a sum of WARP_*; 0 leaves the session's rows alone."""
@@ -70,7 +70,8 @@ class LogitsProcessorState(NamedTuple):
 
 
 class AllowedTokenBits(NamedTuple):
-    """What grammars allow, for the rows of sessions that have WARP_LEGAL; W words of 32 ids."""
+    """Allowed-token masks as bits, for the rows of sessions that have WARP_LEGAL; W words of 32
+    ids."""
 
     bits: Tensor
     """int32 [C, W]: id i is bit i % 32 of word i // 32; ids beyond the words are not allowed."""

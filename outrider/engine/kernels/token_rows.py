@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The token rows of a round: each session's root, then its drafts.
+"""Assembly of the token rows of a round: each session's root, then its drafts.
 
 B rows, N nodes a row, X session slots.
 """
@@ -29,7 +29,7 @@ def assemble_rows(
 def assemble_torch(
     sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
-    """The twin of `assemble_triton`."""
+    """The PyTorch reference of `assemble_triton`."""
     roots = sequence.roots.index_select(0, slots)
     if by_slot:
         drafts = drafts.index_select(0, slots)

@@ -1,4 +1,7 @@
-"""`python -m outrider.engine.training`: the same command without the client's front end."""
+"""Entry point `python -m outrider.engine.training`: the same command as `outrider train-head`.
+
+It does not import the client's front end.
+"""
 
 from __future__ import annotations
 

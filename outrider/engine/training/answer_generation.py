@@ -1,4 +1,4 @@
-"""Answers written by the target itself: batch decoding whose free slots are refilled at once.
+"""Generation of training answers by the target: batch decoding with continuous slot refill.
 
 B slots, L cached length, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""`outrider train-head`: answers by the target, vocabulary, training, figures, parity check."""
+"""Command `outrider train-head`: answers, vocabulary, training, metrics, parity check."""
 
 from __future__ import annotations
 

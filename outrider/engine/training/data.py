@@ -1,7 +1,7 @@
-"""Prompts, the chat template, and packing of samples into batches of one fixed shape.
+"""Training data: prompts, chat template, and packing of samples into fixed-shape batches.
 
-A sample is (prompt ids, answer ids). Rows of a batch hold several samples behind each other, kept
-apart by a document id. B rows, S positions a row, Q selected (answer) positions a row.
+A sample is (prompt ids, answer ids). Rows of a batch hold several samples one after another,
+separated by a document id. B rows, S positions a row, Q selected (answer) positions a row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Drafts of many answers at once by the serving pieces, over known texts.
+"""Batched drafting over known answers with the serving code, for offline evaluation of a head.
 
-Real features up to a root, the head's own outputs below it, as a drafter would: a path that was
-accepted but whose features are still to come, then a tree. B answers, L real rows, M own rows, W
-rows of one level, K children a node, C candidates, N nodes, nq/nkv heads, hd head dim, H hidden.
+As in a drafter, rows up to a root read real features and rows below it the head's own outputs:
+first a path that was accepted but whose features have not arrived, then a tree. B answers, L real
+rows, M own rows, W rows of one level, K children a node, C candidates, N nodes, nq/nkv heads, hd
+head dim, H hidden.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ TREE = DraftShape(draft_tokens=32, top_k=8, depth=6)
 
 
 class StableRows(NamedTuple):
-    """Everything the head computed from real features, one row a position, [B, L, ...]; answers
-    that are shorter end in zeros, which nothing sees."""
+    """Everything the head computed from real features, one row a position, [B, L, ...]; shorter
+    answers end in zeros, which are masked."""
 
     keys: Tensor
     values: Tensor
@@ -128,7 +129,7 @@ class DraftedRows:
         return torch.arange(first, first + width, device=tokens.device).expand(answers, -1)
 
     def logprobs(self, columns: Tensor) -> Tensor:
-        """The head's law [B, W, Vd] after the rows in these columns [B, W]."""
+        """The head's distribution [B, W, Vd] after the rows in these columns [B, W]."""
         x = _take(self.x, columns)
         logits = self._head.logits(x.flatten(0, 1))
         return logits.log_softmax(-1).view(*columns.shape, -1)
@@ -213,7 +214,7 @@ def _select(scores: Tensor, tokens: Tensor, parents: Tensor, size: int) -> list[
 
 
 class NodeCandidates(NamedTuple):
-    """What the head expects at each place of a tree: row 0 its root, row i + 1 its node i."""
+    """Predictions of the head at each position of a tree: row 0 its root, row i + 1 its node i."""
 
     tokens: NDArray[np.int32]
     """[1 + N, C]: target ids, best first."""

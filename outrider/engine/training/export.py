@@ -1,4 +1,4 @@
-"""Writing a trained head in the original EAGLE-3 checkpoint format."""
+"""Export of a trained head in the original EAGLE-3 checkpoint format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainable EAGLE-3 head: fp32 master weights."""
+"""Trainable EAGLE-3 head with fp32 master weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.engine.training.target import TrainingTarget
 
 
 class TrainableHead(nn.Module):
-    """fp32 master weights under the names of an EAGLE-3 checkpoint."""
+    """EAGLE-3 head with fp32 master weights under the names of a checkpoint."""
 
     def __init__(self, config: HeadConfig, target_ids: Tensor) -> None:
         super().__init__()

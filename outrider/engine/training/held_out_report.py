@@ -1,8 +1,8 @@
-"""Held-out figures of a head: accuracy by draft step and simulated tokens a round of chains.
+"""Held-out metrics of a head: accuracy by draft step and simulated tokens per round of chains.
 
-The answers must be the target's greedy ones. While every earlier draft was right, the
-teacher-forced forward sees exactly what a drafter would, so the accepted length of a chain from
-any root is the run of right drafts there, and walking an answer with it gives the rounds a server
+The answers must be the target's greedy ones. While every earlier draft was correct, the
+teacher-forced forward sees exactly what a drafter would, so the accepted length of a chain from any
+root is the run of correct drafts there, and walking an answer with it gives the rounds a server
 would need.
 """
 

@@ -1,6 +1,6 @@
-"""Parity check: one prompt through the training forward and through the serving pieces.
+"""Parity check between the training forward and the serving forward of a head, on one prompt.
 
-Both run on the same target features. The first tensor that differs is named; what is compared, in
+Both run on the same target features. The first tensor that differs is reported. Compared are, in
 order of computation: feature, key, value, inputs, query, attention, x, logits, step by step.
 """
 

@@ -1,9 +1,9 @@
-"""Tokens a round of a finished head, drafted by the serving pieces over known greedy answers.
+"""Tokens per round of a trained head, simulated with the serving code over greedy answers.
 
-Lock-step: every draft is grown from real features up to its root. Look-ahead: as when every round
-hits, a draft was grown before the verdict that made its root, so from real features up to the root
-before that and from the head's own ones over what the verdict accepted. A draft stands if it is
-the answer's next token.
+Lock-step: every draft is grown from real features up to its root. Look-ahead: every round hits, so
+a draft is grown one verdict early, from real features up to the previous root and from the head's
+own features over the tokens that the verdict accepts. A draft is accepted if it is the answer's
+next token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOGETHER = 64
 
 
 class SimulatedVerdict(NamedTuple):
-    """What came of one round: the path to `node` stood and `token` followed."""
+    """Verdict of one simulated round: the path to `node` is accepted and `token` follows."""
 
     tree: DraftTree
     node: int

@@ -1,4 +1,4 @@
-"""The frozen target model for training: a lean forward over the Llama skeleton.
+"""Frozen target model for training: a minimal forward of Llama-style models.
 
 B rows, S positions, H hidden, nq/nkv heads, hd head dim, V vocabulary, L cached length.
 """

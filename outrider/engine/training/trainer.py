@@ -1,4 +1,4 @@
-"""The optimisation loop: short trial runs over learning rates, then one long run."""
+"""Trainer of a draft head: short learning-rate trials, then one long run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEP_DECAY = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One optimisation run."""
+    """Hyperparameters of one optimisation run."""
 
     steps: int
     """Number of updates; the schedule ends earlier if `seconds` pass first."""
@@ -85,7 +85,7 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run came to."""
+    """Result of one optimisation run."""
 
     steps: int
     seconds: float
@@ -101,7 +101,7 @@ Checkpoint = Callable[[int], None]
 
 
 class Trainer:
-    """A frozen target, samples, and one head being trained on them."""
+    """Trains one head on samples of a frozen target."""
 
     def __init__(
         self,

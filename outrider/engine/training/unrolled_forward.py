@@ -1,9 +1,9 @@
-"""The unrolled forward of a trainable EAGLE-3 head (training-time test).
+"""Unrolled forward of a trainable EAGLE-3 head (training-time test).
 
 B rows, S positions, Q selected (answer) positions, H hidden, Vd draft vocabulary, T own rows that
 a draft row may see. Only selected positions are drafted from; every position writes K/V.
 
-At step j the row of selected slot s stands for position i(s): it reads the token t_{i+1+j} and its
+At step j the row of selected slot s represents position i(s): it reads the token t_{i+1+j} and its
 own output of step j-1, attends to the K/V of real features up to i and to its own rows of steps
 1..j, sits at RoPE position i + j and predicts t_{i+2+j}. Answer positions are contiguous, so a
 shift by j along Q is a shift by j in the text wherever the document is the same.
@@ -34,7 +34,7 @@ MAX_STEPS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSteps:
-    """Which draft steps run on a part of the batch."""
+    """Draft steps that run on only a part of the batch."""
 
     first: int
     """Steps before this one run on the whole batch; at least 1."""
@@ -54,7 +54,7 @@ class DeepSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unrolled:
-    """What the unrolled forward yields, a list entry for each step; deep ones have fewer rows."""
+    """Outputs of the unrolled forward, a list entry for each step; deep steps have fewer rows."""
 
     losses: list[Tensor]
     """Mean loss over the step's valid rows, scalar."""
@@ -66,10 +66,10 @@ class Unrolled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """What is predicted, along the selected slots."""
+    """Prediction targets along the selected slots."""
 
     probs_BQV: Tensor
-    """The target's law restricted to the draft vocabulary, padded by MAX_STEPS slots."""
+    """The target's distribution restricted to the draft vocabulary, padded by MAX_STEPS slots."""
     ids_BQ: Tensor
     """Draft id of the true label, -1 when it is outside the draft vocabulary; padded alike."""
 
@@ -156,7 +156,7 @@ class UnrolledForward:
             q, k, v = self._projected(w, inputs, rows.positions + step)
             if step:
                 own.append((k, v))
-            seen = _in_process_rows(own, k, v, self._num_own_rows(step))
+            seen = _in_process_rows(own, k, v, self._num_draft_rows(step))
             attended = self._attend(q, rows.keys, rows.values, rows.mask, *seen)
             features = self._finish(features, attended, _block(w), config.rms_norm_eps)
             loss, hits, valid = self._scored(w, features, rows, step)
@@ -172,7 +172,7 @@ class UnrolledForward:
             valid_steps.append(valid)
         return Unrolled(losses=losses, correct=correct, valid=valid_steps)
 
-    def _num_own_rows(self, step: int) -> int:
+    def _num_draft_rows(self, step: int) -> int:
         """Own rows that a step is laid out for: compiled, one shape before and one after the
         batch is cut; else what there is."""
         if not self._compiled:

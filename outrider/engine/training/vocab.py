@@ -1,4 +1,4 @@
-"""The draft vocabulary: the target ids seen most often in answers."""
+"""Draft vocabulary builder: the target ids seen most often in answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may call a server: certificates by role, and credentials in metadata. Health is for all."""
+"""Authorisation of gRPC calls: certificate roles and credentials in metadata; health is open."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _nobody_listens() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessRules:
-    """What a server asks of its callers."""
+    """Roles and credentials that a server requires of its callers."""
 
     tls: TlsConfig = field(default_factory=TlsConfig)
     """Its certificate; without one connections are plain text and have no roles."""

@@ -1,4 +1,4 @@
-"""Certificates as gRPC takes them, and the names in those that callers have shown."""
+"""gRPC credentials from TLS files, and the names in a caller's certificate."""
 
 from __future__ import annotations
 

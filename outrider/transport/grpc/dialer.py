@@ -1,4 +1,4 @@
-"""Control clients and exchange connections by address (host:port)."""
+"""gRPC dialer: control clients and exchange connections by address (host:port)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outrider.transport.grpc.shm_frames import ShmFrames
 from outrider.transport.grpc.shm_negotiation import is_joined, offer_metadata
 from outrider.transport.grpc.streams import StreamFrames
 from outrider.transport.interface import DrafterConnection, RouterConnection
-from outrider.transport.session_stream import SessionIterators
+from outrider.transport.session_stream import SessionIteratorMixin
 from outrider.transport.shm import ShmListener
 from outrider.transport.tls import CertificateRole, TlsConfig, TlsFiles, TlsMaterial
 from outrider.wire.codec import (
@@ -59,8 +59,8 @@ class _GrpcClient:
             raise to_lost_error(error, peer=self._address) from None
 
 
-class GrpcVerifier(_GrpcClient, SessionIterators):
-    """Control client of a verifier."""
+class GrpcVerifier(_GrpcClient, SessionIteratorMixin):
+    """Control client of a verifier over gRPC."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class GrpcVerifier(_GrpcClient, SessionIterators):
         return await _answered(call, self._address, self._config)
 
     async def _by_shm_channel(self, listener: ShmListener) -> FrameStream:
-        """Frames of a stream that goes by a lane if the verifier joins it."""
+        """Frames of a stream that goes by a shared-memory channel if the verifier joins it."""
         offer = listener.make_offer()
         try:
             call = await self._begun(offer_metadata(offer))
@@ -116,7 +116,7 @@ class GrpcVerifier(_GrpcClient, SessionIterators):
 
 
 class GrpcDrafter(_GrpcClient):
-    """Control client of a drafter."""
+    """Control client of a drafter over gRPC."""
 
     async def info(self) -> DrafterInfo:
         """Identity and load."""
@@ -138,7 +138,7 @@ class GrpcDrafter(_GrpcClient):
 
 
 class GrpcDialer:
-    """Reaches other processes; one channel an address, shared by all its calls."""
+    """Dials other processes; all calls to an address share one channel."""
 
     def __init__(self, config: GrpcConfig | None = None, *, tls: TlsConfig | None = None) -> None:
         """With `tls`, others are who their certificates say, wherever they are.

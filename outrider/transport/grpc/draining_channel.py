@@ -1,4 +1,4 @@
-"""A channel and the calls on it: one that is used no more is closed after the last of them."""
+"""gRPC channel that, once retired, closes after its last call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Call = grpc.aio.UnaryUnaryCall[bytes, bytes] | grpc.aio.StreamStreamCall[bytes, 
 
 
 class DrainingChannel:
-    """One channel. Of one event loop."""
+    """Counts the calls of one channel to close it when they have ended. Single event loop."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel

@@ -1,4 +1,4 @@
-"""Coroutines that run up to their first wait where they are made, and to their end in a task."""
+"""Eagerly started coroutines: they run to their first wait at once, and to their end in a task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class EagerCoroutine:
-    """A coroutine that has taken its first step; awaiting it, once and in a task, does the rest.
+    """A coroutine whose first step has run; awaiting it, once and in a task, does the rest.
 
     What the coroutine raises is raised by the await, also where the first step raised it. One
     that is never awaited is closed when it is dropped. The first step runs in its maker's task

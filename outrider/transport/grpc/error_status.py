@@ -1,4 +1,4 @@
-"""Typed errors as gRPC statuses with google.rpc details, and back."""
+"""Mapping of typed errors to gRPC statuses with google.rpc details, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""grpc.health.v1 on grpc.aio; every watcher hears every change of its service."""
+"""Health service grpc.health.v1 on grpc.aio; every watcher receives every change of its service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_WATCHERS = 64
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Serving status by service name; "" is the server as a whole."""
+    """Health service; holds the serving status by service name, "" being the whole server."""
 
     def __init__(self) -> None:
         self._status: dict[str, int] = {}

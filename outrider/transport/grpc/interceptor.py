@@ -1,4 +1,4 @@
-"""The server interceptor: the one place where callers are judged and errors become statuses."""
+"""Server interceptor: authorises callers and turns errors into gRPC statuses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _refusal(error: OutriderError) -> MethodHandler:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns away who may not call. Maps `outrider.errors` to statuses with details; anything else
+    """Rejects unauthorised callers. Maps `outrider.errors` to statuses with details; anything else
     to INTERNAL, logged."""
 
     def __init__(self, guard: AccessGuard) -> None:

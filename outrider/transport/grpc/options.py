@@ -1,4 +1,4 @@
-"""Settings of the gRPC transport and the channel options that they mean."""
+"""gRPC transport settings and the channel options derived from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class GrpcConfig:
     """Whether servers of other processes may have the same port; the system gives each connection
     to one of them."""
     shm_channels: bool = False
-    """Whether streams of sessions go by lanes where both ends are on one host and wish so."""
+    """Whether streams of sessions go by shared-memory channels where both ends are on one host and
+    wish so."""
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     """Application heartbeats of exchanges, and of a router's end of a stream of sessions."""
     sessions_heartbeat: HeartbeatConfig = field(default_factory=router_heartbeat)

@@ -1,4 +1,4 @@
-"""A gRPC server with health, reflection, error mapping and a graceful stop."""
+"""gRPC server with health, reflection, error mapping and graceful stop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEALTH_PORT = GrpcConfig(max_connections=16, max_calls=64, max_receive_bytes=40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcService:
-    """A service to be served."""
+    """A service to serve: its name, its registration and the certificate roles that it accepts."""
 
     name: str
     """Full name, package included; also its health service."""
@@ -34,7 +34,7 @@ class GrpcService:
 
 
 class GrpcServer:
-    """Serves services on one address; not serving (health) until told so."""
+    """Serves services on one address; health reports not serving until it is set."""
 
     def __init__(
         self,

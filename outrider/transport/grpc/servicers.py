@@ -1,7 +1,7 @@
-"""VerifierService, ExchangeService and DrafterService around an endpoint.
+"""gRPC servicers (VerifierService, ExchangeService, DrafterService) around an endpoint.
 
-Handlers take and give bytes: parsing is the codec's, so that a malformed message of an exchange
-costs itself instead of the stream.
+Handlers take and return bytes: the codec parses them, so that a malformed exchange message is
+dropped alone instead of failing the stream.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _VerifierServicer:
         await context.send_initial_metadata(answer_metadata(shm_channel))
         logger.info(
             "a router's stream begins",
-            extra={"peer": context.peer(), "by_lane": shm_channel is not None},
+            extra={"peer": context.peer(), "by_shm": shm_channel is not None},
         )
         call = _server_frames(context)
         frames = call if shm_channel is None else ShmFrames(call, shm_channel)

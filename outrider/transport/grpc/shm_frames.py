@@ -1,8 +1,8 @@
-"""A stream whose frames go by a lane: of two processes of one host that share it.
+"""Stream whose frames use a shared-memory channel instead of the gRPC call (same host).
 
-The call stays: it was dialled, it ends with its peer, and its metadata brought both ends to the
-lane. But no frame passes through it, nor through the threads and tasks of grpc.aio, which cost
-several times what a packet does.
+The gRPC call stays open: its metadata set up the shared-memory channel, and it ends with its peer.
+No frame passes through it or through the threads and tasks of grpc.aio, which cost several times as
+much as a packet.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ _LAST_LOOKS = 128
 
 
 class ShmFrames:
-    """Frames over a lane, for one event loop, until the lane or its call ends."""
+    """Frames over a shared-memory channel, for one event loop, until the shared-memory channel or
+    its call ends."""
 
     def __init__(self, call: StreamFrames, shm_channel: ShmChannel) -> None:
-        """`call`: the stream that the lane belongs to; either takes the other one along."""
+        """`call`: the stream that the shared-memory channel belongs to; either takes the other one
+        along."""
         self._call, self._shm_channel = call, shm_channel
         self._loop = asyncio.get_running_loop()
         self._inbox: BoundedQueue[bytes] = BoundedQueue(max_items=INBOX_FRAMES, size_of=len)
         self._error: OutriderError | None = None
-        """Why nothing is sent, or received from the lane, any more."""
+        """Why nothing is sent, or received from the shared-memory channel, any more."""
         self._room = asyncio.Event()
         """Whether nothing is left to send."""
         self._room.set()
         self._reads = False
         self._read_on()
-        self._watch = asyncio.create_task(self._until_the_call_ends(), name="outrider-lane-watch")
+        self._watch = asyncio.create_task(self._until_the_call_ends(), name="outrider-shm-watch")
 
     @property
     def peer(self) -> str:
@@ -81,7 +83,8 @@ class ShmFrames:
         return frames
 
     async def close(self) -> None:
-        """Send what is left within a bounded time, then end the lane and the call."""
+        """Send what is left within a bounded time, then end the shared-memory channel and the
+        call."""
         closed = ConnectionLostError(f"connection to {self.peer} is closed", reason="CLOSED")
         self._inbox.close(closed, discard=True)
         try:
@@ -139,7 +142,8 @@ class ShmFrames:
             self._room.set()
 
     def _lose(self, error: ConnectionLostError) -> None:
-        """The lane is gone, and most likely the peer: the call says why, if it says so soon."""
+        """The shared-memory channel is gone, and most likely the peer: the call says why, if it
+        says so soon."""
         if self._error is not None:
             return
         self._take_the_last()
@@ -165,7 +169,7 @@ class ShmFrames:
             self._end(error)
 
     def _end(self, error: OutriderError) -> None:
-        """Let go of the lane, if it is held yet, and tell whoever reads why."""
+        """Let go of the shared-memory channel, if it is held yet, and tell whoever reads why."""
         self._release_frames(error)
         self._inbox.close(error)
 

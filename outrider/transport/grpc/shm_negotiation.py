@@ -1,8 +1,8 @@
-"""How both ends of a stream of sessions come to a lane: by the metadata of its call.
+"""Shared-memory negotiation in call metadata: both ends of a session stream agree on a channel.
 
-The client listens and offers; the server joins before it answers, and its answer says so. So which
-way the frames go is settled before the first of them. A server on another host finds no such
-listener, and the call carries the frames.
+The client listens and offers; the server joins before it answers, and its answer says so. The path
+of the frames is therefore fixed before the first one. A server on another host finds no listener,
+and the call carries the frames.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from outrider.wire.messages import ShmOffer
 
 logger = logging.getLogger(__name__)
 
-_KEY: Final = "outrider-lane"
+_KEY: Final = "outrider-shm"
 _OFFER: Final = re.compile(r"([0-9a-f]{32}):([0-9a-f]{32})")
 _JOINED: Final = "joined"
 
 
 def offer_metadata(offer: ShmOffer) -> Metadata:
-    """The metadata of a call whose frames may go by a lane."""
+    """The metadata of a call whose frames may go by a shared-memory channel."""
     return ((_KEY, f"{offer.name}:{offer.token.hex()}"),)
 
 
@@ -35,13 +35,13 @@ def answer_metadata(shm_channel: ShmChannel | None) -> Metadata:
 
 
 def is_joined(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-    """Whether a server's initial metadata say that it has joined the lane."""
+    """Whether a server's initial metadata say that it has joined the shared-memory channel."""
     return any([(key, value) == (_KEY, _JOINED) for key, value in metadata])
 
 
 async def join_offered_channel(metadata: Iterable[tuple[str, str | bytes]]) -> ShmChannel | None:
-    """The lane that a call offers, joined; None without an offer, or where there is no way to it:
-    then the call carries everything."""
+    """The shared-memory channel that a call offers, joined; None without an offer, or where there
+    is no way to it: then the call carries everything."""
     offered = next((value for key, value in metadata if key == _KEY), None)
     found = _OFFER.fullmatch(offered) if isinstance(offered, str) else None
     if found is None:
@@ -50,5 +50,5 @@ async def join_offered_channel(metadata: Iterable[tuple[str, str | bytes]]) -> S
     try:
         return await join_channel_async(offer)
     except OutriderError as error:
-        logger.debug("no lane: %s", error.message)
+        logger.debug("no shared-memory channel: %s", error.message)
         return None

@@ -1,7 +1,7 @@
-"""An exchange stream as bounded frames whose reads and writes may be cancelled safely.
+"""gRPC exchange stream as bounded frames, with reads and writes that can be cancelled safely.
 
 grpc.aio cancels the whole call when a read or write of it is cancelled, and allows one write at a
-time; two pumps and two mailboxes keep both facts away from the users of a connection.
+time; two pump tasks and two bounded queues hide both limits from the users of a connection.
 """
 
 from __future__ import annotations

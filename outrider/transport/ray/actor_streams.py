@@ -1,4 +1,4 @@
-"""The dialing side of a stream that is carried by actor calls."""
+"""Client side of an exchange stream that is carried by Ray actor calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLUSH_TIMEOUT_S = 1.0
 
 
 class ActorFrames:
-    """The dialing side of an exchange: pushes what it sends, pulls what it receives."""
+    """Client side of an exchange: pushes the frames it sends, pulls those it receives."""
 
     def __init__(self, host: HostCalls, key: int) -> None:
         self._host, self._key = host, key

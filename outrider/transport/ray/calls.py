@@ -1,4 +1,4 @@
-"""Calls to an actor host with deadlines and typed errors."""
+"""Ray actor calls with deadlines and typed errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.transport.ray.options import RayConfig
 
 
 class HostCalls:
-    """An actor host by handle."""
+    """Calls to an actor host by its handle."""
 
     def __init__(self, actor: Any, address: str, config: RayConfig) -> None:
         self.actor = actor

@@ -1,4 +1,4 @@
-"""Control clients and exchange connections by actor name."""
+"""Ray dialer: control clients and exchange connections by actor name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.transport.ray.actor_streams import ActorFrames
 from outrider.transport.ray.calls import HostCalls, find_host
 from outrider.transport.ray.grpc_streams import GrpcStreams
 from outrider.transport.ray.options import GRPC, RayConfig
-from outrider.transport.session_stream import SessionIterators
+from outrider.transport.session_stream import SessionIteratorMixin
 from outrider.wire.codec import (
     decode_drafter_info,
     decode_verifier_info,
@@ -51,8 +51,8 @@ class _RayClient:
         return response
 
 
-class RayVerifier(_RayClient, SessionIterators):
-    """Control client of a verifier."""
+class RayVerifier(_RayClient, SessionIteratorMixin):
+    """Control client of a verifier over actor calls."""
 
     def __init__(self, address: str, config: RayConfig, streams: GrpcStreams) -> None:
         super().__init__(address, config)
@@ -83,7 +83,7 @@ class RayVerifier(_RayClient, SessionIterators):
 
 
 class RayDrafter(_RayClient):
-    """Control client of a drafter."""
+    """Control client of a drafter over actor calls."""
 
     async def info(self) -> DrafterInfo:
         """Identity and load."""
@@ -105,7 +105,7 @@ class RayDrafter(_RayClient):
 
 
 class RayDialer:
-    """Reaches actors of one Ray cluster; `ray.init` is the caller's."""
+    """Dials actors of one Ray cluster; the caller runs `ray.init`."""
 
     def __init__(self, config: RayConfig | None = None) -> None:
         self._config = config or RayConfig()

@@ -1,4 +1,4 @@
-"""Frames as arguments and results of actor calls."""
+"""Frames as arguments and results of Ray actor calls: packing, ordering, receiving."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Resequencer(Generic[ItemT]):
 
 
 class BatchReceiver:
-    """Batches that arrive by concurrent calls, put into a mailbox in order."""
+    """Puts batches that arrive by concurrent calls into a bounded queue in order."""
 
     def __init__(self, mailbox: BoundedQueue[Frame], timeout_s: float) -> None:
         self._mailbox = mailbox
@@ -103,7 +103,7 @@ class BatchReceiver:
     async def accept_batch(self, batch: FrameBatch) -> ErrorStatus | None:
         """Deliver all batches that are in order now; the error of the last one, if it is there.
 
-        Waits while the mailbox is full. Raises the mailbox's error once that is closed.
+        Waits while the bounded queue is full. Raises the bounded queue's error once that is closed.
         """
         async with self._lock:
             for ready in self._order.accept_item(batch.sequence, batch):
@@ -120,5 +120,5 @@ def closed_error(peer: str) -> OutriderError:
 
 
 def frame_mailbox() -> BoundedQueue[Frame]:
-    """A bounded mailbox of frames."""
+    """A bounded bounded queue of frames."""
     return BoundedQueue(max_items=4 * MAX_BATCH, size_of=len)

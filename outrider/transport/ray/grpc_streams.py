@@ -1,4 +1,4 @@
-"""Streams as gRPC between processes that Ray has placed and named."""
+"""gRPC streams between processes that Ray has placed and named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def grpc_config(config: RayConfig) -> GrpcConfig:
 
 
 class GrpcStreams:
-    """Opens gRPC streams to actors; knows where each was last heard of."""
+    """Opens gRPC streams to actors; remembers the last known address of each."""
 
     def __init__(self, config: RayConfig) -> None:
         self._dialer = GrpcDialer(grpc_config(config))

@@ -1,4 +1,4 @@
-"""The actor around an endpoint. Every method answers, or waits for a bounded time only."""
+"""Actor that hosts an endpoint; every method returns after a bounded wait."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorLocation:
-    """Where Ray has put an actor."""
+    """Process, node and GPUs of an actor."""
 
     pid: int
     """Id of its process."""
@@ -73,7 +73,7 @@ class ActorLocation:
 
 
 class HostFrames:
-    """The actor's end of an exchange: filled by pushes, emptied by pulls."""
+    """Actor side of an exchange: filled by pushes, emptied by pulls."""
 
     def __init__(self, peer: str, config: RayConfig) -> None:
         self._peer = peer
@@ -137,7 +137,7 @@ class HostFrames:
 
 
 class EndpointHost:
-    """Runs an endpoint in an actor's event loop and speaks for it."""
+    """Runs an endpoint in an actor's event loop and answers the calls to it."""
 
     def __init__(self, factory: EndpointFactory, config: RayConfig) -> None:
         self._factory = factory

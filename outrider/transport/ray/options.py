@@ -1,4 +1,4 @@
-"""Settings of the Ray transport."""
+"""Ray transport settings."""
 
 from __future__ import annotations
 

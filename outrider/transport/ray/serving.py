@@ -1,4 +1,4 @@
-"""Starting and stopping actor hosts."""
+"""Start, lookup and stop of actor hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lanes: the exchange of two processes of one host, owned by the threads that do the rounds.
+"""Shared-memory channels: the exchange of two processes of one host, owned by the threads that do
+the rounds.
 
 The connection that a drafter dialled stays: it shook hands, carries heartbeats and ends with its
 peer. But what rounds say goes from working thread to working thread, over a Unix socket of packets

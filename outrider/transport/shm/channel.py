@@ -1,4 +1,4 @@
-"""A lane: frames from one working thread to another, of two processes on one host."""
+"""Shared-memory channel: frames between working threads of two processes on one host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import EncodedMessage
 
 Frame = bytes | EncodedMessage
-"""Encoded: one that may lie in pieces, which are copied before `Lane.send` returns, but for what
-lies in the lane's own memory (`Lane.reserve`)."""
+"""Encoded: one that may lie in pieces, which are copied before `ShmChannel.send` returns, but for
+what lies in the shared-memory channel's own memory (`ShmChannel.reserve`)."""
 
 FrameT = TypeVar("FrameT", bytes, bytes | memoryview)
 
@@ -33,7 +33,7 @@ _PLACE: Final = struct.Struct("<QQ")
 """Offset and size of a frame in the ring."""
 RING_POLL_S: Final = 0.001
 """How often it is looked whether a ring that is full has room: nobody says so."""
-_LOST: Final = "LANE_LOST"
+_LOST: Final = "SHM_CHANNEL_LOST"
 _MAX_READ: Final = 64
 _MAX_READ_BYTES: Final = RING_BYTES
 """Packets, and bytes of frames, taken at once: a peer that never stops must not keep its reader
@@ -41,11 +41,11 @@ from all else, nor fill its memory."""
 
 
 class ShmClosedError(ConnectionLostError):
-    """The peer has closed its end of a lane, or has ended: its connection ends, too."""
+    """The peer has closed its end of a shared-memory channel or has exited; the connection ends."""
 
 
 class ShmChannel:
-    """One end. Used by one thread at a time; nothing blocks."""
+    """One end of a shared-memory channel. Used by one thread at a time; nothing blocks."""
 
     def __init__(
         self, connected: socket.socket, outgoing: RingBuffer, incoming: RingBuffer
@@ -79,11 +79,13 @@ class ShmChannel:
 
     def send(self, *frames: Frame) -> None:
         """Hand frames over, in order, or keep them until there is room. Raises ConnectionLostError
-        when the peer is gone, InvalidMessageError for a frame that no lane carries."""
+        when the peer is gone, InvalidMessageError for a frame that no shared-memory channel
+        carries."""
         sizes = [_size(frame) for frame in frames]
         if (most := max(sizes, default=0)) > MAX_MESSAGE_BYTES:
             raise InvalidMessageError(
-                f"a frame of {most} bytes, a lane carries {MAX_MESSAGE_BYTES}", reason="LANE_FRAME"
+                f"a frame of {most} bytes, a shared-memory channel carries {MAX_MESSAGE_BYTES}",
+                reason="SHM_FRAME",
             )
         for frame, size in zip(frames, sizes, strict=True):
             pieces = frame.segments if isinstance(frame, EncodedMessage) else (frame,)
@@ -166,7 +168,9 @@ class ShmChannel:
             except OSError as error:
                 raise _lost(str(error)) from None
             if not packet:
-                raise ShmClosedError("the peer closed its end of the lane", reason=_LOST)
+                raise ShmClosedError(
+                    "the peer closed its end of the shared-memory channel", reason=_LOST
+                )
             return packet
 
     def close(self) -> None:
@@ -218,7 +222,9 @@ class ShmChannel:
         except (BlockingIOError, InterruptedError):
             return False
         except (BrokenPipeError, ConnectionResetError):
-            raise ShmClosedError("the peer closed its end of the lane", reason=_LOST) from None
+            raise ShmClosedError(
+                "the peer closed its end of the shared-memory channel", reason=_LOST
+            ) from None
         except OSError as error:
             raise _lost(str(error)) from None
         return True
@@ -253,4 +259,4 @@ def _size(frame: Frame) -> int:
 
 
 def _lost(why: str) -> ConnectionLostError:
-    return ConnectionLostError(f"the lane is lost: {why}", reason=_LOST)
+    return ConnectionLostError(f"the shared-memory channel is lost: {why}", reason=_LOST)

@@ -1,4 +1,4 @@
-"""The lanes of one working thread, by the number of the connection that each belongs to."""
+"""Shared-memory channels of one working thread, by connection number."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ logger = logging.getLogger(__name__)
 
 
 class ShmChannelSet:
-    """Used by one thread. A lane that is lost takes its connection along: `on_lost` is told, which
-    ends it; until then what is meant for it is dropped, for nothing may overtake it elsewhere."""
+    """Holds the shared-memory channels of one thread. When a channel is lost, `on_lost` ends its
+    connection; until then messages for it are dropped, so that none overtakes an earlier one on
+    another path."""
 
     def __init__(self, on_lost: Callable[[int], None], *, borrows: bool = False) -> None:
-        """`on_lost` is told of the connection, on the thread that uses the lanes. `borrows`: frames
-        are received where they lie, if that can be (`Lane.borrow`)."""
+        """`on_lost` is told of the connection, on the thread that uses the shared-memory channels.
+        `borrows`: frames are received where they lie, if that can be (`ShmChannel.borrow`)."""
         self._on_lost = on_lost
         self._borrows = borrows
         self._shm_channels: dict[int, ShmChannel | None] = {}
         """None: lost, while its connection still stands."""
 
     def attach_channel(self, number: int, shm_channel: ShmChannel) -> None:
-        """From here on a connection's messages go by this lane."""
+        """From here on a connection's messages go by this shared-memory channel."""
         self._shm_channels[number] = shm_channel
 
     def detach_channel(self, number: int) -> None:
@@ -37,35 +38,35 @@ class ShmChannelSet:
             shm_channel.close()
 
     def close(self) -> None:
-        """Close all lanes."""
+        """Close all shared-memory channels."""
         for number in list(self._shm_channels):
             self.detach_channel(number)
 
     def has_channel(self, number: int) -> bool:
-        """Whether a connection's messages go by a lane, if one that is lost."""
+        """Whether a connection's messages go by a shared-memory channel, if one that is lost."""
         return number in self._shm_channels
 
     @property
     def readers(self) -> list[int]:
         """File descriptors to wait for; `receive` takes those that are ready."""
-        return [lane.fileno() for lane in self._shm_channels.values() if lane is not None]
+        return [channel.fileno() for channel in self._shm_channels.values() if channel is not None]
 
     @property
     def writers(self) -> list[int]:
         """File descriptors to wait for, to go on with `flush`; see `within`, too."""
-        return [lane.fileno() for lane in self._unsent() if not lane.ring_full]
+        return [channel.fileno() for channel in self._unsent() if not channel.ring_full]
 
     def poll_timeout(self, timeout_s: float | None) -> float | None:
         """For how long to wait for `readers` and `writers` where `timeout_s` is meant, None being
         for ever: nobody says when a ring that is full has room again, so that has to be looked at.
         """
-        if not any([lane.ring_full for lane in self._unsent()]):
+        if not any([channel.ring_full for channel in self._unsent()]):
             return timeout_s
         return RING_POLL_S if timeout_s is None else min(timeout_s, RING_POLL_S)
 
     def send_frames(self, number: int, *frames: Frame) -> ShmChannel | None:
-        """Send frames, or keep what finds no room for `flush`; the lane, whose owner bounds what it
-        keeps, or None if it is lost."""
+        """Send frames, or keep what finds no room for `flush`; the shared-memory channel, whose
+        owner bounds what it keeps, or None if it is lost."""
         shm_channel = self._shm_channels[number]
         if shm_channel is not None:
             try:
@@ -76,7 +77,7 @@ class ShmChannelSet:
         return shm_channel
 
     def reserve(self, number: int, size: int) -> NDArray[np.uint8] | None:
-        """A place for what others write into a frame for this connection (`Lane.reserve`)."""
+        """A place for what others write into a frame for this connection (`ShmChannel.reserve`)."""
         shm_channel = self._shm_channels.get(number)
         return None if shm_channel is None else shm_channel.reserve_frame(size)
 
@@ -90,7 +91,8 @@ class ShmChannelSet:
                     self._lose(number, error)
 
     def receive(self, ready: Iterable[int]) -> list[tuple[int, bytes | memoryview]]:
-        """(connection, frame) of all that has come by the lanes with these file descriptors."""
+        """(connection, frame) of all that has come by the shared-memory channels with these file
+        descriptors."""
         ready = set(ready)
         found: list[tuple[int, bytes | memoryview]] = []
         for number, shm_channel in list(self._shm_channels.items()):
@@ -104,17 +106,17 @@ class ShmChannelSet:
         return found
 
     def _unsent(self) -> list[ShmChannel]:
-        """The lanes that keep something."""
+        """The shared-memory channels that keep something."""
         shm_channels = self._shm_channels.values()
-        return [lane for lane in shm_channels if lane is not None and lane.num_unsent]
+        return [channel for channel in shm_channels if channel is not None and channel.num_unsent]
 
     def drop_channel(self, number: int, why: str) -> None:
-        """Give a lane up, and its connection with it; idempotent."""
+        """Give a shared-memory channel up, and its connection with it; idempotent."""
         self._give_up(number, why, logging.WARNING)
 
     def _lose(self, number: int, error: OutriderError) -> None:
-        # A peer that leaves closes its lane first. How its connection has ended, well or not, is
-        # logged by the owner of the connection.
+        # A peer that leaves closes its shared-memory channel first. How its connection has ended,
+        # well or not, is logged by the owner of the connection.
         closed = isinstance(error, ShmClosedError)
         self._give_up(number, error.message, logging.INFO if closed else logging.WARNING)
 
@@ -122,7 +124,11 @@ class ShmChannelSet:
         shm_channel = self._shm_channels[number]
         if shm_channel is None:
             return
-        event = "lane closed" if level == logging.INFO else "lane lost"
+        event = (
+            "shared-memory channel closed"
+            if level == logging.INFO
+            else "shared-memory channel lost"
+        )
         logger.log(level, event, extra={"connection": number, "reason": why})
         self._shm_channels[number] = None
         shm_channel.close()

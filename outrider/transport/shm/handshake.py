@@ -1,8 +1,9 @@
-"""How two processes of one host come to a lane: one listens, the other joins with a token.
+"""Handshake of a shared-memory channel: one process listens, the other joins with a token.
 
-The listener's socket lies in the abstract namespace (Linux): it has no file, belongs to the network
-namespace, and is gone with its process. Whoever joins must be of the same user and know the token,
-which crossed the exchange connection; the listener then sends the memory of both rings.
+The listener's socket is in the abstract namespace (Linux): it has no file, belongs to the network
+namespace, and ends with its process. The joining process must run as the same user and know the
+token, which was sent over the exchange connection; the listener then sends the memory of both
+rings.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from outrider.transport.shm.ring_buffer import RingBuffer
 from outrider.wire.messages import ShmOffer
 
 ShmChannelJoiner = Callable[[ShmOffer], ShmChannel]
-"""A way of joining the lane that a peer offers, as `join_lane`."""
+"""A way of joining the shared-memory channel that a peer offers, as `join_lane`."""
 
 _TOKEN_BYTES: Final = 16
 _JOIN_S: Final = 2.0
@@ -35,7 +36,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def is_shm_supported() -> bool:
-    """Whether this system has what lanes are made of."""
+    """Whether this system has what shared-memory channels are made of."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
@@ -44,7 +45,7 @@ def _address(name: str) -> str:
 
 
 class ShmListener:
-    """Takes in peers that were offered a lane; belongs to the event loop that runs."""
+    """Accepts peers that were offered a shared-memory channel, on the running event loop."""
 
     def __init__(self) -> None:
         """Raises OSError where there are no such sockets."""
@@ -60,7 +61,7 @@ class ShmListener:
 
     @classmethod
     def open(cls) -> ShmListener | None:
-        """A listener; None where this system has no lanes."""
+        """A listener; None where this system has no shared-memory channels."""
         if not is_shm_supported():
             return None
         try:
@@ -69,26 +70,30 @@ class ShmListener:
             return None
 
     def make_offer(self) -> ShmOffer:
-        """A lane for one peer; `joined` waits for it, `withdraw` forgets it."""
+        """A shared-memory channel for one peer; `joined` waits for it, `withdraw` forgets it."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._expected[token] = self._loop.create_future()
         return ShmOffer(name=self._name, token=token)
 
     async def wait_joined(self, offer: ShmOffer) -> ShmChannel:
-        """The lane of a peer that says it has joined. Raises UnavailableError."""
+        """The shared-memory channel of a peer that says it has joined. Raises UnavailableError."""
         waiting = self._expected.get(offer.token)
         if waiting is None:
-            raise UnavailableError("the lane is not offered any more", reason="LANE_NOT_JOINED")
+            raise UnavailableError(
+                "the shared-memory channel is not offered any more", reason="SHM_NOT_JOINED"
+            )
         try:
             async with asyncio.timeout(_JOIN_S):
                 return await waiting
         except TimeoutError:
-            raise UnavailableError("nobody joined the lane", reason="LANE_NOT_JOINED") from None
+            raise UnavailableError(
+                "nobody joined the shared-memory channel", reason="SHM_NOT_JOINED"
+            ) from None
         finally:
             self._expected.pop(offer.token, None)
 
     def withdraw_offer(self, offer: ShmOffer) -> None:
-        """Nobody will join: close the lane if somebody did; idempotent."""
+        """Nobody will join: close the shared-memory channel if somebody did; idempotent."""
         self._forget_offer(offer.token)
 
     def _forget_offer(self, token: bytes) -> None:
@@ -145,7 +150,8 @@ def _user_of(connected: socket.socket) -> int:
 
 
 def make_channel_pair() -> tuple[ShmChannel, ShmChannel]:
-    """Both ends of a lane in one process, for benchmarks and tests. Raises OSError."""
+    """Both ends of a shared-memory channel in one process, for benchmarks and tests. Raises
+    OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine = _make_shm_channel(ours)
     return mine, _welcomed(theirs)
@@ -164,9 +170,9 @@ def _make_shm_channel(connected: socket.socket) -> ShmChannel:
 
 
 def join_channel(offer: ShmOffer) -> ShmChannel:
-    """Join the lane that a peer offers; blocks for a moment. Raises UnavailableError where there
-    is no such listener here (the peer is on another host), InvalidMessageError for memory that is
-    no good."""
+    """Join the shared-memory channel that a peer offers; blocks for a moment. Raises
+    UnavailableError where there is no such listener here (the peer is on another host),
+    InvalidMessageError for memory that is no good."""
     with _joining() as connected:
         connected.settimeout(_JOIN_S)
         _ask(connected, offer)
@@ -185,16 +191,20 @@ async def join_channel_async(offer: ShmOffer) -> ShmChannel:
 
 @contextlib.contextmanager
 def _joining() -> Iterator[socket.socket]:
-    """A socket to join with, which is closed unless a lane has it. Raises UnavailableError also for
-    what goes wrong with it."""
+    """A socket to join with, which is closed unless a shared-memory channel has it. Raises
+    UnavailableError also for what goes wrong with it."""
     if not is_shm_supported():
-        raise UnavailableError("this system has no lanes", reason="NO_LANES")
+        raise UnavailableError(
+            "this system has no shared-memory channels", reason="NO_SHARED_MEMORY"
+        )
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         yield connected
     except OSError as error:
         connected.close()
-        raise UnavailableError(f"no lane: {error}", reason="NO_LANE") from None
+        raise UnavailableError(
+            f"no shared-memory channel: {error}", reason="NO_SHM_CHANNEL"
+        ) from None
     except BaseException:
         connected.close()
         raise
@@ -224,7 +234,7 @@ def _welcomed(connected: socket.socket) -> ShmChannel:
     try:
         answer, descriptors, _, _ = socket.recv_fds(connected, len(_WELCOME), 2)
         if answer != _WELCOME or len(descriptors) != 2:
-            raise UnavailableError("the lane was refused", reason="LANE_REFUSED")
+            raise UnavailableError("the shared-memory channel was refused", reason="SHM_REFUSED")
         incoming, outgoing = [RingBuffer.from_descriptor(descriptor) for descriptor in descriptors]
         return ShmChannel(connected, outgoing=outgoing, incoming=incoming)
     finally:

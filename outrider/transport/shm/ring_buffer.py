@@ -1,10 +1,10 @@
-"""A ring of memory that two processes share: one writes frames into it, the other takes them out.
+"""Ring buffer in memory shared by two processes: one writes frames, the other reads them.
 
-Where a frame lies is said elsewhere (`Lane`); the ring only knows what may be written over. Its
-first word is the reader's: how many frames, from the first on, it is done with.
+`ShmChannel` sends the positions of frames; the ring only tracks the part that may be overwritten.
+Its first word belongs to the reader: the number of frames that it has finished reading.
 
-What others are to write into a frame, a device above all, can have its place before it is there
-(`RingBuffer.reserve_frame`); what is then sent is what lies there, and nothing is copied.
+A device or another writer can write a frame in place: `RingBuffer.reserve_frame` reserves its
+position beforehand, and the frame is sent without a copy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Frame:
 
 
 class RingBuffer:
-    """One direction; either side holds the same memory."""
+    """One direction of a channel; writer and reader map the same memory."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         """Map a descriptor of `size` bytes; it stays the caller's."""
@@ -97,7 +97,7 @@ class RingBuffer:
     @staticmethod
     def create_memory() -> int:
         """A descriptor of zeroed memory that nobody can shrink under its readers."""
-        descriptor = os.memfd_create("outrider-lane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create("outrider-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, _HEADER + RING_BYTES)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -115,12 +115,14 @@ class RingBuffer:
         except OSError:
             seals = 0
         if seals & _SEALS != _SEALS:
-            raise InvalidMessageError("a lane's memory is not sealed", reason="LANE_MEMORY")
+            raise InvalidMessageError(
+                "a shared-memory channel's memory is not sealed", reason="SHM_MEMORY"
+            )
         size = os.fstat(descriptor).st_size
         if size != _HEADER + RING_BYTES:
             raise InvalidMessageError(
-                f"a lane's memory has {size} bytes, not {_HEADER + RING_BYTES}",
-                reason="LANE_MEMORY",
+                f"a shared-memory channel's memory has {size} bytes, not {_HEADER + RING_BYTES}",
+                reason="SHM_MEMORY",
             )
         return cls(descriptor, size)
 
@@ -220,7 +222,9 @@ class RingBuffer:
 
     def _frame(self, offset: int, size: int) -> memoryview:
         if size > self._size or offset > self._size - size:
-            raise InvalidMessageError(f"{size} bytes at {offset} of a lane", reason="LANE_FRAME")
+            raise InvalidMessageError(
+                f"{size} bytes at {offset} of a shared-memory channel", reason="SHM_FRAME"
+            )
         return self._bytes[_HEADER + offset : _HEADER + offset + size]
 
     def _give_back(self, number: int, size: int) -> None:

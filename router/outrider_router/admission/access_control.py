@@ -1,4 +1,4 @@
-"""The gate of both fronts: who may come in, and how much each API key may ask for."""
+"""Access control of the gRPC and HTTP APIs: authentication, and the limits of each API key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BUSY_S = 1.0
 
 
 class AccessGrant:
-    """One request that was let in; left when that is over, however it ends."""
+    """One admitted request; released when it is over, however it ends."""
 
     __slots__ = ("_left", "request")
 
@@ -56,7 +56,7 @@ class AccessGrant:
 
 
 class AccessControl:
-    """Judges callers by their API keys, if there are any; else everybody may come in."""
+    """Authenticates callers and enforces the limits of their keys; without keys all may enter."""
 
     def __init__(
         self, config: RouterConfig, metrics: RouterMetrics, *, clock: Callable[[], float]

@@ -1,4 +1,4 @@
-"""New requests enter one at a time, so that a burst of them does not hold the event loop."""
+"""Arrival queue: admits one request per event-loop turn, so that bursts do not block the loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class ArrivalQueue:
-    """Lets one request in a turn of the event loop, first come, first served.
+    """Admits one request per turn of the event loop, first come, first served.
 
     Reading, checking and refusing a request take a millisecond or more. Two thousand that arrive
     together would hold up running streams and health for seconds; so they wait here, and the event

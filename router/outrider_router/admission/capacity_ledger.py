@@ -1,4 +1,4 @@
-"""What one router has given away of each verifier's KV cache, and to whom."""
+"""Capacity ledger: KV-cache tokens that one router has reserved on each verifier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider_router.admission.wait_order import AdmissionRequest
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CapacityReservation:
-    """A place on a verifier; given back with `AdmissionQueue.release_capacity`."""
+    """Capacity on a verifier; given back with `AdmissionQueue.release_capacity`."""
 
     admission_request: AdmissionRequest
     verifier_id: VerifierId
@@ -37,7 +37,7 @@ class _Budget:
 
 
 class CapacityLedger:
-    """The budgets of all verifiers."""
+    """KV-cache budgets of all verifiers, and the reservations that count against them."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""How much a request will emit, by what those before it did. Pure.
+"""Estimate of a request's output length from recent outputs. Pure.
 
-A verifier takes K/V as a session grows, so what counts is what a session is expected to hold, not
-what it may. A guess that is too small costs a preemption, one that is too large costs capacity.
+A verifier allocates KV cache as a session grows, so admission counts the length that a session is
+expected to reach, not its maximum. An estimate that is too small costs a preemption, one that is
+too large costs capacity.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ MIN_REQUESTS = 8
 
 
 class OutputLengthEstimator:
-    """The lengths of the newest answers."""
+    """Estimates output lengths from the lengths of the most recent outputs."""
 
     def __init__(self, *, assumed: int, quantile: float) -> None:
         """`assumed`: tokens of an answer while too little is known; `quantile`: the share of

@@ -1,12 +1,13 @@
-"""Admission: who of those that wait is placed, and where.
+"""Admission policy: selects the waiting requests to admit, and a verifier for each. Pure.
 
-`plan` decides and knows no clock, no lock and no task; `admission_queue` performs its actions.
-Places are given in the order of `waiting.in_order`. A session that does not fit is not overtaken,
-so a large one cannot starve; only those whose tenant has as many running as it may are passed by.
+`plan_admission` decides without clock, lock or task; `AdmissionQueue` performs its actions.
+Capacity is assigned in the order of `admission_order`. A session that does not fit is not
+overtaken, so a large one cannot starve; only requests of tenants at their limit of running
+requests are skipped.
 
-A verifier takes K/V as its sessions grow and preempts where that is more than it has. So what is
-given away here is what sessions are expected to hold, and a session is placed beyond that where
-those of lower priority can be preempted for it.
+A verifier allocates KV cache as its sessions grow, and preempts sessions when it runs out. So
+capacity is reserved for the length that sessions are expected to reach, and a session is placed
+beyond that where sessions of lower priority can be preempted for it.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class VerifierLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionState:
-    """What `plan` decides from."""
+    """Input of `plan_admission`: waiting requests, verifier loads and tenant limits."""
 
     queue: tuple[AdmissionRequest, ...]
     verifiers: tuple[VerifierLoad, ...]

@@ -1,6 +1,6 @@
-"""The admission queue: requests of one router that wait or are placed.
+"""Admission queue of one router: its requests while they wait for a verifier or run on one.
 
-It performs what `admission.policy.plan` decides.
+It performs the actions that `admission.policy.plan_admission` decides.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class AdmissionQueue:
         return self._capacity_ledger.could_fit(kv_tokens)
 
     async def _come_with(self, group: RequestGroup, admission_request: AdmissionRequest) -> None:
-        """Line up once all of a party are there. Raises what keeps one of them out."""
+        """Line up once all of a request group are there. Raises what keeps one of them out."""
         self._joining[admission_request.request_id] = group
         try:
             if admission_requests := group.add_request(admission_request):
@@ -223,7 +223,7 @@ class AdmissionQueue:
     def _line_up_all(
         self, group: RequestGroup, admission_requests: Sequence[AdmissionRequest]
     ) -> None:
-        """Let all of a party in, or none of them."""
+        """Let all of a request group in, or none of them."""
         try:
             self._capacity_ledger.check_group(len(admission_requests), self.queue_limit)
             self._line_up(guests := self._enter(admission_requests))
@@ -303,7 +303,7 @@ class AdmissionQueue:
         return queue_entry
 
     def _line_up(self, guests: Sequence[QueueEntry]) -> None:
-        """Have guests wait for places; who gets none in the queue has an error at once."""
+        """Have queue entries wait for places; who gets none in the queue has an error at once."""
         for queue_entry in guests:
             queue_entry.lease_future = asyncio.get_running_loop().create_future()
             self._waiting[queue_entry.admission_request.request_id] = queue_entry
@@ -439,7 +439,7 @@ class AdmissionQueue:
             self._pump()
 
     def _unqueue(self, queue_entry: QueueEntry) -> bool:
-        """Take a guest out of the queue; whether it was there."""
+        """Take a queue entry out of the queue; whether it was there."""
         if self._waiting.pop(queue_entry.admission_request.request_id, None) is None:
             return False
         self._count(queue_entry, -1)

@@ -1,4 +1,4 @@
-"""Requests that come together: they are let into the queue together, or not at all."""
+"""Request group: requests of one call that are admitted to the queue together or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider_router.admission.wait_order import AdmissionRequest
 
 
 class RequestGroup:
-    """The answers that one call asks for. Of one event loop."""
+    """The requests of one call, admitted together or not at all. Use from one event loop."""
 
     def __init__(self, size: int) -> None:
         """`size`: of them."""
@@ -21,8 +21,8 @@ class RequestGroup:
         """What was decided, if anything was."""
 
     def add_request(self, admission_request: AdmissionRequest) -> tuple[AdmissionRequest, ...]:
-        """One more is there; all of them once nobody is missing, until then none. None of a party
-        that was refused."""
+        """One more is there; all of them once nobody is missing, until then none. None of a request
+        group that was refused."""
         self._admission_requests.append(admission_request)
         complete = len(self._admission_requests) == self._size and not self.refused
         return tuple(self._admission_requests) if complete else ()

@@ -1,4 +1,4 @@
-"""The order of those that wait, and who makes way when too many do. Pure."""
+"""Order of the waiting requests, and the choice of one to displace from a full queue. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider_router.base.tenants import SHARED_TENANT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRequest:
-    """A request that waits for a place."""
+    """A request that waits for capacity on a verifier."""
 
     request_id: RequestId
     kv_tokens: int
@@ -25,7 +25,7 @@ class AdmissionRequest:
     max_new_tokens: int = 0
     """Those of them that it may emit."""
     sequence: int
-    """Order of arrival; a ticket that is queued again keeps it."""
+    """Order of arrival; a admission request that is queued again keeps it."""
     priority: int = 0
     """Greater goes first, and may displace and preempt lesser ones."""
     deadline: float | None = None

@@ -1,6 +1,6 @@
-"""The queue and the fleet in the router's metrics: what it knows, read when scraped.
+"""Prometheus collector of the fleet: queue, verifiers and drafter links, read at every scrape.
 
-Counters among them are a verifier's own, so they begin anew when it is restarted.
+Its counters are the verifiers' own, so they restart at zero with a verifier.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kv_usage(verifiers: list[VerifierSummary]) -> float:
 
 
 class FleetMetrics(Collector):
-    """How many wait and serve; then `outrider_fleet_*`, a series a verifier or link."""
+    """Collector of queue and session totals, and of `outrider_fleet_*` per verifier or link."""
 
     def __init__(self, info: Callable[[], ServerInfo]) -> None:
         """`info` says what the router knows now; called from the thread that is scraped."""

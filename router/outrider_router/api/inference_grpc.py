@@ -1,4 +1,4 @@
-"""InferenceService over gRPC: messages in, messages out; the rest is `RouterService`."""
+"""InferenceService over gRPC: decodes requests for `RouterService` and encodes its answers."""
 
 from __future__ import annotations
 

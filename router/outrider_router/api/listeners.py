@@ -1,11 +1,11 @@
-"""The router's ports beside HTTP, and who may use them.
+"""The router's gRPC and metrics ports, and the credentials that each of them requires.
 
 | port | with a certificate | with API keys |
 |---|---|---|
-| clients | TLS; clients' certificates if `client_auth` | any key |
-| pool | mutual TLS, the role operator | an operator's key |
-| metrics | mutual TLS, the role operator | an operator's key |
-| health | plain text | anybody: it says whether the process serves |
+| clients | TLS; client certificates if `client_auth` | any key |
+| pool | mutual TLS, operator role | an operator's key |
+| metrics | mutual TLS, operator role | an operator's key |
+| health | plain text | none: it reports only whether the process serves |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts what a router knows into its metrics, beside what it counts."""
+"""Registers the fleet's metrics, and their vLLM names, in the router's Prometheus registry."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""PoolService over gRPC: drafters join and leave a running router.
+"""PoolService over gRPC: adds drafters to a running router and removes them.
 
-It has an address of its own: whoever may ask for text must not be able to take drafters away, nor
+It has an address of its own: clients that may request text must not be able to remove drafters, or
 to make the router dial addresses.
 """
 

@@ -1,4 +1,4 @@
-"""What the router tells of itself and its fleet."""
+"""Server info and model list, built from the router's state of itself and its fleet."""
 
 from __future__ import annotations
 

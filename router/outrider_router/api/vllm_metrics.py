@@ -1,7 +1,7 @@
-"""The router's metrics under vLLM's names, for tools that read those (`--metrics-compat vllm`).
+"""Exports the router's metrics under vLLM's names (`--metrics-compat vllm`).
 
-Nothing is counted twice: every series is one of the router's own, or the state that these come
-from, named anew when it is scraped.
+Nothing is counted twice: every series is one of the router's own, or the state behind it, renamed
+at every scrape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FINISHED = {
 
 
 class VllmMetrics(Collector):
-    """`vllm:*`, each with the labels model_name and engine."""
+    """Collector of `vllm:*` series, each with the labels model_name and engine."""
 
     def __init__(
         self,

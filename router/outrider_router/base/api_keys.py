@@ -1,7 +1,7 @@
-"""API keys: what a file of them says, and whose a credential is.
+"""API keys: the keys file, and the caller that a credential identifies.
 
-A file holds hashes alone. A key is 32 random bytes, so that a plain SHA-256 of it cannot be turned
-back, and looking one up costs microseconds.
+The file holds hashes only. A key is 32 random bytes, so that a plain SHA-256 of it cannot be
+reversed, and a lookup costs microseconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ApiKey:
     """Most tokens that a request may ask for; 0 does not bound them."""
     max_priority: int = MAX_PRIORITY
     """Greatest priority that a request may ask for: greater ones go first, and preempt others."""
-    is_operator: bool = False
+    operator: bool = False
     """Whether it also adds and removes drafters, and reads metrics."""
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ def read_keys(path: Path) -> Mapping[str, ApiKey]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks."""
+    """Identity of a caller: its tenant and API key."""
 
     tenant: TenantId = SHARED_TENANT
     key_name: str = ""
@@ -126,7 +126,7 @@ def find_key(keys: Mapping[str, ApiKey], header: str | None) -> str:
 
 def check_operator(name: str, key: ApiKey) -> None:
     """Raises PermissionDeniedError (NOT_OPERATOR) unless it is an operator's key."""
-    if not key.is_operator:
+    if not key.operator:
         raise PermissionDeniedError(
             f"the API key {name!r} is not an operator's", reason="NOT_OPERATOR"
         )

@@ -1,4 +1,4 @@
-"""Addresses that are DNS names of several peers, and what these have stood for. Pure."""
+"""DNS names among the peer addresses, and the addresses that they have resolved to. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def split_addresses(
 
 @dataclass(slots=True)
 class ResolvedName:
-    """What a DNS name has stood for."""
+    """The addresses that a DNS name has resolved to."""
 
     addresses: frozenset[str] = frozenset()
     """Its last answer."""

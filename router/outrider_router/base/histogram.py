@@ -1,4 +1,4 @@
-"""A Prometheus histogram that takes many values at once."""
+"""Prometheus histogram with batched updates: one call per round instead of one per value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SINGLE_VALUES: Final = 8
 
 
 class BatchHistogram(Collector):
-    """Counts values by bucket; one call a round instead of one a value. One writing thread."""
+    """Counts values by bucket, one call per round. One writing thread."""
 
     def __init__(
         self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry

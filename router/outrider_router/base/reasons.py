@@ -1,4 +1,4 @@
-"""Reasons for which sessions move and drafters are quarantined: label values of metrics."""
+"""Reasons of failovers, session moves and drafter quarantines: label values of metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class FailoverCause(StrEnum):
-    """Why a session is opened again."""
+    """Reason for which a request is continued in another session."""
 
     VERIFIER_LOST = "verifier_lost"
     DRAINING = "draining"
@@ -19,7 +19,7 @@ class FailoverCause(StrEnum):
 
 
 class MoveReason(StrEnum):
-    """Why a session moves."""
+    """Reason for which a session moves to another drafter."""
 
     LOST = "lost"
     """Its drafter is gone, or it never had one."""
@@ -33,7 +33,7 @@ class MoveReason(StrEnum):
 
 
 class QuarantineReason(StrEnum):
-    """What is wrong with a drafter."""
+    """Fault for which a drafter is quarantined."""
 
     SLOW = "slow"
     SILENT = "silent"

@@ -1,7 +1,7 @@
-"""When a refused client may come back: hints that are true for all who were given one. Pure.
+"""Retry-after hints for refused clients, each for a queue position of its own. Pure.
 
-Clients that were all told the time of the next free place would meet there, and all but one be
-refused again. So each is told the time of a place behind those that were held out before.
+Clients that were all given the time of the next free position would return together, and all but
+one be refused again. So each is given the time of a position behind those promised before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REFUSALS: Final = {
 
 
 class RetryTimes:
-    """Times that were held out, one after the other."""
+    """Retry times promised to clients, one after the other."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -43,7 +43,7 @@ class RetryTimes:
 
 
 class HeldQueuePositions:
-    """Places in a queue that were held out to refused clients, and are kept for them.
+    """Queue positions that were promised to refused clients and are held for them.
 
     So those that were refused form a queue behind the queue. What becomes free is theirs, as long
     as the queue itself is half full: what they may not come back for is not lost.

@@ -1,8 +1,8 @@
-"""What is sent to clients, which take it at their own pace.
+"""Write timeout of response streams: disconnects clients that stop reading.
 
-gRPC lets a write wait until the client has room for what was written before. So whoever does not
-read has at most one message and the transport's buffer in this process beside the ids of its
-answer, which the length bound limits; the rounds of all others go on.
+gRPC lets a write wait until the client has room for what was written before. So a client that does
+not read has at most one message and the transport's buffer in this process, beside the ids of its
+answer, which the length limit bounds; the rounds of all others go on.
 """
 
 from __future__ import annotations

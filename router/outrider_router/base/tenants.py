@@ -1,8 +1,9 @@
-"""Tenants: what each may ask for, and whose turn it is among those of one priority. Pure.
+"""Tenants: token-bucket limits, and fair queueing between tenants of one priority. Pure.
 
-Requests are charged in tokens: prompt and expected output when they come, what they really were
-when they have ended. A tenant's turn comes by virtual time (start-time fair queueing): its next
-request starts where its last one ended, and one of twice the weight takes half the time.
+Requests are charged in tokens: prompt and expected output when they arrive, the actual numbers
+when they have ended. The order of tenants follows virtual time (start-time fair queueing): a
+tenant's next request starts where its last one ended, and one of twice the weight takes half the
+time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _HASH_CHARS = 16
 
 
 class TenantSource(StrEnum):
-    """Where a request says whose it is."""
+    """Source of a request's tenant id."""
 
     NONE = "none"
     """Nowhere: all requests are of one tenant."""
@@ -42,7 +43,7 @@ class TenantSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """What a tenant may ask for; keys of a table `[tenants.NAME]`."""
+    """Limits of a tenant; keys of a table `[tenants.NAME]`."""
 
     weight: float = 1.0
     """Its share of what tenants of one priority get while they wait, beside the others' weights."""

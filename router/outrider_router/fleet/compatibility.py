@@ -1,4 +1,4 @@
-"""Which peers fit together, and who drafts for whom. Pure: facts in, decisions out."""
+"""Compatibility checks between router, verifiers and drafters. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.wire.messages import (
 
 
 class PeerState(StrEnum):
-    """How the router sees a verifier or drafter."""
+    """State of a verifier or drafter as the router sees it."""
 
     UNKNOWN = "unknown"
     """Never reached."""

@@ -1,8 +1,8 @@
-"""Peers behind a DNS name: `dns:///HOST:PORT` stands for every address that HOST has.
+"""DNS discovery of peers: `dns:///HOST:PORT` stands for every address that HOST resolves to.
 
-A name of a headless Kubernetes Service lists the pods behind it. What it names is looked for; what
-it names no longer is forgotten once it does not answer either. So a peer that drains is kept for as
-long as it serves, and a resolver that fails takes nobody away.
+The name of a headless Kubernetes Service resolves to the pods behind it. Addresses that it lists
+are polled; an address that it no longer lists is forgotten once its peer does not answer either.
+So a peer that drains is kept for as long as it serves, and a failing resolver removes nobody.
 """
 
 from __future__ import annotations

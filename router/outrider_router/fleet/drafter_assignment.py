@@ -1,7 +1,7 @@
-"""Which drafter drafts for which session, over all verifiers. Pure: facts in, decisions out.
+"""Assignment of drafters to sessions, over all verifiers. Pure.
 
-A session costs a drafter one place. What it gets for it follows from how soon the drafter answers
-its verifier, which is measured there and holds the link, the drafting and what others ask for.
+A session takes one slot of a drafter. The benefit depends on how soon the drafter answers its
+verifier, which is measured there and includes the link, the drafting and the load of others.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SessionPlacement:
 
 
 class SessionDrafter(NamedTuple):
-    """Whose drafter a running session has; all that loads are counted by."""
+    """The drafter of a running session; the loads of drafters are counted from these."""
 
     verifier_id: VerifierId
     drafter_id: DrafterId | None

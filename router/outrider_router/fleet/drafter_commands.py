@@ -1,4 +1,7 @@
-"""What a router tells drafters to do. A drafter that does not do it costs speculation alone."""
+"""Control calls from the router to drafters: attach, detach, drain.
+
+A drafter that does not follow them costs speculation only.
+"""
 
 from __future__ import annotations
 

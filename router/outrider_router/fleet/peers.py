@@ -1,4 +1,4 @@
-"""Verifiers and drafters as the router knows them, and when it polls them."""
+"""Peer records of the router: state of each verifier and drafter, and when it is polled."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _TICKS = 8
 """Steps in which the silence of a peer is counted."""
 
 
-class Standing(NamedTuple):
-    """How far a verifier has come; it differs as soon as the verifier makes progress."""
+class VerifierProgress(NamedTuple):
+    """Progress mark of a verifier; it differs as soon as the verifier makes progress."""
 
     incarnation: str
     engine_steps: int
 
     @classmethod
-    def of(cls, info: VerifierInfo) -> Standing:
+    def of(cls, info: VerifierInfo) -> VerifierProgress:
         """What `info` says."""
         return cls(info.incarnation, info.engine_steps)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PeerStatus:
-    """What the router knows of one process."""
+    """The router's state of one peer process."""
 
     address: str
     state: PeerState = PeerState.UNKNOWN
@@ -63,7 +63,7 @@ class VerifierPeer(PeerStatus):
     """Sessions that this router has open on it."""
     stalled_s: float = 0.0
     """Time with open sessions in which it made no progress, as far as this router was awake."""
-    stalled_at: Standing | None = None
+    stalled_at: VerifierProgress | None = None
     """Where it stood when it was lost because it made no progress; None: it was not."""
 
     def pass_time(self, seconds: float) -> None:

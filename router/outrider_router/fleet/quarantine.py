@@ -1,9 +1,9 @@
-"""Which drafters get no sessions for a while, because they are slow, silent or wrong (pure).
+"""Circuit breakers that quarantine slow, silent or faulty drafters. Pure.
 
-A circuit breaker for each verifier and drafter: after a fault nothing is given to the drafter for
-a back-off, then one session is, as a probe; if that goes well all is as before, and if not the next
-back-off is twice as long. What is known comes from the verifier, which waits and validates. Times
-are seconds of one clock.
+Each pair of verifier and drafter has a circuit breaker: after a fault the drafter gets no sessions
+for a back-off, then one session as a probe; if that goes well the breaker closes, and if not the
+next back-off is twice as long. The evidence comes from the verifier, which waits for proposals and
+validates them. Times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MIN_SLOW_POLLS: Final = 3
 
 
 class BreakerState(StrEnum):
-    """Of a breaker."""
+    """State of a circuit breaker."""
 
     CLOSED = "closed"
     """The drafter gets sessions."""
@@ -55,7 +55,7 @@ class BreakerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterEvidence:
-    """What a verifier says of a drafter at a look; counts only grow."""
+    """A verifier's statistics of a drafter at one poll; counters only grow."""
 
     sessions: int
     answers: int = 0
@@ -69,7 +69,7 @@ class DrafterEvidence:
 
 
 class CircuitBreaker:
-    """Of one drafter at one verifier."""
+    """Circuit breaker of one drafter at one verifier."""
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED

@@ -1,4 +1,4 @@
-"""Judges drafters by what verifiers say of them, and tells whoever must act on it."""
+"""Quarantine manager: updates the circuit breakers from verifier reports, and logs changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Polls the verifiers and drafters, attaches drafters, and reports who is lost."""
+"""Registry of verifiers and drafters: polls them, attaches drafters and reports lost peers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from outrider_router.fleet.drafter_assignment import DrafterCandidate, drafter_c
 from outrider_router.fleet.peers import (
     DrafterPeer,
     PeerStatus,
-    Standing,
     VerifierPeer,
+    VerifierProgress,
     poll_peer,
     wait_next_poll,
 )
@@ -282,8 +282,8 @@ class PeerRegistry:
     ) -> None:
         """Lose a verifier whose sessions have made no progress for too long, and refuse it until
         it makes some. Raises UnavailableError."""
-        standing = Standing.of(info)
-        if before is None or standing != Standing.of(before):
+        standing = VerifierProgress.of(info)
+        if before is None or standing != VerifierProgress.of(before):
             peer.stalled_s, peer.stalled_at = 0.0, None
             return
         if peer.stalled_at is None and 0 < self._stall_s <= peer.stalled_s:

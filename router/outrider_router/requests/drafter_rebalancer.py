@@ -1,4 +1,4 @@
-"""Gives running sessions to other drafters: theirs are lost, leave, or are too busy."""
+"""Rebalancer: moves running sessions off drafters that are lost, leaving or overloaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIN_CHECK_INTERVAL_S = 0.05
 
 
 class DrafterRebalancer:
-    """Looks at all sessions and drafters now and then, and when it is woken; event loop only."""
+    """Moves sessions between drafters, at intervals and when it is woken; event loop only."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""The router's log on disk: what its resumable requests are and have emitted, for a restart.
+"""Durable log of resumable requests: the file from which a restarted router resumes them.
 
-Appended to from the event loop, one `write` for all sessions of a round, before any client is told
-of it: what a client has seen outlives the router's process. When the kernel's copy goes to the disk
-is `Fsync`'s to say. The file is written anew, without what is over, when it has grown too long, and
+The event loop appends to it, one `write` for all sessions of a round, before any client gets the
+tokens: what a client has seen outlives the router's process. `Fsync` decides when the kernel's copy
+goes to the disk. The file is rewritten without finished requests when it has grown too long, and
 after a failure: until that succeeds the router serves on without a log.
 """
 

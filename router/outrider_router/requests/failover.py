@@ -1,8 +1,8 @@
-"""What becomes of a request whose session ended before its text did. Pure: facts in, decision out.
+"""Failover policy: retry, finish or fail a request whose session was lost. Pure.
 
-A request goes on in another session, from all that it has emitted, unless the fault is its own or
-too many sessions in a row were lost. Which verifier crashed of which session nobody knows: all
-that were in it share the blame, so blame is a bound on attempts and nothing more.
+A request continues in another session, from all that it has emitted, unless the fault is its own or
+too many sessions in a row were lost. It is unknown which session crashed a verifier: all sessions
+on it are blamed, so blame is a bound on attempts and nothing more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_BACKOFF_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHistory:
-    """What a request has been through."""
+    """Failures and progress of a request so far."""
 
     losses: int = 0
     """Sessions of it that were lost or failed."""

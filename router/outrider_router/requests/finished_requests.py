@@ -1,4 +1,4 @@
-"""What is noted when a request ends: in metrics, in the log, in its span."""
+"""Accounting of a finished request: metrics, log line and span."""
 
 from __future__ import annotations
 

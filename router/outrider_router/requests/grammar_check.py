@@ -1,5 +1,7 @@
-"""The forms of answers at the router: compiled before anything is queued, so that what cannot be
-compiled is the client's error at once."""
+"""Grammar check: compiles a request's grammar before the request is queued.
+
+A grammar that cannot be compiled is the client's error at once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from outrider.spec.structured_output import StructuredOutput
 
 
 class GrammarChecker:
-    """Has forms compiled in processes of their own; asyncio thread only."""
+    """Compiles grammars in processes of their own; asyncio thread only."""
 
     def __init__(
         self, tokenizer_file: Path | None, *, vocab_size: int, limits: CompileLimits

@@ -1,4 +1,4 @@
-"""What a request must be before it may wait: its caller may have it, and it makes sense."""
+"""Request intake: access check, validation and the journal entry of a new request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outrider_router.requests.running_requests import JournalEntry, RunningReque
 
 
 class RequestIntake:
-    """Takes requests in; one for each router."""
+    """Validates new requests and opens their journal entries; one for each router."""
 
     def __init__(
         self,

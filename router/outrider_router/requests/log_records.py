@@ -1,11 +1,12 @@
-"""The records of the router's log of resumable requests: bytes and back. Pure: no file, no clock.
+"""Record format of the durable log of resumable requests. Pure: no file, no clock.
 
     file   = HEADER, record, record, ...
     record = MARK, body length (u32), CRC-32 of kind and body (u32), kind (u8), body
 
-A record that is damaged is found by its checksum, the next one by its mark. All numbers are little
-endian. Requests are named by numbers of their own, so that a round's record is four arrays. Those
-of log-probabilities stand before the record of their ids: what ids come without counts as lost.
+A damaged record is detected by its checksum, the next one found by its mark. All numbers are
+little-endian. Requests are identified by numbers of their own, so that a round's record is four
+arrays. Log-probabilities are written before the record of their ids: ids without them count as
+lost.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class OpenedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class LoggedRequest:
-    """What the records say of one request."""
+    """One request as its records describe it."""
 
     number: int
     opened: OpenedRequest
@@ -83,7 +84,7 @@ class LoggedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class LogContents:
-    """What a log holds: its requests that have not ended, or ended with a finish."""
+    """Contents of a log: its requests that have not ended, or ended with a finish."""
 
     requests: dict[int, LoggedRequest] = field(default_factory=dict)
     last_number: int = 0

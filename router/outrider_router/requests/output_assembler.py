@@ -1,4 +1,4 @@
-"""From the ids of a session to the text of its stream."""
+"""Output assembler: turns a session's token ids into text, cut at the first stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From a client's request to what admission and a verifier need. Pure but for tokenizing."""
+"""Request validation: tokenizes a client's request, applies defaults and checks limits.
+
+Pure except for tokenizing. Admission and verifiers read the resulting `ValidatedRequest`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ _TURN_CHARS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidatedRequest:
-    """A validated request."""
+    """A request after tokenizing, defaults and checks."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -64,7 +67,7 @@ class ValidatedRequest:
     priority: int
     tenant: TenantId
     structured_output: StructuredOutput | None = None
-    """The form of the answer; None: any."""
+    """The grammar of the answer; None: any."""
     token_limits: TokenLimits | None = None
     """Which ids the answer may be made of; None: all."""
     includes_stop_text: bool = False

@@ -1,4 +1,4 @@
-"""Translation of request options: sampling parameters, plan, lengths, allowed and banned tokens.
+"""Translates request options into sampling parameters, speculation plan and token limits.
 
 Pure.
 """
@@ -45,10 +45,12 @@ def make_token_limits(
 @lru_cache(maxsize=16)
 def _written(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[_Ids, ...]:
     """The ids of words, each of them once. All answers of a call have the same words."""
-    return tuple(dict.fromkeys(ids for word in words for ids in _token_id_forms(word, tokenizer)))
+    return tuple(
+        dict.fromkeys(ids for word in words for ids in _token_id_variants(word, tokenizer))
+    )
 
 
-def _token_id_forms(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
+def _token_id_variants(word: str, tokenizer: Tokenizer) -> Iterator[_Ids]:
     """The ids of a word as it stands alone, and as it follows a space."""
     bare = word.lstrip(" ")
     for text in (bare, f" {bare}") if bare else (word,):

@@ -1,7 +1,7 @@
-"""Runs one request from its place in the queue to its end, on one verifier session or several.
+"""Request runner: serves a request to its end, on one verifier session or several.
 
 A session that is lost, refused or drained is followed by another one, which begins with all tokens
-that the request has emitted, in the next epoch and with the same seed, so that the text goes on
+that the request has emitted, in the next epoch and with the same seed, so that the text continues
 unchanged.
 """
 
@@ -60,7 +60,7 @@ from outrider_router.requests.verifier_streams import VerifierStreams
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
-    """A request, where it is served now, and what it has been through."""
+    """A request, the session that serves it now, and its history."""
 
     entry: JournalEntry
     job: ValidatedRequest

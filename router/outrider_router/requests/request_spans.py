@@ -1,6 +1,6 @@
-"""What is traced of a request: itself, its waits for a place, each of its sessions.
+"""OpenTelemetry spans of a request: the request, its queue waits and its sessions.
 
-Names of attributes are those of OpenTelemetry's GenAI conventions where they have one.
+Attribute names follow OpenTelemetry's GenAI conventions where these have one.
 """
 
 from __future__ import annotations

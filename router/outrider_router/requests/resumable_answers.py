@@ -1,8 +1,8 @@
-"""Answers that outlive the stream of their client, which may come back for the rest.
+"""Resumable answers: output that a client can resume reading after a broken connection.
 
-The task of a resumable request writes to its client itself, while the call that the client waits in
-does nothing: so a message costs no more turns of the event loop than one of a request that ends
-with its stream, and the pacer sees how soon messages leave.
+The task of a resumable request writes to its client itself, while the client's call does nothing:
+so a message costs no more turns of the event loop than one of a request that ends with its stream,
+and the pacer sees how soon messages leave.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _AnswerListener:
 
 
 class ResumableAnswer:
-    """What a resumable request has said so far, and who listens."""
+    """Output of a resumable request so far, and the client call that listens to it."""
 
     def __init__(self, entry: JournalEntry, *, grace_s: float) -> None:
         """`grace_s`: without a listener for this many seconds the request is cancelled."""

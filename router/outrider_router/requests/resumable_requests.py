@@ -1,6 +1,6 @@
-"""The resumable requests of one router: tasks of their own, their answers, and the durable log.
+"""Resumable requests of one router: tasks of their own, their answers, and the durable log.
 
-A request that is not resumable runs in the call of its client and is none of this module's.
+A request that is not resumable runs in the call of its client and does not pass here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REPRODUCIBLE_RULES = (Rule.GREEDY, Rule.COUPLED)
 
 
 class ResumableRequests:
-    """Runs them, keeps what they said, logs it, and takes up again what a log holds."""
+    """Runs resumable requests, keeps and logs their answers, and resumes those of a log."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Every running request and what it has emitted; the memory that a failover resumes from."""
+"""Journal of the running requests and their emitted tokens, from which a failover resumes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class JournalEntry:
 
 
 class RunningRequests:
-    """All entries of one router."""
+    """Journal entries of all running requests of one router."""
 
     def __init__(self) -> None:
         self._entries: dict[RequestId, JournalEntry] = {}

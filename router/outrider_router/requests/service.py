@@ -1,4 +1,4 @@
-"""The life of a request: tokenize, admit, open a session, stream its text, free everything."""
+"""RouterService: the life of a request, from tokenizing and admission to stream and cleanup."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class RouterService:
         is resumable: then it goes on for a while without a client. Raises as `stream` does.
 
         `own_id` names a request whose client chose no id; by default one is made. `passed`: the
-        gate has let it in already, along with others; without one it is let in now. `party`: with
+        gate has let it in already, along with others; without one it is admitted now. `party`: with
         whom it comes.
         """
         opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)

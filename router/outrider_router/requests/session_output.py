@@ -1,8 +1,8 @@
-"""One session at a verifier, from opening to its last event, as messages for the client.
+"""Session output: turns the events of a verifier session into messages for the client.
 
-What a round emitted arrives as one message for all sessions. Its rows are appended to where their
-clients will look; a client's stream sends whatever is there by the time it runs, so that rounds
-which came meanwhile become one message.
+The tokens of a round arrive as one message for all sessions. Its rows are appended to the feeds of
+their sessions; a client's stream sends whatever is there by the time it runs, so that rounds which
+arrived meanwhile become one message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class SessionFeed:
-    """What a session has said; its request reads it, the verifier's stream fills it."""
+    """Output of one session; the verifier's stream fills it, its request reads it."""
 
     __slots__ = (
         "_on_finish",
@@ -297,7 +297,7 @@ def _cut(events: SessionEvents, cuts: list[tuple[int, int]]) -> SessionEvents:
 
 
 class ClientReply:
-    """What the client of one request hears: text that goes on over all of its sessions."""
+    """Text stream to the client of one request, continued over all of its sessions."""
 
     def __init__(
         self, entry: JournalEntry, assembler: OutputAssembler, *, prompt_tokens: int

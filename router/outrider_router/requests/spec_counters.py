@@ -1,4 +1,4 @@
-"""Speculation counters of one request, counted in place."""
+"""Speculation counters of one request, updated in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.wire.spec_stats_accumulator import describe_decision
 
 
 class SpecCounters:
-    """`SpecStats` while they grow: adding a round makes no object."""
+    """Mutable `SpecStats`: adding a round allocates no object."""
 
     __slots__ = (
         "_by_accepted",

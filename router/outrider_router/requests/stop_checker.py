@@ -1,4 +1,4 @@
-"""Where the answer of a request ends by a stop string, found as its ids arrive."""
+"""Stop checker: finds the token at which a stop string ends an answer, as its ids arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The streams of sessions to verifiers: one each, opened for its first session."""
+"""Session streams to the verifiers: one each, opened for its first session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider_router.requests.wakeup_pacer import WakeupPacer
 
 
 class VerifierStreams:
-    """Of one router; says to the registry and the mover what the streams tell of their peers."""
+    """Session streams of one router; they report the state of peers to registry and rebalancer."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""When the readers of what arrived are woken: at once while the router keeps up, together when not.
+"""Wakeup pacer: wakes stream readers at once, or in batches while the router is behind.
 
-A message to a client costs some tens of microseconds, most of them gRPC's, whatever is in it. The
-next round is passed on when most messages of the one before it have left, and a little later, so
-that what has arrived meanwhile is read first and leaves with it. So a router that is behind does
-less work for each event instead of falling further behind.
+A message to a client costs some tens of microseconds, most of them gRPC's, whatever its size. The
+next round is passed on when most messages of the one before have been sent, and a little later, so
+that what has arrived meanwhile is read first and sent with it. So a router that is behind does less
+work for each event instead of falling further behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAUSE_SHARE = 0.25
 
 
 class WakeableReader(Protocol):
-    """Whoever waits for what arrived."""
+    """A reader that waits for output."""
 
     def wake_reader(self) -> bool:
         """Look again; whether it was waiting."""

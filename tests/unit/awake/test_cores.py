@@ -27,7 +27,10 @@ def children() -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = (entry / "stat").read_text(encoding="ascii").rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid() and b"spin.py" in (entry / "cmdline").read_bytes():
+            if (
+                int(parent) == os.getpid()
+                and b"polling_process.py" in (entry / "cmdline").read_bytes()
+            ):
                 found.append(int(entry.name))
     return found
 

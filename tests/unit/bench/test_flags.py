@@ -9,7 +9,9 @@ import pytest
 from outrider_bench.models import local_config
 
 
-@pytest.mark.parametrize("name", ["acceptance", "load", "lossless", "speed"])
+@pytest.mark.parametrize(
+    "name", ["quality.acceptance", "faults.overload", "quality.lossless", "decoding_methods"]
+)
 def test_the_flags_say_what_is_started(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     import_module(f"outrider_bench.{name}").add_arguments(parser)

@@ -63,7 +63,11 @@ def test_features_of_a_round_are_copied_while_the_device_is_at_the_next_one() ->
     with lock_step(3) as (verifier, draft):
         core, engine = verifier.service._core, verifier.service._rounds._engine
         assert core.store is not None
-        for owner, name in ((engine, "submit"), (engine, "collect"), (core.store, "append")):
+        for owner, name in (
+            (engine, "submit_round"),
+            (engine, "collect_round"),
+            (core.store, "append"),
+        ):
             _note(owner, name, order)
         verifier.round()
         kept = core.store.used_bytes
@@ -72,7 +76,7 @@ def test_features_of_a_round_are_copied_while_the_device_is_at_the_next_one() ->
         verifier.round()
         assert core.store.used_bytes > kept
     calls = [name for name, _ in groupby(order)]
-    assert calls == ["submit", "collect", "submit", "append", "collect"]
+    assert calls == ["submit_round", "collect_round", "submit_round", "append", "collect_round"]
 
 
 def test_who_begins_meanwhile_finds_the_prompts_of_the_round_before() -> None:

@@ -37,8 +37,8 @@ def test_every_frame_is_read_or_refused_with_a_typed_error(port: str) -> None:
 def test_every_packet_of_a_lane_is_read_or_ends_it() -> None:
     report = fuzz_shm_channel(FRAMES, seed=1)
     assert report.failures == []
-    assert report.frames["lane"] == FRAMES
-    assert report.accepted["lane"] > FRAMES / 4
+    assert report.frames["shm"] == FRAMES
+    assert report.accepted["shm"] > FRAMES / 4
 
 
 def test_every_decoder_reads_some_honest_frame() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from outrider_chaos.killable_router import MortalRouter
+from outrider_chaos.killable_router import KillableRouter
 from outrider_router.requests.resumable_answers import EventWriter
 
 from outrider.errors import UnavailableError
@@ -35,7 +35,7 @@ class Service:
 async def told(*, killed: bool, error: Exception | None = None) -> tuple[list[Any], bool]:
     """What a client hears, and whether its call ends."""
     service: Any = Service(error)
-    front, heard = MortalRouter(service), list[Any]()
+    front, heard = KillableRouter(service), list[Any]()
     assert front.num_sessions == 3
 
     async def write(event: Any) -> None:

@@ -329,7 +329,7 @@ def test_interrupting_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.verifier is not None
     served.verifier.change_info(
-        own_methods=(DraftMethod.EAGLE,),
+        in_process_methods=(DraftMethod.EAGLE,),
         simulated_acceptance="2.6",
         stats=SpecStats(
             look_ahead_rounds=10, hit_rounds=7, hit_accepted=14, fresh_rounds=2, fresh_accepted=5
@@ -356,7 +356,7 @@ def test_status_shows_the_fleet(served: Served, capsys: pytest.CaptureFixture[st
         assert "SIMULATED ACCEPTANCE 2.6" in capsys.readouterr().err
     finally:
         served.verifier.change_info(
-            own_methods=(), simulated_acceptance="", stats=SpecStats(), hit_idle_us_p50=0.0
+            in_process_methods=(), simulated_acceptance="", stats=SpecStats(), hit_idle_us_p50=0.0
         )
 
 
@@ -364,7 +364,7 @@ def test_a_head_in_the_verifier_needs_no_drafter() -> None:
     config = parsed("--placement", "fused", "--draft-length", "5", "--simulated-acceptance", "3")
     flags = flags_of(verifier_arguments(config))
     assert (flags["placement"], flags["draft-length"]) == ("fused", "5")
-    assert (flags["features-from"], flags["simulated-acceptance"]) == ("/heads/tiny", "3")
+    assert (flags["feature-head"], flags["simulated-acceptance"]) == ("/heads/tiny", "3")
     assert config.drafter_methods == ()
     with pytest.raises(InvalidRequestError, match="eagle3"):
         parsed("--placement", "colocated", "--drafter", "ngram")

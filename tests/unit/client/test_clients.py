@@ -118,9 +118,7 @@ async def test_the_ids_of_a_prompt_are_told_whole_and_streamed(
     ids = router.tokenizer.encode("abc")
     result = await client.generate("abc", max_tokens=2, return_prompt_token_ids=True)
     assert result.prompt_token_ids == ids
-    alone = await client.generate(
-        "abc", max_tokens=2, return_prompt_token_ids=True, resume=False
-    )
+    alone = await client.generate("abc", max_tokens=2, return_prompt_token_ids=True, resume=False)
     assert alone.prompt_token_ids == ids
     async with client.stream("abc", max_tokens=2, return_prompt_token_ids=True) as stream:
         _ = [delta async for delta in stream]
@@ -207,9 +205,7 @@ async def test_a_synchronous_client_that_is_closed_under_its_users_says_so(
             client = Client(address, retry=NO_RETRY)
             # What goes with each is its own, as with traces.
             streams = [
-                client.stream(
-                    "abc", max_tokens=1000, resume=n != 0, metadata=(("x-n", str(n)),)
-                )
+                client.stream("abc", max_tokens=1000, resume=n != 0, metadata=(("x-n", str(n)),))
                 for n in range(3)
             ]
             for stream in streams:

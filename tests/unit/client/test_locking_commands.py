@@ -60,7 +60,7 @@ def test_a_new_key_is_printed_once_and_its_hash_is_filed(
         assert find_key(keys, f"Bearer {secret}") == name
         assert secret not in path.read_text()
     assert (keys["alice"].tenant, keys["alice"].requests_per_s) == ("team", 5.0)
-    assert keys["boss"].is_operator and not keys["alice"].is_operator
+    assert keys["boss"].operator and not keys["alice"].operator
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert main.main(["keys", "new", "alice", "--file", str(path)]) == 1
     assert main.main(["keys", "new", "no good"]) == 2

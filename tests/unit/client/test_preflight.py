@@ -204,10 +204,10 @@ def test_the_check_needs_no_torch(files: LocalFleetConfig) -> None:
     code = (
         "import json, sys; from pathlib import Path\n"
         "sys.modules['torch'] = sys.modules['safetensors'] = None\n"
-        "from outrider.client.local.config import LocalConfig\n"
+        "from outrider.client.local.config import LocalFleetConfig\n"
         "from outrider.client.local.preflight import check_files\n"
         "paths = json.loads(sys.argv[1])\n"
-        "check_files(LocalConfig(**{name: Path(path) for name, path in paths.items()}))\n"
+        "check_files(LocalFleetConfig(**{name: Path(path) for name, path in paths.items()}))\n"
     )
     argument = json.dumps({name: str(path) for name, path in paths.items()})
     done = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True)

@@ -157,7 +157,7 @@ def test_autoscalers_ask_for_metrics_that_there_are(overlay: str) -> None:
     ]
     said = yaml.safe_dump(scalers)
     asked = set(re.findall(r"outrider_[a-z_]+", said))
-    service = (ROOT / "verifier" / "outrider_verifier" / "service.py").read_text("utf-8")
+    service = (ROOT / "verifier" / "outrider_verifier" / "server" / "service.py").read_text("utf-8")
     known = {
         metric.name
         for registry in (RouterMetrics().registry, DrafterMetrics().registry)

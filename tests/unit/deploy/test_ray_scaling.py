@@ -62,7 +62,7 @@ class FakeRouter:
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
-        self.admission = SimpleNamespace(waiting=0)
+        self.admission = SimpleNamespace(num_waiting=0)
         self.verifiers: dict[str, VerifierPeer] = {}
         self.drafters: dict[str, DrafterPeer] = {}
         self.registry = self
@@ -93,7 +93,7 @@ class FakeRouter:
         self.calls.append(f"forget {peer.address}")
         del self.drafters[peer.address]
 
-    async def empty(self, peer: DrafterPeer, timeout_s: float) -> None:
+    async def drain_drafter(self, peer: DrafterPeer, timeout_s: float) -> None:
         self.calls.append(f"empty {peer.address}")
 
 
@@ -127,7 +127,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 async def test_a_queue_brings_a_verifier_of_which_the_router_hears_once_it_is_there(
     rig: Rig,
 ) -> None:
-    rig.router.admission.waiting = 50
+    rig.router.admission.num_waiting = 50
     assert await rig.look() == ()
     assert await rig.look() == (Create(SECOND),)
     assert rig.fleet.calls == ["add verifier-1", "tell of verifier-1"]
@@ -159,7 +159,7 @@ async def test_a_full_drafter_gets_help_and_an_idle_one_is_emptied_first(rig: Ri
 
 
 async def test_a_cluster_without_room_is_asked_again_after_the_cool_down(rig: Rig) -> None:
-    rig.router.admission.waiting, rig.fleet.room = 50, False
+    rig.router.admission.num_waiting, rig.fleet.room = 50, False
     await rig.look()
     assert await rig.look() == (Create(SECOND),)
     assert rig.fleet.calls == []

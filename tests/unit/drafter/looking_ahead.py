@@ -206,7 +206,7 @@ def laws_of(branches: OutcomeDrafts) -> list[DraftDistribution]:
 
 
 def assert_same(ours: Made, theirs: Made, *, counts: int = 1) -> None:
-    """counts: by how much a count of a law may differ."""
+    """counts: by how much a count of a distribution may differ."""
     assert ours.tree.tokens.tolist() == theirs.tree.tokens.tolist()
     assert ours.tree.parents.tolist() == theirs.tree.parents.tolist()
     assert (ours.law is None) == (theirs.law is None)

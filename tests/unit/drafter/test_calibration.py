@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter.look_ahead.calibration import OutcomeCalibration, OutcomePredictor, RankSpread
+from outrider_drafter.look_ahead.calibration import (
+    OutcomeCalibration,
+    OutcomePredictor,
+    RankCalibration,
+)
 from outrider_drafter.state.outcomes import (
     CandidateLayout,
     NodeIndex,
@@ -25,8 +29,8 @@ C, FAN_OUT, ROUNDS = 32, 8, 1500
 
 @dataclass(frozen=True)
 class World:
-    """A target whose law is the draft model's, sharpened, with noise that grows with the depth;
-    at each place the draft model names the best C."""
+    """A target whose distribution is the draft model's, sharpened, with noise that grows with the
+    depth; at each place the draft model names the best C."""
 
     sharpness: float
     error: float
@@ -34,7 +38,7 @@ class World:
     def places(
         self, rng: np.random.Generator, depths: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-        """The target's law [m, C] over the candidates, and their log-probs, best first."""
+        """The target's distribution [m, C] over the candidates, and their log-probs, best first."""
         scores = np.sort(rng.gumbel(size=(len(depths), C)) * 2.0)[:, ::-1]
         logprobs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
         errors = rng.normal(size=scores.shape) * self.error * (1.0 + 0.3 * depths[:, None])
@@ -153,7 +157,7 @@ def test_the_fixed_spread_knows_no_probability() -> None:
     tokens = np.tile(np.arange(C, dtype=np.int32), (len(TREE) + 1, 1))
     tree = tree_of(TREE, tokens)
     layout = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
-    spread = RankSpread()
+    spread = RankCalibration()
     for emitted in ([0, 0, 9], [1, 20], [5], [0, 1, 0]):
         _, logprobs = WORLDS[0].places(rng, layout.depths)
         spread.learn_from_verdict(layout, logprobs, follow_verdict(layout, 0, emitted))
@@ -164,6 +168,6 @@ def test_the_fixed_spread_knows_no_probability() -> None:
 
 
 def test_the_fixed_spread_learns_where_paths_end_and_which_ranks_follow() -> None:
-    expected, realised = simulate(WORLDS[2], CHAIN, RankSpread())
+    expected, realised = simulate(WORLDS[2], CHAIN, RankCalibration())
     assert abs(expected - realised) < 0.05
-    assert realised > simulate(WORLDS[2], CHAIN, RankSpread(), spread=True)[1] + 0.01
+    assert realised > simulate(WORLDS[2], CHAIN, RankCalibration(), spread=True)[1] + 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider_drafter.gpu.scoring_layout import NO_ROW, PlacedProposal, ScoredRows
+from outrider_drafter.gpu.scoring_layout import NO_ROW, ProposalRange, ScoredRows
 from outrider_drafter.state.outcomes import NodeIndex
 
 from outrider.spec.tree import ROOT, DraftTree, path
@@ -30,7 +30,7 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 @given(trees())
 def test_the_likeliest_nodes_are_placed_each_below_its_parent(tree: DraftTree) -> None:
-    placed = PlacedProposal.of_tree(tree)
+    placed = ProposalRange.of_tree(tree)
     places = placed.node_rows
     assert places[0] == 0 and len(places) == 1 + len(tree)
     there = places[1:] != NO_ROW
@@ -50,7 +50,7 @@ def test_the_likeliest_nodes_are_placed_each_below_its_parent(tree: DraftTree) -
 @given(st.lists(trees(), min_size=1, max_size=3))
 def test_a_filled_batch_holds_each_node_behind_its_parent(found: list[DraftTree]) -> None:
     for tree in found:
-        placed, row, batch = PlacedProposal.of_tree(tree), 1, 3
+        placed, row, batch = ProposalRange.of_tree(tree), 1, 3
         tokens = np.full((batch, placed.nodes.num_nodes), -1, dtype=np.int32)
         parents = np.full_like(tokens, -7)
         placed.write_row(row, tokens, parents)

@@ -1,4 +1,4 @@
-"""Drafts of this process judged by the real acceptance: the text keeps the target's law.
+"""Drafts of this process judged by the real acceptance: the text keeps the target's distribution.
 
 A toy target and a different toy draft model, both Markov over a few ids; the trees come from the
 production growth and child sampling, the verdicts from `outrider.engine.acceptance`. V ids.

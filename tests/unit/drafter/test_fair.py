@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from outrider_drafter.proposers.ngram import NgramProposer
 from outrider_drafter.server.draft_engine import DraftEngine, OutgoingProposals, SessionMessage
-from outrider_drafter.server.draft_loop import DraftWorker
+from outrider_drafter.server.draft_loop import DraftLoop
 from outrider_drafter.state.fair_share import (
     MAX_BATCH_SESSIONS,
     MAX_MESSAGES_PER_TURN,
@@ -115,7 +115,7 @@ def test_a_verifier_that_never_stops_talking_does_not_keep_others_from_their_dra
     def deliver(answers: OutgoingProposals) -> None:
         found.put_nowait((answers, handled[GREEDY]))
 
-    worker = DraftWorker(engine, deliver, on_lost=_never)
+    worker = DraftLoop(engine, deliver, on_lost=_never)
     chatter, script = repeating("chatter"), repeating("quiet")
     handle = engine.handle_message
 

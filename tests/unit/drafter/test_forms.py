@@ -262,7 +262,8 @@ def test_a_device_drafts_for_sessions_in_a_form_as_for_others(
     tiny_target: Path,
     tmp_path: Path,
 ) -> None:
-    """In the launch of all; what comes of a chain that is no draw from a law fits the form."""
+    """In the launch of all; what comes of a chain that is no draw from a distribution fits the
+    form."""
     make_eagle3_head(tmp_path)
     source = on_device(plain_head(tmp_path))
     limits = VerdictLimits(vocab_size=VOCAB, feature_size=HIDDEN, max_context=4096)

@@ -172,7 +172,7 @@ def test_what_is_copied_out_of_a_lane_is_what_somebody_waits_for() -> None:
         scripted.held.add_rows(wire, slots, firsts, counts, offsets)
         (message,) = scripted.held._messages
         assert is_ring_view(message.rows)
-        message.make_own_copy()
+        message.make_private_copy()
         assert not is_ring_view(message.rows) and len(message.rows) == SESSIONS * rows
         for number in range(SESSIONS):
             assert (scripted.held.read_rows(number, 0, rows) == number).all()

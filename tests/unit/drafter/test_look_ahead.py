@@ -38,7 +38,7 @@ def test_the_best_outcomes_of_the_live_proposal_are_drafted_for() -> None:
     assert engine.has_look_ahead_work and live.tree.tokens.tolist() == [10, 11]
     proposals = looked(engine)
     assert not engine.has_look_ahead_work and len(proposals) == AHEAD.fan_out
-    # Below two nodes that stand .6 x .6 x .6, at the root .2 and .12: its best one is a child.
+    # Below two accepted nodes .6 x .6 x .6, at the root .2 and .12: its best one is a child.
     outcomes = [(o.node, o.token) for o in source.branched[0]]
     assert outcomes[:2] == [(1, 12), (-1, 11)]
     for proposal, (node, token) in zip(proposals, outcomes, strict=True):
@@ -141,9 +141,9 @@ def test_a_change_of_plan_forgets_what_was_sent_ahead() -> None:
     assert not engine.has_look_ahead_work
     engine.handle_message(1, script.verdict(13, with_features=False))
     assert len(answers(engine)) == 1 and engine.has_look_ahead_work
-    engine.handle(1, PlanChange(handle=script.handle, plan=replace(AHEAD, look_ahead=0)))
+    engine.handle_message(1, PlanChange(handle=script.handle, plan=replace(AHEAD, look_ahead=0)))
     assert not engine.has_look_ahead_work
-    engine.handle(1, script.verdict(14, with_features=False))
+    engine.handle_message(1, script.verdict(14, with_features=False))
     assert len(answers(engine)) == 1 and not engine.has_look_ahead_work
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from outrider_drafter.look_ahead.calibration import OutcomeCalibration, RankSpread
+from outrider_drafter.look_ahead.calibration import OutcomeCalibration, RankCalibration
 from outrider_drafter.state.outcomes import (
     OUTCOME_BATCH_SIZES,
     CandidateLayout,
@@ -76,9 +76,11 @@ def test_the_best_outcomes_of_the_whole_proposal_are_chosen(seed: int) -> None:
     np.testing.assert_allclose(chosen.gains, [gain for _, gain in expected], rtol=1e-6)
 
 
-@pytest.mark.parametrize("predictor", [OutcomeCalibration(), RankSpread()], ids=["shares", "fixed"])
+@pytest.mark.parametrize(
+    "predictor", [OutcomeCalibration(), RankCalibration()], ids=["shares", "fixed"]
+)
 def test_no_child_is_an_outcome_and_none_leaves_less_room_than_a_draft_needs(
-    predictor: OutcomeCalibration | RankSpread,
+    predictor: OutcomeCalibration | RankCalibration,
 ) -> None:
     tree, tokens, logprobs = random_case(3)
     layout = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)
@@ -105,7 +107,7 @@ def test_candidates_that_are_none_are_never_chosen() -> None:
     trained.learn_from_verdict(
         layout, logprobs, follow_verdict(layout, 0, tree.tokens[:1].tolist())
     )
-    for predictor in (OutcomeCalibration(), trained, RankSpread()):
+    for predictor in (OutcomeCalibration(), trained, RankCalibration()):
         chosen = best_outcomes(
             layout, predictor.expected_gains(layout, logprobs), 0, room=99, count=10_000
         )
@@ -145,7 +147,7 @@ def test_proposals_together_are_judged_as_each_alone() -> None:
     logprobs = np.concatenate([c[2] for c in cases])
     prefixes = np.arange(7, 11, dtype=np.uint64)
     digests = places.prefix_digests(prefixes)
-    for predictor in (OutcomeCalibration(), RankSpread()):
+    for predictor in (OutcomeCalibration(), RankCalibration()):
         gains = predictor.expected_gains(layout, logprobs)
         for index, (tree, tokens, mine) in enumerate(cases):
             alone = CandidateLayout.of_candidates(NodeIndex.of_trees([tree]), tokens)

@@ -12,7 +12,7 @@ import torch
 from outrider_drafter.proposers.interface import OutcomeScores, PendingProposal, SessionDrafts
 from outrider_drafter.proposers.ngram import NgramProposer
 from outrider_drafter.server.draft_engine import OutgoingProposals, SessionMessage
-from outrider_drafter.server.draft_loop import DraftWorker
+from outrider_drafter.server.draft_loop import DraftLoop
 from outrider_drafter.state.session import FollowedSession
 
 from outrider.spec.plan import DraftMethod, SpeculationPlan
@@ -27,9 +27,7 @@ def test_verdicts_that_wait_together_are_drafted_once_at_the_newest() -> None:
     script = Script()
     script.tokens[:] = [i % 5 for i in range(len(script.tokens))]
     found: queue.Queue[OutgoingProposals] = queue.Queue()
-    worker = DraftWorker(
-        make_engine([NgramProposer(min_match=1)]), found.put_nowait, on_lost=_never
-    )
+    worker = DraftLoop(make_engine([NgramProposer(min_match=1)]), found.put_nowait, on_lost=_never)
     worker.submit_messages(7, script.start(plan=NGRAM))
     for end in (10, 12, 15):
         worker.submit_messages(7, script.verdict(end))
@@ -56,7 +54,7 @@ def test_an_error_while_delivering_does_not_end_the_thread(
             raise RuntimeError("broken delivery")
         found.put_nowait(proposal.prefix_len)
 
-    worker = DraftWorker(make_engine([NgramProposer(min_match=1)]), deliver, on_lost=_never)
+    worker = DraftLoop(make_engine([NgramProposer(min_match=1)]), deliver, on_lost=_never)
     worker.start()
     worker.submit_messages(1, script.start(plan=NGRAM))
     worker.submit_messages(1, script.verdict(10))
@@ -87,7 +85,7 @@ class Asking(NgramProposer):
 def test_all_drafting_is_in_inference_mode_whatever_a_source_says_of_itself() -> None:
     script, source = Script(), Asking()
     found: queue.Queue[OutgoingProposals] = queue.Queue()
-    worker = DraftWorker(make_engine([source]), found.put_nowait, on_lost=_never)
+    worker = DraftLoop(make_engine([source]), found.put_nowait, on_lost=_never)
     worker.submit_messages(1, script.start(plan=NGRAM))
     worker.submit_messages(1, script.verdict(10))
     worker.start()
@@ -111,7 +109,7 @@ class Counting(NgramProposer):
 def test_verdicts_submitted_together_are_drafted_and_delivered_together() -> None:
     source, scripts = Counting(), [repeating(name) for name in "abc"]
     found: queue.Queue[OutgoingProposals] = queue.Queue()
-    worker = DraftWorker(make_engine([source]), found.put_nowait, on_lost=_never)
+    worker = DraftLoop(make_engine([source]), found.put_nowait, on_lost=_never)
     worker.start()
     worker.submit_messages(1, *[script.start(plan=NGRAM) for script in scripts])
     for end in (10, 12):
@@ -140,7 +138,7 @@ class OneByOne(NgramProposer):
 def test_a_draft_that_is_ready_early_leaves_early() -> None:
     scripts = [repeating(name) for name in "ab"]
     found: queue.Queue[OutgoingProposals] = queue.Queue()
-    worker = DraftWorker(make_engine([OneByOne(found)]), found.put_nowait, on_lost=_never)
+    worker = DraftLoop(make_engine([OneByOne(found)]), found.put_nowait, on_lost=_never)
     worker.submit_messages(1, *[script.start(plan=NGRAM) for script in scripts])
     worker.submit_messages(1, *[script.verdict(10) for script in scripts])
     worker.start()
@@ -168,7 +166,7 @@ def test_a_message_that_breaks_the_engine_costs_only_itself(
 
     monkeypatch.setattr(engine, "handle_message", fragile)
     found: queue.Queue[OutgoingProposals] = queue.Queue()
-    worker = DraftWorker(engine, found.put_nowait, on_lost=_never)
+    worker = DraftLoop(engine, found.put_nowait, on_lost=_never)
     worker.submit_messages(1, bad.start(plan=NGRAM), good.start(plan=NGRAM), good.verdict(10))
     assert worker.backlog(1) == 3 and worker.backlog(2) == 0
     worker.start()
@@ -192,7 +190,7 @@ def test_metrics_are_written_once_nobody_waits() -> None:
         written.append(verdicts())
         found.put_nowait(answers)
 
-    worker = DraftWorker(drafting, deliver, on_lost=_never)
+    worker = DraftLoop(drafting, deliver, on_lost=_never)
     worker.submit_messages(1, script.start(plan=NGRAM))
     worker.submit_messages(1, script.verdict(10))
     worker.start()
@@ -207,7 +205,7 @@ def test_metrics_are_written_once_nobody_waits() -> None:
 def test_outcomes_are_drafted_for_when_nothing_else_waits() -> None:
     script, source = counting(), Scripted()
     found: queue.Queue[OutgoingProposals] = queue.Queue()
-    worker = DraftWorker(make_engine([source]), found.put_nowait, on_lost=_never)
+    worker = DraftLoop(make_engine([source]), found.put_nowait, on_lost=_never)
     worker.submit_messages(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
     worker.start()
     assert lengths_of(found.get(timeout=10)) == [10]
@@ -234,7 +232,7 @@ def test_a_message_that_waits_ends_a_look_ahead() -> None:
         if len(found) == 6:
             done.set()
 
-    worker = DraftWorker(make_engine([source]), deliver, on_lost=_never)
+    worker = DraftLoop(make_engine([source]), deliver, on_lost=_never)
     worker.submit_messages(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
     worker.start()
     assert done.wait(10)
@@ -280,7 +278,7 @@ def test_look_ahead_that_verdicts_never_wait_for_is_left() -> None:
             verdict = script.verdict(script.told + 1, with_features=False)
             threading.Timer(0.005, worker.submit_messages, (1, verdict)).start()
 
-    worker = DraftWorker(engine, deliver, on_lost=_never)
+    worker = DraftLoop(engine, deliver, on_lost=_never)
     worker.submit_messages(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
     worker.start()
     assert over.wait(30)

@@ -143,7 +143,7 @@ def test_only_visited_nodes_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_penalties_at_a_node_count_the_accepted_drafts() -> None:
-    """Token 4 wins everywhere on raw logits; its own draft costs it the next place."""
+    """Token 4 wins everywhere on raw logits; its in-process draft costs it the next place."""
     logits = _peaks(4, 4, 4)
     logits[:, 5] = 2.0
     params = SamplingParams(presence_penalty=1.5)
@@ -179,7 +179,7 @@ def test_the_rejection_rule_without_a_law_says_that_it_fell_back() -> None:
 
 
 def test_siblings_have_different_coins_under_rejection() -> None:
-    """With one coin for all, a rejected first child would drag its equals down with it."""
+    """With one random draw for all, a rejected first child would drag its equals down with it."""
     tree = DraftTree(
         np.array([1, 2], np.int32), np.array([-1, -1], np.int32), np.zeros(2, np.float32)
     )
@@ -238,7 +238,7 @@ ONE_TOKEN_LAW = (
     368478,
     14044,
 )
-"""A draft law of one token, where the widths ask for two children."""
+"""A draft distribution of one token, where the widths ask for two children."""
 
 
 @settings(max_examples=250)

@@ -31,7 +31,7 @@ class Sequences(RuleBasedStateMachine):
         return self.held[data.draw(st.integers(0, len(self.held) - 1))]
 
     @precondition(lambda self: len(self.held) < 6)
-    @rule(identity=st.booleans(), slots=st.integers(1, 9))
+    @rule(whole=st.booleans(), slots=st.integers(1, 9))
     def create(self, whole: bool, slots: int) -> None:
         fits = self.pool.blocks_for(slots) <= self.pool.free_blocks
         sequence = self.pool.allocate(slots) if whole and fits else self.pool.new_sequence()

@@ -31,5 +31,6 @@ def test_a_second_child_is_tried_against_the_residual_of_the_first() -> None:
 
 
 def test_an_empty_residual_asks_for_the_target_law_itself() -> None:
-    """Only rounding can reject where p = q; a coin of 1, which does not exist, stands in for it."""
+    """Only rounding can reject where p = q; a random draw of 1, which does not exist, stands in for
+    it."""
     assert _walk([1.0, 0.0], [0], [9]).try_children([(0, 0)], [1.0], [1.0]) == (None, None)

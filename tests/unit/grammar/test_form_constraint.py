@@ -68,7 +68,7 @@ def draft_tree(
 def random_tree(
     rng: np.random.Generator, language: FiniteLanguage, before: list[int], nodes: int
 ) -> tuple[list[int], list[int]]:
-    """Mostly of legal tokens, ends among them, with some that are not."""
+    """Mostly of allowed tokens, ends among them, with some that are not."""
     tokens: list[int] = []
     parents: list[int] = []
     paths: list[list[int]] = []
@@ -118,7 +118,7 @@ def test_masks_of_a_tree_are_those_of_every_prefix_matched_anew(
         before.append(int(rng.choice(going)))
         constraint.advance_to(np.array(before, np.int32))
     assert stood > 6
-    # Complete, and nothing can follow: its end alone is legal.
+    # Complete, and nothing can follow: its end alone is allowed.
     assert ids_of(allowed_mask(constraint), VOCAB) == {STOP}
     assert not constraint.failure
 

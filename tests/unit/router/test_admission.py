@@ -28,7 +28,7 @@ def load(
 ) -> VerifierLoad:
     """A verifier with sessions of priority 0 that are expected to hold `tokens`."""
     values: dict[str, object] = {"total_tokens": 100, "max_sessions": 8}
-    values |= {"placed": {0: AssignedLoad(sessions, tokens)} if tokens else {}} | more
+    values |= {"assigned_by_priority": {0: AssignedLoad(sessions, tokens)} if tokens else {}} | more
     return VerifierLoad(verifier_id=name, **values)  # type: ignore[arg-type]
 
 
@@ -197,7 +197,7 @@ TICKETS = st.lists(
 )
 
 
-@given(tickets=TICKETS, now=st.floats(0, 10), block=st.integers(1, 20))
+@given(admission_requests=TICKETS, now=st.floats(0, 10), block=st.integers(1, 20))
 def test_no_priority_is_given_more_than_there_is(
     admission_requests: list[AdmissionRequest], now: float, block: int
 ) -> None:

@@ -130,7 +130,7 @@ async def test_named_peers_of_both_kinds_join_a_running_router(tmp_path: Path) -
         await until(lambda: names.healthy == {"s", "a:1", "b:1", "d0:2"})
         await until(lambda: {"s", "a:1", "b:1"} <= set(names.drafter.attached))
         # Discovery recalls nobody: a drafter that is about to stop says so until it has.
-        names.drafter.change_info(is_draining=True)
+        names.drafter.change_info(draining=True)
         await names.look()
         assert (await names.drafter.info()).draining
 

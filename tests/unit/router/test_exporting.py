@@ -78,8 +78,8 @@ async def test_vllm_names_say_what_our_own_say(tmp_path: Path) -> None:
         kv_free_blocks=64,
         preemptions_swap=2,
         preemptions_recompute=3,
-        prefix_tokens_asked=80,
-        prefix_tokens_found=20,
+        prefix_cache_query_tokens=80,
+        prefix_cache_hit_tokens=20,
     )
     config = {"metrics_compat": MetricsCompat.VLLM}
     async with running_router(tmp_path, {"v": verifier}, **config) as router:

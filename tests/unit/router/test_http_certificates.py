@@ -1,4 +1,5 @@
-"""The HTTP front behind TLS: who is let in, and a certificate that is replaced while it serves."""
+"""The HTTP front behind TLS: who is admitted, and a certificate that is replaced while it
+serves."""
 
 from __future__ import annotations
 

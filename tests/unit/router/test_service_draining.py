@@ -92,7 +92,7 @@ async def test_what_it_could_not_finish_goes_on_when_it_is_back(tmp_path: Path) 
 async def test_a_session_that_comes_just_then_is_refused_and_goes_elsewhere(tmp_path: Path) -> None:
     async with pair(tmp_path, poll_interval_s=0.29) as both:
         # The message that says so is on its way; the next look is far.
-        both.first.change_info(is_draining=True)
+        both.first.change_info(draining=True)
         results = [await both.router.generate(text_request()) for _ in range(3)]
         assert {result.text for result in results} == {"abcabc"}
         assert not both.first.specs and len(both.second.specs) == 3

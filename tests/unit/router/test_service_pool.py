@@ -96,7 +96,7 @@ async def test_a_lost_drafters_sessions_go_on_with_the_others(tmp_path: Path) ->
         await it.settle(d0=3, d1=3)
         it.lose("d1")
         await it.settle(d0=6)
-        assert sample(it.router, "outrider_session_moves_total", reason="lost") == 3
+        assert sample(it.router, "outrider_session_moves_total", why="lost") == 3
         await until(lambda: sample(it.router, "outrider_drafter_up", drafter="d1") == 0)
         # It comes back and gets its share again.
         it.known["d1"].lost = False
@@ -130,7 +130,7 @@ async def test_a_drafter_that_is_added_takes_over_sessions_that_run(tmp_path: Pa
         it.router.registry.add_drafter("d1")
         it.router.registry.add_drafter("d1")
         await it.settle(d0=4, d1=4)
-        assert sample(it.router, "outrider_session_moves_total", reason="balance") == 4
+        assert sample(it.router, "outrider_session_moves_total", why="balance") == 4
         it.router.registry.add_drafter("d2")
         await until(lambda: max(it.sessions().values()) <= 3)
 
@@ -189,12 +189,12 @@ async def test_a_verifier_that_refuses_is_not_asked_for_ever(tmp_path: Path) -> 
         it.lose("d1")
         await until(
             lambda: (
-                sample(it.router, "outrider_session_moves_total", reason="lost")
+                sample(it.router, "outrider_session_moves_total", why="lost")
                 == drafter_rebalancer.MAX_REFUSED_MOVES
             )
         )
         await asyncio.sleep(0.2)
-        assert sample(it.router, "outrider_session_moves_total", reason="lost") == 3
+        assert sample(it.router, "outrider_session_moves_total", why="lost") == 3
         assert it.sessions() == {"d0": 1, "d1": 1}
 
 

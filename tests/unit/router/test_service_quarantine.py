@@ -54,7 +54,7 @@ async def test_an_ill_drafters_sessions_go_to_another_and_it_is_probed(tmp_path:
         say(it, "d1", sessions=3, silent_ms=900.0)
         await until(lambda: it.sessions() == {"d0": 6})
         assert quarantines(it, "silent") == 1
-        assert sample(it.router, "outrider_session_moves_total", reason="quarantined") == 3
+        assert sample(it.router, "outrider_session_moves_total", why="quarantined") == 3
         (link,) = make_server_info(it.router).drafters[1].links
         assert link.quarantine == "silent"
         # Its sessions have gone; said still, they would show it to be ill before the probe began.
@@ -113,16 +113,16 @@ async def test_a_drafter_that_is_about_to_stop_hands_over_and_is_not_lost(tmp_pa
     async with pool(tmp_path, 2) as it:
         await it.run(4)
         await it.settle(d0=2, d1=2)
-        it.known["d1"].change_info(is_draining=True)
+        it.known["d1"].change_info(draining=True)
         await it.settle(d0=4)
-        assert sample(it.router, "outrider_session_moves_total", reason="drained") == 2
+        assert sample(it.router, "outrider_session_moves_total", why="drained") == 2
         assert make_server_info(it.router).drafters[1].draining
         it.lose("d1")
         await until(lambda: not it.router.registry.drafters["d1"].is_serving)
         assert sample(it.router, "outrider_drafter_losses_total", drafter="d1") == 0
         # Its successor gets its share.
         it.known["d1"].lost = False
-        it.known["d1"].change_info(incarnation="2", is_draining=False)
+        it.known["d1"].change_info(incarnation="2", draining=False)
         await it.settle(d0=2, d1=2)
         assert sample(it.router, "outrider_drafter_losses_total", drafter="d1") == 0
 
@@ -131,7 +131,7 @@ async def test_the_last_drafter_drafts_on_until_it_stops(tmp_path: Path) -> None
     async with pool(tmp_path, 1) as it:
         await it.run(2)
         await it.settle(d0=2)
-        it.known["d0"].change_info(is_draining=True)
+        it.known["d0"].change_info(draining=True)
         await until(lambda: make_server_info(it.router).drafters[0].draining)
         await it.run(1)
         assert it.sessions() == {"d0": 2, None: 1}

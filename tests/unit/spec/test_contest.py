@@ -1,4 +1,5 @@
-"""Whatever drafts cost and however many stand, a contest never ends far below plain decoding."""
+"""Whatever drafts cost and however many stand, a speculation controller never ends far below plain
+decoding."""
 
 from __future__ import annotations
 
@@ -72,18 +73,19 @@ def seen(
         squares=tokens * tokens,
         seconds=seconds,
         sessions=1,
-        is_settled=settled,
+        is_load_steady=settled,
         is_timed=timed,
     )
 
 
 def told() -> SpeculationController:
-    """A contest that was told what plain rounds take."""
+    """A speculation controller that was told what plain rounds take."""
     return SpeculationController(expected_plain_s=PLAIN_S)
 
 
 START = 64
-"""Rounds after which a contest has found out: what drafts cost until then is bounded by rounds."""
+"""Rounds after which a speculation controller has found out: what drafts cost until then is bounded
+by rounds."""
 
 
 @pytest.mark.parametrize("cost", [1.05, 1.5, 2.5, 5.0, 12.0, 40.0])

@@ -1,4 +1,4 @@
-"""Checks over flat arrays say of every tree and law what the checks of one say."""
+"""Checks over flat arrays say of every tree and distribution what the checks of one say."""
 
 from __future__ import annotations
 

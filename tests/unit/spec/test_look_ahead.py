@@ -41,7 +41,7 @@ class World:
             squares=float((emitted**2).sum()),
             seconds=seconds * self.rows,
             sessions=self.rows,
-            is_settled=ahead is self.before,
+            is_load_steady=ahead is self.before,
         )
         look.observe_round(load, seen, ahead=ahead, hits=6 if ahead else 0)
         self.before = ahead

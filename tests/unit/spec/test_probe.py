@@ -20,7 +20,7 @@ def seen(
         squares=rows * tokens * tokens,
         seconds=rows * seconds,
         sessions=64,
-        is_settled=settled,
+        is_load_steady=settled,
     )
 
 

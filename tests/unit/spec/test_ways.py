@@ -76,7 +76,7 @@ def test_a_stall_decides_nothing() -> None:
         ways = LookAheadTrials(ahead=True)
         run(ways, 1.4, stalled)
         ways.observe_round(
-            RoundModeObservation(1.0, 1.0, is_settled=True, is_timed=True),
+            RoundModeObservation(1.0, 1.0, is_load_steady=True, is_timed=True),
             KNOWN,
             ahead=ways.is_ahead,
         )
@@ -108,7 +108,7 @@ def test_rounds_without_a_time_tell_nothing() -> None:
     ways = LookAheadTrials(ahead=True)
     for _ in range(100):
         ways.observe_round(
-            RoundModeObservation(1.0, 0.01, is_settled=True, is_timed=False), KNOWN, ahead=True
+            RoundModeObservation(1.0, 0.01, is_load_steady=True, is_timed=False), KNOWN, ahead=True
         )
     assert ways.is_ahead
     assert not ways.is_trial

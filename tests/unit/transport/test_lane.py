@@ -339,7 +339,9 @@ def test_a_peer_that_closes_its_lane_is_no_reason_to_warn(
         else:
             shm_channels.receive(readers)
     assert lost == [7]
-    assert [(each.levelname, each.message) for each in caplog.records] == [("INFO", "lane closed")]
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("INFO", "shared-memory channel closed")
+    ]
 
 
 def test_a_peer_that_breaks_its_lane_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -348,4 +350,6 @@ def test_a_peer_that_breaks_its_lane_is_warned_of(caplog: pytest.LogCaptureFixtu
         shm_channels.attach_channel(7, shm_channel)
         peer.send(b"\x07")
         shm_channels.receive(shm_channels.readers)
-    assert [(each.levelname, each.message) for each in caplog.records] == [("WARNING", "lane lost")]
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("WARNING", "shared-memory channel lost")
+    ]

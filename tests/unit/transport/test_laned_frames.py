@@ -1,4 +1,5 @@
-"""A stream that goes by a lane is a stream like any other, however its lane or its call ends."""
+"""A stream that goes by a shared-memory channel is a stream like any other, however its lane or its
+call ends."""
 
 from __future__ import annotations
 
@@ -163,7 +164,7 @@ async def test_a_call_that_says_nothing_of_a_lost_lane_is_not_waited_for_long() 
         async with asyncio.timeout(20 * FLUSH_TIMEOUT_S):
             with pytest.raises(ConnectionLostError) as lost:
                 await made.frames.receive()
-        assert lost.value.reason == "LANE_LOST"
+        assert lost.value.reason == "SHM_CHANNEL_LOST"
 
 
 async def test_a_packet_of_no_known_form_ends_the_stream_behind_what_came_before_it() -> None:
@@ -265,7 +266,7 @@ async def test_aborting_ends_both_directions_at_once() -> None:
     "offer", ["", "x", "a:b", f"{'0' * 32}:{'g' * 32}", f"{'0' * 33}:{'0' * 32}", b"\xff"]
 )
 async def test_an_offer_that_is_none_is_no_offer(offer: str | bytes) -> None:
-    assert await join_offered_channel([("outrider-lane", offer)]) is None
+    assert await join_offered_channel([("outrider-shm", offer)]) is None
 
 
 async def test_a_server_that_finds_no_such_listener_has_no_lane() -> None:

@@ -1,4 +1,4 @@
-"""A letterbox wakes its owner for items and for sockets, and never loses an item."""
+"""A wakeup queue wakes its owner for items and for sockets, and never loses an item."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import time
 import pytest
 
 from outrider.transport import pollable_queue as module
-from outrider.transport.pollable_queue import WakeupQueue
+from outrider.transport.pollable_queue import PollableQueue
 
 
 def test_items_come_in_order_and_only_once() -> None:
-    box: WakeupQueue[int] = WakeupQueue()
+    box: PollableQueue[int] = PollableQueue()
     for item in range(5):
         box.put_item(item)
     assert len(box) == 5
@@ -24,7 +24,7 @@ def test_items_come_in_order_and_only_once() -> None:
 
 
 def test_a_wait_ends_when_its_time_is_over() -> None:
-    box: WakeupQueue[int] = WakeupQueue()
+    box: PollableQueue[int] = PollableQueue()
     began = time.monotonic()
     assert box.wait_ready(0.01) == set()
     assert time.monotonic() - began >= 0.009
@@ -33,7 +33,7 @@ def test_a_wait_ends_when_its_time_is_over() -> None:
 @pytest.mark.parametrize("most", [1024, 0])
 def test_whichever_comes_first_wakes_the_owner(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(module, "_SELECT_FDS", most)
-    box: WakeupQueue[str] = WakeupQueue()
+    box: PollableQueue[str] = PollableQueue()
     ours, theirs = socket.socketpair()
     with ours, theirs:
         threading.Timer(0.05, theirs.send, (b"x",)).start()
@@ -46,7 +46,7 @@ def test_whichever_comes_first_wakes_the_owner(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_no_item_is_slept_through_by_an_owner_among_many_threads() -> None:
-    box: WakeupQueue[int] = WakeupQueue()
+    box: PollableQueue[int] = PollableQueue()
     count = 4 * 500
 
     def post(first: int) -> None:
@@ -73,7 +73,7 @@ def test_its_descriptors_go_with_it() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     before = descriptors()
-    box: WakeupQueue[int] = WakeupQueue()
+    box: PollableQueue[int] = PollableQueue()
     assert descriptors() == before + 2
     del box
     assert descriptors() == before

@@ -1,4 +1,5 @@
-"""What others write into a lane's memory is sent as it lies there, and stays until it was read."""
+"""What others write into a shared-memory channel's memory is sent as it lies there, and stays until
+it was read."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Rig:
         assert self.service._core.num_proposals == 0
         store = self.service._core.store
         assert store is None or store.used_bytes == 0
-        block_manager = self.service._core.room
+        block_manager = self.service._core.block_manager
         assert (
             not block_manager.running
             and not block_manager.waiting
@@ -187,8 +187,8 @@ async def close(stream: AsyncGenerator[SessionEvent]) -> None:
 
 
 def truth(target: FakeTarget, followed: Followed, depth: int) -> list[int]:
-    """What the target will emit after the session's present prefix; where that depends on coins,
-    which a drafter does not know, the most probable text."""
+    """What the target will emit after the session's present prefix; where that depends on random
+    draws, which a drafter does not know, the most probable text."""
     sampling = followed.start.sampling
     if not (
         sampling.effective_rule is Rule.GREEDY or sampling.has_noise_stream(NoiseStream.TARGET)

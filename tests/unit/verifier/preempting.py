@@ -15,7 +15,7 @@ from outrider.ids import SessionId
 def preempt_often(service: VerifierService, *, every: int = 3, most: int = 4) -> None:
     """Before every so many rounds, have the session preempted that was least often, `most` times
     at most; a round in flight with it is settled first. The policy lets it in again."""
-    block_manager: Any = service._core.room
+    block_manager: Any = service._core.block_manager
     ready, rounds = block_manager.prepare_round, count(1)
 
     def restless(now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
@@ -34,9 +34,9 @@ def preempt_often(service: VerifierService, *, every: int = 3, most: int = 4) ->
 
 def hold(service: VerifierService, since: Callable[[], bool]) -> Callable[[], None]:
     """Begin no round while `since()` is true, which the engine's thread asks; what is asked of the
-    verifier is done, but nobody is let in or preempted. To be called to let rounds begin again:
+    verifier is done, but nobody is admitted or preempted. To be called to let rounds begin again:
     however late a test's loop is, its sessions are where it wants them."""
-    block_manager: Any = service._core.room
+    block_manager: Any = service._core.block_manager
     ready, over = block_manager.prepare_round, False
 
     def holding(now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:

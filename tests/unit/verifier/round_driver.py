@@ -42,7 +42,7 @@ def device_runner(
     weights: torch.dtype = torch.float32,
     **settings: Any,
 ) -> tuple[ModelRunner, KVPool]:
-    """The device's engine, with an own head if there is one."""
+    """The device's engine, with an in-process drafter if there is one."""
     place: dict[str, Any] = {"device": device, "dtype": weights}
     target = load_target(target_dir, kv_tokens=16 * blocks, packed=False, **place)
     projection = head = None
@@ -82,7 +82,7 @@ class Driver:
     counts: list[int] = field(default_factory=list)
     """Tokens that each row emitted, round after round."""
     drafted: dict[int, list[int]] = field(default_factory=dict)
-    """Nodes of own drafts that each round verified, by ticket."""
+    """Nodes of in-process drafts that each round verified, by ticket."""
     gone: set[bool] = field(default_factory=set)
     """Whether sessions were suspended with a copy, and without."""
     flights: deque[tuple[RoundHandle, list[PrefillRow], list[VerifyRow]]] = field(

@@ -50,7 +50,7 @@ async def test_plain_text_is_the_hosts(
     assert [tokens for tokens, _ in results] == texts[name]
 
 
-# Where the head runs and how a row is warped do not know of each other.
+# Where the head runs and how a row is processed by the logits processor do not know of each other.
 BESIDE = ("greedy", "coupled", "counted")
 
 
@@ -109,7 +109,7 @@ async def test_own_trees_change_no_text(
     assert sum(s.accepted for s in stats) > 0
 
 
-# Chains have laws that are judged by, trees none.
+# Chains have distributions that are judged by, trees none.
 @pytest.mark.parametrize(
     ("rule", "topk"),
     [
@@ -293,7 +293,7 @@ async def told_features(
     """The features of each session's verdicts after its prompt, on a drafted run."""
     told: dict[str, list[WireTensor]] = {}
     async with serving(target_dir, head_dir, **options) as service:
-        made = service._core.handover.build_verdicts
+        made = service._core.verdict_builder.build_verdicts
 
         def spy(followed: AdvancedBatch) -> list[tuple[int, Verdicts]]:
             result = made(followed)
@@ -309,7 +309,7 @@ async def told_features(
                         told.setdefault(session.session_id, []).append(features)
             return result
 
-        service._core.handover.build_verdicts = spy  # type: ignore[method-assign]
+        service._core.verdict_builder.build_verdicts = spy  # type: ignore[method-assign]
         # Wrong now and then, so that there are many rounds, of all lengths.
         drafted = [[t if i % 3 else (t + 1) % 384 for i, t in enumerate(text)] for text in known]
         texts = dict(zip(PROMPTS, drafted, strict=True))

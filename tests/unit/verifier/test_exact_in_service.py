@@ -101,7 +101,8 @@ DRAFT_LOGITS = 0.3 * torch.randn(384, 384, generator=torch.Generator().manual_se
 
 
 def drawn(*widths: int) -> ProposeFn:
-    """Drafts by the session's rule from DRAFT_LOGITS, with the laws that they were drawn from."""
+    """Drafts by the session's rule from DRAFT_LOGITS, with the distributions that they were drawn
+    from."""
 
     def propose(followed: Followed) -> Draft:
         def logits(context: NDArray[np.int64]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.engine.device.inputs.round_rows import RoundRows
-from outrider.engine.device.round_launcher import DeviceRounds, LaunchedRound
+from outrider.engine.device.round_launcher import LaunchedRound, RoundLauncher
 from outrider.engine.device.round_program import RoundProgram
 from outrider.engine.device.transfer.buffers import Downloader
 from outrider.spec.sampling import SamplingParams
@@ -22,9 +22,9 @@ async def test_a_prompt_is_read_back_before_its_drafts(
 ) -> None:
     rounds: list[list[str]] = []
     wanted: list[list[str]] = []
-    launch = DeviceRounds.launch_round
+    launch = RoundLauncher.launch_round
 
-    def launched(device_rounds: DeviceRounds, rows: RoundRows, **kwargs: Any) -> LaunchedRound:
+    def launched(device_rounds: RoundLauncher, rows: RoundRows, **kwargs: Any) -> LaunchedRound:
         rounds.append([])
         at_once = placement == "fused" and len(rows.slots) > 0
         wanted.append(["draft", "read"] if at_once else ["read", "draft"])
@@ -39,7 +39,7 @@ async def test_a_prompt_is_read_back_before_its_drafts(
 
         monkeypatch.setattr(owner, method, spy)
 
-    monkeypatch.setattr(DeviceRounds, "launch_round", launched)
+    monkeypatch.setattr(RoundLauncher, "launch_round", launched)
     noted("draft", RoundProgram, "run_drafts")
     noted("read", Downloader, "start_downloads")
     async with serving(tiny_target, tiny_head, placement=placement) as service:

@@ -1,5 +1,5 @@
-"""A chain of the own head in a grammar: drafted level by level under masks; what is given, where it
-ends."""
+"""A chain of the in-process drafter in a grammar: drafted level by level under masks; what is
+given, where it ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Head:
         self.told: dict[int, list[int] | None] = {}
         """By slot: what it was told to be legal at the first level; None: anything."""
         self.asked: list[dict[int, list[int] | None]] = []
-        """At each further level: by slot what is legal; None: anything."""
+        """At each further level: by slot what is allowed; None: anything."""
         self.waits = 0
         self.amended: list[list[int]] = []
         """Slots whose drafts were replaced on the way."""

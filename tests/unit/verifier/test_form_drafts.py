@@ -20,7 +20,7 @@ from outrider_verifier.state.effects import EventBatch
 from outrider.engine.device.drafting.draft_masks import Masks
 from outrider.engine.device.drafting.grammar_drafts import GrammarDraftBuffer
 from outrider.engine.device.graphs.shapes import DraftKind
-from outrider.engine.device.round_launcher import DeviceRounds, LaunchedRound
+from outrider.engine.device.round_launcher import LaunchedRound, RoundLauncher
 from outrider.engine.kernels.attention.layout import PADDING_NODE
 from outrider.grammar.constraint import is_allowed
 from outrider.spec.plan import DraftMethod, SpeculationPlan
@@ -145,9 +145,9 @@ async def test_drafts_that_a_round_leaves_out_are_those_that_it_would_have_made(
     same."""
     sampling, (plan, settings) = SamplingParams(temperature=0.9, seed=4, rule=rule), plan_of(topk)
     launched: list[bool] = []
-    launch = DeviceRounds.launch_round
+    launch = RoundLauncher.launch_round
 
-    def noted(rounds: DeviceRounds, *args: Any, **kwargs: Any) -> LaunchedRound:
+    def noted(rounds: RoundLauncher, *args: Any, **kwargs: Any) -> LaunchedRound:
         found = launch(rounds, *args, **kwargs)
         if kwargs["drafts"] is DraftKind.IN_PROCESS:
             launched.append(found.is_undrafted)
@@ -158,7 +158,7 @@ async def test_drafts_that_a_round_leaves_out_are_those_that_it_would_have_made(
         async with serving(tiny_target, tiny_head, placement=placement, **settings) as service:
             return [await run_one(service, "alone", plan, sampling, **SPEC)]
 
-    monkeypatch.setattr(DeviceRounds, "launch_round", noted)
+    monkeypatch.setattr(RoundLauncher, "launch_round", noted)
     late = await run()
     assert launched and all(launched)
     monkeypatch.setattr(

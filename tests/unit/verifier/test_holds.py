@@ -19,7 +19,7 @@ MANY, FEW = 6, 3
 
 
 def judged(mode: Mode) -> SpeculationController:
-    """A contest that ended so at its load."""
+    """A speculation controller that ended so at its load."""
     controller = SpeculationController(active_mode=mode)
     controller._decided = controller._found = True
     return controller
@@ -142,7 +142,7 @@ def test_who_comes_after_a_rest_is_not_one_of_those_who_were_left() -> None:
     for now, rested in ((10.1, False), (12.0, True)):
         policy.begin_round(1, now)
         assert loads.load == 0
-        assert (loads.is_settled and loads.peak == 0) is rested
+        assert (loads.is_load_steady and loads.peak == 0) is rested
 
 
 def test_a_session_that_opens_after_a_rest_finds_a_load_that_has_lasted() -> None:
@@ -152,4 +152,4 @@ def test_a_session_that_opens_after_a_rest_finds_a_load_that_has_lasted() -> Non
     policy._now = 12.0
     policy._ended_at = 10.0
     stage.open()
-    assert (loads.load, loads.peak, loads.is_settled) == (0, 0, True)
+    assert (loads.load, loads.peak, loads.is_load_steady) == (0, 0, True)

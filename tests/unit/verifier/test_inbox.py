@@ -472,7 +472,7 @@ def test_the_inbox_holds_what_is_plain_to_see(
 
 
 def empty_law(nodes: int) -> DraftDistribution:
-    """The law of a draft nobody can draw from."""
+    """The distribution of a draft nobody can draw from."""
     return make_distribution(nodes, {})
 
 

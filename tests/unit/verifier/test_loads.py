@@ -88,7 +88,7 @@ def test_plain_rounds_are_those_seen_or_those_of_the_device_with_the_host_of_the
     assert loads.plain_round_s == pytest.approx(0.00216)
     loads.begin_round(64)
     assert loads.plain_round_s == pytest.approx(2.0 * 0.00164)
-    # Rounds of a few of the sessions, of drafts or of own drafts are no plain rounds.
+    # Rounds of a few of the sessions, of drafts or of in-process drafts are no plain rounds.
     loads.observe_round(RoundSample(8, 0, 0, 1.0))
     loads.observe_round(RoundSample(64, 256, 0, 1.0))
     loads.observe_round(RoundSample(64, 0, 0, 1.0, has_in_process_drafts=True))

@@ -23,7 +23,7 @@ from tests.fakes.simulated_service import (
 from tests.grids import thorough
 
 EXTRA = {0.0: 2.2, 0.7: 1.6, 1.0: 1.1, 1.5: 0.4, 2.0: 0.02}
-"""Draft tokens that stand, by temperature."""
+"""Draft accepted tokens, by temperature."""
 TODAY, HOPED, OWN = (2.7, 3.2, 6.0, 8.6), (1.3, 1.5, 2.5, 3.0), (0.0, 0.0, 0.0, 0.0)
 LARGE_S, SMALL_S = (4.0, 4.8, 5.7, 6.8), (1.0, 1.1, 1.4, 2.0)
 LARGE = Costs(plain=LARGE_S, verify=(4.3, 5.0, 7.6, 11.4), exchange=TODAY, piece=0.6)

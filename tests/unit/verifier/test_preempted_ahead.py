@@ -32,7 +32,7 @@ async def short_of_blocks(
     target = FakeTarget(num_blocks=num_blocks)
     runner = FakeRunner(target, drafts=drafts)
     async with verifier(target=target, runner=runner, **settings) as rig:
-        lengths: Any = rig.service._core.room.lengths
+        lengths: Any = rig.service._core.block_manager.lengths
         lengths.expected_len = lambda emitted, most: emitted
         yield rig, runner
         await rig.idle()

@@ -61,7 +61,7 @@ async def short_of_blocks(num_blocks: int, **settings: Any) -> AsyncIterator[Rig
     """A verifier with so few blocks of 4 tokens that expects every answer to end at once, so that
     it lets in more than fit; at the end nothing is held of any kind."""
     async with verifier(target=FakeTarget(num_blocks=num_blocks), **settings) as rig:
-        lengths: Any = rig.service._core.room.lengths
+        lengths: Any = rig.service._core.block_manager.lengths
         lengths.expected_len = lambda emitted, most: emitted
         yield rig
         await rig.idle()
@@ -98,7 +98,7 @@ def session_of(rig: Rig, name: str = "s") -> Session:
 def follow_preemptions(rig: Rig) -> dict[SessionId, int]:
     """How often each session is preempted from now on."""
     most: dict[SessionId, int] = {}
-    block_manager: Any = rig.service._core.room
+    block_manager: Any = rig.service._core.block_manager
     act = block_manager._preempt
 
     def preempt_and_note(session: Session, now: float) -> None:
@@ -136,7 +136,7 @@ async def test_a_quarter_of_the_blocks_gives_the_same_texts(drafts: str, way: st
 async def test_copies_are_fetched_one_at_a_time_and_rounds_go_on_meanwhile() -> None:
     async with verifier(preemption="swap") as rig:
         runner: Any = rig.service._core._runner
-        block_manager: Any = rig.service._core.room
+        block_manager: Any = rig.service._core.block_manager
         fetch, asked, late = runner.prefetch_session, list[Session](), list[Session]()
         act, at_a_time = block_manager._act, [0]
 
@@ -293,7 +293,7 @@ async def test_a_session_that_waits_for_a_proposal_waits_on_after_a_preemption(w
         assert session.preemptions == 1
         result = await running
         assert result.tokens == rig.reference(spec)
-        # The patience began anew, for nobody waited while it had no K/V.
+        # The proposal timeout began anew, for nobody waited while it had no K/V.
         assert rig.service._core.counters["proposal_timeouts"] == 1
         assert time.monotonic() - session.resumed_at >= 0.15
 
@@ -307,9 +307,9 @@ async def test_closed_while_it_waits_a_session_leaves_nothing_behind(way: str) -
         release = hold(rig.service, lambda: preemptions(rig.service) == 1)
         other = asyncio.create_task(rig.run(urgent(max_new_tokens=100)))
         await until(lambda: session_of(rig).is_waiting)
-        assert (rig.service._core.room.swapped_bytes > 0) is (way == "swap")
+        assert (rig.service._core.block_manager.swapped_bytes > 0) is (way == "swap")
         await rig.service.close_session(SessionId("s"))
-        assert rig.service._core.room.swapped_bytes == 0
+        assert rig.service._core.block_manager.swapped_bytes == 0
         release()
         assert (await running).last.finish_reason is FinishReason.CANCELLED
         assert (await other).tokens == rig.reference(urgent(max_new_tokens=100))

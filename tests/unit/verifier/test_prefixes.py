@@ -141,7 +141,7 @@ async def test_who_needs_features_computes_what_others_left_without_them() -> No
         drafted = [make_spec(name, prompt=PROMPT) for name in "bc"]
         # The second of them finds the features that the first one left.
         assert await check(rig, plain, *drafted) == [0, 0, 20]
-        assert rig.service._core.room.prefix_feature_bytes > 0
+        assert rig.service._core.block_manager.prefix_feature_bytes > 0
 
 
 async def test_a_drafter_that_comes_later_is_caught_up_over_what_was_found() -> None:
@@ -165,7 +165,7 @@ async def test_a_drafter_that_comes_later_is_caught_up_over_what_was_found() -> 
 async def test_features_beyond_the_budget_go_those_used_longest_ago_first() -> None:
     async with verifier() as rig:
         await rig.attach(good_chain(rig.target))
-        block_manager: Any = rig.service._core.room
+        block_manager: Any = rig.service._core.block_manager
         # Of 2 float32: six blocks of four tokens.
         block_manager._prefixes._budget = 6 * 4 * 8
         other = tuple(23 - token for token in PROMPT)
@@ -196,7 +196,7 @@ async def test_what_is_left_goes_where_blocks_are_needed_and_texts_stay_right(
     target = FakeTarget(num_blocks=40)
     target.pool.use_block_tables(by_tables)
     async with verifier(target=target, max_sessions=6) as rig:
-        lengths: Any = rig.service._core.room.lengths
+        lengths: Any = rig.service._core.block_manager.lengths
         # It lets in more than fit, so that some are preempted.
         lengths.expected_len = lambda emitted, most: emitted
         await rig.attach(half_good_chain(rig.target))
@@ -213,7 +213,7 @@ async def test_what_is_left_goes_where_blocks_are_needed_and_texts_stay_right(
             for spec, result in zip(part, await rig.run_all(part), strict=True):
                 assert result.error is None and result.tokens == rig.reference(spec)
         assert found(rig) > 0
-        assert rig.service._core.room.prefix_blocks <= 40
+        assert rig.service._core.block_manager.prefix_blocks <= 40
         await rig.idle()
 
 
@@ -236,7 +236,7 @@ async def test_switched_off_nothing_is_kept() -> None:
     async with verifier(prefix_cache=False) as rig:
         spec = make_spec(prompt=PROMPT, **PLAIN)
         assert await check(rig, spec, spec) == [0, 0]
-        assert rig.service._core.room.prefix_blocks == 0
+        assert rig.service._core.block_manager.prefix_blocks == 0
 
 
 async def test_a_session_that_failed_leaves_nothing_but_its_prompt() -> None:
@@ -289,7 +289,7 @@ async def test_features_of_large_blocks_are_held_in_several_chunks() -> None:
 
         await rig.attach(note)
         assert await check(rig, *(make_spec(name, prompt=prompt) for name in "ab")) == [0, 96]
-        assert rig.service._core.room.prefix_feature_bytes == 2 * 48 * 8
+        assert rig.service._core.block_manager.prefix_feature_bytes == 2 * 48 * 8
     features = np.array(heard["b"].features)
     contexts = [heard["b"].tokens[: i + 1] for i in range(len(features))]
     assert np.array_equal(features, np.array([2.0 * target.feature(c) for c in contexts]))
@@ -311,7 +311,7 @@ async def test_blocks_that_a_head_in_the_process_has_missed_are_not_taken_for_wh
         await until(lambda: name in core.sessions and core.sessions[name].written_positions >= 32)
         await service.set_plan(name, OWN)
         await run
-        block_manager: Any = core.room
+        block_manager: Any = core.block_manager
         assert len(block_manager._prefixes) and not any(
             k.has_draft_kv for k in block_manager._prefixes._kept.values()
         )

@@ -1,4 +1,4 @@
-"""Rows: depth limits, trimming of trees and laws, masks, and where an emission is cut."""
+"""Rows: depth limits, trimming of trees and distributions, masks, and where an emission is cut."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ async def test_blocks_for_a_round_of_drafts_are_held_before_the_drafts_are_there
     async with verifier(target=target, runner=runner) as rig:
         await rig.attach(good_chain(target))
         block_manager, grow, grown = (
-            rig.service._core.room,
+            rig.service._core.block_manager,
             runner.record_new_blocks,
             Counter[str](),
         )

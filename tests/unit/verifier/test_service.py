@@ -146,7 +146,7 @@ async def test_a_thousand_cancelled_sessions_leak_nothing() -> None:
             await asyncio.gather(*(one(start + i) for i in range(20)))
         await rig.idle()
         assert rig.service._routers.num_sessions == 0
-        assert not rig.service._core.handover._links.any()
+        assert not rig.service._core.verdict_builder._links.any()
         await until(lambda: drafter.sessions == {})
 
 

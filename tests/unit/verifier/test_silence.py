@@ -1,4 +1,5 @@
-"""A drafter that says nothing costs one patience in all; one that says too much is cut off."""
+"""A drafter that says nothing costs one proposal timeout in all; one that says too much is cut
+off."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The state of all sessions and what commands do to it; engine thread only.
+"""EngineCore: the state of all sessions, and how commands change it; engine thread only.
 
-Knows nothing of threads, sockets or clocks: times come in as arguments, effects go out through
-`post`. That makes it testable step by step.
+It has no threads, sockets or clocks: times come in as arguments, effects go out through `post`.
+That makes it testable step by step.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ from outrider_verifier.state.session import Session, check_plan, check_spec
 logger = logging.getLogger(__name__)
 
 IN_PROCESS_METHODS = (DraftMethod.EAGLE3,)
-"""How a verifier with a head of its own drafts."""
+"""How a verifier with a head of its in-process drafts."""
 
 
 class EngineCore:
-    """Sessions, inbox and announced drafters of one verifier."""
+    """State of one verifier: its sessions, proposal inbox and announced drafters."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class EngineCore:
         self._pool = pool
         self._runner = runner
         self.inbox = inbox
-        self.handover = verdict_builder
+        self.verdict_builder = verdict_builder
         self.store = store
         self._vocab_size = vocab_size
         self._max_context_len = max_context_len
         self._max_tree_nodes = max_tree_nodes
         self.policy = policy
         self.ngram_fallback = ngram_fallback
-        self.room = block_manager
+        self.block_manager = block_manager
         self._post = post
         self._emits: EventBatch | None = None
         """Where the next event goes; None: what was posted is handed over."""
@@ -233,9 +233,9 @@ class EngineCore:
         session.in_process_draft_length, session.constraint = in_process_draft, constraint
         self.sessions[spec.session_id] = session
         try:
-            self.room.add_session(session)
+            self.block_manager.add_session(session)
             self._handles.assign(session)
-            self.handover.follow_session(session)
+            self.verdict_builder.follow_session(session)
             self.policy.add_session(session)
             if session.keeps_features and self.store is not None:
                 self.store.open(session.handle)
@@ -244,7 +244,7 @@ class EngineCore:
             self.ngram_fallback.add_session(session)
             self.drafters.announce(session)
         except Exception:
-            # From here on there is a session to be freed, its seat included.
+            # From here on there is a session to be freed, its device slot included.
             self.free_session(session, failed=True)
             raise
         self.counters["sessions"] += 1
@@ -316,7 +316,7 @@ class EngineCore:
             self.counters["cancelled"] += 1
             if session.emitted:
                 # Most who leave have what they wanted: a stop string ends an answer so.
-                self.room.lengths.observe(session.length - session.spec.prompt_len)
+                self.block_manager.lengths.observe(session.length - session.spec.prompt_len)
             self.free_session(session)
 
     def _cancel(self, session: Session) -> None:
@@ -370,7 +370,7 @@ class EngineCore:
         """Forget a session and give back its blocks, proposals and features; what it has written
         may be of use to others, unless it failed."""
         if not failed:
-            self.room.store_prefix(session)
+            self.block_manager.store_prefix(session)
         self.drafters.withdraw(session)
         self.policy.remove_session(session)
         self.sessions.pop(session.session_id, None)
@@ -381,7 +381,7 @@ class EngineCore:
             self._handles.release(session)
         session.is_ended = True
         self.touched += 1
-        self.room.remove_session(session)
+        self.block_manager.remove_session(session)
 
     def fail_session(self, session: Session, error: OutriderError) -> None:
         """End a session's stream by an error and free all it holds."""
@@ -400,5 +400,5 @@ class EngineCore:
             session.is_ended, session.handle = True, -1
         self._handles.clear()
         self.touched += 1
-        for held in (self.sessions, self.room.running, self.room.waiting):
+        for held in (self.sessions, self.block_manager.running, self.block_manager.waiting):
             held.clear()

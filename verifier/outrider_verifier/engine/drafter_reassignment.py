@@ -1,4 +1,4 @@
-"""A session goes to another drafter while it runs: nothing but who drafts for it changes."""
+"""Moves a running session to another drafter, or to none; its text and K/V stay as they are."""
 
 from __future__ import annotations
 

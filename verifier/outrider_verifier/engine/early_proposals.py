@@ -1,5 +1,7 @@
-"""The round that can be submitted before anything of the last one is booked: everybody's draft for
-what that one emitted was there already, and nothing else is to be weighed.
+"""Prefetched-proposal path: plans the next round before the last one's tokens are committed.
+
+Taken only if each running session has a usable proposal for the prefix that the last round made, no
+prompt waits and no session is about to end, so that there is nothing to weigh.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def plan_prefetched_round(
     just emitted, `counts` tokens, which are not committed yet; taken out of the inbox. None: see to
     what the round emitted first. All had such drafts, and nobody is at its end."""
     sessions = [row.session for row in in_flight.verify]
-    if len(sessions) != len(core.room.running):
+    if len(sessions) != len(core.block_manager.running):
         return None
     handles = [session.handle for session in sessions]
     nodes = core.inbox.num_nodes(handles)

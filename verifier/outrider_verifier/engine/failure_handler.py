@@ -1,4 +1,4 @@
-"""What a round that raised, or a device that is lost, does to sessions; engine thread only."""
+"""Ends sessions after a failed round or a lost device; engine thread only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine_stalled_error() -> UnavailableError:
 
 
 class FailureHandler:
-    """Ends the sessions of what failed, and finds out whether the device is the reason."""
+    """Ends the sessions of a failed round and checks whether the device is the reason."""
 
     def __init__(self, core: EngineCore, engine: ModelRunner) -> None:
         self._core, self._engine = core, engine
@@ -41,7 +41,7 @@ class FailureHandler:
         logger.critical("the device is lost", exc_info=bug)
 
     def fail_session(self, session: Session, bug: Exception) -> None:
-        """A session could not be let in."""
+        """A session could not be admitted."""
         if isinstance(bug, OutriderError):
             self._core.fail_session(session, bug)
         else:

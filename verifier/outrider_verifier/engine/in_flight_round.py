@@ -1,4 +1,4 @@
-"""A round on its way, and what its rows are made of (no effects)."""
+"""InFlightRound: a submitted, unfinished round; and helpers that make its rows. No effects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider_verifier.state.session import Session
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class InFlightRound:
-    """A round that was submitted and is not settled."""
+    """A round that was submitted and is not finished."""
 
     plan: RoundPlan
     prefill: list[PrefillRow]
@@ -81,8 +81,8 @@ def make_verify_row(session: Session, held: HeldProposal) -> VerifyRow:
         # So its drafter is well, whatever came late before.
         session.has_stalled_drafter = False
     # What `max_draft_depth` says, without a call; no node is deeper than there are nodes.
-    block_manager = session.spec.max_new_tokens - session.emitted - 1
-    if held.nodes <= block_manager and held.nodes <= session.draft_limit:
+    tokens_left = session.spec.max_new_tokens - session.emitted - 1
+    if held.nodes <= tokens_left and held.nodes <= session.draft_limit:
         return VerifyRow(session, held)
     proposal = held.proposal
     cut = trim_draft(proposal.tree, proposal.distribution, session.max_draft_depth)

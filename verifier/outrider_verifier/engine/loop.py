@@ -1,8 +1,8 @@
 """The engine thread: takes commands, runs rounds, hands effects to the asyncio thread.
 
-Commands are taken whenever a round was submitted or settled, also while one is in flight. The
+Commands are taken whenever a round was submitted or finished, also while one is in flight. The
 thread ends when it is stopped, or when the device is lost: then every session fails with
-DEVICE_LOST, and what was asked meanwhile is left for `remaining_commands`.
+DEVICE_LOST, and commands that arrive meanwhile are left for `remaining_commands`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from outrider import timeline
 from outrider.errors import InternalError, OutriderError
 from outrider.spec.plan import MAX_PROPOSAL_TIMEOUT_MS
-from outrider.transport.pollable_queue import WakeupQueue
+from outrider.transport.pollable_queue import PollableQueue
 from outrider.watchdog import Progress
 from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.engine.failure_handler import device_lost_error
@@ -40,7 +40,10 @@ WAIT_SLICE_S = 1.0
 
 
 class EngineLoop:
-    """One thread that owns the core. Commands come in, a round's verdicts go out, then the rest."""
+    """The thread that owns the core: it takes commands and runs rounds.
+
+    The verdicts of a round leave first, then its other effects.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class EngineLoop:
         self._patient_until = 0.0
         """Time until which waiting without a round counts as progress."""
         rounds.flush = self._flush
-        self._commands: WakeupQueue[Command] = WakeupQueue()
+        self._commands: PollableQueue[Command] = PollableQueue()
         self._stopping = False
         self._worker = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
@@ -286,7 +289,7 @@ class EngineLoop:
         return True
 
     def _by_shm_channel(self, effects: list[Effect]) -> list[Effect]:
-        """Tell the drafters that have lanes; returns the other effects."""
+        """Tell the drafters that have shared-memory channels; returns the other effects."""
         shm_channels = self._shm_channels
         mine: list[Effect] = []
         others: list[Effect] = []

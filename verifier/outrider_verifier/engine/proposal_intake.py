@@ -1,4 +1,4 @@
-"""What drafters say, taken in: proposals go to the inbox, and tell how well their drafter is.
+"""Takes drafters' messages into the proposal inbox and their health statistics.
 
 Engine thread only.
 """
@@ -27,7 +27,7 @@ _COUNTER_OF = {offer: f"proposals_{offer.value}" for offer in OfferResult}
 
 
 class ProposalIntake:
-    """Takes in what drafters say of the sessions that are announced to them."""
+    """Takes in the messages that drafters send about sessions announced to them."""
 
     def __init__(
         self,
@@ -118,8 +118,9 @@ class ProposalIntake:
             self._drafters.reannounce(self._of_handle(handle))
 
     def record_timeout(self, session: Session) -> None:
-        """A patience ran out. Where the drafter has said nothing to anybody since this wait began,
-        nobody waits for it until it does: it costs one patience, not one a session."""
+        """A proposal timeout ran out. Where the drafter has said nothing to anybody since this wait
+        began, nobody waits for it until it does: it costs one proposal timeout, not one a
+        session."""
         self._policy.record_timeout(session)
         self._inbox.record_miss(session.handle)
         self._counters["proposal_timeouts"] += 1

@@ -1,8 +1,8 @@
-"""Rounds over the core's sessions: plan, submit, settle each row (engine thread only).
+"""Plans, submits and finishes rounds over the core's sessions; engine thread only.
 
-A runner that can run ahead has a round in flight nearly all the time: the next one is submitted
-before the one in flight is settled, so that the device never waits for the host. What a session
-turns out not to need (it ended, or was closed) is dropped when its round is settled.
+If the runner can run ahead, a round is in flight nearly all the time: the next one is submitted
+before the one in flight is finished, so that the device never waits for the host. Results of a
+session that ended or was closed meanwhile are dropped when their round is finished.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider_verifier.engine.in_flight_round import (
     must_await_drafts,
     prompt_verdicts,
 )
-from outrider_verifier.engine.round_reporter import RoundAccounting
+from outrider_verifier.engine.round_reporter import RoundReporter
 from outrider_verifier.engine.round_storage import RoundStorage
 from outrider_verifier.engine.scheduler import Scheduler
 from outrider_verifier.engine.speculation_switch import apply_speculation_changes
@@ -59,7 +59,7 @@ _Attempt = tuple[InFlightRound | None, _Failure | None]
 
 
 class RoundExecutor:
-    """Runs rounds on behalf of the loop; at most two are submitted and not settled."""
+    """Runs rounds on behalf of the loop; at most two are submitted and not finished."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RoundExecutor:
         self._limits = limits
         self._clock = clock
         self._in_flight: InFlightRound | None = None
-        self._accounts = RoundAccounting(core)
+        self._accounts = RoundReporter(core)
         self._plans = Scheduler(core, engine, limits)
         self._ended_at = 0.0
         """When the last round's outcome was there, on the clock of `time.perf_counter`."""
@@ -89,7 +89,7 @@ class RoundExecutor:
         """Whether what the last round emitted is handed over once the next one was submitted."""
         self.failing = FailureHandler(core, engine)
         self._keeping = RoundStorage(core, self._accounts, self.failing)
-        core.room.failed = self.failing.fail_session
+        core.block_manager.failed = self.failing.fail_session
 
     @property
     def has_round_in_flight(self) -> bool:
@@ -103,8 +103,8 @@ class RoundExecutor:
     def plan_round(self, now: float) -> RoundPlan:
         """What to do now; while a round is in flight, an empty plan means to settle it, at once or,
         if the plan says when to look again, once it has `landed`."""
-        self._keeping.fail_unretained()
-        in_flight, block_manager = self._in_flight, self._core.room
+        self._keeping.fail_unstored_rounds()
+        in_flight, block_manager = self._in_flight, self._core.block_manager
         under_way = () if in_flight is None else in_flight.plan
         if not block_manager.prepare_round(now, touched=self._core.touched, in_flight=under_way):
             return RoundPlan()
@@ -217,14 +217,14 @@ class RoundExecutor:
                 self._in_flight, failure = gone_on
                 self._core.incoming.record_arrivals()
             elif (
-                self._core.room.grow_running()
+                self._core.block_manager.grow_running()
                 and not (plan := self._plan_next(self._idle_since)).is_empty
             ):
                 self._in_flight, failure = self._attempt(plan, self._ended_at, 0.0)
         told = verdict_inputs.make_batch(outcome.decoded)
         if len(told):
-            followed = self._core.handover.advance_prefixes(told)
-            self._core.drafters.send_verdicts(self._core.handover.build_verdicts(followed))
+            followed = self._core.verdict_builder.advance_prefixes(told)
+            self._core.drafters.send_verdicts(self._core.verdict_builder.build_verdicts(followed))
         # A prompt's features take long to copy: who decodes does not wait for them.
         handed = self.flush()
         self._core.drafters.send_queued_prefixes()
@@ -295,7 +295,7 @@ class RoundExecutor:
         else:
             alone_s = self._forward_s if rows else 0.0
             tokens = sum([row.num_tokens for row in in_flight.prefill])
-            self._core.room.observe_prefill(tokens, max(0.0, outcome.forward_s - alone_s))
+            self._core.block_manager.observe_prefill(tokens, max(0.0, outcome.forward_s - alone_s))
         return outcome
 
     def _may_go_on(self, in_flight: InFlightRound) -> bool:
@@ -304,13 +304,13 @@ class RoundExecutor:
         if not self._engine.can_run_ahead or in_flight.prefill or self._plans.half is not None:
             return False
         # The planner turns, and the room preempts, sessions that are in no round only.
-        return not (self._core.policy.changed or self._core.room.pressed)
+        return not (self._core.policy.changed or self._core.block_manager.pressed)
 
     def _verdict_inputs(self, in_flight: InFlightRound) -> VerdictInputs:
         """The sheet of a round that drafts for its outcome may be there for."""
         verdict_inputs = in_flight.verdict_inputs(self._core.touched)
         if verdict_inputs.digests is None:
-            verdict_builder = self._core.handover
+            verdict_builder = self._core.verdict_builder
             verdict_inputs.digests = verdict_builder.prefix_digests(
                 verdict_inputs.handles, verdict_inputs.lengths, verdict_inputs.has_drafter
             )
@@ -321,7 +321,7 @@ class RoundExecutor:
         It saves time and may fail: the next round asks again, where a failure has somebody to end.
         """
         try:
-            self._core.room.grow_sessions(in_flight.sessions, tokens)
+            self._core.block_manager.grow_sessions(in_flight.sessions, tokens)
         except Exception as bug:
             logger.exception("blocks were not told of ahead of their round")
             self.failing.check_device(bug)
@@ -386,7 +386,9 @@ class RoundExecutor:
     def _may_stay_in_flight(self, in_flight: InFlightRound) -> bool:
         if in_flight.plan.is_self_contained:
             return True
-        if self._plans.half is not None and len(in_flight.sessions) < len(self._core.room.running):
+        if self._plans.half is not None and len(in_flight.sessions) < len(
+            self._core.block_manager.running
+        ):
             return True
         if self._stays_for_drafts(in_flight):
             return True

@@ -1,6 +1,6 @@
-"""What a settled round is worth: statistics, events, features that are kept (engine thread only).
+"""Records statistics, events and features of a finished round; engine thread only.
 
-None of it is waited for: it is done while the next round is on its way, if there can be one.
+No round waits for this: it is done while the next round is in flight, if there can be one.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class _RoundSums:
                 counters[name] += count
 
 
-class RoundAccounting:
-    """Keeps the books of the rounds over a core's sessions."""
+class RoundReporter:
+    """Accounts for finished rounds: counters, session events, kept features, `RoundReport`s."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -92,7 +92,7 @@ class RoundAccounting:
                 core.emit_event(session, tokens, settled.reason, settled.result.logprobs, *seen)
             if settled.reason is not None:
                 core.counters["finished"] += 1
-                core.room.lengths.observe(session.length - session.spec.prompt_len)
+                core.block_manager.lengths.observe(session.length - session.spec.prompt_len)
                 core.free_session(session)
             emitted += len(tokens)
         booked.add_to_counters(core.counters)
@@ -143,7 +143,7 @@ class RoundAccounting:
             speculation_state = session.speculation_state
             by: object = session.spec.drafter_id
             if speculation_state is not None:
-                # A kind has one drafter; of own drafts of all kinds the same is said.
+                # A kind has one drafter; of in-process drafts of all kinds the same is said.
                 by = _OWN if speculation_state.is_in_process else speculation_state.workload
             other = by is not told_by and by != told_by
             if (
@@ -221,7 +221,7 @@ class RoundAccounting:
     def _count(
         self, settled: RowResult, row: VerifyRow, booked: _RoundSums
     ) -> tuple[int, int, int]:
-        """What is told of the row's round: flags of its event, nodes verified, nodes that stand
+        """What is told of the row's round: flags of its event, nodes verified, accepted nodes
         and reached the stream."""
         session, result, tokens = settled.session, settled.result, len(settled.tokens)
         booked.rounds += 1

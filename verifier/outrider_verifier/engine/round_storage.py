@@ -1,8 +1,8 @@
-"""What is kept of a round for others: features for a drafter of some later day, prompts for
-sessions that begin alike (engine thread only).
+"""Stores the features and prefix K/V of a finished round for later use; engine thread only.
 
-Copying features takes long, up to 2 ms of a round of 32 sessions. Where drafts are waited for, that
-is left until the next round is submitted, or until somebody looks at what is kept.
+Features serve drafters that attach later, prefixes serve sessions whose prompts begin alike.
+Copying features takes up to 2 ms in a round of 32 sessions. While drafts are waited for, the copy
+is deferred until the next round is submitted, or until the stored features are read.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from outrider import timeline
 from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.engine.failure_handler import FailureHandler
 from outrider_verifier.engine.in_flight_round import InFlightRound
-from outrider_verifier.engine.round_reporter import RoundAccounting
+from outrider_verifier.engine.round_reporter import RoundReporter
 from outrider_verifier.model_runner.interface import RunnerOutput
 from outrider_verifier.model_runner.results import CommittedRows, RowResult
 from outrider_verifier.state.session import Session
 
 
 class RoundStorage:
-    """Keeps what rounds of a core's sessions leave."""
+    """Stores features and prefixes of finished rounds, at once or deferred."""
 
-    def __init__(
-        self, core: EngineCore, accounts: RoundAccounting, failing: FailureHandler
-    ) -> None:
+    def __init__(self, core: EngineCore, accounts: RoundReporter, failing: FailureHandler) -> None:
         self._core, self._accounts, self._failing = core, accounts, failing
         self._unkept: list[tuple[list[Session], Exception]] = []
         """Rounds of which something could not be kept."""
@@ -45,15 +43,15 @@ class RoundStorage:
             store.defer(work)
         else:
             work()
-            self.fail_unretained()
+            self.fail_unstored_rounds()
 
     def run_deferred(self) -> None:
         """Do what was left."""
         if self._core.store is not None:
             self._core.store.run_deferred()
-        self.fail_unretained()
+        self.fail_unstored_rounds()
 
-    def fail_unretained(self) -> None:
+    def fail_unstored_rounds(self) -> None:
         """End the sessions of rounds of which something could not be kept."""
         while self._unkept:
             self._failing.fail_round(*self._unkept.pop())
@@ -72,7 +70,7 @@ class RoundStorage:
             self._accounts.keep_round_features(in_flight, outcome.decoded, prompts, decoded)
             for row in prompts:
                 if row.session.is_prefilled and not row.session.is_ended:
-                    self._core.room.store_prefix(row.session)
+                    self._core.block_manager.store_prefix(row.session)
         except Exception as bug:
             self._unkept.append((in_flight.sessions, bug))
         timeline.mark_span("keep", began, len(in_flight.verify))

@@ -1,4 +1,4 @@
-"""Scheduling policy: rows and prompt tokens of the next round, or the time to wait for them.
+"""Scheduling policy: picks decode rows and prefill chunks of the next round, or a time to wait.
 
 Pure; times are seconds of one clock.
 """
@@ -111,8 +111,8 @@ def plan_self_contained(
     *,
     in_process_nodes: int = 0,
 ) -> RoundPlan | None:
-    """The next round of sessions that need nothing from outside, with so many nodes of own drafts
-    together, and of prompts of others like them. None if not all fit one round."""
+    """The next round of sessions that need nothing from outside, with so many nodes of in-process
+    drafts together, and of prompts of others like them. None if not all fit one round."""
     if len(session_ids) + in_process_nodes > limits.decode_tokens:
         return None
     return RoundPlan(
@@ -136,13 +136,13 @@ def plan_round(
 ) -> RoundPlan:
     """Choose the next round.
 
-    A decoding row is ready when it has a proposal, when none is expected, or when its patience is
-    over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in order of
-    opening, within `resolved_prefill_tokens`. While other rows still await proposals, a round
-    starts only `batch_wait_s`, or `batch_wait_rounds`, after its first row became ready, so that
-    proposals of one draft batch share it; or after the last round ended, `idle_since`, if that was
-    later: else the sessions of two rounds, each ready while the other runs, would never share one.
-    Few are waited for as many times shorter as they are fewer than those that wait for them.
+    A decoding row is ready when it has a proposal, when none is expected, or when its proposal
+    timeout is over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in
+    order of opening, within `resolved_prefill_tokens`. While other rows still await proposals, a
+    round starts only `batch_wait_s`, or `batch_wait_rounds`, after its first row became ready, so
+    that proposals of one draft batch share it; or after the last round ended, `idle_since`, if that
+    was later: else the sessions of two rounds, each ready while the other runs, would never share
+    one. Few are waited for as many times shorter as they are fewer than those that wait for them.
     `most_rows`: of a half, where sessions take turns (`halves`); nothing is gathered beyond half of
     one. A row whose proposal was there before it could be used, by look-ahead, gathers only as long
     as `is_waiting_worthwhile` says. Rows of a lower priority than a prompt's give way to it, up to
@@ -220,8 +220,8 @@ def plan_other_half(
     *,
     max_rows: int,
 ) -> RoundPlan:
-    """The round of the other half to submit behind `flying`; an empty one: none yet, and if its
-    `wait_until` is set, a proposal may still make one before `flying` ends."""
+    """The round of the other half-batch to submit behind `flying`; an empty one: none yet, and if
+    its `wait_until` is set, a proposal may still make one before `flying` ends."""
     under_way = set(in_flight.session_ids)
     others = (row for row in rows if row.prefill_left > 0 or row.session_id not in under_way)
     prefilling, ready, deadlines = _sorted_out(others, now)
@@ -237,7 +237,8 @@ def _fill_a_half(ready: list[_Ready], max_rows: int | None) -> bool:
 def _sorted_out(
     rows: Iterable[RowState], now: float
 ) -> tuple[list[RowState], list[_Ready], list[float]]:
-    """Rows with prompt tokens left, rows that are ready, and the ends of the others' patience."""
+    """Rows with prompt tokens left, rows that are ready, and the ends of the others' proposal
+    timeout."""
     prefilling: list[RowState] = []
     ready: list[_Ready] = []
     deadlines: list[float] = []

@@ -1,4 +1,7 @@
-"""Which round comes next, of the sessions that run: what `schedule` plans, on a core's state."""
+"""Scheduler: applies the scheduling policy to the core's running sessions to plan the next round.
+
+It submits no round; the rules are in `schedule_policy`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from outrider_verifier.state.session import Session
 
 
 class Scheduler:
-    """Plans rounds; submits none."""
+    """Plans rounds from the core's state; it submits none."""
 
     def __init__(self, core: EngineCore, engine: ModelRunner, limits: RoundLimits) -> None:
         self._core, self._engine, self._limits = core, engine, limits
@@ -32,7 +35,7 @@ class Scheduler:
         """Rows of a half; None: all sessions share a round."""
 
     def plan_other_half(self, in_flight: RoundPlan, now: float) -> RoundPlan:
-        """The round of the other half, to submit behind `flying`."""
+        """The round of the other half-batch, to submit behind `flying`."""
         assert self.half is not None
         return plan_other_half(
             self.rows.all_rows(), now, in_flight, self._limits, max_rows=self.half
@@ -92,12 +95,12 @@ class Scheduler:
     def _max_rows(self) -> int | None:
         """Rows of a half, if drafted sessions take turns; None: they share a round."""
         policy = self._core.policy
-        # Beside a head of this process few draft outside, and all share their rounds.
+        # Beside an in-process drafter few draft outside, and all share their rounds.
         if self._engine.in_process_draft_length or not (
             self._engine.can_run_ahead and policy.is_automatic
         ):
             return None
-        sessions = self._core.room.running.values()
+        sessions = self._core.block_manager.running.values()
         drafted = [s for s in sessions if s.link_id is not None and is_drafted(s)]
         # Who drafts ahead is at work while a round runs, without halves.
         if not drafted or any(session.looks_ahead for session in drafted):

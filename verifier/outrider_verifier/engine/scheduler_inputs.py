@@ -1,4 +1,4 @@
-"""What the schedule must know of the sessions that run, and the rows that it makes of them."""
+"""Builds the scheduler's view (`RowState`) of running sessions, and the verify rows of a plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider_verifier.state.session import Session
 
 
 class SchedulerInputs:
-    """Looks at a core's sessions, some microseconds each."""
+    """Reads the scheduler's inputs from a core's sessions, in some microseconds each."""
 
     def __init__(self, core: EngineCore, engine: ModelRunner, *, decode_tokens: int) -> None:
         """`decode_tokens`: roots and nodes of one round."""
@@ -30,7 +30,7 @@ class SchedulerInputs:
     def present(self) -> list[Session]:
         """The sessions that run, but for those whose slow masks are still being computed: others'
         rounds go on without them."""
-        running = list(self._core.room.running.values())
+        running = list(self._core.block_manager.running.values())
         found = [session for session in running if not _sits_out(session)]
         self.num_sitting_out = len(running) - len(found)
         return found
@@ -101,15 +101,15 @@ class SchedulerInputs:
         self, in_flight: RoundPlan
     ) -> tuple[list[SessionId], list[RowState], int] | None:
         """The sessions that decode in the round to submit behind `flying`, those with prompt tokens
-        left, and how many nodes of own drafts the former have, where none that runs needs anything
-        from outside; None: `all` are to be looked at."""
+        left, and how many nodes of in-process drafts the former have, where none that runs needs
+        anything from outside; None: `all` are to be looked at."""
         if not self._engine.can_run_ahead or self._core.policy.changed:
             return None
         names: list[SessionId] = []
         prefilling: list[RowState] = []
         nodes = 0
         under_way: set[SessionId] | None = None
-        for session in self._core.room.running.values():
+        for session in self._core.block_manager.running.values():
             if session.wants_outside_drafts or session.constraint is not None:
                 return None
             if session.link_id is not None and not session.is_speculation_off:
@@ -181,7 +181,7 @@ class SchedulerInputs:
         if row.uses_ngram_fallback:
             draft = self._core.ngram_fallback.propose_better(session, block_manager)
         elif row.is_timed_out or (session.has_stalled_drafter and session.draft_wanted):
-            # Nobody waits for a drafter that is suspect.
+            # Nobody waits for a drafter that is stalled.
             draft = self._core.ngram_fallback.propose_for_miss(session, rows, block_manager)
         if draft is None:
             return self._bare([session])[0]

@@ -1,4 +1,7 @@
-"""What the planner's changes of mind do to the sessions; engine thread only."""
+"""Pauses and resumes speculation and look-ahead of sessions as the policy decides.
+
+Engine thread only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ def apply_speculation_changes(core: EngineCore, now: float, *, in_flight: RoundP
     """Before a round is planned, pause and resume speculation and look-ahead where the policy has
     changed its mind; `flying`: the round in flight."""
     policy = core.policy
-    policy.begin_round(len(core.room.running), now)
+    policy.begin_round(len(core.block_manager.running), now)
     if not policy.changed:
         return
     policy.changed = False
@@ -64,8 +67,8 @@ def _resume(core: EngineCore, session: Session, now: float) -> None:
     core.counters["speculation_resumed"] += 1
     # Its drafter hears of the root now, so the wait for it begins now.
     session.root_known_at = now
-    if session.link_id is not None and core.handover.can_catch_up(session):
-        for message in core.handover.build_catch_up(session):
+    if session.link_id is not None and core.verdict_builder.can_catch_up(session):
+        for message in core.verdict_builder.build_catch_up(session):
             core.drafters.send_message(session, message)
         return
     core.drafters.withdraw(session)

@@ -1,7 +1,7 @@
-"""How drafters behave towards this verifier: whether they answer, and answer well (pure).
+"""Health of each drafter: response times, invalid messages, timeouts, rate limits. Pure.
 
-What a session's wait needs to know of its drafter as a whole, what a router needs for placement
-(`AttachedDrafter`), and who sends so much that it must be cut off. Times are seconds of one clock.
+Read by sessions that wait for a drafter, by routers for placement (`AttachedDrafter`), and to
+disconnect drafters that send too much. Times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ MAX_DRAFTERS: Final = 256
 
 
 class DrafterHealth:
-    """Of one drafter, over all its connections; engine thread only, counts are read anywhere."""
+    """Health of one drafter over all its connections.
+
+    Engine thread only; counts are read anywhere.
+    """
 
     def __init__(self) -> None:
         self.answers = 0
         """Proposals that could be of use."""
         self.missed = 0
-        """Waits that ran into their patience."""
+        """Waits that ran into their proposal timeout."""
         self.invalid = 0
         """What was no good; not what merely came too late."""
         self.silent_since: float | None = None

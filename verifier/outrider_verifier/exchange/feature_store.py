@@ -1,4 +1,4 @@
-"""Projected features of live sessions, in host memory, for drafters that must be caught up.
+"""Projected features of live sessions in host memory, for drafters that must catch up.
 
 H width of a feature. Arrays hold the wire's element type (bfloat16 as uint16 bit patterns).
 """
@@ -23,12 +23,12 @@ _UNKEPT: Final = -1
 class FeatureStore:
     """Features by session, positions 0, 1, 2, ... without a gap; bounded in bytes.
 
-    Sessions go by their handles, small numbers: what the store knows of them is in columns. What
-    sessions hold counts against the budget. A session that would exceed it loses its features for
-    good (`complete` says so) and goes on without. Chunks of sessions that ended are used again:
-    memory that nobody has touched yet costs more than what is written into it. They lie in slabs:
-    so a round's rows, one of each session, are written by one call. Several may hold a chunk that
-    is full, `PrefixCache` among them.
+    Sessions are named by their handles, small integers that index the store's columns. Stored
+    features count against the budget. A session that would exceed it loses its features for good
+    (`is_complete` turns False) and goes on without. Chunks of ended sessions are used again, since
+    memory that was never touched costs more than writing into it. Chunks lie in slabs, so that one
+    call writes the rows of a round, one of each session. A full chunk may have several owners,
+    `PrefixCache` among them.
     """
 
     def __init__(

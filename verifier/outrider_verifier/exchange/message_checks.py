@@ -1,4 +1,4 @@
-"""What drafters say, checked: their hello, and every message after it."""
+"""Validates all messages received from drafters: the hello, then every message after it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _fit(ok: bool, message: str, reason: str) -> None:
 
 
 class DrafterMessageChecker:
-    """Turns messages of drafters into commands. One for each thread that receives any."""
+    """Turns drafters' messages into commands; one for each thread that receives any."""
 
     def __init__(self, identity: VerifierIdentity) -> None:
         self._identity = identity

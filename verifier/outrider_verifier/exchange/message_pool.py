@@ -1,4 +1,4 @@
-"""Messages of drafters that are kept for single entries, within a budget of memory (pure)."""
+"""Received proposal messages, held for their single entries within a memory budget. Pure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PooledMessage:
 
 
 class MessagePool:
-    """Messages; each goes with its last entry, the oldest where all take too much."""
+    """Held messages; each is freed with its last entry, the oldest one when all take too much."""
 
     def __init__(self, *, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -103,8 +103,9 @@ class MessagePool:
 
 def expected_accepted_tokens(message: Proposals) -> NDArray[np.float64]:
     """[S]: draft tokens that the drafter expects to stand, the sum of the path probabilities; NaN
-    for an entry with a draft law. A tree sampled from its law must not be chosen by its tokens'
-    probabilities, for the choice would change the law: NaN is neither more nor less."""
+    for an entry with a draft distribution. A tree sampled from its distribution must not be chosen
+    by its tokens' probabilities, for the choice would change the distribution: NaN is neither more
+    nor less."""
     owners = np.arange(len(message)).repeat(message.node_counts)
     weights = np.exp(message.logprobs, dtype=np.float64)
     result = np.bincount(owners, weights, minlength=len(message)).astype(np.float64)

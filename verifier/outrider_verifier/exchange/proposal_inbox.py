@@ -1,8 +1,8 @@
-"""The inbox: proposals waiting for their prefix to become a session's current one (pure).
+"""ProposalInbox: bounded store of proposals by session and prefix digest. Pure.
 
-Of each session one for its current prefix, and up to M for prefixes that may come about next, by
-digest. A message has tens of entries and a round mostly one session or a few, so all is done entry
-by entry, in plain numbers: a call of numpy takes as long as three entries do.
+A session holds one proposal for its current prefix, and up to M for prefixes that may come next. A
+message has tens of entries and a round mostly one session or a few, so everything is done entry by
+entry in plain integers: one numpy call takes as long as three entries.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _SessionEntries:
 
 
 class ProposalInbox:
-    """At most one proposal for each session's current prefix, and M for later ones, the newest."""
+    """At most one proposal for each session's current prefix, and the newest M for later ones."""
 
     def __init__(
         self, *, max_sessions: int, per_session: int, reach: int, budget_bytes: int
@@ -258,7 +258,7 @@ class ProposalInbox:
 
     def take_proposals(self, handles: Sequence[int]) -> list[HeldProposal]:
         """Remove and return the proposals for these sessions' current prefixes; all must have
-        one. Those without laws are entries of one message."""
+        one. Those without distributions are entries of one message."""
         device_slots = [self._device_slots[handle] for handle in handles]
         taken = [
             device_slot.usable for device_slot in device_slots if device_slot.usable is not None
@@ -283,8 +283,8 @@ class ProposalInbox:
         offers: OfferResults,
     ) -> list[PooledEntry]:
         """Of the entries at `places` that are of use the best for each prefix of each session, in
-        order. Where the first one has a draft law it stands, and one with a law never takes
-        another's place; notes in `offers` what becomes of the others."""
+        order. Where the first one has a draft distribution it stands, and one with a distribution
+        never takes another's place; notes in `offers` what becomes of the others."""
         reach, device_slots = self._reach, self._device_slots
         chosen: dict[tuple[int, int], PooledEntry] = {}
         later: dict[int, int] = {}
@@ -367,7 +367,8 @@ class ProposalInbox:
 
 
 def _collected(found: list[HeldProposal]) -> list[HeldProposal]:
-    """Entries [n] of one message each as entries of one message for all, unless one has laws."""
+    """Entries [n] of one message each as entries of one message for all, unless one has
+    distributions."""
     distinct = {id(held.proposals): held.proposals for held in found}
     if len(distinct) < 2 or any(message.distributions is not None for message in distinct.values()):
         return found

@@ -1,4 +1,4 @@
-"""Which sessions are announced to which attached drafter, and what is said to them."""
+"""Announces sessions to attached drafters, withdraws them, and sends their messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _MAX_LOSSES = 3
 
 
 class SessionAnnouncer:
-    """Attached drafters by name; engine thread only. Sessions are the caller's."""
+    """Attached drafters by name, and the sessions announced to each.
+
+    Engine thread only; the sessions belong to the caller.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The lanes of attached drafters, by link: the engine thread writes and reads them itself."""
+"""Shared-memory channels to drafters on the same host, read and written by the engine thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from outrider_verifier.state.commands import Command, ExchangeLink, MalformedMes
 
 
 class DrafterShmChannels(ShmChannelSet):
-    """Engine thread only, but for `counters`, which is read anywhere."""
+    """Shared-memory channels of attached drafters by link.
+
+    Engine thread only, except `counters`, which is read anywhere.
+    """
 
     def __init__(
         self,
@@ -36,8 +39,8 @@ class DrafterShmChannels(ShmChannelSet):
         self.counters: Counter[str] = checks.counters
 
     def attach_drafter(self, link: ExchangeLink, shm_channel: ShmChannel) -> None:
-        """From here on a drafter is told by this lane, of features where rounds put them if it
-        reads them there."""
+        """From here on a drafter is told by this shared-memory channel, of features where rounds
+        put them if it reads them there."""
         if link.reads_shm_features:
             shm_channel.allow_reservations(self._pin)
         self.attach_channel(link.link_id, shm_channel)
@@ -50,7 +53,8 @@ class DrafterShmChannels(ShmChannelSet):
             self.drop_channel(link_id, "the drafter does not read")
 
     def receive_commands(self, ready: Iterable[int]) -> list[Command]:
-        """What drafters ask of the engine, by the lanes with these file descriptors."""
+        """What drafters ask of the engine, by the shared-memory channels with these file
+        descriptors."""
         found: list[Command] = []
         for link_id, frame in self.receive(ready):
             for message in decode_drafter_messages(frame):

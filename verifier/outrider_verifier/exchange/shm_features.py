@@ -1,4 +1,4 @@
-"""Features where the device left them: in memory of a lane, from which they are sent as they lie.
+"""Features that the GPU wrote into shared memory, sent to a drafter without a copy.
 
 n rows of a round, R rows of the memory, H feature width.
 """
@@ -19,7 +19,7 @@ RowSlices = list[NDArray[np.generic] | None]
 
 @dataclass(slots=True, eq=False)
 class ShmFeatures:
-    """Of n rows, each its own part."""
+    """Features of n rows in shared memory; each row has its own range."""
 
     link_id: int
     """The drafter's that may see all of the memory."""

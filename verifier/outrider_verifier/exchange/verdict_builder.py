@@ -1,8 +1,8 @@
-"""What drafters are told about sessions: their start, then verdicts, live or replayed.
+"""Builds session starts and verdicts for drafters from committed tokens, live or replayed.
 
-A verdict says which tokens became committed and carries the features of the positions whose K/V
-was written: w features for w written positions, and w + 1 tokens once the session decodes. A round
-is one message for each drafter. X session handles; H width of a feature.
+A verdict says which tokens became committed and carries the features of the positions whose K/V was
+written: w features for w written positions, and w + 1 tokens once the session decodes. A round is
+one message for each drafter. X session handles; H width of a feature.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class _VerdictFeatures(NamedTuple):
 
 
 class VerdictBuilder:
-    """Follows the prefixes of sessions that name a drafter, announced or not, in columns."""
+    """Tracks the prefixes of sessions that name a drafter, announced or not, in columns."""
 
     def __init__(
         self,

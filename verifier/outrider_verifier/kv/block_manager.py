@@ -1,9 +1,9 @@
-"""K/V blocks for the sessions that run: who is let in, grown, preempted (engine thread only).
+"""BlockManager: gives K/V blocks to sessions by admission, growth and preemption.
 
-What is decided is in `preemption`; here it is found out and done, between rounds. A preempted
-session keeps all but its K/V: tokens, digest, handle, its drafter, the proposals that are held for
-it, its features, the state of its form. What a runner keeps of it besides (stream keys, counts of
-tokens, an own draft) is for `ModelRunner.suspend_session` and `resume` to save and bring back.
+Engine thread only, between rounds. It gathers the inputs of the policy in `preemption` and carries
+out its actions. A preempted session keeps everything but its K/V: tokens, digest, handle, drafter,
+held proposals, features, grammar state. Runner state of the session (stream keys, token counts, an
+in-process draft) is saved and restored by `ModelRunner.suspend_session` and `resume_session`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ StartedCallback = Callable[[Session], None]
 
 
 class BlockManager:
-    """The sessions of a core that run and those that wait, and the pool that they share."""
+    """Running and waiting sessions of a core, and the K/V block pool that they share."""
 
     def __init__(
         self,
@@ -75,14 +75,14 @@ class BlockManager:
         self._counters = counters
         self._total = pool.free_blocks
         self.running: dict[SessionId, Session] = {}
-        """Sessions with K/V, in the order in which they were let in."""
+        """Sessions with K/V, in the order in which they were admitted."""
         self.waiting: dict[SessionId, Session] = {}
         self.lengths = OutputLengthStats()
         """Of the answers that ended."""
         self.failed: FailedCallback = lambda session, bug: None
-        """Called for a session that cannot be let in, which the policy found room for."""
+        """Called for a session that cannot be admitted, which the policy found room for."""
         self.begun: StartedCallback = lambda session: None
-        """Called for a session that was let in, of whose prompt something was there already."""
+        """Called for a session that was admitted, of whose prompt something was there already."""
         self.pressed = False
         """Whether somebody is to be preempted once the round in flight is settled."""
         self._recompute_s = 0.0
@@ -159,9 +159,9 @@ class BlockManager:
             self._runner.upload_new_blocks()
 
     def prepare_round(self, now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
-        """Before a round is planned: let in whom there is room for, preempt whom the policy picks,
-        and have blocks for every running session. False: the round in flight, with the sessions
-        `flying`, is to be settled first. `touched`: see `EngineCore`."""
+        """Before a round is planned: admitted whom there is room for, preempt whom the policy
+        picks, and have blocks for every running session. False: the round in flight, with the
+        sessions `flying`, is to be settled first. `touched`: see `EngineCore`."""
         grown = self.grow_running()
         due = self.waiting and (touched != self._seen or now >= self._again_at)
         if grown and not due and not self.pressed:

@@ -1,4 +1,4 @@
-"""How many tokens of K/V a CUDA device has room for (pure)."""
+"""Number of K/V tokens that fit into a CUDA device's memory. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ WORKSPACE_BYTES = 1 << 30
 """Left for activations and kernels' scratch."""
 GRAPH_LAYER_BYTES = 200 << 10
 """What the graphs of a shape take for each layer of the target: of 32 layers 321 shapes took 1.8
-GiB of an H200, and 115 with a head in this process .7."""
+GiB of an H200, and 115 with an in-process drafter .7."""
 _LOGIT_COPIES = 3
-"""The product's, a copy, and the list that the warper gathers."""
+"""The product's, a copy, and the list that the logits processor gathers."""
 _FLOAT32_BYTES = 4
 
 
 def reserved_bytes(
     *, decode_tokens: int, vocab_size: int, head_bytes: int, warp_bytes: int, graph_layers: int
 ) -> int:
-    """What rounds need beside weights and K/V: the logits of `decode_tokens` rows, a workspace,
-    the weights of a head that is loaded later, what the sessions' warpers remember, and the graphs
-    of all shapes, of which each has the target's layers: so many `graph_layers`."""
+    """What rounds need beside weights and K/V: the logits of `decode_tokens` rows, a workspace, the
+    weights of a head that is loaded later, what the sessions' logits processors remember, and the
+    graphs of all shapes, of which each has the target's layers: so many `graph_layers`."""
     logits = _LOGIT_COPIES * _FLOAT32_BYTES * decode_tokens * vocab_size
     graphs = GRAPH_LAYER_BYTES * graph_layers
     return WORKSPACE_BYTES + graphs + logits + head_bytes + warp_bytes

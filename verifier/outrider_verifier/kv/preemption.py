@@ -1,11 +1,12 @@
-"""Which sessions hold K/V: who is let in, and who is preempted for whom (pure; times in seconds).
+"""Preemption policy: decides which sessions hold K/V, wait, or are preempted. Pure.
 
-A session *waits* (no K/V: it was opened, or preempted) or *runs*. Its claim is its priority plus
-one for every `priority_aging_s` that it has waited in all, so that nobody starves behind later ones
-of a higher priority. Who waits is let in by claim, then in order of opening, and nobody passes the
-first in line. Only a higher priority takes blocks from others to get in; a session that runs and
-must grow may take them from any. No session is preempted more than `max_preemptions` times: after
-the last time it is let in only with all the blocks that it may ever need, and keeps them.
+Times are seconds. A session *waits* (no K/V: it was opened, or preempted) or *runs*. Its claim is
+its priority plus one for every `priority_aging_s` of its total waiting time, so that no session
+starves behind later ones of a higher priority. Waiting sessions are admitted by claim, then in
+order of opening, and none passes the first in line. Only a higher priority takes blocks from others
+to be admitted; a running session that must grow may take them from any. No session is preempted
+more than `max_preemptions` times: after the last time it is admitted only with all the blocks that
+it may ever need, and keeps them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class PreemptionLimits:
     max_preemptions: int
     """Of one session."""
     watermark: float
-    """Share of the pool that stays free when sessions are let in, besides a block for each that
+    """Share of the pool that stays free when sessions are admitted, besides a block for each that
     runs."""
     aging_s: float
     """What waiting so long adds one to a session's claim."""
@@ -73,7 +74,7 @@ class PreemptionLimits:
     would be the next one to go."""
 
     def reserved_blocks(self, running: int, total_blocks: int) -> int:
-        """Blocks that stay free when a session is let in beside so many."""
+        """Blocks that stay free when a session is admitted beside so many."""
         return max(int(self.watermark * total_blocks), running + 1)
 
     def priority_level(self, claim: SessionClaim) -> int:
@@ -81,11 +82,11 @@ class PreemptionLimits:
         return claim.priority + int(claim.waited_s / self.aging_s)
 
     def admission_order(self, claim: SessionClaim) -> tuple[float, float]:
-        """Who is let in first is smaller."""
+        """Who is admitted first is smaller."""
         return -self.priority_level(claim), claim.opened_at
 
     def entry_blocks(self, claim: SessionClaim) -> int:
-        """Blocks that a session takes when it is let in."""
+        """Blocks that a session takes when it is admitted."""
         last = claim.preemptions >= self.max_preemptions
         return claim.max_blocks if last else claim.next_blocks
 

@@ -1,10 +1,11 @@
-"""K/V of prefixes that sessions leave behind, for those that begin alike (engine thread only).
+"""Prefix cache: K/V blocks that sessions leave behind, reused by later sessions.
 
-Whole blocks are kept. Each goes by its tokens but the first, and the one behind it: a draft head's
-K/V of a position is made with the next token (EAGLE-3, arXiv 2503.01840). They form a tree: a block
-is found by the one before it and its own tokens, compared one by one, so no two prefixes are ever
-taken for each other. With a block go what a session must have that skips it: whether the head of
-this process has its K/V there, and the features for a drafter outside.
+Engine thread only. Only full blocks are kept. A block is keyed by its tokens without the first, and
+the token after it: a draft head's K/V of a position is computed with the next token (EAGLE-3, arXiv
+2503.01840). Blocks form a tree: a block is found by its predecessor and its own tokens, compared
+one by one, so no two prefixes are ever taken for each other. A block also records what a session
+that skips it must have: whether the in-process head has its K/V there, and the features for a
+drafter outside.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _CachedBlock:
     key: _Key
     block: int
     has_draft_kv: bool
-    """Whether the head of this process has its K/V there, too."""
+    """Whether the in-process drafter has its K/V there, too."""
     features: tuple[int, ...] = ()
     """The store's chunks with its features; none if they are not known."""
 
@@ -50,7 +51,7 @@ class PrefixCache:
         counters: Counter[str],
     ) -> None:
         """`store`: features of sessions, in chunks of which a block has a whole number. `drafted`:
-        whether the head of this process has the K/V of all that a session has written.
+        whether the in-process drafter has the K/V of all that a session has written.
         `feature_bytes`: most that features of kept blocks take."""
         self._pool, self._store, self._drafted = pool, store, drafted
         self._counters = counters

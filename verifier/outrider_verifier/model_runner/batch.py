@@ -1,4 +1,4 @@
-"""Batches: rows of a round as arrays of token ids, positions, masks and acceptance inputs (pure).
+"""Packs the rows of a round into one batch: token ids, positions, masks, acceptance inputs. Pure.
 
 N nodes of a proposal's tree; row 0 is the root, row 1 + i is node i.
 """
@@ -41,7 +41,7 @@ def trim_draft(
     """Drop nodes deeper than `max_depth`.
 
     The cut looks at depths alone, never at tokens: so what remains of a sampled tree still
-    follows its draft law.
+    follows its draft distribution.
     """
     # No node is deeper than there are nodes.
     if len(tree.tokens) <= max_depth:
@@ -145,14 +145,14 @@ class VerifyRow:
     ) -> None:
         """`draft`: what to verify, where that is not all of `held`: a part of it or, if
         `ngram_fallback`, what was looked up instead. `in_process_depth`: how deep the draft that
-        this process's own head made may stand, 0 verifies none of it."""
+        this process's in-process drafter made may stand, 0 verifies none of it."""
         self.session, self.held, self.in_process_depth = session, held, in_process_depth
         self.ngram_fallback = ngram_fallback
         self._draft = draft
         self.cut = draft is not None
         """Whether the draft is not what `held` has."""
         self.drafted = draft is not None or held is not None
-        """Whether there is a draft that no head of this process made, if one without nodes."""
+        """Whether there is a draft that no in-process drafter made, if one without nodes."""
         self.nodes = 0
         """Of that draft."""
         if draft is not None:

@@ -1,6 +1,6 @@
-"""One round: batch the rows, run the target, accept, commit K/V, project features.
+"""CpuModelRunner: runs target forward, acceptance and feature projection in the host's loop.
 
-`CpuModelRunner` computes with the host's help at every step, which is right on a CPU.
+The host takes part in every step, which suits a CPU.
 
 R rows of the batch, L rows with logits, V vocabulary, H feature width.
 """
@@ -72,7 +72,10 @@ class _FinishedRound:
 
 
 class CpuModelRunner:
-    """Runs each round within `submit`; of sessions it holds only what was swapped out."""
+    """A `ModelRunner` that runs each round within `submit_round`.
+
+    Of sessions it holds only swapped-out K/V.
+    """
 
     can_run_ahead = False
     in_process_draft_length = 0
@@ -179,7 +182,7 @@ class CpuModelRunner:
 
     @staticmethod
     def has_draft_kv(session: Session) -> bool:
-        """There is no head in this process."""
+        """There is no in-process drafter."""
         return False
 
     def submit_round(

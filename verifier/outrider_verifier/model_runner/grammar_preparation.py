@@ -1,5 +1,4 @@
-"""What sessions of a verifier may emit: who compiles forms, and how a session begins in one, or
-with limits of its ids."""
+"""Compiles structured-output grammars and starts the token constraints of sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +20,10 @@ FOLLOWING_THREADS: Final = 2
 
 
 class GrammarPreparation:
-    """Compiles what sessions ask for; asyncio thread only, compiling is done on another."""
+    """Compiles the grammars that sessions ask for; asyncio thread only.
+
+    Compilation itself runs elsewhere, in the compile process.
+    """
 
     def __init__(self, grammars: GrammarCache | None) -> None:
         """None: this process has no tokenizer, or no grammar library."""

@@ -1,4 +1,4 @@
-"""What the verifier drives: rounds on whatever computes them, and what they gave.
+"""ModelRunner protocol: submits rounds to whatever computes them; with its output classes.
 
 H feature width.
 """
@@ -30,11 +30,12 @@ class RowOutput(NamedTuple):
     """[m, H] in the wire's element type, of the positions written; None if not kept. They may lie
     in memory that a later round writes to: to be used before the next one is settled."""
     draft_nodes: int = 0
-    """Nodes of this process's own draft that were verified; proposals are not counted here."""
+    """Nodes of this process's in-process draft that were verified; proposals are not counted
+    here."""
     logprobs: PathLogprobs | None = None
     """Of the tokens, where the session asks for them."""
     is_target_only: bool = False
-    """Whether the rejection rule was judged target-only because the law was missing."""
+    """Whether the rejection rule was judged target-only because the distribution was missing."""
     invalid_output: bool = False
     """Whether the model gave no finite logit for the last token: that is a placeholder, and the
     session fails."""
@@ -99,7 +100,8 @@ class RunnerOutput:
     project_s: float
     """In the draft head's `fc`, the part of its forward that runs here."""
     draft_s: float = 0.0
-    """In this process's own head, as far as that can be told from the target's forward."""
+    """In this process's in-process drafter, as far as that can be told from the target's
+    forward."""
 
 
 class RoundHandle(Protocol):
@@ -112,13 +114,13 @@ class RoundHandle(Protocol):
 
 
 class ModelRunner(Protocol):
-    """Runs rounds, in order: flights are collected in the order of their submission.
+    """Runs rounds in order: they are collected in the order of their submission.
 
-    Between `submit` and `collect` of a round the host's view of its sessions (`kv.len`, `length`)
-    stays that of before; `collect` moves `kv` on, for sessions that have not ended meanwhile, and
-    the caller appends the tokens. A session may be closed while a round with it is in flight: what
-    that round computes for it is dropped, and whatever takes over its K/V blocks or its slot is
-    submitted later.
+    Between `submit_round` and `collect_round` the host's view of the round's sessions (`kv.len`,
+    `length`) stays as it was; `collect_round` advances `kv` of sessions that have not ended
+    meanwhile, and the caller appends the tokens. A session may be closed while a round with it is
+    in flight: its results of that round are dropped, and whatever takes over its K/V blocks or its
+    slot is submitted later.
     """
 
     @property
@@ -128,7 +130,7 @@ class ModelRunner(Protocol):
 
     @property
     def in_process_draft_length(self) -> int:
-        """Draft length of the head in this process; 0 if there is none."""
+        """Draft length of the in-process drafter; 0 if there is none."""
         ...
 
     @property
@@ -155,7 +157,7 @@ class ModelRunner(Protocol):
         self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None:
         """Seconds of the device for a round in which so many sessions decode, with or without
-        drafts of the head in this process, beside so many pieces of prompts; `featured`: features
+        drafts of the in-process drafter, beside so many prefill chunks; `featured`: features
         of it are kept. None: not measured."""
         ...
 
@@ -175,8 +177,8 @@ class ModelRunner(Protocol):
         ...
 
     def pin_memory(self, memory: NDArray[np.uint8]) -> bool:
-        """Whether features can be put into memory that a lane shares, from here on until nobody
-        looks at it any more."""
+        """Whether features can be put into memory that a shared-memory channel shares, from here on
+        until nobody looks at it any more."""
         ...
 
     def set_feature_allocator(self, reserve: ShmAllocator) -> None:
@@ -226,7 +228,7 @@ class ModelRunner(Protocol):
         ...
 
     def has_draft_kv(self, session: Session) -> bool:
-        """Whether the head in this process has its K/V of all that a session, which is not
+        """Whether the in-process drafter has its K/V of all that a session, which is not
         suspended, has written."""
         ...
 

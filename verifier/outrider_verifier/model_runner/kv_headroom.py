@@ -1,9 +1,9 @@
-"""How many K/V slots of a session rounds may write past those that the host knows of (pure).
+"""Number of K/V slots that rounds may write past a session's committed ones. Pure.
 
-The one formula for it. A round writes its root and the nodes of its draft before it is known which
-of them stand. A runner that runs ahead submits one behind another whose outcome the host has not
-seen, so both may have been as long as they can be; and a head in this process writes the steps of
-its next draft behind them.
+This is the only place of the formula. A round writes its root and the nodes of its draft before
+acceptance is known. A runner that runs ahead submits a round behind another whose result the host
+has not seen, so both count at their largest; and an in-process drafter writes the steps of its next
+draft behind them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from outrider_verifier.state.session import Session
 
 
 class KVHeadroom(NamedTuple):
-    """What a runner writes."""
+    """Bounds of the K/V slots that a runner writes in advance."""
 
     max_nodes: int
     """Nodes of a draft from outside."""
     rounds: int = 1
     """Rounds of a session that may be unsettled, the one about to be submitted included."""
     in_process_slots: int = 0
-    """The same as `most` for a session that a head in this process drafts for; 0: there is none."""
+    """The same as `most` for a session that an in-process drafter drafts for; 0: there is none."""
 
     @property
     def max_slots(self) -> int:

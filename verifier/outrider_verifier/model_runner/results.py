@@ -1,5 +1,7 @@
-"""Rows of a round that was settled, as rounds and the planner see them; and the sheet on which a
-round's verdicts are worked out in columns, n rows that decode. Committing is here, too.
+"""Commits the results of a round to its sessions; row results for accounting and verdicts.
+
+`VerdictInputs` holds the session state from which a round's verdicts are computed in columns, n
+decode rows.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class RowResult:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the draft that the row verified and no head of this process made."""
+        """Nodes of the draft that the row verified and no in-process drafter made."""
         return 0 if self.verify_row is None else self.verify_row.nodes
 
     @property
@@ -83,7 +85,7 @@ class PlainRows:
     tokens: Sequence[int]
     """Of all in turn."""
     draft_nodes: Sequence[int]
-    """[n]: nodes of its own draft that each verified."""
+    """[n]: nodes of its in-process draft that each verified."""
     numbers: Sequence[int]
     """[n]: their places in the round."""
 
@@ -127,7 +129,7 @@ class CommittedRows:
 
 @dataclass(slots=True, eq=False)
 class VerdictInputs:
-    """What of the sessions decides over the verdicts, written down while the device works."""
+    """Session state that decides the verdicts of a round, gathered while the device works."""
 
     sessions: list[Session]
     """Of all rows that decode; none if no drafter hears of any."""

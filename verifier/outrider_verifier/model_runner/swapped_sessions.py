@@ -1,4 +1,4 @@
-"""The K/V of suspended sessions that was swapped out."""
+"""K/V of preempted sessions that was swapped to host memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from outrider_verifier.state.session import Session
 
 
 class SwappedSessions:
-    """Which sessions have a copy, and where."""
+    """Swapped K/V by session: swaps it out, prefetches it and swaps it in."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[SwapSpace, SavedKV]] = {}

@@ -1,6 +1,6 @@
-"""How many levels of a kind's chains are worth verifying, at each load (pure).
+"""Chooses the draft length of chains for each workload class and load. Pure.
 
-Whether to draft at all is for the contest.
+The speculation controller decides whether to draft at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ REVIEW_ROUNDS: Final = 48
 
 
 class DraftLengthChooser:
-    """Chooses them; engine thread only."""
+    """Chooses the draft length from acceptance by depth and forward times.
+
+    Engine thread only.
+    """
 
     def __init__(self, costs: CostTable, verify_s: Callable[[int, int], float | None]) -> None:
         """`costs`: forwards that were seen; `verify_round_s`: seconds of one over so many rows, of

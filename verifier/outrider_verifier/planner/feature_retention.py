@@ -1,9 +1,9 @@
-"""Which sessions whose kind decodes plainly keep features, and which do without (pure).
+"""Decides which sessions that decode plainly stop keeping features for drafters. Pure functions.
 
-Without its features a session can never be drafted for again by what feeds on them; and with them
-every plain round is longer, by a tenth and more where the model is small. So where they cost much,
-sessions that decode plainly are *lean*: they keep none. Speculation is tried again with sessions
-that begin after it is due, once enough of them are there.
+A session without its features can never again be drafted for by a method that needs them; keeping
+them makes every plain round longer, by a tenth and more for a small model. Where they cost much,
+sessions that decode plainly drop them (*features dropped*). Speculation is tried again with
+sessions that begin after it is due, once there are enough of them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ PREPARE_ROUNDS: Final = 128.0
 """Plain rounds with features before sessions that have them are enough: an answer's."""
 
 
-def is_worthwhile(loads: LoadStats) -> bool:
+def should_drop_at_load(loads: LoadStats) -> bool:
     """Whether to do without features is worth it at this load."""
     return loads.feature_cost_share >= MIN_FEATURE_SHARE
 
 
 def preparation_s(known: WorkloadStats, loads: LoadStats) -> float:
     """Seconds that it costs to have sessions keep features until they can be drafted for."""
-    needed = known.workload_class.method in FEATURE_METHODS and is_worthwhile(loads)
+    needed = known.workload_class.method in FEATURE_METHODS and should_drop_at_load(loads)
     return PREPARE_ROUNDS * loads.feature_cost_share * loads.plain_round_s if needed else 0.0
 
 
@@ -48,7 +48,7 @@ def should_drop_features(
         before = known.controllers.get(loads.before)
         if before is None or not before.is_plain_in_force:
             return False
-    return is_worthwhile(loads) and loads.rounds >= known.collect_features_until
+    return should_drop_at_load(loads) and loads.rounds >= known.collect_features_until
 
 
 def collect_features(known: WorkloadStats, loads: LoadStats) -> None:

@@ -1,4 +1,4 @@
-"""Whether sessions draft with the head of this process: one verdict for all of them (pure)."""
+"""Decides whether sessions use the in-process drafter, with one decision for all of them. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ MAX_KINDS: Final = 256
 
 
 InProcessRow = tuple[SpeculationState | None, int]
-"""A row that verified an own draft: what the planner keeps of its session, tokens emitted."""
+"""A row that verified an in-process draft: what the planner keeps of its session, tokens
+emitted."""
 
 
 def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> list[InProcessRow]:
-    """Those of a round's rows that verified own drafts, and nothing else."""
+    """Those of a round's rows that verified in-process drafts, and nothing else."""
     own = [
         (row.session.speculation_state, len(row.tokens))
         for row in apart
@@ -36,11 +37,11 @@ def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> list[InProc
 
 
 class InProcessDraftPlanner:
-    """What is known of own drafts, by kind of session, and what follows for those of now.
+    """Measured gain of in-process drafts by workload class, and the resulting decision.
 
-    Kinds are judged apart while they come alone: greedy sessions need not suffer for what hot ones
-    found. While several are served, what their common rounds give is judged, and if any of them is
-    to decode plainly, all do.
+    Classes are judged apart while they are served alone, so that greedy sessions do not suffer from
+    results at high temperatures. While several are served, their common rounds are judged, and if
+    any of them is to decode plainly, all do.
     """
 
     def __init__(self, loads: LoadStats) -> None:
@@ -74,15 +75,15 @@ class InProcessDraftPlanner:
         where drafts win.
         """
         loads = self._loads
-        load = loads.load if loads.is_settled else loads.peak
+        load = loads.load if loads.is_load_steady else loads.peak
         return any(
             own.choose_mode(load, now) is Mode.PLAIN
-            and (loads.is_settled or not own.is_active_above(load, now))
+            and (loads.is_load_steady or not own.is_active_above(load, now))
             for _, own in self._concerned()
         )
 
     def observe_rows(self, rows: Sequence[InProcessRow], ran: RoundSample, now: float) -> None:
-        """`rows` verified own drafts in a round."""
+        """`rows` verified in-process drafts in a round."""
         loads, count, chunks = self._loads, len(rows), ran.chunks
         alone = count == ran.rows
         # Where others have no drafts, too, it is asked what all would get if they had.
@@ -116,7 +117,7 @@ class InProcessDraftPlanner:
             nodes=nodes,
             seen_s=seen_s,
             seen_error=seen_error,
-            lasting=loads.is_settled,
+            lasting=loads.is_load_steady,
         )
 
     def summaries(self, now: float) -> Iterator[tuple[str, Mode, float]]:

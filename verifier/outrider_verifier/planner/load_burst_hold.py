@@ -1,8 +1,9 @@
-"""Which sessions go on plainly for now, though drafts are in force at the load of now (pure).
+"""Keeps sessions on plain decoding during load bursts and short dips. Pure functions.
 
-A drafter has much to catch up with for sessions that were paused: a lower load than one at which
-they are must last before they resume, for at the end of a wave few tokens are left. And in a burst
-the first sessions, drafted for, would hold up those that follow, and soon be paused with them.
+It applies even where drafts are in force at the current load. A drafter has much to catch up with
+for sessions whose speculation was off: a lower load must last before they resume, since at the end
+of a wave few tokens are left. In a burst the first sessions, if drafted for, would delay those that
+follow, and soon be switched off with them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ MIN_TOKENS_LEFT: Final = 32
 read what it missed, and the first rounds are out of step."""
 
 
-def should_hold(known: WorkloadStats, controller: SpeculationController, loads: LoadStats) -> None:
+def update_hold(known: WorkloadStats, controller: SpeculationController, loads: LoadStats) -> None:
     """Say of a kind whether its sessions wait until the load has lasted; `contest`: that of the
     load."""
-    waits = not (loads.is_settled or controller.is_probing)
+    waits = not (loads.is_load_steady or controller.is_probing)
     known.is_held = waits and was_plain_faster(known, loads.load, loads.peak)
     bursts = waits and loads.load_jump >= BURST_DOUBLINGS
     known.excludes_finishing_sessions = not controller.is_probing

@@ -1,6 +1,6 @@
-"""Load of a verifier, and round times at each load: plain rounds, prompts, session starts (pure).
+"""LoadStats: current load, and measured times of plain rounds, prompts and starts at each. Pure.
 
-A load is a power of two of sessions, by its exponent. Times are seconds. With good drafts sessions
+A load is the exponent of a power of two of sessions. Times are seconds. With good drafts sessions
 follow one another faster, so that more of them begin in a round. The cost of a start does not
 depend on how a session decodes, so it is not counted against drafts.
 """
@@ -100,13 +100,13 @@ PREFILL_ROUND_WEIGHT: Final = 0.25
 
 
 def prefill_weight(chunks: int) -> float:
-    """What a round with so many pieces of prompts counts."""
+    """What a round with so many prefill chunks counts."""
     return PREFILL_ROUND_WEIGHT if chunks else 1.0
 
 
 class RoundCostModel(Protocol):
     """What the device was measured to take for a round in which so many sessions decode, with or
-    without own drafts, beside so many pieces of prompts; None: not known."""
+    without in-process drafts, beside so many prefill chunks; None: not known."""
 
     def __call__(
         self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
@@ -126,13 +126,13 @@ class RoundSample(NamedTuple):
     prompts: int = 0
     """So many that these are of."""
     has_in_process_drafts: bool = False
-    """Whether drafts of the head in this process were verified."""
+    """Whether drafts of the in-process drafter were verified."""
     keeps_features: bool = False
     """Whether features of it were kept."""
 
 
 class LoadStats:
-    """The load of now, and what was seen of plain rounds at each."""
+    """The current load, and the observed times of plain rounds at each load."""
 
     def __init__(self, times: RoundCostModel, costs: CostTable, *, chunk_tokens: int = 1) -> None:
         """`chunk_tokens`: prompt tokens of a piece, as `times` counts them."""
@@ -185,7 +185,7 @@ class LoadStats:
         if self.rounds - self._changed_at > RISE_ROUNDS:
             self._base = before
         self._base = min(self._base, self.load)
-        self.peak = max(before if self.is_settled else self.peak, self.load)
+        self.peak = max(before if self.is_load_steady else self.peak, self.load)
         self._changed_at = self.rounds
         return True
 
@@ -206,7 +206,7 @@ class LoadStats:
         return self.rounds - self._changed_at >= LOWER_LOAD_ROUNDS
 
     @property
-    def is_settled(self) -> bool:
+    def is_load_steady(self) -> bool:
         """The same for longer, a round for each session: sessions that come back to drafts cost
         their drafter that much, so there must be something to gain by it."""
         return self.rounds - self._changed_at >= LOWER_LOAD_ROUNDS + self.sessions

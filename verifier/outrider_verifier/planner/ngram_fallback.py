@@ -1,9 +1,9 @@
-"""Drafts that this process makes where a drafter's are missing, or are the worse ones.
+"""N-gram (prompt lookup) drafts, used when a drafter is late or less effective.
 
-A lookup in the session's own text (`lookup`) costs some microseconds and needs no model. It stands
-in for a drafter in two places: a row whose patience is over verifies it instead of nothing, and
-where it is expected to emit more than the drafter's rounds do, the row neither waits for those nor
-verifies them. What is verified never changes what a session emits, or its law.
+A lookup in the session's own text (`ngram_index`) costs some microseconds and needs no model. It
+replaces a drafter in two cases: a row whose proposal timeout is over verifies it instead of
+nothing, and where it is expected to emit more than the drafter's rounds do, the row neither waits
+for those nor verifies them. Neither changes the distribution of a session's tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DRAFTER_GAIN: Final = 1.0 / 8.0
 MARGIN: Final = 1.1
 """A lookup must be expected to emit so many times what the drafter's rounds do."""
 MIN_ACCEPTANCE: Final = 0.25
-"""Where costs are not known: a token that stands less often is not worth a row."""
+"""Where costs are not known: a accepted token less often is not worth a row."""
 
 
 class NgramFallback:
-    """Makes them; engine thread only."""
+    """Makes n-gram drafts for sessions; engine thread only."""
 
     def __init__(self, costs: CostTable, *, enabled: bool) -> None:
         """`costs`: forwards by the shape of their round."""

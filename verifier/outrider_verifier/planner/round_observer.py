@@ -1,4 +1,4 @@
-"""Observes the tokens of each round and decides which decoding mode is in force (pure).
+"""Observes the tokens of each round and decides which decoding mode is in force. Pure.
 
 Every workload class has a speculation controller at every load
 (`outrider.speculation.speculation_controller`). While all sessions decode plainly, only one round
@@ -21,7 +21,7 @@ from outrider_verifier.planner import feature_retention
 from outrider_verifier.planner.draft_length import DraftLengthChooser
 from outrider_verifier.planner.in_process_planner import InProcessDraftPlanner, in_process_rows
 from outrider_verifier.planner.load_stats import LoadStats, RoundSample
-from outrider_verifier.planner.workload_registry import WorkloadClasses
+from outrider_verifier.planner.workload_registry import WorkloadRegistry
 from outrider_verifier.planner.workload_stats import RoundMark, RoundTally, WorkloadStats
 from outrider_verifier.state.session import Session, any_keeps_features
 
@@ -172,12 +172,12 @@ of an H200's host)."""
 
 
 class RoundObserver:
-    """Of all sessions of a verifier."""
+    """Observer of the rounds of all sessions of a verifier."""
 
     def __init__(
         self,
         loads: LoadStats,
-        workload_classes: WorkloadClasses,
+        workload_classes: WorkloadRegistry,
         own: InProcessDraftPlanner,
         lengths: DraftLengthChooser,
         costs: CostTable,
@@ -259,7 +259,7 @@ class RoundObserver:
             tally.clear()
 
     def _judge(self, tally: RoundTally, stands_for: int) -> None:
-        """Let the contests of a kind see what the kind's sessions got."""
+        """Let the speculation controllers of a kind see what the kind's sessions got."""
         known = tally.workload
         controller = self._workload_classes.get_controller(known, self._loads)
         controller.expected_plain_s = self._loads.plain_round_s

@@ -1,13 +1,14 @@
-"""Whether and how each session speculates: decided from what its rounds were seen to give (pure).
+"""Decides for each session whether and how it speculates, from its measured rounds. Pure.
 
-Sessions of one kind (drafter, draft method and shape, rule, temperature) share what is learnt:
-whether drafts beat plain decoding at this load (`spec.contest`), whether drafting ahead of the
-verdicts beats lock-step (`spec.look_ahead`), when proposals arrive, how deep drafts stand. A
-session whose kind decodes plainly is *paused*: it waits for nothing, its drafter is told nothing
-and catches up when it is tried again. Where a head in this process drafts, all its sessions share
-one verdict (`spec.own_drafts`), because rounds of both modes together read the weights twice, and
-a session that is paused stays so. What prompts add to rounds is left out: both modes meet them, by
-chance sooner or later. Times are seconds of one clock.
+Sessions of one workload class (drafter, draft method and shape, rule, temperature) share what is
+measured: whether drafts beat plain decoding at this load
+(`outrider.speculation.speculation_controller`), whether look-ahead beats lock-step, when proposals
+arrive, and how deep drafts are accepted. Where plain decoding wins, *speculation is off* for the
+sessions of the class: they wait for nothing, and their drafter receives nothing and catches up when
+speculation is tried again. All sessions of an in-process drafter share one decision
+(`in_process_planner`), because rounds of both modes together read the weights twice; a session
+whose speculation is off stays so. The time that prompts add to rounds is left out, since it meets
+both modes alike on average. Times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from outrider_verifier.model_runner.results import NO_ROWS, PlainRows, RowResult
 from outrider_verifier.planner import feature_retention
 from outrider_verifier.planner.draft_length import DraftLengthChooser
 from outrider_verifier.planner.in_process_planner import InProcessDraftPlanner
-from outrider_verifier.planner.load_burst_hold import should_hold, stays_off
+from outrider_verifier.planner.load_burst_hold import stays_off, update_hold
 from outrider_verifier.planner.load_stats import LoadStats, RoundCostModel
 from outrider_verifier.planner.round_observer import RoundObserver
-from outrider_verifier.planner.workload_registry import WorkloadClasses
+from outrider_verifier.planner.workload_registry import WorkloadRegistry
 from outrider_verifier.planner.workload_stats import (
     SpeculationState,
     WorkloadClass,
@@ -48,7 +49,10 @@ comes then is not one of those who were left."""
 
 
 class SpeculationPolicy:
-    """Decides for all sessions of a verifier; engine thread only, `summary` by any."""
+    """Decides the decoding mode of all sessions of a verifier.
+
+    Engine thread only; `describe` is read by any thread.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,9 @@ class SpeculationPolicy:
         self._ceiling_s = ceiling_s
         self.costs = CostTable()
         """Forwards by the shape of their round."""
-        self._workload_classes = WorkloadClasses(automatic=automatic, begins_ahead=not shares_cores)
+        self._workload_classes = WorkloadRegistry(
+            automatic=automatic, begins_ahead=not shares_cores
+        )
         self._loads = LoadStats(times, self.costs, chunk_tokens=chunk_tokens)
         self._own = InProcessDraftPlanner(self._loads)
         self._judging = RoundObserver(
@@ -167,8 +173,8 @@ class SpeculationPolicy:
         if self._loads.begin_round(sessions):
             self.changed = self._automatic
             self._round_s = self._loads.round_s
-        if self._settled is not self._loads.is_settled:
-            self._settled = self._loads.is_settled
+        if self._settled is not self._loads.is_load_steady:
+            self._settled = self._loads.is_load_steady
             self.changed = self._automatic
         if self.changed or self._round - self._looked_at >= PLAIN_CHECK_ROUNDS:
             self._looked_at = self._round
@@ -252,11 +258,11 @@ class SpeculationPolicy:
         self._workload_classes.reset_drafter(drafter_id)
 
     def slowest_response_s(self) -> float:
-        """See `WorkloadClasses.slowest_response_s`."""
+        """See `WorkloadRegistry.slowest_response_s`."""
         return self._workload_classes.slowest_response_s()
 
     def drafter_response_s(self, drafter_id: DrafterId) -> float:
-        """See `WorkloadClasses.drafter_response_s`; any thread may ask."""
+        """See `WorkloadRegistry.drafter_response_s`; any thread may ask."""
         return self._workload_classes.drafter_response_s(drafter_id)
 
     # ---- waiting -------------------------------------------------------------------------------
@@ -283,8 +289,8 @@ class SpeculationPolicy:
             )
 
     def record_timeout(self, session: Session) -> None:
-        """A patience ran out: the session's rounds do not wait until its drafter is heard of, or
-        for a number of rounds."""
+        """A proposal timeout ran out: the session's rounds do not wait until its drafter is heard
+        of, or for a number of rounds."""
         session.has_stalled_drafter = True
         if session.speculation_state is not None:
             session.speculation_state.record_timeout(session)
@@ -353,7 +359,7 @@ class SpeculationPolicy:
             known.is_plain = controller.current_mode is Mode.PLAIN
             if controller.active_mode is Mode.PLAIN:
                 controller.preparation_s = feature_retention.preparation_s(known, self._loads)
-            should_hold(known, controller, self._loads)
+            update_hold(known, controller, self._loads)
             lets_go = feature_retention.should_drop_features(known, controller, self._loads)
             if lets_go and not known.drops_features:
                 # Whoever is paused already was not asked about it.

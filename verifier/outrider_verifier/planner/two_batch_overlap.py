@@ -1,9 +1,9 @@
-"""Whether drafted sessions share a round or take turns in two halves (pure).
+"""Decides whether drafted sessions share a round or alternate in two half-batches. Pure.
 
-Sharing, target and drafter wait for each other: a round takes the forward over all rows and then
-the answer of the drafter. In halves one is verified while the other is drafted for: the drafter's
-time is hidden, but the weights are read twice for as many tokens. Which is shorter depends on what
-more rows cost, so it is asked of the times that were measured at the start.
+In a shared round target and drafter wait for each other: it takes the forward pass over all rows,
+then the drafter's answer. With two half-batches, one is verified while the other is drafted for:
+the drafter's time is overlapped, but the weights are read twice for as many tokens. The times
+measured at startup decide which is shorter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_SWITCH_GAIN: Final = 0.95
 
 
 class TwoBatchOverlap:
-    """Decides anew before each round, with hysteresis."""
+    """Chooses between one round and two half-batches before each round, with hysteresis."""
 
     def __init__(self, verify_s: Callable[[int, int], float | None]) -> None:
         """`verify_round_s`: seconds of a forward over so many rows, of so many nodes each; None

@@ -1,4 +1,4 @@
-"""What is known of kinds of sessions, by kind; engine thread only but where noted (pure)."""
+"""Registry of workload classes and their statistics. Pure; engine thread only but where noted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from outrider_verifier.planner.load_stats import LoadStats
 from outrider_verifier.planner.workload_stats import WorkloadClass, WorkloadStats, start_controller
 
 
-class WorkloadClasses(dict[WorkloadClass, WorkloadStats]):
-    """At most so many, as far as no session needs more: the oldest one without any is forgotten."""
+class WorkloadRegistry(dict[WorkloadClass, WorkloadStats]):
+    """Statistics by workload class, bounded in number.
+
+    The oldest class without sessions is forgotten first; classes with sessions are never forgotten.
+    """
 
     def __init__(self, *, automatic: bool, begins_ahead: bool) -> None:
         """`automatic`: False where plans are carried out as they are. `begins_ahead`: whether

@@ -1,4 +1,4 @@
-"""What the planner keeps: of a kind of session, and of one session."""
+"""Statistics of a workload class, and the speculation state of a session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.speculation.speculation_controller import SpeculationController
 from outrider_verifier.state.session import NO_LIMIT, Session
 
 HOLD_ROUNDS: Final = 16
-"""Rounds without a wait after which a suspect drafter is waited for once more; doubles each time
+"""Rounds without a wait after which a stalled drafter is waited for once more; doubles each time
 that this is in vain."""
 MAX_HOLD_ROUNDS: Final = 256
 CATCH_UP_ROUNDS: Final = 16
@@ -52,7 +52,8 @@ class WorkloadClass(NamedTuple):
     """Whether they may be drafted for ahead of their verdicts."""
     fan_out: int = 0
     has_grammar: bool = False
-    """Whether they are in grammars: their rounds wait for the host, and other drafts stand."""
+    """Whether they are in grammars: their rounds wait for the host, and other drafts are
+    accepted."""
 
     @classmethod
     def of_session(cls, session: Session) -> WorkloadClass:
@@ -91,7 +92,7 @@ class RoundTally:
     mode: Mode
     is_looking_ahead: bool
     """Whether the drafter had been told to look ahead."""
-    is_settled: bool
+    is_load_steady: bool
     rows: int = 0
     tokens: int = 0
     squares: int = 0
@@ -106,14 +107,15 @@ class RoundTally:
     """Rows that went without a draft, wanted or not: each emitted a token."""
 
     def to_observation(self, *, timed: bool, stands_for: int) -> RoundObservation:
-        """The round as a contest sees it; `timed`: whether its seconds tell anything."""
+        """The round as a speculation controller sees it; `timed`: whether its seconds tell
+        anything."""
         return RoundObservation(
             rows=self.rows,
             tokens=self.tokens,
             squares=self.squares,
             seconds=self.seconds,
             sessions=self.workload.sessions,
-            is_settled=self.is_settled,
+            is_load_steady=self.is_load_steady,
             is_timed=timed,
             eligible_share=1.0 - self.workload.num_featureless / max(1, self.workload.sessions),
             weight=stands_for,
@@ -137,7 +139,7 @@ class RoundTally:
 
 @dataclass(slots=True, eq=False)
 class WorkloadStats:
-    """What is known of a kind."""
+    """Measured statistics and controllers of a workload class."""
 
     workload_class: WorkloadClass
     look_ahead: LookAheadController | None = None
@@ -257,8 +259,9 @@ def format_gain(gain: float, over: str = "plain") -> str:
 def start_controller(
     known: WorkloadStats, others: Iterable[WorkloadStats], load: int
 ) -> SpeculationController:
-    """The contest of a kind at a load at which it has none that is decided: it begins with what was
-    found at the nearest load, or plainly where easier drafts of the same drafter lose there."""
+    """The speculation controller of a kind at a load at which it has none that is decided: it
+    begins with what was found at the nearest load, or plainly where easier drafts of the same
+    drafter lose there."""
     held = known.controllers
     decided = [other for other in held if held[other].is_decided]
     if decided:
@@ -366,12 +369,12 @@ class SpeculationState:
         self.is_holding, self.hold_delay_rounds = False, HOLD_ROUNDS
 
     def record_timeout(self, session: Session) -> None:
-        """A patience ran out."""
+        """A proposal timeout ran out."""
         self.missed_prefix_len, self.missed_at = session.length, session.root_known_at
         self.rounds_without_proposal, self.is_holding = 0, True
 
     def record_skipped_round(self, session: Session) -> None:
-        """A round went by that did not wait for the drafter, if that is suspect."""
+        """A round went by that did not wait for the drafter, if that is stalled."""
         if not session.has_stalled_drafter:
             return
         self.rounds_without_proposal += 1

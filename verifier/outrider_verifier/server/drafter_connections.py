@@ -1,4 +1,4 @@
-"""Exchange connections: handshakes, incoming proposals, bounded outgoing queues.
+"""Exchange connections of drafters: handshakes, incoming proposals, bounded outgoing queues.
 
 Heartbeats are the transport's: a silent drafter ends `receive` with ConnectionLostError.
 """
@@ -65,7 +65,7 @@ class _Peer:
 
 
 class DrafterConnections:
-    """All attached drafters; asyncio thread only."""
+    """Connections of all attached drafters; asyncio thread only."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class DrafterConnections:
         self.counters: Counter[str] = self._checks.counters
         """Monotonic counts for metrics."""
         self.shm_channels: ShmListener | None = None
-        """Where drafters of this host may join; None: they get no lanes."""
+        """Where drafters of this host may join; None: they get no shared-memory channels."""
 
     @property
     def links(self) -> list[ExchangeLink]:
@@ -127,7 +127,7 @@ class DrafterConnections:
         self._peers[link.link_id] = peer
         self._post(DrafterAttached(link, shm_channel))
         self.counters["drafters_attached"] += 1
-        self.counters["lanes_joined"] += int(shm_channel is not None)
+        self.counters["shm_channels_joined"] += int(shm_channel is not None)
         logger.info(
             "drafter attached", extra=_describe(peer) | {"shared_memory": shm_channel is not None}
         )
@@ -141,7 +141,7 @@ class DrafterConnections:
             logger.info("drafter lost", extra=_describe(peer))
 
     def drop_link(self, link_id: int) -> None:
-        """End the connection of a link whose lane is lost."""
+        """End the connection of a link whose shared-memory channel is lost."""
         peer = self._peers.get(link_id)
         if peer is not None:
             peer.lost.set()
@@ -192,7 +192,8 @@ class DrafterConnections:
     async def _welcome(
         self, connection: VerifierConnection, *, wants_shm_channel: bool
     ) -> ShmChannel | None:
-        """Answer a hello; the drafter's lane, if it is on this host and has joined one."""
+        """Answer a hello; the drafter's shared-memory channel, if it is on this host and has joined
+        one."""
         listener, welcome = self.shm_channels, self._identity.welcome
         if listener is None or not wants_shm_channel:
             await connection.send(welcome)

@@ -1,4 +1,4 @@
-"""What the engine thread will own, put together."""
+"""Builds the objects owned by the engine thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outrider_verifier.state.preemption_mode import PreemptionMode
 from outrider_verifier.state.round_plan import RoundLimits
 
 
-def assemble(
+def build_engine(
     config: VerifierConfig,
     target: TargetForward,
     projection: FeatureProjector | None,

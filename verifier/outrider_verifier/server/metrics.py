@@ -1,4 +1,4 @@
-"""Prometheus metrics of a verifier, and the medians that `VerifierInfo` reports."""
+"""Prometheus metrics of a verifier, and the rolling medians that `VerifierInfo` reports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _COUNTERS = {
     "moves_refused": "Sessions that their routers wanted moved and that could not be",
     "ngram_fallback_rounds": "Session rounds that verified a lookup in the session's own text",
     "ngram_fallback_accepted_tokens": "Tokens of these lookups that stood",
-    "proposal_timeouts": "Session rounds whose wait for a proposal ran into the patience",
+    "proposal_timeouts": "Session rounds whose wait for a proposal ran into the proposal timeout",
     "paused_rounds": "Session rounds decoded plainly because the planner had found that faster",
     "look_ahead_rounds": "Session rounds with look-ahead that used a proposal or wanted one",
     "hit_rounds": "Look-ahead rounds whose proposal had come before its prefix did",

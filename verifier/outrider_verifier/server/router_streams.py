@@ -134,7 +134,7 @@ class _Router:
 
 
 class RouterStreams:
-    """All connected routers; asyncio thread only."""
+    """Streams of all connected routers; asyncio thread only."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The verifier as an endpoint of any transport; everything here runs on the asyncio thread."""
+"""VerifierService: the verifier as an endpoint of any transport; asyncio thread only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.ids import SessionId, VerifierId
 from outrider.spec.plan import SpeculationPlan
 from outrider.transport.in_process import open_local_sessions
 from outrider.transport.interface import RouterConnection, ServingConnection, VerifierConnection
-from outrider.transport.session_stream import SessionIterators
+from outrider.transport.session_stream import SessionIteratorMixin
 from outrider.transport.shm import ShmListener
 from outrider.watchdog import Watchdog
 from outrider.wire.limits import MAX_PLANNER_BYTES
@@ -41,7 +41,7 @@ from outrider_verifier.model_runner.cpu_runner import (
 from outrider_verifier.model_runner.grammar_preparation import GrammarPreparation
 from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.server.drafter_connections import DrafterConnections
-from outrider_verifier.server.engine_builder import assemble
+from outrider_verifier.server.engine_builder import build_engine
 from outrider_verifier.server.metrics import VerifierMetrics, stats_of
 from outrider_verifier.server.router_streams import RouterStreams
 from outrider_verifier.state.commands import (
@@ -74,13 +74,13 @@ MAX_COMMANDS = 4096
 dropped: a round without one is slower, never wrong."""
 
 
-class VerifierService(SessionIterators):
-    """Implements `VerifierEndpoint`. The engine thread starts with the first call (or `start`)
-    and belongs to the event loop that runs then; `stop` ends it.
+class VerifierService(SessionIteratorMixin):
+    """Implements `VerifierEndpoint`.
 
-    When the device is lost, every session fails and every call is refused with DEVICE_LOST; when
-    the engine thread hangs, with ENGINE_STALLED. The owner, told by `lost`, is to end the process,
-    so that its keeper starts a new one.
+    The engine thread starts with the first call (or `start`) and belongs to the event loop that
+    runs then; `stop` ends it. When the device is lost, every session fails and every call is
+    refused with DEVICE_LOST; when the engine thread hangs, with ENGINE_STALLED. The owner is
+    notified through `lost` and must end the process, so that its supervisor starts a new one.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class VerifierService(SessionIterators):
                 extra={"asked": config.max_context_len, "allowed": self._max_context_len},
             )
         self._outbox: list[Effect] = []
-        self._core, self._rounds = assemble(
+        self._core, self._rounds = build_engine(
             config, target, projection, runner, pool, self._max_context_len, self._outbox
         )
         self._hub = DrafterConnections(
@@ -254,7 +254,7 @@ class VerifierService(SessionIterators):
             stats=stats_of(counters),
             hit_idle_us_p50=medians.hit_idle_us,
             draining=self._draining or self._stopped,
-            waiting_sessions=len(self._core.room.waiting),
+            waiting_sessions=len(self._core.block_manager.waiting),
             preemptions_swap=counters["preemptions_swap"],
             preemptions_recompute=counters["preemptions_recompute"],
             prefix_cache_query_tokens=counters["prefix_cache_query_tokens"],
@@ -409,14 +409,14 @@ class VerifierService(SessionIterators):
     def _gauges(self) -> dict[str, float]:
         store = self._core.store
         return {
-            "sessions_running": len(self._core.room.running),
-            "sessions_waiting": len(self._core.room.waiting),
-            "swapped_bytes": self._core.room.swapped_bytes,
+            "sessions_running": len(self._core.block_manager.running),
+            "sessions_waiting": len(self._core.block_manager.waiting),
+            "swapped_bytes": self._core.block_manager.swapped_bytes,
             "kv_blocks": self._kv_blocks,
             "kv_blocks_free": self._pool.free_blocks,
             "kv_cache_usage_ratio": 1.0 - self._pool.free_blocks / max(1, self._kv_blocks),
-            "prefix_blocks": self._core.room.prefix_blocks,
-            "prefix_feature_bytes": self._core.room.prefix_feature_bytes,
+            "prefix_blocks": self._core.block_manager.prefix_blocks,
+            "prefix_feature_bytes": self._core.block_manager.prefix_feature_bytes,
             "drafters_connected": len(self._hub.links),
             "pending_proposals": self._core.num_proposals,
             "feature_bytes": 0 if store is None else store.used_bytes,

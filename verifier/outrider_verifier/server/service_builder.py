@@ -1,4 +1,4 @@
-"""From a configuration to a loaded target and a service (torch is imported here)."""
+"""Builds the service from a configuration and loads the model; imports torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def build_service(config: VerifierConfig, busy_cores: BusyCores | None = None) -
         )
     if config.simulated_acceptance:
         logger.warning(
-            "SIMULATED ACCEPTANCE: drafts stand by chance, the text is not the model's",
+            "SIMULATED ACCEPTANCE: drafts are accepted by chance, the text is not the model's",
             extra={"rates": config.simulated_rates},
         )
     return VerifierService(

@@ -1,4 +1,4 @@
-"""The sessions of all routers: by ticket, and in columns for what a round emits of them."""
+"""Sessions of all routers by ticket, with their routers and handles in columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ServedSession:
 
 
 class SessionRegistry:
-    """Sessions that are served or being opened."""
+    """Sessions that are served or being opened, by ticket."""
 
     def __init__(self) -> None:
         self._served: dict[int, ServedSession] = {}

@@ -1,7 +1,7 @@
-"""Spans of the sessions that their routers trace: the prompt, then rounds, thinned out.
+"""OpenTelemetry spans of traced sessions: the prompt, then a sample of the rounds.
 
-Made of what leaves for the routers anyway, on the asyncio thread: the engine thread knows nothing
-of them. A round's span lasts from the event before it to its own.
+Made on the asyncio thread from the events sent to routers; the engine thread has no part in them. A
+round's span lasts from the event before it to its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _TracedVerifierSession:
 
 
 class VerifierSpans:
-    """The traced sessions of a verifier, by ticket; asyncio thread only."""
+    """Traced sessions of a verifier by ticket; asyncio thread only."""
 
     def __init__(self) -> None:
         self._traced: dict[int, _TracedVerifierSession] = {}

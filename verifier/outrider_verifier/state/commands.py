@@ -1,4 +1,4 @@
-"""What the asyncio thread asks of the engine thread; handled in order, between two rounds."""
+"""Commands from the asyncio thread to the engine thread, handled in order between two rounds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ExchangeLink:
     methods: tuple[DraftMethod, ...]
     feature_layout: FeatureLayout
     same_host: bool = False
-    """Whether it has a lane, which is possible on one host alone."""
+    """Whether it has a shared-memory channel, which is possible on one host alone."""
     reads_shm_features: bool = False
     """Whether it reads features where a device has put them."""
 

@@ -1,4 +1,4 @@
-"""What the engine thread wants done on the asyncio thread; a round's verdicts come first."""
+"""Effects: messages from the engine thread to the asyncio thread; a round's verdicts come first."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class RoundReport:
     project_s: float
     """In the draft head's `fc`."""
     draft_s: float = 0.0
-    """In this process's own head."""
+    """In this process's in-process drafter."""
     waited_s: float
     """Idle time before the round in which some session awaited its proposal."""
     drafted_s: float

@@ -1,5 +1,7 @@
-"""Which session has which handle: a small number, its place in the columns of this process and its
-name to a drafter."""
+"""Session handles: small integers that index the per-session columns.
+
+A handle also names its session to a drafter.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ from outrider_verifier.state.session import Session
 
 
 class SessionHandles:
-    """Handles 0 .. count - 1; the lowest free one is the next to be given, so columns stay dense.
-    Engine thread only."""
+    """Assigns handles 0 .. count - 1; the lowest free one is next, so that columns stay dense.
+
+    Engine thread only.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count

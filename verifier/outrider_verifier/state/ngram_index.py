@@ -1,7 +1,7 @@
-"""A session's own text as a drafter: what followed its last tokens before (pure).
+"""N-gram index of a session's own tokens: finds what followed its last tokens before. Pure.
 
-How often that comes true is learnt without verifying any of it: what a lookup says of a prefix is
-compared with what the round behind that prefix emits, whatever was drafted for it.
+Acceptance is measured without verifying: the continuation that a lookup finds for a prefix is
+compared with what the next round emits, whatever draft that round verified.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WIDTH: Final = 21
 
 
 class NgramIndex:
-    """Where each three tokens of a text were seen last, and how often that foretold what came."""
+    """Last position of each token trigram of a text, and the measured acceptance of lookups."""
 
     __slots__ = ("_end", "_places", "rate")
 

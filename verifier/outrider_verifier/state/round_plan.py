@@ -1,5 +1,7 @@
-"""What the schedule is told of sessions and limits, and what it answers (pure; seconds of one
-clock)."""
+"""Inputs of the scheduler (limits, estimates, row states) and its output, `RoundPlan`. Pure.
+
+Times are seconds of one clock.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ class DecodeRow(NamedTuple):
     has_proposal: bool = False
     """Whether there is a usable proposal."""
     is_timed_out: bool = False
-    """Whether the row goes without a proposal because its patience is over."""
+    """Whether the row goes without a proposal because its proposal timeout is over."""
     uses_ngram_fallback: bool = False
     """Whether it goes without one because what is looked up is better."""
 

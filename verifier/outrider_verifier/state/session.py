@@ -1,4 +1,4 @@
-"""The state of one session on a verifier; owned by the engine thread."""
+"""Session: tokens, K/V, plan and phase of one served request; owned by the engine thread."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Session:
     """A request being served.
 
     `tokens[:length]` is the committed prefix. While prefilling, K/V is written for fewer than
-    `prefill_target` of them; afterwards for length - 1: the last token is the root. A session that
-    waits has none: it was preempted, or has not begun. All else of it stays: a token, once
-    committed, is told once, and so is a position's feature.
+    `prefill_target` of them; afterwards for length - 1: the last token is the root. A waiting
+    session has no K/V: it was preempted, or has not begun. All its other state stays: a committed
+    token is sent once, and so is a position's feature.
     """
 
     spec: SessionSpec
@@ -66,22 +66,25 @@ class Session:
     link_id: int | None = None
     """The exchange link on which the session is announced; None: it decodes plainly."""
     has_stalled_drafter: bool = False
-    """Its drafter let a patience run out; no waiting until a proposal shows that it is back."""
+    """Its drafter let a proposal timeout run out; no waiting until a proposal shows that it is
+    back."""
     drafter_losses: int = 0
     """How often its drafter could not follow it any more."""
     proposal_at: float = 0.0
     """When the newest usable proposal arrived."""
     in_process_draft_length: int = 0
-    """Draft length of the head in this process, which drafts for the session; 0: it does not."""
+    """Draft length of the in-process drafter, which drafts for the session; 0: it does not."""
     speculation_state: SpeculationState | None = None
     """What the policy keeps of it; None: its plan does not speculate."""
     is_speculation_off: bool = False
-    """Whether the policy has it decode plainly; its drafter is told nothing meanwhile."""
+    """Whether the speculation policy has it decode plainly; its drafter is told nothing
+    meanwhile."""
     has_dropped_features: bool = False
     """Whether the policy has its features be kept no more: whatever feeds on them never drafts for
     it again."""
     is_look_ahead_on: bool = False
-    """Whether the policy has it drafted for ahead of its verdicts; its drafter is told so."""
+    """Whether the speculation policy has it drafted for ahead of its verdicts; its drafter is told
+    so."""
     draft_limit: int = NO_LIMIT
     """Draft levels that the policy finds worth verifying."""
     is_ended: bool = False
@@ -103,7 +106,7 @@ class Session:
     """Whether its K/V was copied when it was preempted, and is to be brought back."""
     constraint: Constraint | None = None
     """What it may emit, by its grammar and the limits of its ids; None: anything. It follows the
-    tokens that stand, so whatever was lost or preempted, it is where they are."""
+    accepted tokens, so whatever was lost or preempted, it is where they are."""
     ngram_fallback: NgramFallbackState | None = None
     """What drafts for it where its drafter does not, or does worse; None: nothing."""
 
@@ -208,7 +211,7 @@ class Session:
     @property
     def lacks_drafter(self) -> bool:
         """Whether it decodes plainly only because nobody has ever drafted for it. Where a drafter
-        did and is lost, or is suspect, lookups may stand in for it."""
+        did and is lost, or is stalled, lookups may stand in for it."""
         if (
             self.link_id is not None
             or self.has_stalled_drafter
@@ -228,7 +231,7 @@ class Session:
 
     @property
     def in_process_depth(self) -> int:
-        """How deep the draft of this process's own head may stand in the next round.
+        """How deep the draft of this process's in-process drafter may stand in the next round.
 
         The token budget does not bound it: what exceeds that is cut off the emission, and a round
         may be submitted before the budget left is known.
@@ -250,7 +253,7 @@ class Session:
 
     @property
     def awaits_proposal(self) -> bool:
-        """Whether the next round should wait for a proposal, within the patience."""
+        """Whether the next round should wait for a proposal, within the proposal timeout."""
         return self.link_id is not None and not self.has_stalled_drafter and self.draft_wanted
 
     def commit_tokens(self, tokens: Sequence[int], now: float) -> None:

@@ -1,7 +1,7 @@
-"""Simulated acceptance: at which rates drafts stand by chance, for benchmarks without real weights.
+"""Parses the draft acceptance rates of --simulated-acceptance, for benchmarks without weights.
 
-A round over K draft positions whose nodes stand with the same probability r, each given the one
-before it, emits 1 + r + r^2 + ... + r^K tokens on average.
+A round over K draft positions whose nodes are accepted with the same probability r, each given the
+one before it, emits 1 + r + r^2 + ... + r^K tokens on average.
 """
 
 from __future__ import annotations

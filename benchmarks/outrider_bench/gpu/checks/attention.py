@@ -1,8 +1,8 @@
 """Check and time paged tree attention and its companions at the shapes of Llama-3.1-8B.
 
 `python -m outrider_bench.gpu.checks.attention [--out FILE]` on the device: errors against float64,
-then CUDA-graph times of 32 layers, each with a cache of its own, for launch parameters around
-those in use. What it prints as best goes into `outrider.engine.kernels.attention.config`.
+then CUDA-graph times of 32 layers, each with a cache of its own, for launch parameters around those
+in use. Copy the configuration printed as best into `outrider.engine.kernels.attention.config`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ BOUND = 5e-3
 
 
 class AttentionShape(NamedTuple):
-    """A bucket and how much each of its sessions has in the cache."""
+    """A bucket and the context length of each of its sessions."""
 
     batch: int
     nodes: int

@@ -1,10 +1,10 @@
-"""The warper's kernels on a GPU: do they keep what they must, and what do they cost.
+"""Check and time the logits-processor kernels on a GPU.
 
     python -m outrider_bench.gpu.checks.logits_processor [--out FILE]
 
-Rows are checked against the host's warper, bit for bit, and against float64 probabilities. Times
-are microseconds of one call inside a CUDA graph (the median replay of many calls). Under two
-minutes in all.
+Rows are checked against the host's logits processor, bit for bit, and against float64
+probabilities. Times are microseconds of one call inside a CUDA graph (the median replay of many
+calls). Under two minutes in all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SESSIONS = (1, 8, 32, 64)
 NODES = 4
 VOCABULARIES = (49_152, 128_256)
 SCALES = (0.5, 3.0)
-"""Standard deviations of the logits: a flat law, and one like a language model's."""
+"""Standard deviations of the logits: a flat distribution, and one like a language model's."""
 HISTORY = 600
 SETTINGS: dict[str, SamplingParams] = {
     "nothing": SamplingParams(),
@@ -64,7 +64,7 @@ SETTINGS: dict[str, SamplingParams] = {
 
 
 class LogitsCase:
-    """Sessions of one setting, NODES rows each, a chain."""
+    """Sessions with one parameter set, a chain of NODES rows each."""
 
     def __init__(
         self, params: SamplingParams, sessions: int, vocab: int, scale: float, device: torch.device
@@ -164,7 +164,7 @@ def time_settings(device: torch.device) -> list[list[object]]:
 
 
 def _process_copy(case: LogitsCase) -> None:
-    """Of a row that was warped before, less is left to do."""
+    """Of a row that was processed by the logits processor before, less is left to do."""
     case.run(case.logits.clone())
 
 

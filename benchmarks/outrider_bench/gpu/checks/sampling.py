@@ -1,10 +1,10 @@
-"""Sampling and acceptance kernels on a GPU: do they agree with their twins, and what do they cost.
+"""Check and time the sampling and acceptance kernels on a GPU, against their PyTorch references.
 
     python -m outrider_bench.gpu.checks.sampling [--out FILE]
 
-Times are microseconds of one call inside a CUDA graph (the median replay of many calls); what is
-read was just read before, as in a round, where the product that makes the logits leaves a part of
-them in the cache. Under 90 seconds in all.
+Times are microseconds of one call inside a CUDA graph (the median replay of many calls). The inputs
+are partly in the cache, as in a round, where the product before leaves some of the logits there.
+Under 90 seconds in all.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _ints(count: int, device: torch.device) -> Tensor:
 
 
 def check(device: torch.device) -> list[tuple[str, bool]]:
-    """Agreement with the twins on this device."""
+    """Agreement with the PyTorch references on this device."""
     found = []
     slots = _ints(8, device)
     for vocab in (100, 8193, *VOCABULARIES):
@@ -162,7 +162,7 @@ def sparse_distribution(sessions: int, tokens: Tensor) -> SparseDistribution:
 
 
 def dense_distribution(sessions: int, device: torch.device) -> DenseChainDistribution:
-    """Uniform laws over every fourth id."""
+    """Uniform distributions over every fourth id."""
     shape = (sessions + 1, NODES - 1, DRAFT_VOCAB)
     columns = torch.full((VOCAB,), -1, dtype=torch.int32, device=device)
     target_ids = _ints(DRAFT_VOCAB, device) * 4
@@ -173,14 +173,17 @@ def dense_distribution(sessions: int, device: torch.device) -> DenseChainDistrib
 
 
 def time_acceptance(device: torch.device) -> list[list[object]]:
-    """Rows of (sessions, matching chain, matching tree, target-only, sparse law, dense law)."""
+    """Rows of (sessions, matching chain, matching tree, target-only, sparse distribution, dense
+    distribution)."""
     result: list[list[object]] = []
     for sessions in (1, 8, 64):
         rows = sessions * NODES
         logits = torch.randn(rows, VOCAB, device=device)
         slots, positions = _ints(sessions, device), _ints(rows, device)
         tokens = torch.randint(0, 4000, (rows,), dtype=torch.int32, device=device) * 4
-        chosen = tokens.view(sessions, NODES).roll(-1, dims=1).reshape(-1)  # all drafts stand
+        chosen = (
+            tokens.view(sessions, NODES).roll(-1, dims=1).reshape(-1)
+        )  # all drafts are accepted
         parents = (_ints(NODES - 1, device) - 1).repeat(sessions, 1)
         distributions = (
             None,
@@ -199,7 +202,9 @@ def time_acceptance(device: torch.device) -> list[list[object]]:
             drafts = (logits, chosen, tokens, None)
             row.append(
                 microseconds(
-                    partial(accept_sampled, *drafts, state=state, law=distribution, **common)
+                    partial(
+                        accept_sampled, *drafts, state=state, distribution=distribution, **common
+                    )
                 )
             )
         result.append(row)

@@ -1,4 +1,4 @@
-"""What the device benchmarks share: flags, models that are loaded once, tables."""
+"""Shared state of the device benchmarks: flags, models that are loaded once, tables."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Bench:
-    """The flags, resolved, and the models loaded so far."""
+    """Resolved flags, and the models loaded so far."""
 
     args: argparse.Namespace
     memo: dict[Hashable, Any] = field(default_factory=dict)

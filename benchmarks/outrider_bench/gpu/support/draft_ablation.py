@@ -1,4 +1,4 @@
-"""Ideas 1 and 2 in whole drafts: trees ranked by products, chains that choose after a softmax."""
+"""Ablation of whole drafts: product-ranked trees, and chains chosen after a softmax."""
 
 from __future__ import annotations
 

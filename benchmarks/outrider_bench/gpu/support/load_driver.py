@@ -1,4 +1,4 @@
-"""Many sessions at once through a verifier service, and what their streams looked like."""
+"""Load driver: runs many concurrent sessions through a verifier service and records streams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Clock(Protocol):
 
 @dataclass(slots=True)
 class SessionStreamLog:
-    """One session as its reader saw it."""
+    """Tokens and arrival times of one session as its reader received them."""
 
     opened: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class SessionStreamLog:
 
 @dataclass(slots=True)
 class ServiceWave:
-    """Sessions that were served at the same time, `concurrency` of them at a time."""
+    """Sessions of one wave, `concurrency` of them at a time."""
 
     streams: list[SessionStreamLog]
     concurrency: int

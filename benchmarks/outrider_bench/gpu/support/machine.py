@@ -1,4 +1,4 @@
-"""What benchmarks know of a GPU's machine; imports nothing that needs one."""
+"""Constants of the GPU machine for benchmarks; imports nothing that needs a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models built in memory on a device: random weights in a large shape, or a widened small model.
+"""Models built in device memory: random weights in a large shape, or a widened small model.
 
-Random weights cost what trained ones cost and mean nothing: acceptance with them is simulated or
-left out. Every layer has weights of its own, so that no cache holds them.
+Random weights cost the same as trained ones, but their output is meaningless: acceptance with them
+is simulated or left out. Every layer has its own weights, so that no cache holds them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The seam to the engine: everything that the benchmarks know of its construction is here."""
+"""Verifier services for the benchmarks; all knowledge of the engine's construction is here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MAX_TREE_NODES = 64
 
 @dataclass(slots=True, kw_only=True)
 class LoadedModels:
-    """A target and its head in this process, and where a drafter process finds its files."""
+    """A target and its in-process drafter, and the location of the files for a drafter process."""
 
     name: str
     """What the results call it: it says whether weights are random."""
@@ -63,7 +63,7 @@ class LoadedModels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSetup:
-    """How to serve."""
+    """Serving parameters of a benchmark."""
 
     placement: str = PLAIN
     draft_length: int = 3
@@ -87,7 +87,7 @@ class ServingSetup:
     busy_polling_cores: int = 0
     """Cores that verifier and drafter process each keep from going idle."""
     sampled: bool = False
-    """Whether sessions of the coin rules will be served."""
+    """Whether sessions of the rules with randomized acceptance will be served."""
 
     @property
     def plan(self) -> SpeculationPlan:
@@ -298,7 +298,7 @@ async def _drafter_process(running: RunningService) -> AsyncIterator[None]:
         "dtype": str(models.target.dtype).removeprefix("torch."),
         "device": running.drafter_device,
         "drafter-id": str(DRAFTER),
-        "awake-cores": str(running.setup.busy_polling_cores),
+        "busy-polling-cores": str(running.setup.busy_polling_cores),
         "log-level": "WARNING",
     }
     arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]

@@ -1,4 +1,4 @@
-"""Parts of a round by themselves: the verify graph and the draft graph, timed on the device."""
+"""Device times of single parts of a round: the verify graph and the draft graph."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _wall_ms(fn: Callable[[], None]) -> float:
 
 
 class VerifyBench:
-    """Verify rounds of rows with a given context, acceptance and the target's head included."""
+    """Times verify rounds of rows with a given context, including acceptance and the LM head."""
 
     def __init__(
         self, models: LoadedModels, *, max_rows: int, max_tokens: int, graphs: bool
@@ -123,32 +123,32 @@ class VerifyBench:
         slots, rounds, pool = self._runner._slots, self._runner.rounds, self._models.target.pool
         length = self._max_tokens + _ROOM
         sequences: list[KVSequence] = [pool.allocate(length) for _ in range(rows)]
-        places = [slots.open(sequence) for sequence in sequences]
+        places = [slots.open_slot(sequence) for sequence in sequences]
         try:
             for place, sequence in zip(places, sequences, strict=True):
-                slots.begin(place, sequence, SamplingParams(), length=context + 1, root=5)
-            slots.tell()
+                slots.begin_session(place, sequence, SamplingParams(), length=context + 1, root=5)
+            slots.upload_changes()
             inputs = RoundRows.of_rows([RoundRow(place, self._tree(nodes)) for place in places])
             drafts = DraftKind.NONE if nodes == 1 else DraftKind.CHAIN
             if nodes > _CHAIN_NODES:
                 drafts = DraftKind.TREE
 
             def launch() -> None:
-                rounds.launch(
-                    inputs, drafts=drafts, acceptance_mode=AcceptanceMode.MATCH, features=False
+                rounds.launch_round(
+                    inputs, drafts=drafts, judge=AcceptanceMode.MATCH, features=False
                 )
 
             launch()
             launch()
-            self._recorder.take()
+            self._recorder.take_spans()
             if self._models.target.device.type != "cuda":
                 return [_wall_ms(launch) for _ in range(repeats)]
             for _ in range(repeats):
                 launch()
-            return [span.end_ms - span.start_ms for span in self._recorder.take()]
+            return [span.end_ms - span.start_ms for span in self._recorder.take_spans()]
         finally:
             for place, sequence in zip(places, sequences, strict=True):
-                slots.close(place)
+                slots.close_slot(place)
                 sequence.release()
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class VerifyBench:
 
 
 class DraftBench:
-    """The head's catch-up, chain and tree by themselves, on sessions with contexts of one length.
+    """Times the head's catch-up, chain and tree on sessions with contexts of one length.
 
     The sessions of the latest inputs are the only ones: what was made before must not run again.
     """
@@ -249,8 +249,10 @@ class DraftBench:
         assert self._models.head is not None
         self._sequences = [target.pool.allocate(self._max_tokens) for _ in range(rows)]
         for place, sequence in enumerate(self._sequences):
-            slots.begin(place, sequence, SamplingParams(), length=context + new_rows + 1, root=5)
-        slots.tell()
+            slots.begin_session(
+                place, sequence, SamplingParams(), length=context + new_rows + 1, root=5
+            )
+        slots.upload_changes()
         generator = torch.Generator(target.device).manual_seed(0)
 
         def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -264,7 +266,7 @@ class DraftBench:
         )
         return NewRows(
             slots=torch.arange(rows, dtype=torch.int32, device=target.device),
-            tables=slots.new_sequence.tables,
+            tables=slots.sequence.tables,
             tokens=integers(0, target.vocab_size, rows, new_rows),
             features=features,
             counts=integers(new_rows, new_rows + 1, rows),

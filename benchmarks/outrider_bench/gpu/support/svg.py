@@ -1,5 +1,7 @@
-"""A timeline as a picture: one row a track, one bar a span, a mark a moment, a scale in
-milliseconds."""
+"""SVG rendering of a timeline: one row a track, one bar a span, a scale in milliseconds.
+
+Moments are drawn as marks.
+"""
 
 from __future__ import annotations
 

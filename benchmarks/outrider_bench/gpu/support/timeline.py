@@ -1,4 +1,4 @@
-"""What happened when in a run of rounds: host spans, device spans, and the gaps between them.
+"""Timeline of a run of rounds: host spans, device spans, and the gaps between them.
 
 Device spans come from events (`outrider.engine.device.device_timeline`), host spans from wrapped
 methods; `align` puts both on the host's clock. Off a CUDA device there are host spans only.

@@ -1,4 +1,4 @@
-"""Timelines as files that Perfetto and chrome://tracing open (the Trace Event Format)."""
+"""Timeline files in Trace Event Format, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees ranked by products of probabilities in bfloat16, beside the sums of log-probs used here."""
+"""Draft trees ranked by bfloat16 products of probabilities, compared with sums of log-probs."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def torn_tree(sums: bool) -> dict[str, int]:
 
 
 class ProductGrowth(BeamGrowth):
-    """The same growth, ranked by bfloat16 products of probabilities (ties still go to parents,
-    so that its trees stay whole)."""
+    """Tree growth ranked by bfloat16 products of probabilities (ties go to parents, so that its
+    trees stay connected)."""
 
     def __init__(self, *, num_nodes: int, top_k: int, depth: int) -> None:
         super().__init__(num_nodes=num_nodes, top_k=top_k, depth=depth)

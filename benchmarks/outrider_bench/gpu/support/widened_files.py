@@ -1,4 +1,4 @@
-"""Writing a widened model and head to disk, as checkpoints that load like any other."""
+"""Writes a widened model and head to disk, as checkpoints that load like any other."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A small Llama model and its EAGLE-3 head at the same function and a large model's cost.
+"""Widening of a small Llama model and its EAGLE-3 head: same function, cost of a large model.
 
 Every matrix grows to the shape of a larger model. The residual stream stays exactly zero in the
-added dimensions, so what reads them may hold anything (noise), and what writes to them must be
-zero. RMSNorm averages over more dimensions: with h live ones of H its weight takes the factor
-sqrt(h / H) and its eps the factor h / H. Added heads, MLP channels and layers read by random
+added dimensions, so weights that read them may hold anything (noise), and weights that write to
+them must be zero. RMSNorm averages over more dimensions: with h live ones of H its weight takes the
+factor sqrt(h / H) and its eps the factor h / H. Added heads, MLP channels and layers read by random
 weights and write by zero weights; added layers stand at the end, so that tapped layers keep their
 ids. The vocabulary stays: an added row could win an argmax or take probability.
 

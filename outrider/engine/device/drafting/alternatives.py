@@ -1,4 +1,4 @@
-"""The best ids at rows of draft logits, and what else might have been drafted.
+"""Alternative candidate ids for each drafted token, ranked from draft logits.
 
 R rows, B sessions, c ids a row, Vd draft vocabulary.
 """
@@ -28,12 +28,14 @@ def ranked_alternatives(
     ids: Tensor,
     temperatures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The best target ids int32 [R, c] by the law of softmax(logits / T), those of coupled sessions
-    by shared noise, best first, -1 where there are no more; and their log-probs float32 [R, c].
+    """The best target ids int32 [R, c] by the distribution of softmax(logits / T), those of coupled
+    sessions by shared noise, best first, -1 where there are no more; and their log-probs float32
+    [R, c].
 
-    logits: float32 or bfloat16 [R, Vd], warped, as many rows of each session as of the others;
-    owners: int32 [B], their slots; following: int32 [R], the position that each row drafts for;
-    ids: integer [Vd], the target id of each column; temperatures: float32 [R]; None: 1.
+    logits: float32 or bfloat16 [R, Vd], processed by the logits processor, as many rows of each
+    session as of the others; owners: int32 [B], their slots; following: int32 [R], the position
+    that each row drafts for; ids: integer [Vd], the target id of each column; temperatures: float32
+    [R]; None: 1.
     """
     logprobs, columns = log_softmax_topk(logits, count, temperatures=temperatures)
     put_coupled_topk(logprobs, columns, logits, state, owners, following, ids=ids)

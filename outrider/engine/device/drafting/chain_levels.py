@@ -1,7 +1,9 @@
-"""Own chains that are drafted level by level, because only the host knows what may be drafted at
-each: what the head thinks of a place does not depend on that, so it runs while the host finds out.
+"""Level-by-level drafting of in-process chains, so that the host can mask each level by grammar.
 
-X session slots, B sessions of a pass, n own drafts, H hidden size, Vd draft vocabulary.
+The head's logits of a level do not depend on the mask, so they are computed while the host finds
+the mask.
+
+X session slots, B sessions of a pass, n in-process drafts, H hidden size, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from outrider.engine.kernels.sampling import choose_tokens
 
 
 class ChainLevelDrafter:
-    """`see`, or `step`, then `choose`, for each level; all look at no value."""
+    """Drafts chains level by level: run the head, then choose tokens; never synchronises."""
 
     def __init__(
         self,
@@ -37,8 +39,8 @@ class ChainLevelDrafter:
         distribution: DenseChainDistribution,
         warp: LogitsSlots,
     ) -> None:
-        """weights: of the head that `program` drafts by; tokens int32 [X, n]: the chains; law: what
-        they are drawn from; both are written."""
+        """weights: of the head that `program` drafts by; tokens int32 [X, n]: the chains;
+        distribution: what they are drawn from; both are written."""
         self._program, self._slots, self._kept = program, slots, kept
         self._tokens, self._distribution, self._warp = tokens, distribution, warp
         dtype, device = weights.lm_head.dtype, weights.lm_head.device

@@ -1,13 +1,13 @@
-"""What drafts on a device: one interface for heads over features and for small models.
+"""Interface of draft model forwards on a device, for feature heads and small models.
 
-Every function launches kernels and looks at no value, so that a whole draft can be one CUDA graph;
-on a CPU the same code runs on the kernels' torch twins.
+Every function launches kernels without reading values on the host, so that a whole draft can be one
+CUDA graph; on a CPU the same code runs on the kernels' PyTorch references.
 
-B sessions, R new rows a session, N nodes of a given tree, P = 1 + N places (the root's, then the
+B sessions, R new rows a session, N nodes of a given tree, P = 1 + N positions (the root's, then the
 nodes'), F width of a feature, H width of an output, V target vocabulary, Vd draft vocabulary, L
-layers, G key/value heads, S pool slots, d head dimension, X session slots, T blocks of a table.
-Row r of a session has K/V slot and draft position r. The live row is the newest one, the only one
-whose prediction is wanted.
+layers, G key/value heads, S pool slots, d head dimension, X session slots, T blocks of a table. Row
+r of a session has K/V slot and draft position r. The live row is the newest one, the only one whose
+prediction is used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ProposalNodes(NamedTuple):
 
 
 class RowPositions(NamedTuple):
-    """Where the rows of one forward stand."""
+    """Positions and slots of the rows of one forward."""
 
     positions: Tensor
     """int32 [M]."""
@@ -68,7 +68,7 @@ class RowPositions(NamedTuple):
 
 
 class AttentionContext(NamedTuple):
-    """What attention needs beside the queries."""
+    """Inputs of attention other than the queries."""
 
     tables: Tensor
     slots: Tensor
@@ -77,7 +77,7 @@ class AttentionContext(NamedTuple):
 
 
 class DraftVocabulary(NamedTuple):
-    """Which target ids can be drafted."""
+    """Target ids that can be drafted."""
 
     target_ids: Tensor
     """int64 [Vd]: target id of every draft id."""
@@ -97,7 +97,7 @@ class DraftVocabulary(NamedTuple):
 
 
 class DraftForward(ABC):
-    """Forwards of what drafts. K/V lives in a paged storage of the caller.
+    """Forward passes of a draft model over K/V in a paged storage of the caller.
 
     A session's table must hold all rows that are written: what is past its end is not kept. Rows of
     a session with count 0 (padding) are written nowhere; what is computed for them is not defined.
@@ -144,7 +144,7 @@ class DraftForward(ABC):
         return found if self.first_token else found._replace(following=found.following - 1)
 
     def proposal_layout(self, given: ProposalNodes, live: Tensor) -> ProposalLayout:
-        """Where given nodes stand below live rows int32 [B]; see `given_layout`."""
+        """Where given nodes are accepted below live rows int32 [B]; see `given_layout`."""
         found = layout_proposals(given.parents, live)
         return found if self.first_token else found._replace(following=found.following - 1)
 

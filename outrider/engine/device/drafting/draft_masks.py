@@ -1,4 +1,4 @@
-"""What grammars allow a head to draft: bits that are uploaded for the sessions that have any.
+"""Allowed-token masks of in-process drafts, uploaded for sessions with a grammar.
 
 L levels that can be masked, B rows of a launch, C rows of bits, W words of 32 target ids.
 """
@@ -23,8 +23,8 @@ Masks = NDArray[np.uint32]
 
 
 class DraftTokenMasks:
-    """Static tensors, filled before a launch, in the order of the stream. Launches of drafts that
-    nobody masks upload nothing."""
+    """Static mask tensors, filled before a launch in stream order. Launches without masked drafts
+    upload nothing."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Drafting on static device tensors: chains and dynamic trees, whatever drafts them.
+"""Drafting of chains and dynamic trees on static device tensors, for any `DraftForward`.
 
-Every function launches kernels and looks at no value, see `draft_forward`.
+Every function launches kernels without reading values on the host, see `draft_forward`.
 
 B sessions, R new rows a session, K chain length, F frontier rows of a tree step, n tree nodes,
 k candidates a row, H width of an output, Vd draft vocabulary.
@@ -45,21 +45,22 @@ from outrider.engine.kernels.session_tensors import LogitsProcessorState, Sampli
 
 
 class ChainDraft(NamedTuple):
-    """One chain a session."""
+    """Drafted chains, one a session."""
 
     tokens: Tensor
     """int32 [B, K]: target ids."""
     columns: Tensor
     """int32 [B, K]: draft ids."""
     distributions: ChainDistributions | None = None
-    """The laws that the tokens were drawn from in a form that can be shipped, if asked for."""
+    """The distributions that the tokens were drawn from in a form that can be shipped, if asked
+    for."""
     alternatives: Tensor | None = None
     """int32 [B, K, NUM_OTHERS]: target ids that might have been drafted at each level, best first,
     -1 where there are no more; if asked for."""
 
 
 class DraftProgram:
-    """Drafts by one forward as functions of device tensors.
+    """Drafts with one `DraftForward`, as functions of device tensors.
 
     A session's table must hold the rows up to live + K - 1 (chains) or live + (depth - 1) * F
     (trees).
@@ -93,10 +94,10 @@ class DraftProgram:
         Greedy and target-only sessions take the mode, coupled ones the target's noise, rejection
         ones draw from softmax(logits / T). own_laws: float32 [X, >= K, Vd], by slot and level,
         where these are kept for `accept_sampled`; None: nowhere. warp: what sessions do to draft
-        logits; None: nothing. law_limits: draw from laws within these instead, and return them;
-        rejection sessions only. drawing: whose rule, warper and noise; None: those of the rows'
-        slots. legal: what may be drafted at each level; None: anything. with_others: asks for
-        these.
+        logits; None: nothing. law_limits: draw from distributions within these instead, and return
+        them; rejection sessions only. drawing: whose rule, logits processor and noise; None: those
+        of the rows' slots. legal: what may be drafted at each level; None: anything. with_others:
+        asks for these.
         """
         forward = self.forward
         layout = forward.layout(rows, num_steps=length - 1)

@@ -1,6 +1,6 @@
-"""How the drafts of a launch are drawn, where the K/V slots of its rows do not say it.
+"""Sampling state of draft rows that differs from the state of their K/V slots.
 
-B sessions or branches, W tokens that the warper's state has not counted.
+B sessions or branches, W tokens that the logits-processor state has not counted yet.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from outrider.spec.noise import NoiseStream
 
 
 class DraftSampling(NamedTuple):
-    """Whose sampling each row of the batch follows."""
+    """Sampling slots, noise keys and uncounted tokens of the rows of a draft batch."""
 
     owners: Tensor
-    """int32 [B]: slots of the sampling state and of the warper's."""
+    """int32 [B]: slots of the sampling state and of the logits processor's."""
     draft_keys: Tensor
-    """int64 [B]: keys of the DRAFT noise that laws are drawn with."""
+    """int64 [B]: keys of the DRAFT noise that distributions are drawn with."""
     pending_tokens: Tensor | None = None
-    """int32 [B, W]: draft ids of tokens that count as output beside those that the warper's state
-    knows; -1: none. None: there are none."""
+    """int32 [B, W]: draft ids of tokens that count as output beside those that the logits
+    processor's state knows; -1: none. None: there are none."""
 
     def sampling_state(self, state: SamplingState) -> tuple[SamplingState, Tensor]:
         """The sampling state by row of the batch, under the rows' own keys, and slots int32 [B]."""

@@ -1,4 +1,4 @@
-"""The forwards of an EAGLE-3 head (Li et al. 2025): one layer over features of the target.
+"""Forward of an EAGLE-3 head (Li et al. 2025): one layer over features of the target.
 
 B sessions, R new rows a session, H hidden size, M rows of a step. Row i pairs feature f_i with
 token t_{i+1}.
@@ -27,7 +27,7 @@ from outrider.engine.kernels.norm import rms_norm
 
 
 class HeadForward(DraftForward):
-    """A head; x is its output feature, which stands in the place of the target's own."""
+    """`DraftForward` of an EAGLE-3 head; x is its output feature, which replaces the target's."""
 
     def __init__(
         self, weights: HeadWeights, *, storage: Tensor, block_tokens: int, max_len: int

@@ -1,4 +1,4 @@
-"""The tensors of an EAGLE-3 head, for kernels that fuse more than its modules.
+"""Weight tensors of an EAGLE-3 head, for kernels that fuse several of its modules.
 
 H hidden size, I MLP size, Q query heads, G key/value heads, d head dimension, V target vocabulary,
 Vd draft vocabulary.
@@ -20,7 +20,7 @@ from outrider.errors import FailedPreconditionError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadWeights:
-    """One EAGLE-3 head. Projections are [out, in]."""
+    """Weight tensors of one EAGLE-3 head. Projections are [out, in]."""
 
     config: HeadConfig
     embedding: Tensor

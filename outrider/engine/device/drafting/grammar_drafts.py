@@ -1,6 +1,8 @@
-"""Own drafts that follow grammars: drawn under masks, chains level by level, and read by the host.
+"""In-process drafts under grammars: drafted with masks and read back by the host.
 
-X session slots, B rows of a pass, n own drafts.
+Chains are drafted level by level, trees at once.
+
+X session slots, B rows of a pass, n in-process drafts.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from outrider.engine.device.transfer.uploads import upload_int32s
 
 
 class GrammarDraftBuffer:
-    """The drafts of an own head as the host sees them. It waits for the device: only sessions in a
-    grammar are asked about."""
+    """Host access to the drafts of sessions with a grammar. Reads wait for the device, so it is
+    only used for such sessions."""
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class GrammarDraftBuffer:
     def _tell(
         self, slots: Sequence[int], level: int, allowed_tokens: Sequence[Masks | None] = ()
     ) -> int:
-        """Whom the next passes are for, which level, and what is legal there; rows of their
+        """Whom the next passes are for, which level, and what is allowed there; rows of their
         bucket."""
         rows = bucket_for(len(slots), ROW_BUCKETS)
         told = np.full(2 * rows, self._head.padding, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""A draft head in the verifier's own process (colocated and fused placement).
+"""Draft head inside the verifier process (colocated and fused placement).
 
 X session slots, n drafts, Vd draft vocabulary. The head's K/V has the slots of the target's pool
 and is addressed by the same block tables.
@@ -28,7 +28,7 @@ from outrider.spec.plan import default_depth
 
 
 class InProcessDraftShape(NamedTuple):
-    """What the head drafts for every round of every session."""
+    """Shape of the drafts that the head makes for every session and round."""
 
     num_nodes: int
     """n: drafts, the root not counted."""
@@ -52,13 +52,13 @@ class InProcessDraftShape(NamedTuple):
     @property
     def extra_slots(self) -> int:
         """K/V slots that may be written past those that the host knows to be committed: two rounds
-        may be unsettled, and the steps of the next drafts stand behind them."""
+        may be unsettled, and the steps of the next drafts are accepted behind them."""
         width = min(self.top_k, self.num_nodes) if self.is_tree else 1
         return 2 * (1 + self.num_nodes) + max(0, self.levels - 1) * width
 
 
 class InProcessDrafter:
-    """Drafts for every session, on the device."""
+    """Drafts for every session on the verifier's device."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class InProcessDrafter:
         """int32 [X, n]: their parents (see `ConstrainedTree`), PADDING_NODE: no node. None:
         chains."""
         self.distribution: DenseChainDistribution | None = None
-        """The laws that chains were drawn from, kept with the session until they are used. Trees
-        have none: the rejection rule judges them target-only."""
+        """The distributions that chains were drawn from, kept with the session until they are used.
+        Trees have none: the rejection rule judges them target-only."""
         self.warp = LogitsSlots(
             count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
         )
@@ -138,7 +138,7 @@ class InProcessDrafter:
 
     def draft_round(self, rows: NewRows, *, sampled: bool) -> None:
         """Catch up on real rows and draft for each of their sessions. sampled: whether any session
-        may warp its logits or need the laws of its drafts."""
+        may warp its logits or need the distributions of its drafts."""
         if sampled:
             self.kept.store_rows(rows)
         if self.parents is not None:

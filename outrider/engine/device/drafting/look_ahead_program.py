@@ -1,14 +1,13 @@
-"""Drafting for what has not happened, on static device tensors.
+"""Look-ahead drafting on static device tensors: drafts for outcomes of an unverified proposal.
 
-A live proposal is run once more as it stands, its tokens given (`score`): the outputs at its places
-say what may follow there, and a head's are the own features of the branches that begin there. A
-branch is drafted like a session (`DraftProgram.draft_chain`, `tree`) over a block table of its own,
-which begins with the blocks of the session (`fork`): of the prefix at most one partly filled block
-is copied.
+A live proposal is run once more with its tokens given: the outputs at its positions predict the
+next token there, and with a head they are the features of the branches that start there. A branch
+is drafted like a session (`DraftProgram.draft_chain` or a tree) over its own block table, which
+starts with the blocks of the session: at most one partly filled block of the prefix is copied.
 
-B sessions or branches, R rows of a branch's path, N nodes of a proposal, P = 1 + N places (the
-root's, then the nodes'), c candidates a place, F width of a feature, X session slots, T blocks of a
-table, S blocks of a branch's own, V branches that there are blocks for.
+B sessions or branches, R rows of a branch's path, N nodes of a proposal, P = 1 + N positions (the
+root's, then the nodes'), c candidates a position, F width of a feature, X session slots, T blocks
+of a table, S blocks of a branch's own, V branches with blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from outrider.engine.kernels.session_tensors import LogitsProcessorState, Sampli
 
 
 class CandidateScores(NamedTuple):
-    """What may follow at each place; places without a node have anything."""
+    """Candidates of the next token at each position; positions without a node hold arbitrary
+    values."""
 
     tokens: Tensor
     """int32 [B, P, c]: target ids, best first; -1: there is none."""
@@ -39,7 +39,7 @@ class CandidateScores(NamedTuple):
 
 
 class OutcomeRows(NamedTuple):
-    """Paths of branches; those of a row past its count are not there, but must be finite."""
+    """Paths of branches; rows past a branch's count are padding but must be finite."""
 
     owners: Tensor
     """int32 [B]: the session slot of each branch."""
@@ -56,7 +56,7 @@ class OutcomeRows(NamedTuple):
 
 
 class LookAheadProgram(DraftProgram):
-    """A `DraftProgram` that also drafts for outcomes."""
+    """A `DraftProgram` that also drafts for outcomes of unverified proposals."""
 
     def score_proposals(
         self,
@@ -68,8 +68,9 @@ class LookAheadProgram(DraftProgram):
         sweeps: int,
         warp: LogitsProcessorState | None = None,
     ) -> CandidateScores:
-        """Catch up, run given proposals and offer `count` tokens at every place, by the law of
-        softmax(logits / T), those of coupled sessions by shared noise. warp: as for `chain`.
+        """Catch up, run given proposals and offer `count` tokens at every place, by the
+        distribution of softmax(logits / T), those of coupled sessions by shared noise. warp: as for
+        `chain`.
 
         sweeps: see `DraftForward.run_proposal`. A session's table must hold the rows up to live +
         N.

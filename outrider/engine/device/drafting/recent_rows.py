@@ -1,4 +1,4 @@
-"""The newest draft rows of every session, by slot: what drafts begin from that are made later.
+"""Newest draft rows of every session, kept on the device as input of later drafts.
 
 X session slots, R rows of a session at most, B sessions of a pass, H hidden size.
 """
@@ -13,7 +13,7 @@ from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 
 
 class RecentRows:
-    """Static tensors, written and read in the order of the stream."""
+    """Static tensors with the newest rows of each slot, written and read in stream order."""
 
     def __init__(
         self, slots: DeviceSessionSlots, *, max_rows: int, hidden_size: int, dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""The forwards of a small model that drafts: rows are tokens, and every row is exact.
+"""Forward of a small draft model: rows are tokens, and all its K/V is exact.
 
 B sessions, R new rows a session, N nodes of a given tree, H hidden size, M rows of a step, V target
 vocabulary. Row r holds token t_r at position r.
@@ -30,7 +30,7 @@ _CHUNK_ROWS: Final = 64
 
 
 class ModelForward(DraftForward):
-    """A language model with the target's tokenizer; x is the output of its last layer."""
+    """`DraftForward` of a small language model; x is the output of its last layer."""
 
     feature_size = 0
     keeps_proposal_kv = True

@@ -1,4 +1,4 @@
-"""CUDA graphs by key, with an eager mode of the same code."""
+"""CUDA graph cache by key, with an eager mode of the same code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class GraphCache:
-    """Replays functions of static tensors.
+    """Captures and replays functions of static tensors, one CUDA graph a key.
 
     A function reads only tensors that stay where they are, never waits for the device and never
     looks at values on the host; what it returns (a tensor, or tuples of tensors and None) is

@@ -1,6 +1,6 @@
-"""The bounded family of shapes that a device's rounds run in (pure).
+"""Bounded set of batch shapes of a device's rounds. Pure.
 
-All of it is captured before the first request; no request can widen it.
+All shapes are captured before the first request; no request can add one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.engine.device.graphs.shapes import (
 
 
 class ShapeFamily:
-    """The shapes of one engine."""
+    """Batch shapes of one engine, all captured at startup."""
 
     def __init__(
         self, *, max_rows: int, max_nodes: int, in_process_nodes: int, features: bool, judges: bool
@@ -36,7 +36,7 @@ class ShapeFamily:
         outside, the root included, 1 if there are none; `in_process_nodes`: nodes of a row with own
         drafts, 0 without. With them drafts from outside (a lookup's, say) are the exception, and
         have few sizes; `features`: whether a projection is there; `judges`: whether rules that
-        toss coins are served."""
+        toss random draws are served."""
         self._max_rows = max_rows
         self._max_nodes = max_nodes
         self._in_process_nodes = in_process_nodes
@@ -53,10 +53,10 @@ class ShapeFamily:
         """Rows with drafts from outside, of up to `nodes` nodes each, that one launch may have."""
         most = self._most_rows.get(nodes)
         if most is None:
-            most = self._most_rows[nodes] = self._most_rows_of(nodes)
+            most = self._most_rows[nodes] = self._max_rows_of(nodes)
         return most
 
-    def _most_rows_of(self, nodes: int) -> int:
+    def _max_rows_of(self, nodes: int) -> int:
         if nodes == 1:
             return self._max_rows
         _, size = self._drafted(DraftKind.TREE, nodes, mixed=False)
@@ -77,7 +77,7 @@ class ShapeFamily:
         features: bool,
         chunks: int,
     ) -> RoundShape:
-        """The shape of a round of so many rows and pieces; `nodes`: the most of any row,
+        """The shape of a round of so many rows and prefill chunks; `nodes`: the most of any row,
         `features`: whether any is to be kept."""
         key = (rows, nodes, drafts, judge, features, chunks)
         shape = self._found.get(key)
@@ -97,7 +97,8 @@ class ShapeFamily:
         mixed = rows > 0 and chunks > 0
         piece_sizes = MIXED_CHUNK_BUCKETS if mixed else CHUNK_BUCKETS
         drafts, nodes = self._drafted(drafts, nodes, mixed=mixed)
-        # Judging any rule costs next to nothing where all compare tokens; own laws do cost.
+        # Judging any rule costs next to nothing where all compare tokens; in-process draft
+        # distributions do cost.
         if drafts is not DraftKind.IN_PROCESS or judge not in self._judges:
             judge = self._judges[-1]
         if rows:

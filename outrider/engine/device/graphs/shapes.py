@@ -1,7 +1,8 @@
-"""Which bucket a round runs in: a graph is captured for each, so they are few (pure).
+"""Batch shapes (buckets) of rounds, the keys of CUDA graphs. Pure.
 
-A round's rows are sessions that decode, N nodes each, and pieces of prompts: up to PIECE_TOKENS
-consecutive tokens of one session, which may have several in one round.
+Every bucket has a captured graph, so there are few. A round's rows are sessions that decode, N
+nodes each, and prefill chunks: up to PREFILL_CHUNK_TOKENS consecutive tokens of one session, which
+may have several in one round.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ TREE_BUCKETS: Final = (8, 17, 33, 64, 65, 129)
 """Nodes of a row, the root included; unused ones are absent nodes. Chains that are longer than the
 last of theirs run as trees."""
 CHUNK_TOKENS: Final = 32
-"""Prompt tokens of a piece. Beside many sessions each row counts, those of a piece's free end too.
+"""Prompt tokens of a prefill chunk. Beside many sessions each row counts, those of a prefill
+chunk's free end too.
 """
 CHUNK_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """Pieces of prompts in a round of nothing else; unused ones are absent."""
 MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
 MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
-"""Sessions that decode in a round with pieces, and nodes of their chains: few, for each is captured
-with every size of pieces."""
+"""Sessions that decode in a round with prefill chunks, and nodes of their chains: few, for each is
+captured with every size of prefill chunks."""
 FEW_CHAIN_BUCKETS: Final = (5, 8)
 FEW_TREE_BUCKETS: Final = (17, 65, 129)
-"""Nodes of a row with drafts from outside where a head in this process drafts for nearly all: few
+"""Nodes of a row with drafts from outside where an in-process drafter drafts for nearly all: few
 sizes, and prompts never share their launch."""
 MIXED_CHUNK_BUCKETS: Final = (1, 2, 3, 5, 8, 16)
 """Pieces in a round in which sessions decode: six sizes. 1 is what is left of a prompt that begins
@@ -43,7 +45,7 @@ MAX_TOKEN_ROWS: Final = 2048
 
 
 class DraftKind(StrEnum):
-    """Where the drafts of a round come from."""
+    """Source of the drafts of a round."""
 
     NONE = "none"
     CHAIN = "chain"
@@ -51,16 +53,17 @@ class DraftKind(StrEnum):
     TREE = "tree"
     """The host, with branches."""
     IN_PROCESS = "own"
-    """The head in this process; they never leave the device."""
+    """The in-process drafter; they never leave the device."""
 
 
 class AcceptanceMode(StrEnum):
-    """How much of the acceptance runs on the device."""
+    """Part of the acceptance that runs on the device."""
 
     MATCH = "match"
-    """Greedy and coupled rows whose logits are not warped: a comparison of tokens."""
+    """Greedy and coupled rows whose logits are not processed by the logits processor: a comparison
+    of tokens."""
     SAMPLED = "sampled"
-    """Any rule and any warper."""
+    """Any rule and any logits processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ class RoundShape:
     """A bucket: the key of a graph."""
 
     rows: int
-    """B; 0 in a round of nothing but pieces."""
+    """B; 0 in a round of nothing but prefill chunks."""
     nodes: int
     """N, the root included."""
     draft_kind: DraftKind
@@ -76,11 +79,11 @@ class RoundShape:
     has_features: bool
     """Whether projected features are computed."""
     chunks: int = 0
-    """Q pieces of prompts, of P = PIECE_TOKENS rows each."""
+    """Q prefill chunks, of P = PREFILL_CHUNK_TOKENS rows each."""
 
     @property
     def has_distributions(self) -> bool:
-        """Whether rows may bring draft laws from outside."""
+        """Whether rows may bring draft distributions from outside."""
         return self.acceptance_mode is AcceptanceMode.SAMPLED and self.draft_kind in (
             DraftKind.CHAIN,
             DraftKind.TREE,
@@ -88,7 +91,7 @@ class RoundShape:
 
     @property
     def can_be_undrafted(self) -> bool:
-        """Whether own drafts may be left until the host has seen the outcome."""
+        """Whether in-process drafts may be left until the host has seen the outcome."""
         return (
             self.draft_kind is DraftKind.IN_PROCESS
             and self.acceptance_mode is AcceptanceMode.SAMPLED

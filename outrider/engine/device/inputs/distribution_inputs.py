@@ -1,6 +1,6 @@
-"""Draft laws from outside on their way to the device.
+"""Upload of remote drafters' draft distributions into static device memory.
 
-B rows of a bucket, N nodes a row, E law entries of all rows of a launch.
+B rows of a bucket, N nodes a row, E distribution entries of all rows of a launch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from outrider.engine.kernels.acceptance.randomized import SparseDistribution
 from outrider.spec.draft_distribution import DraftDistribution
 
 MAX_FULL_DISTRIBUTIONS: Final = 64
-"""Rows of a launch whose laws may all be as large as a drafter makes them."""
+"""Rows of a launch whose distributions may all be as large as a drafter makes them."""
 _STEP: Final = 4096
 """Entries are sent in multiples of this: uploads of few sizes."""
 
 
 class DistributionInputs:
-    """Static memory for the laws of one launch, shared by the graphs of all shapes.
+    """Static memory for the distributions of one launch, shared by the graphs of all shapes.
 
-    A graph reads its offsets and, between them, the entries; laws that find no room are left out,
-    and their rows are judged target-only.
+    A graph reads its offsets and, between them, the entries; distributions that find no room are
+    left out, and their rows are judged target-only.
     """
 
     def __init__(self, *, max_rows: int, device: torch.device) -> None:
-        """`max_rows`: most rows of a launch that may bring laws."""
+        """`max_rows`: most rows of a launch that may bring distributions."""
         capacity = min(max_rows, MAX_FULL_DISTRIBUTIONS) * MAX_DISTRIBUTION_ENTRIES
         self._device = device
         self._ids, self._counts = _zeros((capacity,), device), _zeros((capacity,), device)
@@ -50,8 +50,8 @@ class DistributionInputs:
         nodes: int,
         part: int = 0,
     ) -> None:
-        """Tell the laws of n <= B rows of a bucket, in the order of the stream. Each belongs to a
-        tree of fewer than N nodes. `part`: which launch of its round they are."""
+        """Tell the distributions of n <= B rows of a bucket, in the order of the stream. Each
+        belongs to a tree of fewer than N nodes. `part`: which launch of its round they are."""
         offsets = self._offsets_of(rows, nodes)
         held = self._assigned(distributions) if distributions else []
         if not held:
@@ -76,7 +76,7 @@ class DistributionInputs:
     def _assigned(
         self, distributions: Sequence[DraftDistribution | None]
     ) -> list[tuple[int, DraftDistribution]]:
-        """The laws that there is room for, with their rows."""
+        """The distributions that there is room for, with their rows."""
         held, room = [], len(self._ids)
         for row, distribution in enumerate(distributions):
             if distribution is not None and 0 < len(distribution.ids) <= min(
@@ -94,7 +94,8 @@ class DistributionInputs:
 
 
 class _Offsets:
-    """Where the entries of a bucket's nodes begin and end: int32 [B, N + 1]; no law is all 0."""
+    """Where the entries of a bucket's nodes begin and end: int32 [B, N + 1]; no distribution is all
+    0."""
 
     def __init__(self, rows: int, nodes: int, device: torch.device) -> None:
         self.tensor = _zeros((rows, nodes + 1), device)
@@ -114,7 +115,7 @@ class _Offsets:
         self._uploads.start_upload(self._flat)
 
     def clear(self, part: int) -> None:
-        """No row has a law."""
+        """No row has a distribution."""
         if not self._empty:
             self.stage(part)
             self.send()

@@ -1,8 +1,8 @@
-"""Pieces of prompts: rows of a round beside the sessions that decode.
+"""Prefill chunks of a round, batched with the decoding sessions.
 
-Q pieces of a bucket, P = PIECE_TOKENS rows a piece, X session slots, T blocks of a table. A prompt
-that takes several pieces of one round has them one after the other: each sees what the ones before
-it write.
+Q prefill chunks of a bucket, P = PREFILL_CHUNK_TOKENS rows a prefill chunk, X session slots, T
+blocks of a table. Several prefill chunks of one prompt in a round are consecutive: each attends to
+the K/V that the chunks before it write.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from outrider.engine.kernels.attention.layout import RoundLayout, tree_layout
 from outrider.engine.kernels.session_tensors import SequenceState
 
 _FIELDS = 4
-"""Words of a piece beside its tokens: slot, start, count, whether its prompt ends with it."""
+"""Words of a prefill chunk beside its tokens: slot, start, count, whether its prompt ends with
+it."""
 
 
 class PrefillChunkInput(NamedTuple):
-    """Up to PIECE_TOKENS consecutive prompt tokens of one session."""
+    """Up to PREFILL_CHUNK_TOKENS consecutive prompt tokens of one session."""
 
     slot: int
     start: int
@@ -42,7 +43,7 @@ class PrefillChunkInput(NamedTuple):
 def cut_chunks(
     slot: int, prompt: NDArray[np.int32], start: int, end: int
 ) -> list[PrefillChunkInput]:
-    """The pieces of prompt tokens `start` .. `end`."""
+    """The prefill chunks of prompt tokens `start` .. `end`."""
     chunks: list[PrefillChunkInput] = []
     for first in range(start, end, CHUNK_TOKENS):
         stop = min(first + CHUNK_TOKENS, end)
@@ -52,10 +53,10 @@ def cut_chunks(
 
 
 class PrefillChunkInputs:
-    """Static tensors of a bucket's pieces; those beyond the given ones are absent."""
+    """Static tensors of a bucket's prefill chunks; unused chunks are padding."""
 
     def __init__(self, chunks: int, *, padding: int, device: torch.device) -> None:
-        """`padding`: the slot of absent pieces."""
+        """`padding`: the slot of absent prefill chunks."""
         self.num_chunks, self._padding = chunks, padding
         fields, cells = _FIELDS * chunks, chunks * CHUNK_TOKENS
         self._buffer = int32_zeros(fields + 2 * cells, device)
@@ -68,7 +69,7 @@ class PrefillChunkInputs:
         none, or none yet."""
 
     def fill_chunks(self, chunks: Sequence[PrefillChunkInput]) -> None:
-        """Describe n <= Q pieces, in the order of the stream."""
+        """Describe n <= Q prefill chunks, in the order of the stream."""
         words = self._uploader.stage_int32s()
         fields = words[: _FIELDS * self.num_chunks].reshape(_FIELDS, -1)
         grids = words[fields.size :].reshape(2, self.num_chunks, CHUNK_TOKENS)
@@ -84,7 +85,7 @@ class PrefillChunkInputs:
         self._uploader.start_upload(self._buffer)
 
     def row_group(self, tables: Tensor, *, block_tokens: int) -> RowGroup:
-        """The pieces as rows of a forward; tables int32 [X, T]."""
+        """The prefill chunks as rows of a forward; tables int32 [X, T]."""
         layout = tree_layout(
             None,
             self.starts,
@@ -93,13 +94,13 @@ class PrefillChunkInputs:
             num_nodes=CHUNK_TOKENS,
             block_tokens=block_tokens,
         )
-        # What a piece leaves free may belong to another session by its table's stale end.
+        # What a prefill chunk leaves free may belong to another session by its table's stale end.
         slots = layout.write_slots.view(self.tokens.shape).masked_fill(self.tokens < 0, -1)
         layout = RoundLayout(layout.positions, slots.flatten(), None)
         return RowGroup(self.slots, self.starts, layout, CHUNK_TOKENS)
 
     def live_rows(self) -> Tensor:
-        """int64 [Q]: each piece's last row among the Q * P rows."""
+        """int64 [Q]: each prefill chunk's last row among the Q * P rows."""
         first = torch.arange(
             0, self.tokens.numel(), CHUNK_TOKENS, dtype=torch.int64, device=self.counts.device
         )
@@ -107,7 +108,7 @@ class PrefillChunkInputs:
         return rows
 
     def next_positions(self) -> Tensor:
-        """int32 [Q]: position of the token after each piece."""
+        """int32 [Q]: position of the token after each prefill chunk."""
         positions: Tensor = self.starts + self.counts
         return positions
 

@@ -1,4 +1,4 @@
-"""What the host tells the device of a bucket's rows: static tensors, uploaded when they change.
+"""Host-to-device inputs of a bucket's rows: static tensors, uploaded when they change.
 
 B rows of the bucket, N nodes a row.
 """
@@ -20,7 +20,7 @@ NO_TOKEN = -1
 
 
 class RoundInputs:
-    """Slots and drafts of a bucket's rows; rows beyond the given ones are padding."""
+    """Slots and drafts of a bucket's rows; unused rows are padding."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The sessions of a round and the host's drafts for them, in columns.
+"""Columns of a round's decoding rows: sessions and the host's drafts for them.
 
 n rows, D nodes of all drafts together (roots are not counted).
 """

@@ -1,7 +1,7 @@
-"""What grammars allow at the rows of a launch: bits that are uploaded for the rows that have any.
+"""Allowed-token masks of a launch, uploaded for rows with a grammar.
 
-R rows of logits, Q pieces, C rows of bits, W words of 32 ids. Launches without sessions in a
-grammar upload nothing, and their kernels read nothing of this.
+R rows of logits, Q prefill chunks, C rows of bits, W words of 32 ids. Launches without sessions
+with a grammar upload nothing, and their kernels do not read the masks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def mask_bytes(max_sessions: int, max_nodes: int, in_process_nodes: int, vocab_s
 def _rows(max_sessions: int, max_nodes: int, in_process_nodes: int) -> int:
     """R + Q: rows of a launch that may have bits."""
     decoding = max(min(max_sessions * max_nodes, MAX_TOKEN_ROWS), max_nodes)
-    # Launches with own drafts are not split.
+    # Launches with in-process drafts are not split.
     return max(decoding, max_sessions * in_process_nodes) + CHUNK_BUCKETS[-1]
 
 
@@ -40,8 +40,8 @@ def _first(rows: int, words: int) -> int:
 
 
 class AllowedTokenMasks:
-    """Static tensors of what is legal, filled before a launch, in the order of the stream: one
-    upload of where the bits of each row are, and of the bits behind that."""
+    """Static mask tensors, filled before a launch in stream order: one upload holds the offset of
+    each row's bits, then the bits."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class AllowedTokenMasks:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """`max_nodes`: of a row, the root included; `in_process_nodes`: of one with own drafts, 0
-        if there are none."""
+        """`max_nodes`: of a row, the root included; `in_process_nodes`: of one with in-process
+        drafts, 0 if there are none."""
         rows, words = _rows(max_sessions, max_nodes, in_process_nodes), -(-vocab_size // 32)
         self._first = _first(rows, words)
         bits = int32_zeros((self._first + rows) * words, device).view(-1, words)
@@ -63,7 +63,7 @@ class AllowedTokenMasks:
         self._told = bits[1:].view(-1)
         self._places, places = rows, self._told[:rows]
         self.chunks = AllowedTokenBits(bits, places[: CHUNK_BUCKETS[-1]])
-        """By piece."""
+        """By prefill chunk."""
         self.decoding = AllowedTokenBits(bits, places[CHUNK_BUCKETS[-1] :])
         """By row of logits of the sessions that decode."""
 
@@ -71,8 +71,8 @@ class AllowedTokenMasks:
         self, rows: Sequence[Masks | None], nodes: int, chunks: Sequence[Masks | None]
     ) -> None:
         """Rows of a launch, each with the masks of its root and nodes, `nodes` being those that the
-        launch has for every row; and pieces, each with the mask of what follows it. None: the
-        session is in no grammar, or nobody looks."""
+        launch has for every row; and prefill chunks, each with the mask of what follows it. None:
+        the session is in no grammar, or nobody looks."""
         given = [masks for masks in (*rows, *chunks) if masks is not None]
         if not given:
             return

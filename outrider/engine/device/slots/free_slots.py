@@ -1,4 +1,4 @@
-"""Which session slots are free (pure)."""
+"""Free list of session slots. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from outrider.errors import ResourceExhaustedError
 
 
 class FreeSlots:
-    """The free ones of the slots 0 .. count - 1; slot `count` is padding and never handed out."""
+    """Free list of the slots 0 .. count - 1; slot `count` is padding and never handed out."""
 
     def __init__(self, count: int, *, reason: str) -> None:
         """`count`: slots for sessions; `reason`: of the error when all are taken."""

@@ -1,4 +1,4 @@
-"""Session slots of the warper: what each session does to its logits, and what it has emitted.
+"""Logits-processor state of each session slot: parameters and counts of emitted tokens.
 
 X slots, the last one for padding; V columns of the logits, E entries of a slot.
 """
@@ -53,7 +53,7 @@ def check_initial_bans(ids: Ids) -> None:
 
 
 class LogitsSlots:
-    """Writes the slots' state, in the order of the stream."""
+    """Writes the logits-processor state of slots, in stream order."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Session slots: what the device keeps of each session from one round to the next.
+"""Session slots: per-session state that the device keeps between rounds.
 
-X slots, the last one for padding; T blocks of the longest sequence; K own drafts.
+X slots, the last one for padding; T blocks of the longest sequence; K in-process drafts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GROWN: Final = 64
 
 
 class DeviceSessionSlots:
-    """Allocates slots and writes their state, in the order of the stream.
+    """Allocates slots and writes their state, in stream order.
 
     What is said of slots reaches the device with `tell`, many of them with one copy and one launch:
     where hundreds of sessions are served, several begin in every round.
@@ -63,8 +63,8 @@ class DeviceSessionSlots:
         graphs: bool = True,
     ) -> None:
         """`max_len`: most K/V slots of a session; `max_nodes`: most nodes of a row;
-        `in_process_nodes`: nodes of a row with drafts of this process's own head; `graphs`: on a
-        CUDA device, whether a slot is written by a graph."""
+        `in_process_nodes`: nodes of a row with drafts of this process's in-process drafter;
+        `graphs`: on a CUDA device, whether a slot is written by a graph."""
         pool.use_block_tables()
         self._free = FreeSlots(max_sessions, reason="SESSIONS_EXHAUSTED")
         self.padding = self._free.padding

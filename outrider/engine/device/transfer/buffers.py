@@ -1,11 +1,10 @@
-"""Pinned host memory on the way to the device and back; plain memory for a CPU.
+"""Pinned staging buffers for uploads and downloads; plain memory on a CPU.
 
-A round may be several launches, its parts: each has rings of its own, so that a ring turns once a
-round, however many parts there are.
+A round may have several launches, its parts: each part has its own rings, so that a ring advances
+once a round, however many parts there are.
 
-What is launched and waited for before anything else needs no rings: copies to and from memory that
-stays where it is (`HostMirror`, `DownloadBuffer`) may be steps of a CUDA graph, and no calls of
-their own.
+Work that is launched and awaited before anything else needs no rings: copies to and from fixed
+memory (`HostMirror`, `DownloadBuffer`) may be steps of a CUDA graph instead of separate calls.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ class HostMirror:
 
 
 class DownloadBuffer:
-    """Host memory for what comes down, one place for tensors of the same shape and type: what has
-    landed is to be used before the next of them."""
+    """Fixed host memory for downloads of tensors of one shape and type: a result must be used
+    before the next one arrives."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._calls = device, driver_for(device)
@@ -111,7 +110,7 @@ class DownloadBuffer:
 
 
 class PendingDownload:
-    """A tensor on its way to the host."""
+    """A tensor whose download is in progress."""
 
     __slots__ = ("_arrival", "_buffer")
 

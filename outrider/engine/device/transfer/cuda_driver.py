@@ -1,13 +1,12 @@
-"""Calls of CUDA's driver by a thread that keeps the interpreter lock.
+"""CUDA driver calls that keep the GIL, for the thread that launches rounds.
 
-Whatever torch does on a device gives the lock up meanwhile, be it for some microseconds. A thread
-that launches rounds makes half a dozen such calls a round, and beside a busy event loop each of
-them lets that thread in, which gives the lock back only when it has nothing left to do: of a round
-of 2.7 ms the launching thread waited for more than one (decision 44). So what a round needs, a
-launch of a graph, copies to and from pinned memory, an event, is called here without giving the
-lock up; only waiting for the device does.
+Torch releases the GIL during every device call, if only for microseconds. The launching thread
+makes about six such calls a round; each of them lets a busy event loop take the GIL, which it
+releases only when it has nothing left to do. Of a round of 2.7 ms the launching thread waited for
+more than 1 ms (decision 44). The calls of a round (graph launch, copies to and from pinned memory,
+events) are therefore made here with the GIL held; only waiting for the device releases it.
 
-Where the driver cannot be had, or on a CPU, the same is done by torch.
+Without a usable driver, or on a CPU, torch makes the same calls.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _NOT_READY: Final = 600
 
 
 class StreamEvent(Protocol):
-    """A place in the order of a stream."""
+    """A recorded position in a stream."""
 
     def record(self) -> None:
         """Put it behind what was launched so far, in the current stream."""
@@ -46,8 +45,7 @@ class StreamEvent(Protocol):
 
 
 class DriverInterface(Protocol):
-    """What a thread that launches does, in the order of its current stream, without waiting for
-    what it launched."""
+    """Non-blocking device calls of a launching thread, in the order of its current stream."""
 
     def prepare(self, graph: torch.cuda.CUDAGraph) -> Any:
         """What `launch` takes for a captured graph, which must be kept."""
@@ -60,8 +58,9 @@ class DriverInterface(Protocol):
         stay until the copy is over."""
 
     def copy_array(self, to: Tensor, source: NDArray[np.generic]) -> None:
-        """The bytes of `source`, an array in one piece that may be read-only, to `to`, as many. It
-        must stay until the copy is over; only where it is in pinned memory does nobody wait."""
+        """The bytes of `source`, an array in one prefill chunk that may be read-only, to `to`, as
+        many. It must stay until the copy is over; only where it is in pinned memory does nobody
+        wait."""
 
     def make_event(self) -> StreamEvent:
         """A new one."""
@@ -73,7 +72,7 @@ class DriverInterface(Protocol):
 
 
 class DriverError(RuntimeError):
-    """A call failed: of a lost device every later one does, too."""
+    """Error of a failed driver call; after a device is lost every later call fails, too."""
 
 
 class _DriverMark:
@@ -108,7 +107,8 @@ class _DriverMark:
 
 
 class DriverCalls:
-    """By the driver. The calling thread has a current device (`init_launching_thread`)."""
+    """Implementation by the CUDA driver. The calling thread has a current device
+    (`init_launching_thread`)."""
 
     def __init__(self) -> None:
         """Raises OSError or AttributeError where there is no such driver."""
@@ -187,7 +187,7 @@ class _TorchMark:
 
 
 class TorchCalls:
-    """By torch."""
+    """Implementation by torch."""
 
     def prepare(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.CUDAGraph:
         """See `DriverInterface`."""

@@ -1,4 +1,4 @@
-"""Memory that others made and that a device copies to and from as to its own pinned memory."""
+"""Pins host memory that another owner allocated, so that device copies of it are asynchronous."""
 
 from __future__ import annotations
 

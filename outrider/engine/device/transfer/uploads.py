@@ -1,4 +1,4 @@
-"""Uploads that are not tied to rounds, of which any number can be under way."""
+"""Asynchronous uploads that are independent of rounds, in any number."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Acceptance on the device for rules that compare tokens, and the state that follows from it.
+"""Token-matching acceptance (greedy, coupled) on the device, and the commit of a round.
 
-At a node the target chose y; the child whose token is y stands and the walk goes on there,
-otherwise y is emitted (`outrider.engine.acceptance`, greedy and coupled). Rules that toss coins:
-`outrider.engine.kernels.acceptance.randomized`.
+At a node where the target chose y, the child whose token is y is accepted and the walk continues
+there; otherwise y is emitted (`outrider.engine.acceptance`, greedy and coupled). Rules with
+acceptance randomness are in `outrider.engine.kernels.acceptance.randomized`.
 
 Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows,
 X session slots (the last one is the padding slot).
@@ -35,7 +35,7 @@ _SHARED_DRAW_ID = tl.constexpr(SHARED_DRAW_ID)
 RESAMPLED = 1
 """The last accepted node had children: the final token follows a rejection, it is no bonus."""
 TARGET_ONLY_FALLBACK = 2
-"""The rejection rule was judged target-only because the law of the drafts was missing."""
+"""The rejection rule was judged target-only because the distribution of the drafts was missing."""
 INVALID_OUTPUT = 4
 """The last accepted node's row has no finite logit: its token is 0, a placeholder."""
 _RESAMPLED = tl.constexpr(RESAMPLED)
@@ -43,7 +43,7 @@ _INVALID_OUTPUT = tl.constexpr(INVALID_OUTPUT)
 
 
 class DeviceAcceptance(NamedTuple):
-    """The outcome of a round, one row a session."""
+    """Acceptance result of a round, one row a session."""
 
     counts: Tensor
     """int32 [B]: accepted nodes + 1, which is also the number of emitted tokens."""
@@ -75,7 +75,7 @@ def accept_matching(
     None: chains. Of several children with the chosen token the first one stands.
     simulate: float32 [N - 1], for benchmarks with random weights, chains only: the node of depth
     i + 1 stands with probability simulate[i] given that its parent stands, whatever its token;
-    the coin is uniform(seed, ACCEPT, position of the token, SHARED_COIN_ID).
+    the random draw is uniform(seed, ACCEPT, position of the token, SHARED_ACCEPTANCE_ID).
     state, slots int32 [B], positions int32 [M] (of the token that follows each row): only looked
     at with `simulate`. Raises InvalidRequestError for simulated trees.
     """
@@ -141,7 +141,8 @@ def accept_matching_torch(
 
 
 class ReferenceWalk:
-    """The walks of all sessions down their trees, for the twins: nodes in order, one at a time."""
+    """The walks of all sessions down their trees, for the PyTorch references: nodes in order, one
+    at a time."""
 
     def __init__(self, batch: int, num_nodes: int, device: torch.device) -> None:
         self.counts = torch.ones(batch, dtype=torch.int64, device=device)
@@ -150,7 +151,7 @@ class ReferenceWalk:
         self.tokens = torch.full_like(self.rows, -1)
         self.rejected = torch.zeros(batch, dtype=torch.bool, device=device)
         self.fallback = torch.zeros_like(self.rejected)
-        """Whether a law was missing; for the caller to set."""
+        """Whether a distribution was missing; for the caller to set."""
 
     def step(
         self, row: int, node: Tensor, drafted: Tensor, below: Tensor, stands: Tensor

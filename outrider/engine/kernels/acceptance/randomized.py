@@ -1,11 +1,12 @@
-"""Acceptance on the device for sessions of any rule, those that toss coins among them.
+"""Acceptance on the device for sessions of any rule, including rejection and target-only.
 
-The decisions are those of `outrider.engine.acceptance`: same coins, same streams, same residual;
-log-sum-exps are summed in another order, so a coin within 1e-6 of its probability may fall on the
-other side. `matching` is the cheaper function for buckets in which every session compares tokens.
+The decisions are those of `outrider.engine.acceptance`: same random draws, same streams, same
+residual; log-sum-exps are summed in another order, so a random draw within 1e-6 of its probability
+may fall on the other side. `matching` is the cheaper function for buckets in which every session
+compares tokens.
 
-Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows,
-X session slots, V vocabulary, D draft vocabulary, K draft length, E law entries of all sessions.
+Shape suffixes: B sessions of the bucket, N nodes a session with the root, M = B * N rows, X session
+slots, V vocabulary, D draft vocabulary, K draft length, E distribution entries of all sessions.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream
 
 
 class DenseChainDistribution(NamedTuple):
-    """Dense draft laws that never left the device; chains only."""
+    """Dense draft distributions of chains that were drafted on this device."""
 
     probs: Tensor
     """float32 [X, K, D]: by session slot and step the probabilities that the draft token of that
-    step was drawn from; K is at least N - 1. A row without probability at its own draft token (all
-    zero, or not finite) is no law: there the session is judged target-only."""
+    step was drawn from; K is at least N - 1. A row without probability at its in-process draft
+    token (all zero, or not finite) is no distribution: there the session is judged target-only."""
     draft_columns: Tensor
     """int32 [V]: the draft column of a target id, -1 if it has none."""
     target_ids: Tensor
@@ -51,8 +52,7 @@ class DenseChainDistribution(NamedTuple):
 
 
 class SparseDistribution(NamedTuple):
-    """Sparse laws of remote drafters (`outrider.spec.draft_distribution.DraftLaw`), one after the
-    other."""
+    """Concatenated sparse distributions of remote drafters (`spec.draft_distribution`)."""
 
     ids: Tensor
     """int32 [E]: target ids, strictly increasing within a node's entries."""
@@ -60,7 +60,7 @@ class SparseDistribution(NamedTuple):
     """int32 [E]: quantised weights in [1, 65535]."""
     offsets: Tensor
     """int32 [B, N + 1]: the children of row j of session b were drawn from the entries
-    offsets[b, j] .. offsets[b, j + 1]; a session without any entry has no law."""
+    offsets[b, j] .. offsets[b, j + 1]; a session without any entry has no distribution."""
 
 
 def accept_sampled(
@@ -77,18 +77,18 @@ def accept_sampled(
 ) -> DeviceAcceptance:
     """Judge the drafts of sessions of any rule.
 
-    logits: float32 or bfloat16 [M, V], columns contiguous. Divided by the temperature they are
-    the law that is sampled: sessions with penalties, bans, top-k, top-p or min-p must come warped
-    already, with temperature 1 in `state`, or go another way.
+    logits: float32 or bfloat16 [M, V], columns contiguous. Divided by the temperature they are the
+    distribution that is sampled: sessions with penalties, bans, top-k, top-p or min-p must come
+    processed by the logits processor already, with temperature 1 in `state`, or go another way.
     chosen: int32 [M], `choose_tokens` of these logits, side "target": what greedy and coupled
-    sessions compare with, and the token that a coin session emits if nothing was rejected; -1
-    where the row has no finite logit, below which nothing stands.
-    tokens: int32 [M], each row's own token (the root's is not looked at); -1 (no node) and ids
-    from V on never stand. parents: int32 [B, N - 1] (-1: the root, -2: no node); None: chains.
-    Siblings are tried in row order, which is the order in which they were drawn.
-    slots: int32 [B]; positions: int32 [M], of the token that follows each row.
-    law: what the drafts of rejection sessions were drawn from; a session without a law is judged
-    target-only. Raises InvalidRequestError for a ChainLaw with trees or of fewer than N - 1 steps.
+    sessions compare with, and the token that a session with randomized acceptance emits if nothing
+    was rejected; -1 where the row has no finite logit, below which nothing stands. tokens: int32
+    [M], each row's own token (the root's is not looked at); -1 (no node) and ids from V on never
+    stand. parents: int32 [B, N - 1] (-1: the root, -2: no node); None: chains. Siblings are tried
+    in row order, which is the order in which they were drawn. slots: int32 [B]; positions: int32
+    [M], of the token that follows each row. distribution: what the drafts of rejection sessions
+    were drawn from; a session without a distribution is judged target-only. Raises
+    InvalidRequestError for a ChainLaw with trees or of fewer than N - 1 steps.
     """
     if isinstance(distribution, DenseChainDistribution) and (
         parents is not None or distribution.probs.shape[1] < num_nodes - 1
@@ -192,7 +192,7 @@ def accept_sampled_torch(
 
 
 class _RandomizedAcceptance:
-    """The coins and residuals of sessions under the target-only and the rejection rule."""
+    """The random draws and residuals of sessions under the target-only and the rejection rule."""
 
     def __init__(
         self,
@@ -218,12 +218,12 @@ class _RandomizedAcceptance:
         elif distribution is None:
             self._uses_distribution.zero_()
         self.fallback = rejection & ~self._uses_distribution & (tokens_BN[:, 1:] >= 0).any(dim=1)
-        """Whether a law was missing where the rejection rule asked for one."""
+        """Whether a distribution was missing where the rejection rule asked for one."""
         batch = len(slots)
         self.changed_at = torch.full((batch,), -1, dtype=torch.int64, device=logits.device)
         """Row at which a rejection changed what is drawn there, or -1."""
         self._lawless_at = self.changed_at.clone()
-        """Row at which the session's dense law was no law, or -1."""
+        """Row at which the session's dense distribution was no distribution, or -1."""
         self._mass_at = self.changed_at.clone()
         self._mass = torch.zeros(batch, dtype=torch.float64, device=logits.device)
         self._tried_at = self.changed_at.clone()
@@ -293,7 +293,7 @@ class _RandomizedAcceptance:
         stands = coins * weights.to(torch.float64) < self._probs(sessions, node, drafted)
         self.changed_at[sessions] = torch.where(drawn, node, self.changed_at[sessions])
         stands &= drawn
-        # A law that does not have the token it is said to have given is no law.
+        # A distribution that does not have the token it is said to have given is no distribution.
         lawless = (drawn & ~((weights > 0) & (weights < math.inf))).nonzero()[:, 0]
         if len(lawless):
             self.fallback[sessions[lawless]] = True
@@ -336,10 +336,10 @@ class _RandomizedAcceptance:
         return scaled_scores(tops[:, None], self._temperatures)[:, 0] > HUGE_SCORE
 
     def draw_token(self, sessions: Tensor, node: Tensor, bonus: Tensor) -> Tensor:
-        """The last token, int32 [A], of sessions whose law a rejection changed or whose scores are
-        huge.
+        """The last token, int32 [A], of sessions whose distribution a rejection changed or whose
+        scores are huge.
 
-        bonus: int32 [A], the token where nothing is left of the law.
+        bonus: int32 [A], the token where nothing is left of the distribution.
         """
         scores_AV = self._logprobs(sessions, node)
         changed = self.changed_at[sessions] == node  # else only huge

@@ -1,12 +1,13 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""The kernels behind `outrider.engine.kernels.acceptance.randomized`, in the order in which they
-run.
+"""Triton kernels behind `outrider.engine.kernels.acceptance.randomized`, in the order of a launch.
 
-1. Partial log-sum-exps of all rows of coin sessions, one program a tile.
-2. The walks, one program a session: matches, coins and residuals on the ids of the draft law.
-3. What a rejection left of the target's law is sampled, one program a tile; nothing for the rest.
+1. Partial log-sum-exps of all rows of sessions with randomized acceptance, one program a tile.
+2. The walks, one program a session: matches, random draws and residuals on the ids of the draft
+  distribution.
+3. The residual target distribution after a rejection is sampled, one program a tile; other
+  sessions do nothing.
 4. The best tile's column becomes the last token.
 
 Shape suffixes as in `outrider.engine.kernels.acceptance.randomized`; P tiles of a row.
@@ -47,7 +48,7 @@ _TARGET_ONLY = tl.constexpr(RULE_TARGET_ONLY)
 _REJECTION = tl.constexpr(RULE_REJECTION)
 
 NO_LAW, SPARSE_LAW, DENSE_LAW = 0, 1, 2
-"""Kinds of draft law."""
+"""Kinds of draft distribution."""
 _NO_DISTRIBUTION = tl.constexpr(NO_LAW)
 _SPARSE = tl.constexpr(SPARSE_LAW)
 _DENSE = tl.constexpr(DENSE_LAW)
@@ -56,8 +57,9 @@ _UNCHANGED = tl.constexpr(0)
 _WITHOUT_CHILDREN = tl.constexpr(1)
 _RESIDUAL = tl.constexpr(2)
 _AFRESH = tl.constexpr(3)
-"""What became of the law at the last node. The last one: nothing, but `choose_tokens` could not
-tell scores of this size apart by their noise, so the bonus is drawn from log-probabilities."""
+"""What became of the distribution at the last node. The last one: nothing, but `choose_tokens`
+could not tell scores of this size apart by their noise, so the bonus is drawn from
+log-probabilities."""
 
 HUGE_SCORE = 2.0**30
 """Beyond this the sum of a score and its noise has lost some of the noise."""
@@ -86,8 +88,8 @@ def sum_tiles(
     TILE: tl.constexpr,
     REJECTION_ONLY: tl.constexpr = False,
 ):
-    """Maximum and sum of exponentials of one tile of one row of a coin session; of sessions under
-    the rejection rule alone, if REJECTION_ONLY."""
+    """Maximum and sum of exponentials of one tile of one row of a session with randomized
+    acceptance; of sessions under the rejection rule alone, if REJECTION_ONLY."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(slots_ptr + row // NODES)
@@ -233,7 +235,8 @@ def walk(
                 stands = coin < 0.0
                 judged_by_distribution = by_distribution
                 if DISTRIBUTION == _DENSE:
-                    # A law that does not have the token it is said to have given is no law.
+                    # A distribution that does not have the token it is said to have given is no
+                    # distribution.
                     column = tl.load(draft_columns_ptr + token)
                     distribution_ptr = (
                         probs_ptr + slot * probs_slot_stride + node * probs_step_stride
@@ -342,7 +345,8 @@ def draw_in_tile(
     SEARCH_STEPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The best perturbed column of one tile of what a rejection left of a session's law."""
+    """The best perturbed column of one tile of what a rejection left of a session's
+    distribution."""
     batch = tl.program_id(0)
     part = tl.program_id(1)
     mode = tl.load(modes_ptr + batch)

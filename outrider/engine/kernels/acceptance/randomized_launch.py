@@ -1,6 +1,6 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
-"""Launches of `outrider.engine.kernels.acceptance.randomized_kernels`.
+"""Launch of the randomized acceptance kernels: arguments, workspace and grids.
 
 Shape suffixes as in `outrider.engine.kernels.acceptance.randomized`; P tiles of a row.
 """
@@ -46,7 +46,7 @@ class DistributionTensors(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Entries of all sparse laws."""
+        """Entries of all sparse distributions."""
         return 0 if self.ids is None else self.ids.shape[0]
 
 
@@ -70,9 +70,10 @@ class _Workspace(NamedTuple):
     sums: Tensor
     """float32 [M, P]: sums of exp(score - maximum)."""
     inside: Tensor
-    """float64 [E]: the residual on the law's ids; in the end its log over the outside's scale."""
+    """float64 [E]: the residual on the distribution's ids; in the end its log over the outside's
+    scale."""
     draft: Tensor
-    """float64 [E]: the draft law that is left."""
+    """float64 [E]: the draft distribution that is left."""
     modes: Tensor
     """int32 [B]: what changed at the last node."""
     nodes: Tensor

@@ -1,10 +1,11 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Recursive rejection on the ids of a draft law, as `outrider.engine.residual` does it (float64).
+"""Recursive rejection on the ids of a draft distribution, in kernels (float64).
 
-A node's law is the entries begin .. end; `inside` and `draft` are workspaces beside them. One
-program owns a session's entries; the barriers are for values that other threads of it wrote.
+The arithmetic is that of `outrider.engine.residual`. A node's distribution is the entries begin ..
+end; `inside` and `draft` are workspaces of the same layout. One program owns a session's entries;
+the barriers are for values that other threads of it wrote.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from outrider.engine.kernels.sampling import scaled_tile
 
 @triton.jit
 def find_entry(ids_ptr, counts_ptr, begin, end, token, ENTRIES: tl.constexpr):
-    """(the token's entry or -1, the sum of all counts) of a law."""
+    """(the token's entry or -1, the sum of all counts) of a distribution."""
     entries = tl.arange(0, ENTRIES)
     place = tl.full((), -1, tl.int32)
     total = tl.full((), 0, tl.int32)
@@ -45,7 +46,8 @@ def start_residual(
     log_sum,
     ENTRIES: tl.constexpr,
 ):
-    """Fill the workspaces with p and q on the law's ids; returns p's mass on all other ids."""
+    """Fill the workspaces with p and q on the distribution's ids; returns p's mass on all other
+    ids."""
     entries = tl.arange(0, ENTRIES)
     inside_mass = tl.full((), 0.0, tl.float64)
     for start in range(begin, end, ENTRIES):

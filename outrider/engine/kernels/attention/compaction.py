@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Making what a round accepted contiguous: K/V of all layers, rows of features.
+"""Compaction of accepted rows: K/V of all layers and feature rows become contiguous.
 
 B rows of the bucket, N nodes a row, L layers, G key/value heads, S pool slots, d head dimension.
 """

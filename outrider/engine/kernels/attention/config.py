@@ -1,4 +1,4 @@
-"""Launch parameters of the attention kernels: how the work of a shape is cut."""
+"""Launch parameters of the attention kernels by shape: tile sizes and splits of the context."""
 
 from __future__ import annotations
 

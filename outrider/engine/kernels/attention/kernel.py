@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-"""The kernels of `outrider.engine.kernels.attention.tree`.
+"""Triton kernels of tree attention over the paged K/V cache, with a split context.
 
-A program takes one key/value head of one bucket row and all N * g query rows that read it (or a
-tile of them), over one part of the context; a second kernel joins the parts, as in Flash-Decoding
-(Dao et al. 2023). The softmax is the online one of Milakov and Gimelshein (2018).
+They are launched by `outrider.engine.kernels.attention.tree`. A program takes one key/value head of
+one bucket row and all N * g query rows that read it (or a tile of them), over one part of the
+context; a second kernel joins the parts, as in Flash-Decoding (Dao et al. 2023). The softmax is the
+online one of Milakov and Gimelshein (2018).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Where the token rows of a round go: positions, pool slots and the tree mask, from parents.
+"""Layout of the token rows of a round: positions, pool slots and the tree mask, from parents.
 
 B rows of the bucket, N nodes a row (the root and N - 1 drafts), M = B * N token rows, X session
 slots, T blocks of a table. The root of a session takes the slot and the position `context`, the

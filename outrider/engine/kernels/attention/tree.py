@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false
-"""Attention of the rows of a round over the paged K/V cache.
+"""Tree attention: the token rows of a round attend to the paged K/V cache and to their ancestors.
 
 B rows of the bucket, N nodes a row, M = B * N token rows, W slots that follow the context, Q query
 heads, G key/value heads, g = Q / G, d head dimension, S pool slots, X session slots, T blocks of a

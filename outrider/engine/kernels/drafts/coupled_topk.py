@@ -1,12 +1,12 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""The children of a tree's rows under the coupled rule: the best columns by shared noise.
+"""Children of draft rows under the coupled rule: top-k columns of logits plus shared noise.
 
-`outrider.engine.draft_sampling`, on the device. Drafts need not be exact, so the noise is the
-float32 estimate of `kernels.noise`: columns within 10^-3 of each other may change places.
+Device version of `outrider.engine.draft_sampling`. Drafts need not be exact, so the noise is the
+float32 estimate of `kernels.noise`: columns within 10^-3 of each other may swap.
 
-Shape suffixes: R rows, V columns, k wanted columns, P tiles of a row.
+Shape suffixes: R rows, V columns, k columns to choose, P tiles of a row.
 """
 
 from __future__ import annotations

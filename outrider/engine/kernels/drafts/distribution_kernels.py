@@ -1,15 +1,16 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""The kernels behind `outrider.engine.kernels.drafts.distribution_sampling`, in the order in which
-they run.
+"""Triton kernels of draft distribution sampling, in the order in which they run.
 
-1. The largest score of every tile.
-2. How many columns of every tile have a count.
-3. These columns and their counts, one behind the other, row by row.
-4. One program a row: cut them by mass and number, and draw one of what is kept.
+`outrider.engine.kernels.drafts.distribution_sampling` launches them.
 
-The counts are integers and their sums, below 2^53, exact in float64: what is kept does not depend
+1. Find the largest score of every tile.
+2. Count the columns of every tile with a count above zero.
+3. Gather these columns and their counts, row by row.
+4. Truncate each row by mass and number, and draw one of the kept columns; one program a row.
+
+The counts are integers and their sums, below 2^53, exact in float64: the kept set does not depend
 on the order of summation.
 """
 
@@ -31,7 +32,7 @@ _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def draws(temperatures_ptr, rules_ptr, slot):
-    """Whether a slot's session draws from laws."""
+    """Whether a slot's session draws from distributions."""
     return (tl.load(temperatures_ptr + slot) > 0.0) & (tl.load(rules_ptr + slot) == _REJECTION)
 
 
@@ -177,7 +178,7 @@ def cut_and_draw(
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cut one row's law and draw from what is kept."""
+    """Cut one row's distribution and draw from what is kept."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if draws(temperatures_ptr, rules_ptr, slot):

@@ -1,9 +1,10 @@
-"""Draft tokens drawn on the device from laws that can be shipped: truncated, quantised, exact.
+"""Sampling of draft tokens on the device from truncated, quantised distributions.
 
-The law of a row is the one that `outrider.engine.draft_sampling.quantise` makes of it, and the
-token is drawn from its integer counts with the session's DRAFT noise, keyed by target id.
+A row's distribution is that of `outrider.engine.draft_sampling.quantise_distribution`, exactly as
+it is shipped. The token is drawn from its integer counts with the session's DRAFT noise, keyed by
+target id.
 
-Shape suffixes: R rows, V columns, L most entries of a law, P tiles of a row.
+Shape suffixes: R rows, V columns, L most entries of a distribution, P tiles of a row.
 """
 
 from __future__ import annotations
@@ -36,27 +37,28 @@ from outrider.spec.noise import NoiseStream
 
 
 class DrawnDistributions(NamedTuple):
-    """Tokens and the laws that they were drawn from; rows of other rules have column 0, no law."""
+    """Tokens and the distributions that they were drawn from; rows of other rules have column 0, no
+    distribution."""
 
     columns: Tensor
     """int32 [R]: the columns that were drawn."""
     sizes: Tensor
-    """int32 [R]: entries of each law."""
+    """int32 [R]: entries of each distribution."""
     entries: Tensor
     """int32 [2, R, L]: columns, increasing, and counts in [1, 65535]; anything behind the size."""
 
 
 class ChainDistributions(NamedTuple):
-    """The laws of chains of K tokens, one chain a row."""
+    """The distributions of chains of K tokens, one chain a row."""
 
     sizes: Tensor
-    """int32 [R, K]: entries of each law; 0 of sessions of other rules."""
+    """int32 [R, K]: entries of each distribution; 0 of sessions of other rules."""
     entries: Tensor
     """int32 [2, R, K, L]: columns, increasing, and counts; anything behind the size."""
 
 
 def stack_distributions(drawn: Sequence[DrawnDistributions]) -> ChainDistributions:
-    """The laws of chains from those of their steps."""
+    """The distributions of chains from those of their steps."""
     return ChainDistributions(
         sizes=torch.stack([law.sizes for law in drawn], dim=1),
         entries=torch.stack([law.entries for law in drawn], dim=2),

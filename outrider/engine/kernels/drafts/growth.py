@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""EAGLE-2's dynamic draft tree on the device (Li et al. 2024), over fp32 sums of log-probs.
+"""Dynamic draft tree growth of EAGLE-2 on the device (Li et al. 2024), over fp32 log-prob sums.
 
-Every frontier row offers k candidates; all of them join a list, the best F of a level are the next
-frontier, and the best n of the whole list are the tree (`tree_rank`). Sums of log-probs keep apart
-what products of probabilities near 1 merge, and ties go to the lower candidate index, so that a
-child, never scored above its parent and always listed after it, cannot be chosen without it.
+Every frontier row adds k candidates to a list; the best F of a level are the next frontier, and the
+best n of the whole list are the tree (`tree_rank`). Sums of log-probs distinguish scores that
+products of probabilities near 1 would merge. Ties go to the lower candidate index, so that a child,
+never scored above its parent and always listed after it, cannot be chosen without it.
 
 B sessions, P rows of a step, k candidates a row, C candidates in all, F rows of the next step.
 """
@@ -26,7 +26,8 @@ NUM_COMPARED_CANDIDATES = 32
 
 
 class TreeCandidates(NamedTuple):
-    """The candidate list, filled level by level; a candidate with score -inf does not exist."""
+    """Candidate list of a draft tree, filled level by level; a candidate with score -inf does not
+    exist."""
 
     scores: Tensor
     """float32 [B, C]: sum of log-probs along the path, <= 0."""
@@ -37,7 +38,7 @@ class TreeCandidates(NamedTuple):
 
 
 class FrontierRows(NamedTuple):
-    """Rows of one step, best first."""
+    """Frontier rows of one step, best first."""
 
     nodes: Tensor
     """int32 [B, F]: candidate index."""

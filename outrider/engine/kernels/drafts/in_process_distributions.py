@@ -1,9 +1,9 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""The laws that the chains of a verifier's own head are drawn from, kept with their sessions.
+"""Draft distributions of the in-process drafter's chains, stored by session slot.
 
-Only the rejection rule asks for them: rows of other sessions cost two early returns.
+Only the rejection rule needs them: rows of other sessions cost two early returns.
 
 R rows, X session slots, K draft length, V draft vocabulary, P tiles of a row.
 """
@@ -34,9 +34,9 @@ _HUGE_SCORE = tl.constexpr(HUGE_SCORE)
 def write_distributions(
     distributions: Tensor, logits: Tensor, state: SamplingState, slots: Tensor, levels: Tensor | int
 ) -> None:
-    """Write each rejection session's law of one level, as `draft_probs` has it.
+    """Write each rejection session's distribution of one level, as `draft_probs` has it.
 
-    laws: float32 [X, K, V], by slot and level; logits: float32 or bfloat16 [R, V], columns
+    distributions: float32 [X, K, V], by slot and level; logits: float32 or bfloat16 [R, V], columns
     contiguous, those that `choose_tokens` drew from; slots: int32 [R]; levels: int32 [R], or the
     level of all. Rows of other rules, or of T = 0, leave what is there.
     """
@@ -45,10 +45,10 @@ def write_distributions(
 
 
 def draft_probs(logits: Tensor, state: SamplingState, slots: Tensor) -> Tensor:
-    """The law that `choose_tokens` draws from, float32 [R, V]; T = 0 counts as 1.
+    """The distribution that `choose_tokens` draws from, float32 [R, V]; T = 0 counts as 1.
 
-    A row is zero where there is no such law: where no score is finite, or where several are so
-    large that noise does not tell them apart and always the first of them is drawn.
+    A row is zero where there is no such distribution: where no score is finite, or where several
+    are so large that noise does not tell them apart and always the first of them is drawn.
     """
     heat = state.temperatures[slots.long()]
     scores = scaled_scores(logits, torch.where(heat > 0, heat, torch.ones_like(heat)))
@@ -120,7 +120,7 @@ def _put_tiles(
     TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The law of one tile of one row, by the maxima and sums of `sum_tiles`."""
+    """The distribution of one tile of one row, by the maxima and sums of `sum_tiles`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     tiles = tl.num_programs(1)

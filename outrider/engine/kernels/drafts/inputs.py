@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Where the rows of a draft batch go, and the attention input of an EAGLE-3 block.
+"""Layout of a draft batch's rows, and the attention input of an EAGLE-3 block.
 
-B sessions, R new rows a session (those past its count are not there), S further steps of F rows a
+B sessions, R new rows a session (rows past its count are padding), S further steps of F rows a
 session, H hidden size, V target vocabulary, X session slots, T blocks of a table.
 """
 
@@ -19,7 +19,8 @@ from outrider.engine.kernels.runtime import next_power_of_2
 
 
 class DraftLayout(NamedTuple):
-    """Rows of a draft batch. The live row of a session is its last new row."""
+    """Positions, slots and masks of the rows of a draft batch. The live row of a session is its
+    last new row."""
 
     positions: Tensor
     """int32 [B*R + S*B*F]: draft position of the new rows, then of each step's rows."""
@@ -202,7 +203,7 @@ def _layout_kernel(
 
 
 class BlockInputs(NamedTuple):
-    """What the block of an EAGLE-3 head starts from."""
+    """Attention input and residual of the block of an EAGLE-3 head."""
 
     inputs: Tensor
     """[N, 2H]: [RMS(embedding); RMS(feature)]."""

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Where the nodes of given trees stand, and what they see.
+"""Layout of proposal trees for scoring: positions, pool slots and attention mask of each node.
 
-B sessions, N nodes of each behind its live row, P = 1 + N places (the live row's, then the nodes').
+B sessions, N nodes of each after its live row, P = 1 + N positions (the live row's, then the
+nodes').
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from outrider.spec.tree import ROOT
 
 
 class ProposalLayout(NamedTuple):
-    """Nodes of given trees."""
+    """Positions, slots and mask of the nodes of proposal trees."""
 
     positions: Tensor
     """int32 [B * N]: draft position of each node, as far below the live row as its path is long."""

@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""What grammars leave of a head's logits.
+"""Allowed-token masks (grammars) applied to draft logits.
 
 B rows, Vd draft vocabulary; C rows of bits, of W words of 32 target ids each.
 """

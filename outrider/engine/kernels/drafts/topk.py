@@ -1,9 +1,9 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""The most probable columns of every row and their log-probabilities, in two passes of tiles.
+"""Top-k log-probabilities of draft logits: best columns of every row, in two passes of tiles.
 
-Shape suffixes: R rows, V columns, K wanted columns, P tiles of a row.
+Shape suffixes: R rows, V columns, K columns to choose, P tiles of a row.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The tree among the candidates of a growth: the best n of all, parents before children.
+"""Final selection of a dynamic draft tree: the best n candidates, parents before children.
 
 B sessions, C candidates a session, n nodes of the tree, Vd draft vocabulary.
 """
@@ -20,7 +20,7 @@ from outrider.spec.tree import ROOT
 
 
 class TreeDraft(NamedTuple):
-    """Trees of n nodes; nodes that are not there come last, with parent PADDING_NODE."""
+    """Draft trees of n nodes; absent nodes come last, with parent PADDING_NODE."""
 
     tokens: Tensor
     """int32 [B, n]: target ids; -1 for a node that is not there."""

@@ -23,7 +23,7 @@ _ASSUMED_SMS = 132
 
 
 class LinearConfig(NamedTuple):
-    """How one skinny product is launched."""
+    """Launch configuration of one skinny product."""
 
     block_m: int
     """Rows of x in a tile, all of them: 16, 32 or 64."""

@@ -1,12 +1,12 @@
-"""Matrix products with the activation or residual after them fused in, and the norm before them.
+"""Fused matrix products: preceding RMSNorm, following activation or residual.
 
-M rows of x, N rows of the weight, K features. With few rows a product takes the time of reading
-the weight once; `fused_linear` then runs as one kernel that streams the weight through the SMs at
-that speed and does what follows beside it. With more rows cuBLAS is ahead, between small kernels.
+M rows of x, N rows of the weight, K features. With few rows a product takes the time of reading the
+weight once; `fused_linear` then runs as one kernel that streams the weight through the SMs at that
+speed and applies the fused operations. With more rows cuBLAS is faster, between small kernels.
 
 A norm between two products is split around them (`HalfNormed`): the first one multiplies by the
-norm's weight and sums squares, the second one divides. So it costs no kernel of its own, and no
-program of the second product does it over; with more rows than SPLIT_NORM_ROWS it is a kernel.
+norm's weight and sums squares, the second one divides. This needs no extra kernel, and no program
+of the second product repeats it; with more rows than SPLIT_NORM_ROWS it is a kernel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The weight-streaming kernel behind `linear.fused_linear_triton`.
+"""Triton kernel of the weight-streaming (skinny) matrix product.
 
-M rows of x, C output columns, K features; ROWS weight rows in a tile (two a column when gated).
+`linear.fused_linear_triton` launches it. M rows of x, C output columns, K features; ROWS weight
+rows in a tile (two a column when gated).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -1,4 +1,4 @@
-"""Launch of the weight-streaming kernel, and the workspace of products whose K is split.
+"""Launch of the weight-streaming kernel, and the workspace of products with a split K.
 
 M rows of x, N rows of the weight, K features, C output columns.
 """
@@ -19,7 +19,7 @@ _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 class NormIn(NamedTuple):
-    """What completes the norm of an x that its weight has multiplied already."""
+    """Inputs that complete the norm of an x that is already multiplied by the norm's weight."""
 
     squares: Tensor
     """float32 [P, M]: sums of squares over P parts of each row."""
@@ -27,7 +27,7 @@ class NormIn(NamedTuple):
 
 
 class NormOut(NamedTuple):
-    """The norm of the result, and where its first half goes."""
+    """Norm of the result, and the destination of its first half."""
 
     weight: Tensor
     """[C]."""

@@ -1,8 +1,8 @@
-"""The product of queries, keys and values with what follows it: rotation, and K/V to the cache.
+"""Fused QKV projection: matrix product, rotary embedding, and the write of K/V to the cache.
 
 M token rows, K features, Q query heads, G key/value heads, d head dimension (even), S pool slots.
 With few rows the rotation is part of the product (see `linear`): its last step still holds the
-sums, so neither a kernel of its own nor the attention has to touch q, k and v for it.
+sums, so neither an extra kernel nor the attention has to read q, k and v for it.
 """
 
 from __future__ import annotations

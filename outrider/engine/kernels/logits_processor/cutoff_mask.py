@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""The last of the warper's kernels: what is cut becomes -inf, and every row keeps a column."""
+"""Last kernel of the logits processor: removed ids become -inf, and every row keeps a column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the warper counts beside the history: the drafts on the way to a row."""
+"""Draft tokens on the path to a row, which penalties count as output."""
 
 from __future__ import annotations
 

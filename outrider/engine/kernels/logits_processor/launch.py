@@ -1,4 +1,4 @@
-"""The launches of the warper's kernels (`edit`, `cut`, `finish`)."""
+"""Launch of the logits-processor kernels (`penalties`, `truncation`, `cutoff_mask`)."""
 
 from __future__ import annotations
 

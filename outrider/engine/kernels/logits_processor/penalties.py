@@ -1,10 +1,10 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Penalties, biases, bans and grammars on the device, and the counts that penalties look at.
+"""Kernels for penalties, logit biases, bans and grammar masks, and for token counts.
 
-The first of the warper's kernels (`outrider.engine.kernels.logits_processor.process`); what follows
-is in `cut`. Programs of rows with nothing to do return at once.
+They run first in the logits processor (`outrider.engine.kernels.logits_processor.process`), before
+`truncation`. Programs of rows with nothing to do return at once.
 """
 
 from __future__ import annotations

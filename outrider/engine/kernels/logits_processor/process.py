@@ -1,8 +1,9 @@
-"""The warper on the device: penalties, biases, bans, grammars, top-k, top-p and min-p, in place.
+"""Logits processor on the device, in place, with its PyTorch reference.
 
-What `outrider.engine.logits_processor` does to a row, bit for bit, but for the division by the
-temperature and the clamp at MAX_LOGIT before it, which the kernels that read the logits do
-themselves. Rows of sessions that ask for nothing cost an early return.
+It applies penalties, biases, bans, grammars, top-k, top-p and min-p as
+`outrider.engine.logits_processor` does, bit for bit, except for the division by the temperature and
+the clamp at MAX_LOGIT before it, which the kernels that read the logits do. Rows of sessions
+without such parameters cost an early return.
 
 Shape suffixes: R rows, V columns, B sessions of the bucket, X session slots, W path tokens.
 """
@@ -45,9 +46,9 @@ def process_logits(
 
     logits: float32 [R, V], columns contiguous, rows of any stride; row r belongs to the session of
     slot slots[r // rows_per_slot], slots int32 [B]. positions: int32 [R], the absolute position of
-    the token that is being chosen; path: drafted tokens before it, None if there are none.
-    legal: what grammars allow, None if no session of the launch can be in one.
-    Every row that is warped keeps a column: one without any finite logit gets 0 at its first column
+    the token that is being chosen; path: drafted tokens before it, None if there are none. legal:
+    what grammars allow, None if no session of the launch can be in one. Every row that is processed
+    by the logits processor keeps a column: one without any finite logit gets 0 at its first column
     that is not banned; of those that its grammar allows, if it has one. Raises InvalidRequestError
     for other shapes or types.
     """
@@ -85,8 +86,8 @@ def process_draft_logits(
     positions: Tensor,
     path: OutputPath | None,
 ) -> Tensor:
-    """Draft logits [R, V], float32 or bfloat16, warped as `process_logits` does it: float32, the
-    same tensor if it is that already."""
+    """Draft logits [R, V], float32 or bfloat16, processed by the logits processor as
+    `process_logits` does it: float32, the same tensor if it is that already."""
     warped = logits.to(torch.float32)
     rows = logits.shape[0] // slots.shape[0]
     process_logits(warped, warp, state, slots, positions, rows_per_slot=rows, path=path)

@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""What grammars allow, read on the device (`outrider.engine.kernels.session_tensors.LegalBits`)."""
+"""Allowed-token mask lookup in kernels, over `session_tensors.AllowedTokenBits`."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""top-k, top-p and min-p on the device (`outrider.engine.kernels.logits_processor.process`), behind
-`edit`.
+"""Kernels of top-k, top-p and min-p truncation, exact to the bit.
 
-1. guide, twice: float sums of the mass (top-k: the number) of ids within 15 distances of the peak,
-   then within 15 more around the edge. They only say where the edge must be, rounding included.
-2. gather: exact integer masses above that bracket, and the scores inside it as a short list.
-3. search: the edge among these, 16 ways at a time, over the floats' order-preserving integers.
-4. `finish.finish`: what is below the edge becomes -inf.
+They run in `outrider.engine.kernels.logits_processor.process`, after `penalties`.
+
+1. `bracket_sums`, twice: float sums of the mass (top-k: the number) of ids within 15 distances of
+   the peak, then within 15 more around the edge. They bracket the edge, rounding included.
+2. `collect_candidates`: exact integer masses above that bracket, and the scores inside it.
+3. `find_threshold`: the edge among these, 16 ways at a time, over order-preserving integers.
+4. `cutoff_mask.finish`: scores below the edge become -inf.
 
 Programs of rows with nothing to do return at once. P tiles of a row.
 """

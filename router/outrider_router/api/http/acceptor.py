@@ -1,5 +1,8 @@
-"""Accepts the connections of an HTTP port: counted before the TLS handshake, which has a limit, and
-set up one at a time, so that a burst of them does not hold the event loop."""
+"""Acceptor of an HTTP port: counts connections before TLS and sets them up one at a time.
+
+The TLS handshake has a time limit. One connection is set up per turn of the event loop, so that a
+burst of them does not block it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, errors, the published OpenAPI."""
+"""ASGI application of the HTTP API: routes, error handlers and the published OpenAPI schema."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Serving the choices of one HTTP request while its client is there.
+"""Generation responses over HTTP: all choices of a request, as one body or as an event stream.
 
-An answer begins with its first text: whatever goes wrong before has a status of its own, whatever
-goes wrong later is an event of the stream. A client that leaves cancels what it asked for. Writes
-wait until the client has taken what was written before, so a slow reader holds no more here than
-it does over gRPC (`outrider_router.base.slow_readers`).
+A response begins with its first text: errors before that have an HTTP status of their own, later
+ones are events of the stream. A client that disconnects cancels its request. Writes wait until the
+client has read what was written before, so a slow reader holds no more memory here than over gRPC
+(`outrider_router.base.slow_readers`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DONE_EVENT = "data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpGeneration:
-    """What an HTTP request comes to."""
+    """One HTTP generation request, translated: its router requests, writer and output options."""
 
     requests: Sequence[GenerateRequest]
     """One a choice."""
@@ -59,7 +59,7 @@ class HttpGeneration:
 
 
 class StreamingAnswer(Response):
-    """An answer that is made while it is sent."""
+    """ASGI response that is generated while it is sent."""
 
     def __init__(self, service: RouterService, asked: HttpGeneration, *, stream: bool) -> None:
         super().__init__()

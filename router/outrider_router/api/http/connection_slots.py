@@ -1,8 +1,8 @@
-"""Places of one HTTP server: how many connections it has, and which of them makes way for another.
+"""Connection slots of an HTTP server: a limit on connections, and eviction of idle ones.
 
-A connection has its place from the moment it is accepted, so one that is silent before its TLS
-handshake counts like any other. Connections that have sent nothing at all make way first: whoever
-wants something speaks at once.
+A connection holds a slot from the moment it is accepted, so one that is silent before its TLS
+handshake counts like any other. Connections that have sent nothing are evicted first: a client
+that has a request sends it at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONNECTIONS_EXHAUSTED: Final = "CONNECTIONS_EXHAUSTED"
 
 
 class SlotHolder(Protocol):
-    """A connection as far as its place is concerned."""
+    """A connection as `ConnectionSlots` sees it."""
 
     @property
     def is_sent(self) -> bool:
@@ -37,7 +37,7 @@ def max_connections(wanted: int) -> int:
 
 
 class ConnectionSlots:
-    """The connections of one server that have a place, and which of them are idle."""
+    """The connections of one server that hold a slot, and which of them are idle."""
 
     def __init__(self, most: int, on_refused: Callable[[], None]) -> None:
         """`on_refused` hears of each connection that finds no place."""

@@ -1,8 +1,8 @@
-"""HTTP connections of one server: how long each may take to say something, and in which pieces.
+"""HTTP/1.1 connections: timeouts for head and body, bounded parsing, eviction at the limit.
 
-uvicorn leaves a connection alone that has not said what it wants. Here a head and a body have to
-come in time, and where there is no room for one more connection the one that was idle longest makes
-it: those that wait for an answer never do. Where none is idle the new one hears 503.
+uvicorn waits without limit for a client that has not sent its request. Here head and body have to
+arrive in time, and at the connection limit a new connection evicts the one that was idle longest,
+never one that waits for an answer. Where none is idle the new one is answered with status 503.
 """
 
 from __future__ import annotations

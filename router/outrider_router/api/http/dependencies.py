@@ -1,4 +1,8 @@
-"""Who asks, by the headers of a request: the one place where credentials are looked at."""
+"""FastAPI dependencies of the routes: router service, caller and operator of a request.
+
+Routes look at credentials nowhere else. Where API keys are required, the middleware has identified
+the caller before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed errors in OpenAI's form: every class of `outrider.errors` has its status here, once."""
+"""Maps typed errors to OpenAI error responses: one HTTP status per class of `outrider.errors`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ FIELD_NAMES: Final = "outrider.field_names"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpError:
-    """An error as a client hears it."""
+    """An error as it is sent to an HTTP client."""
 
     status: int
     type: str

@@ -1,4 +1,4 @@
-"""POST /v1/completions and POST /v1/chat/completions."""
+"""Routes POST /v1/completions and POST /v1/chat/completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not generate: models, health, version, metrics, tokens of texts and texts of tokens."""
+"""Routes that do not generate: models, health, version, metrics, tokenize and detokenize."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Bodies as JSON, parsed by pydantic: faster than the standard library, and bounded in depth.
+"""Route class for JSON bodies: pydantic's parser, bounded in depth and in number of values.
 
-Parsing holds the interpreter lock, so on a thread it would stop the event loop as well. It is
-bounded by the number of values instead, and large bodies are parsed one at a time, with a pause
-after each in which streams go on.
+pydantic parses faster than the standard library. Parsing holds the interpreter lock, so a thread
+would not keep it from blocking the event loop. Large bodies are parsed one at a time instead, with
+a pause after each in which streams continue.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logprobs of tokens, in the two forms that OpenAI has for them. Pure."""
+"""Log-probabilities of tokens in the OpenAI formats of chat and completions. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from outrider.wire.inference import TokenLogprobs
 
 
 class TokenTextTable:
-    """What ids are called: the text of what they add to an answer, or their name in the vocabulary
-    if they add nothing."""
+    """Maps token ids to the text that they add to an answer, else to their vocabulary name."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, special: bool = False, by_number: bool = False

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: the gate, a bound on its body, and the id that it gets."""
+"""ASGI middleware of every HTTP request: access control, body size limit and request id."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ def asks_for_open_path(first: bytes, root_path: str) -> bool:
 
 
 class RequestMiddleware:
-    """ASGI middleware: turns away callers without an API key, where keys are asked for, before
-    anything of a body is read; refuses large and encoded bodies, names every request and tells its
-    name.
+    """ASGI middleware: refuses callers without an API key, where keys are required, before the body
+    is read; refuses large and encoded bodies; gives every request an id and returns it.
 
     An id that a client chose (`X-Request-Id`, printable ASCII) is what the router knows its request
     by; any other one is made here.

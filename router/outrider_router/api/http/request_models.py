@@ -1,7 +1,7 @@
-"""What clients may send, as OpenAI and vLLM name it.
+"""Pydantic models of HTTP request bodies, with the field names of OpenAI and vLLM.
 
-Types are taken strictly ("5" is no number). Fields that are not here are ignored, as clients of
-many servers expect, but for those in `outrider_router.api.http.unsupported_fields`.
+Types are strict ("5" is not a number). Fields that are not here are ignored, as clients of many
+servers expect, except for those in `outrider_router.api.http.unsupported_fields`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class StreamOptions(StrictModel):
 
 
 class GenerationRequest(StructuredOutputFields):
-    """What completions and chat have in common."""
+    """Fields that completions and chat requests share."""
 
     model: ModelOrUserName | None = Field(
         default=None, description="A served model; without it the one there is."

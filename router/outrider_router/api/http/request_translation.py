@@ -1,4 +1,4 @@
-"""From what a client sent over HTTP to the requests that the router serves. Pure."""
+"""Translates HTTP request bodies into router requests, one per choice. Pure."""
 
 from __future__ import annotations
 

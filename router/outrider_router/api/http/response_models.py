@@ -1,4 +1,7 @@
-"""What clients hear, for the published OpenAPI; the answers themselves are written by hand."""
+"""Pydantic models of HTTP responses, for the published OpenAPI schema only.
+
+The answers themselves are written by hand (`outrider_router.api.http.response_writers`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class ErrorBody(BaseModel):
-    """What was wrong."""
+    """Details of an error."""
 
     message: str
     type: str
@@ -27,7 +30,7 @@ class ErrorResponse(BaseModel):
 
 
 class PredictionDetails(BaseModel):
-    """Draft tokens that stood and that did not."""
+    """Draft accepted tokens and that did not."""
 
     accepted_prediction_tokens: Count
     rejected_prediction_tokens: Count
@@ -64,7 +67,7 @@ class MetricsBody(BaseModel):
 
 
 class GenerationResponse(BaseModel):
-    """What completions and chat have in common."""
+    """Fields that completions and chat responses share."""
 
     id: str
     created: int

@@ -1,7 +1,7 @@
-"""The two forms of an answer, completion and chat, whole and in chunks. Pure.
+"""Writers of completions and chat responses, whole and in stream chunks. Pure.
 
-A chunk's JSON is put together by hand from parts that are made once a stream: only its text has to
-be quoted, which is most of what a token costs here.
+A chunk's JSON is assembled from parts that are made once per stream: only its text has to be
+quoted, which is most of what a token costs here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ChoiceState:
 
 
 class ResponseWriter(ABC):
-    """How an answer is written down."""
+    """Base class of the response formats."""
 
     prefix = ""
     whole_object = ""

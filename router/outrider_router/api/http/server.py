@@ -1,4 +1,4 @@
-"""uvicorn in the router's own event loop."""
+"""HTTP server of the router: uvicorn in the router's own event loop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The form that an answer is to have, in all the ways in which OpenAI's and vLLM's users say it.
+"""Structured-output fields of HTTP requests, in the forms of OpenAI and vLLM.
 
-Pure. Whether a schema, an expression or a grammar is a good one is for whoever compiles it.
+Pure. Schemas, expressions and grammars are checked where they are compiled.
 """
 
 from __future__ import annotations

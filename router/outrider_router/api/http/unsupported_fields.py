@@ -1,7 +1,7 @@
-"""Fields of OpenAI's and vLLM's APIs that would change an answer and that Outrider has not.
+"""Refuses OpenAI and vLLM request fields that would change an answer but are not supported.
 
-A request that sets one is refused: an answer without it would be another one than was asked for.
-Values that ask for nothing are let through. Pure.
+A request that sets one is refused, because its answer would differ from the one asked for. Null
+and no-op values are accepted. Pure.
 """
 
 from __future__ import annotations

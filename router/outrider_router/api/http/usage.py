@@ -1,4 +1,4 @@
-"""What an answer took, as OpenAI and vLLM tell it. Pure."""
+"""Token usage and speculation statistics of an answer, in OpenAI's and vLLM's fields. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a body, in plain words: pydantic's mistakes without its internals. Pure."""
+"""Error messages for invalid bodies: pydantic's errors in plain words. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Serves the status page. Its files say nothing of the fleet; only `/status.json` does, and is
-what a token must guard where tokens are in use."""
+"""Routes of the status page: static files, and the router's state in `/status.json`.
+
+The files reveal nothing about the fleet; only `/status.json` does, so that is the route which a
+token must protect where tokens are in use.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The router's state as plain data, for its status page. Sums grow; the page takes differences."""
+"""Snapshot of the router's state as plain data, for the status page.
+
+Totals only grow; the page computes differences.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def _verifier(summary: VerifierSummary, info: VerifierInfo | None) -> dict[str, 
         "kv_free_blocks": summary.kv_free_blocks,
         "preemptions_total": summary.preemptions_swap + summary.preemptions_recompute,
         "planner": summary.planner,
-        "own_methods": [method.value for method in summary.in_process_methods],
+        "in_process_methods": [method.value for method in summary.in_process_methods],
         "simulated_acceptance": summary.simulated_acceptance,
         "round_ms": info.round_ms_p50 if info is not None else 0.0,
         "forward_ms": info.forward_ms_p50 if info is not None else 0.0,

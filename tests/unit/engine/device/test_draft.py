@@ -1,4 +1,4 @@
-"""Drafting on device tensors (the kernels' twins), against the drafter's host path."""
+"""Drafting on device tensors (the kernels' PyTorch references), against the drafter's host path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Scoring and branching on device tensors (the kernels' twins): against sessions that really are
-where a branch would be."""
+"""Scoring and branching on device tensors (the kernels' PyTorch references): against sessions that
+really are where a branch would be."""
 
 from __future__ import annotations
 

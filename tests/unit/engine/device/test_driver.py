@@ -92,7 +92,7 @@ def test_only_waiting_for_the_device_gives_the_lock_up(noted: Noted) -> None:
     ("name", "use"),
     [
         ("cuGraphLaunch", lambda calls: calls.launch(5)),
-        ("cuMemcpyAsync", lambda calls: calls.copy(torch.zeros(1), torch.ones(1))),
+        ("cuMemcpyAsync", lambda calls: calls.copy_tensor(torch.zeros(1), torch.ones(1))),
         ("cuEventCreate", lambda calls: calls.make_event()),
         ("cuEventRecord", lambda calls: calls.make_event().record()),
         ("cuEventQuery", lambda calls: calls.make_event().wait()),

@@ -38,9 +38,7 @@ def test_every_round_has_its_shape_in_the_family(
     kinds = [DraftKind.NONE, *([DraftKind.IN_PROCESS] if own else [])]
     kinds += [DraftKind.CHAIN, DraftKind.TREE] if most > 1 else []
     drafts = data.draw(st.sampled_from(kinds))
-    nodes = (
-        data.draw(st.integers(2, most)) if drafts in (DraftKind.CHAIN, DraftKind.TREE) else 1
-    )
+    nodes = data.draw(st.integers(2, most)) if drafts in (DraftKind.CHAIN, DraftKind.TREE) else 1
     most_rows = shapes.max_rows(nodes)
     rows = data.draw(st.integers(0, most_rows))
     beside = MAX_MIXED_CHUNKS if shapes.allows_prefill(drafts) else 0

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def make(num_nodes: int, sizes: dict[int, int], *, seed: int = 0) -> DraftDistribution:
-    """A law of a chain of `num_nodes` nodes with so many entries by slot."""
+    """A distribution of a chain of `num_nodes` nodes with so many entries by slot."""
     rng = np.random.default_rng(seed)
     return make_distribution(
         num_nodes,
@@ -46,7 +46,7 @@ def read(
 
 
 def entries(distribution: DraftDistribution, nodes: int) -> list[tuple[list[int], list[int]]]:
-    """The same of a law itself."""
+    """The same of a distribution itself."""
     known = len(distribution.offsets) - 1
     found = [distribution.entries(slot) for slot in range(min(nodes, known))]
     filled = [(ids.tolist(), counts.tolist()) for ids, counts in found]

@@ -1,4 +1,5 @@
-"""Acceptance on the device: twin and kernels against the host's `accept`, decision by decision."""
+"""Acceptance on the device: PyTorch reference and kernels against the host's `accept`, decision by
+decision."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def _judge(
     extra = {} if tile is None else {"tile": tile}
     result = launch(
         logits, chosen, here.tokens, here.parents, num_nodes=here.num_nodes, state=here.state,
-        slots=here.slots, positions=here.positions, law=moved, **extra,
+        slots=here.slots, positions=here.positions, distribution=moved, **extra,
     )  # fmt: skip
     return outcomes(result)
 
@@ -136,7 +137,8 @@ TILED = [(50, widths) for widths in SHAPES] + [(130, widths) for widths in SHAPE
 
 @pytest.mark.parametrize(("vocab", "widths"), [*TILED, thorough(130, []), thorough(130, [4, 2, 1])])
 def test_the_kernels_judge_mixed_rules_as_the_host_does(widths: list[int], vocab: int) -> None:
-    """Sixteen sessions: every rule at every temperature, one of each rule without a law."""
+    """Sixteen sessions: every rule at every temperature, one of each rule without a
+    distribution."""
     batch = _without_some_laws(mixed_batch(16, vocab, widths, seed=4))
     expected = _host(accept_drafts(batch.logits, batch.rows))
     distributions = _laws(batch)
@@ -254,7 +256,7 @@ def test_a_token_that_the_law_cannot_have_drawn_proves_nothing(
 def test_children_that_hold_all_of_p_leave_nothing_to_draw(
     launch: Launch, device: torch.device
 ) -> None:
-    """The sibling coin is below 1, so one child stands; the walk ends at a leaf."""
+    """The sibling random draw is below 1, so one child stands; the walk ends at a leaf."""
     params = [SamplingParams(temperature=1.0, rule=Rule.TARGET_ONLY, seed=s) for s in range(16)]
     drafts = Drafts(tree_shape([2]), np.tile(np.array([3, 4], np.int32), (16, 1)), [{}] * 16)
     logits = torch.full((16 * 3, 12), -torch.inf)
@@ -366,7 +368,7 @@ def test_rows_without_a_finite_logit_end_their_own_session(
         )
     assert invalid_outputs(found) == [e.invalid_output for e in expected]
     if kind == "dense":
-        # Where a chain has no law the dense form of it judges by zeros.
+        # Where a chain has no distribution the dense form of it judges by zeros.
         return
     assert outcomes(found) == _host(expected)
 

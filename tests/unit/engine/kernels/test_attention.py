@@ -1,4 +1,5 @@
-"""Paged tree attention: the twin against the engine's own attention, the kernels against it."""
+"""Paged tree attention: the PyTorch reference against the engine's own attention, the kernels
+against it."""
 
 from __future__ import annotations
 
@@ -300,7 +301,8 @@ def test_what_is_past_the_end_never_matters(width: int | None, splits: int) -> N
 
 
 def test_twin_is_the_attention_of_the_engine() -> None:
-    """One session of a pool: the same rows through the CPU path and through the twin."""
+    """One session of a pool: the same rows through the CPU path and through the PyTorch
+    reference."""
     heads, kv_heads, dim, context, nodes = 4, 2, 16, 10, 4
     pool = KVPool(
         num_layers=1, num_kv_heads=kv_heads, head_dim=dim, num_blocks=6, block_tokens=BLOCK

@@ -1,4 +1,5 @@
-"""Children under the coupled rule: the twin against the host's, the kernel against the twin."""
+"""Children under the coupled rule: the PyTorch reference against the host's, the kernel against the
+PyTorch reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Given trees: where their nodes stand and what they see, against plain walks up to the root."""
+"""Given trees: where their nodes are accepted and what they see, against plain walks up to the
+root."""
 
 from __future__ import annotations
 

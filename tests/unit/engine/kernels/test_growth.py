@@ -1,4 +1,4 @@
-"""Tree growth kernels: against their twins, and the laws a tree must keep."""
+"""Tree growth kernels: against their PyTorch references, and the distributions a tree must keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fused products: the twin against a float64 formula, both GPU paths against the twin."""
+"""Fused products: the PyTorch reference against a float64 formula, both GPU paths against the
+PyTorch reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""RMSNorm and the gated activation: twins against float64 formulas, kernels against the twins."""
+"""RMSNorm and the gated activation: PyTorch references against float64 formulas, kernels against
+the PyTorch references."""
 
 from __future__ import annotations
 

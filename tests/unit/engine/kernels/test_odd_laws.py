@@ -1,4 +1,5 @@
-"""Acceptance where laws or logits are not finite: twin and kernels decide as the host does."""
+"""Acceptance where distributions or logits are not finite: PyTorch reference and kernels decide as
+the host does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The product of q, k and v with its rotation and K/V write: twin and kernel against float64."""
+"""The product of q, k and v with its rotation and K/V write: PyTorch reference and kernel against
+float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokens from logits: the twin against the host's functions, the kernels against the twin."""
+"""Tokens from logits: the PyTorch reference against the host's functions, the kernels against the
+PyTorch reference."""
 
 from __future__ import annotations
 

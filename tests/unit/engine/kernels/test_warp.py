@@ -1,4 +1,5 @@
-"""The device's warper: the twin against the host's, the kernels against the twin."""
+"""The device's logits processor: the PyTorch reference against the host's, the kernels against the
+PyTorch reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The words that a launch brought back of its rows, as the rest of the verifier wants them.
+"""Decodes the result words of a GPU launch into accepted tokens, features and log-probabilities.
 
-n rows, N nodes of a row's bucket, H feature width. A row has 2 + 2N words: how many rows of its
-bucket stand (the root's included), flags, these rows, and the tokens that follow each of them.
+n rows, N nodes of a row's bucket, H feature width. A row has 2 + 2N words: the number of accepted
+rows of its bucket (the root's included), flags, these rows, and the tokens that follow each of
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
 
 
 class LaunchResults(NamedTuple):
-    """The outcome of a group's rows; read before the memory that it lies in is used again."""
+    """Results of a launch group's rows; to be read before their memory is used again."""
 
     group: LaunchGroup
     words: NDArray[np.int32]
@@ -32,7 +33,7 @@ class LaunchResults(NamedTuple):
     features: NDArray[np.generic] | None
     """[n * N and more, H]: of each row what stands first."""
     draft_nodes: int
-    """Nodes of own drafts of each row."""
+    """Nodes of in-process drafts of each row."""
     logprobs: dict[int, PathLogprobs]
     """Of the tokens of rows whose sessions ask, by row."""
     is_in_shm: bool = False
@@ -77,7 +78,7 @@ class LaunchResults(NamedTuple):
         return ShmFeatures(link_id, self.features, offsets, counts)
 
     def in_process_nodes(self) -> list[int]:
-        """[n]: nodes of its own draft that each row verified."""
+        """[n]: nodes of its in-process draft that each row verified."""
         if self.nodes == 1:
             return [0] * len(self.counts)
         verified = [self.draft_nodes] * len(self.counts)

@@ -1,4 +1,4 @@
-"""Which sessions have a place on the device, and what the device is told of them."""
+"""Assigns device slots to sessions and uploads changes of their state to the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider_verifier.model_runner.swapped_sessions import SwappedSessions
 from outrider_verifier.state.session import Session
 
 TOKEN_MATCHING_RULES = (Rule.GREEDY, Rule.COUPLED)
-"""Rules by which tokens are compared and no law is asked for."""
+"""Rules by which tokens are compared and no distribution is asked for."""
 _NOBODY: Final[frozenset[int]] = frozenset()
 
 
@@ -26,13 +26,13 @@ class DeviceSlot:
 
     slot: int
     uses_token_matching: bool
-    """Whether its rule compares tokens and asks for no law."""
+    """Whether its rule compares tokens and asks for no distribution."""
     has_logits_processing: bool
-    """Whether its logits are warped before anything looks at them."""
+    """Whether its logits are processed by the logits processor before anything looks at them."""
     has_current_draft: bool = False
-    """Whether the own draft on the device follows the session's prefix."""
+    """Whether the in-process draft on the device follows the session's prefix."""
     has_full_draft_kv: bool = False
-    """Whether the own head has its K/V of all that was written so far."""
+    """Whether the in-process drafter has its K/V of all that was written so far."""
     uploaded_blocks: int = 0
     """K/V blocks that the device knows of."""
     is_plain: bool = field(init=False)
@@ -43,14 +43,17 @@ class DeviceSlot:
 
     @classmethod
     def create(cls, session: Session, slot: int, *, warped: bool) -> DeviceSlot:
-        """The seat of a session that begins in `slot`."""
+        """The device slot of a session that begins in `slot`."""
         matching = session.spec.sampling.effective_rule in TOKEN_MATCHING_RULES
         return cls(slot, matching, warped, uploaded_blocks=session.kv.num_blocks)
 
 
 class DeviceSlotTable:
-    """Gives seats to sessions and takes them back. All that the device is told, it is told in the
-    order of the stream, without waiting; what can be told at once waits for `tell`."""
+    """Gives device slots to sessions and takes them back.
+
+    All updates of the device are made in stream order, without waiting; those that can be combined
+    are queued until `upload_changes`.
+    """
 
     def __init__(
         self, slots: DeviceSessionSlots, in_process_drafter: InProcessDrafter | None
@@ -65,12 +68,13 @@ class DeviceSlotTable:
         """Sessions with blocks that the device was not told of, by ticket."""
         self._suspended = SwappedSessions()
         self._were_whole: set[int] = set()
-        """Tickets of suspended sessions of which the own head had all K/V."""
+        """Tickets of suspended sessions of which the in-process drafter had all K/V."""
         self._blank: set[int] = set()
-        """Slots of sessions that came back, and have no own draft before their next round."""
+        """Slots of sessions that came back, and have no in-process draft before their next
+        round."""
 
     def get_slot(self, session: Session) -> DeviceSlot:
-        """The seat of a session that is not suspended."""
+        """The device slot of a session that is not suspended."""
         return self._device_slots[session.ticket]
 
     def get_slots(self, sessions: Sequence[Session]) -> list[DeviceSlot]:
@@ -83,7 +87,7 @@ class DeviceSlotTable:
         its own: the next round has none."""
         slot = self._slots.open_slot(session.kv)
         kept = self._suspended.swap_in(session)
-        # What a grammar allows the own head to draft, the host says round by round.
+        # What a grammar allows the in-process drafter to draft, the host says round by round.
         warped = [
             _init_logits_state(warps, slot, session, target=warps is self._slots.warp)
             for warps in self._warps
@@ -139,8 +143,9 @@ class DeviceSlotTable:
     def record_drafts(
         self, device_slots: Sequence[DeviceSlot], prompts: Sequence[PrefillRow], *, own: bool
     ) -> frozenset[int]:
-        """A launch of these rows and prompts is submitted, with own drafts or without: note whose
-        own draft follows their prefix behind it. Which of the rows have none to verify yet."""
+        """A launch of these rows and prompts is submitted, with in-process drafts or without: note
+        whose in-process draft follows their prefix behind it. Which of the rows have none to verify
+        yet."""
         if self._in_process_drafter is None:
             return _NOBODY
         if not own:

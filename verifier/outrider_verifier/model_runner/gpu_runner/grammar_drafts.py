@@ -30,10 +30,10 @@ from outrider_verifier.state.session import Session
 
 
 class GrammarChain:
-    """A chain that grows by what may follow.
+    """A draft chain that is extended under the masks of its grammar.
 
-    Where the grammar leaves one id, that is the draft, whatever the head thinks. The rejection rule
-    takes a draft for a draw from its law: there nothing is given.
+    Where the grammar allows only one token, that token is the draft, whatever the head predicts.
+    Under the rejection rule drafts must be drawn from their distribution: there no token is forced.
     """
 
     def __init__(self, session: Session) -> None:
@@ -157,7 +157,7 @@ class GrammarTreeWalk:
 
 
 class GrammarEmission(NamedTuple):
-    """What a round emitted of a session in a grammar, for which the own head drafts."""
+    """What a round emitted of a session in a grammar, for which the in-process drafter drafts."""
 
     session: Session
     slot: int
@@ -205,8 +205,8 @@ def start_masked_drafts(
 
 
 def apply_grammars(group: LaunchGroup, drafts: GrammarDraftBuffer | None) -> None:
-    """Let the own drafts of a launch follow the grammars that its sessions are in, and let it judge
-    by these. Waits for the device if there are any."""
+    """Let the in-process drafts of a launch follow the grammars that its sessions are in, and let
+    it judge by these. Waits for the device if there are any."""
     if drafts is None or not group.has_in_process_drafts:
         return
     places = [n for n, row in enumerate(group.rows) if row.session.constraint is not None]

@@ -1,4 +1,4 @@
-"""Which rows of a round share a launch on the device (pure)."""
+"""Groups the rows and prefill chunks of a round into GPU launches. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PromptChunk:
 
 @dataclass(slots=True, eq=False)
 class LaunchGroup:
-    """Rows of one launch, by their place in the round."""
+    """Rows of one launch, by their index in the round."""
 
     round_indices: list[int]
     rows: list[VerifyRow]
@@ -53,7 +53,7 @@ class LaunchGroup:
     shm_link_id: int | None = None
     """The link to whose drafter its features may be sent as they lie."""
     undrafted_rows: frozenset[int] = frozenset()
-    """Which of the rows, of own drafts, have none yet."""
+    """Which of the rows, of in-process drafts, have none yet."""
     draft_limits: dict[int, int] = field(default_factory=dict)
     """Own drafts that are verified of rows of which not all are."""
 
@@ -79,7 +79,7 @@ class LaunchGroup:
 
     @property
     def has_in_process_drafts(self) -> bool:
-        """Whether the rows verify drafts of this process's own head."""
+        """Whether the rows verify drafts of this process's in-process drafter."""
         return self.drafts is DraftKind.IN_PROCESS
 
 
@@ -128,8 +128,8 @@ def requested_logprobs(group: LaunchGroup) -> LogprobRequest | None:
 def group_rows(
     verify: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot], max_rows: Callable[[int], int]
 ) -> list[LaunchGroup]:
-    """Rows, each with its seat, by who judges them and whose drafts they verify; every row is in
-    one group. `most_rows`: rows that a launch may have, by the most nodes of any of them."""
+    """Rows, each with its device slot, by who judges them and whose drafts they verify; every row
+    is in one group. `most_rows`: rows that a launch may have, by the most nodes of any of them."""
     if _all_plain(verify) and len(verify) <= max_rows(1):
         slots = RoundRows.without_drafts([seat.slot for seat in device_slots])
         places = list(range(len(verify)))
@@ -169,7 +169,7 @@ def _group(
 ) -> LaunchGroup:
     inputs = round_rows(rows, device_slots)
     if not own:
-        # What is legal behind own drafts is known once these are.
+        # What is allowed behind in-process drafts is known once these are.
         inputs = _masked(inputs, rows)
     drafts = DraftKind.IN_PROCESS if own else inputs.draft_kind
     return LaunchGroup(places, rows, device_slots, inputs, drafts, _judge(device_slots))
@@ -237,8 +237,8 @@ def _masked(inputs: RoundRows, rows: Sequence[VerifyRow]) -> RoundRows:
 
 
 def _message(rows: Sequence[VerifyRow]) -> Proposals | None:
-    """The message without laws that all drafts of these rows came in as they are; None if there is
-    none."""
+    """The message without distributions that all drafts of these rows came in as they are; None if
+    there is none."""
     held = [row.held for row in rows if row.held is not None]
     message = held[0].proposals if held else None
     if message is None or message.distributions is not None or any([row.cut for row in rows]):
@@ -263,8 +263,9 @@ def add_prompts(
     in_process_drafter: bool,
     mixes: Callable[[DraftKind], bool],
 ) -> None:
-    """Let prompts, each with its place in the round and its seat, share a launch with the rows that
-    decode, or have one of their own. `mixes`: whether they may share one with rows of such drafts.
+    """Let prompts, each with its place in the round and its device slot, share a launch with the
+    rows that decode, or have one of their own. `mixes`: whether they may share one with rows of
+    such drafts.
     """
     if not prefill:
         return
@@ -293,7 +294,8 @@ def add_prompts(
 
 
 def _shared(groups: Sequence[LaunchGroup], *, drafted: bool) -> LaunchGroup | None:
-    """The launch that prompts join: the one with own drafts if they are to have such, else any."""
+    """The launch that prompts join: the one with in-process drafts if they are to have such, else
+    any."""
     own = [group for group in groups if group.has_in_process_drafts]
     if own or drafted:
         return own[0] if own else None

@@ -1,4 +1,4 @@
-"""How long rounds on a device last, by their shapes, as measured at the start."""
+"""Round durations on the device by batch shape, as measured at startup."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from outrider.engine.device.graphs.shapes import (
 
 
 class MeasuredRoundTimes:
-    """Seconds of rounds of a family; None of each until `learn`, and for ever without graphs."""
+    """Seconds of the rounds of a shape family.
+
+    None for each until `set_measurements`, and always without graphs.
+    """
 
     def __init__(
         self, family: ShapeFamily, *, drafts_itself: bool, max_prefill_slowdown: float

@@ -1,8 +1,8 @@
-"""Rounds on a device: the host says which sessions, the device decides which tokens.
+"""GpuModelRunner: runs rounds on the GPU, where acceptance and next tokens are decided.
 
-Rows of one kind share a launch: rows with drafts of this process's own head, and rows with drafts
-from outside (or none). Prompts join one of them as pieces. N nodes of a row's bucket, P rows of a
-piece, H feature width.
+The host decides only which sessions a round has. Rows with the same source of drafts share a
+launch: those with drafts of the in-process drafter, and those with drafts from outside (or none).
+Prefill chunks join one of them. N nodes of a row's bucket, P rows of a chunk, H feature width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.engine.device.graphs.shapes import (
     CHUNK_BUCKETS,
     CHUNK_TOKENS,
 )
-from outrider.engine.device.round_launcher import DeviceRounds, LaunchedRound
+from outrider.engine.device.round_launcher import LaunchedRound, RoundLauncher
 from outrider.engine.device.slots.logits_slots import check_initial_bans
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 from outrider.engine.device.transfer.pinned_memory import pin_memory
@@ -70,14 +70,14 @@ logger = logging.getLogger(__name__)
 
 
 class GpuModelRunner:
-    """A `ModelRunner` over `DeviceRounds`."""
+    """A `ModelRunner` whose rounds are launches of `RoundLauncher`."""
 
     can_run_ahead = True
 
     def __init__(
         self,
         slots: DeviceSessionSlots,
-        rounds: DeviceRounds,
+        rounds: RoundLauncher,
         *,
         slack: KVHeadroom,
         device: torch.device,
@@ -142,7 +142,7 @@ class GpuModelRunner:
         in_process_drafter = (
             InProcessDrafter(head, slots, pool, shape=shape, max_len=max_len) if head else None
         )
-        rounds = DeviceRounds(
+        rounds = RoundLauncher(
             target,
             slots,
             shape_family_for(
@@ -189,7 +189,7 @@ class GpuModelRunner:
 
     @property
     def in_process_draft_length(self) -> int:
-        """Drafts of a round of the head in this process."""
+        """Drafts of a round of the in-process drafter."""
         return 0 if self._in_process_drafter is None else self._in_process_drafter.shape.num_nodes
 
     @property
@@ -234,7 +234,7 @@ class GpuModelRunner:
         self._reserve = reserve
 
     def make_swap_space(self, budget_bytes: int, pool: KVPool) -> SwapSpace:
-        """Room for the K/V of the target, and of the head in this process."""
+        """Room for the K/V of the target, and of the in-process drafter."""
         storages = [pool.storage]
         if self._in_process_drafter is not None:
             storages.append(self._in_process_drafter.storage)

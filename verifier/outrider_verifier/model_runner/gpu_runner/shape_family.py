@@ -1,4 +1,4 @@
-"""The shapes of a verifier's rounds on a device, by its settings (pure)."""
+"""Batch shapes to capture as GPU graphs, from the verifier's settings. Pure function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def shape_family_for(
     """The shapes of a verifier's rounds; as `ShapeFamily`."""
     return ShapeFamily(
         max_rows=config.max_sessions,
-        # Beside a head of this process, too: a lookup drafts for whom its plan says so. Unless it
+        # Beside an in-process drafter, too: a lookup drafts for whom its plan says so. Unless it
         # is simulated what stands, which is for that head's chains.
         max_nodes=1
         if in_process_nodes and config.simulated_acceptance

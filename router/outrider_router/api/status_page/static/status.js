@@ -181,7 +181,7 @@ function verifierCard(verifier) {
       ["Idle before a hit", verifier.hit_idle_us ? idle(verifier.hit_idle_us) : "–"],
       ["Preempted", decimals(verifier.preemptions_total, 0)],
       ["Without K/V", decimals(verifier.waiting_sessions, 0)],
-      ...(verifier.own_methods.length ? [["Drafts itself", verifier.own_methods.join(", ")]] : []),
+      ...(verifier.in_process_methods.length ? [["Drafts itself", verifier.in_process_methods.join(", ")]] : []),
     ]),
   );
   if (verifier.simulated_acceptance) {
