@@ -86,7 +86,6 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     ),
     "outrider/engine/device": (
         # Before the first round.
-        "brake",
         "current_device",
         "warm_up",
         # What torch captures once.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outrider_drafter.config import DrafterConfig, ReconnectConfig
+from outrider_drafter.hooks import VerifierAccess
 from outrider_drafter.server.build import build_service as build_drafter
 from outrider_drafter.server.service import DrafterService
 from outrider_verifier.config import VerifierConfig
@@ -218,8 +219,8 @@ class DrafterPart:
         return self.service is not None
 
     async def start(self) -> None:
-        dialer = self._network.dialer(self.name)
-        self.service = await asyncio.to_thread(build_drafter, self._config, dialer)
+        access = VerifierAccess(self._network.dialer(self.name))
+        self.service = await asyncio.to_thread(build_drafter, self._config, access)
         self._network.serve_process(self.name, self.service)
 
     async def kill(self) -> None:

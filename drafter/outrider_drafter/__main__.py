@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.busy_polling import BusyCores
 from outrider.config import comma_list, parse_config
+from outrider.config.hooks import install_hooks
 from outrider.errors import OutriderError
 from outrider.extras import explain_missing_packages
 from outrider.failure_event import report_failure
@@ -88,13 +89,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
     parser.add_argument(
-        "--bench-exchange-delay-ms",
-        type=float,
-        metavar="MS",
-        help="benchmarks: hold all that is exchanged with verifiers, each way",
-    )
-    parser.add_argument(
-        "--bench-slowdown", type=float, metavar="F", help="benchmarks: drafts take F times as long"
+        "--hook",
+        dest="hooks",
+        action="append",
+        metavar="MODULE[:KEY=VALUE,...]",
+        help="module of the operator's own to run in this process; may be repeated",
     )
     add_tls_arguments(parser)
     add_tracing_flags(parser)
@@ -111,27 +110,23 @@ async def serve(config: DrafterConfig) -> int:
 
 async def _serve(config: DrafterConfig, busy_cores: BusyCores) -> int:
     from outrider.transport.grpc import AccessRules, GrpcDialer, GrpcServer, drafter_services
-    from outrider.transport.shm import join_channel
+    from outrider_drafter.hooks import DrafterHooks, VerifierAccess
     from outrider_drafter.server.build import build_service
-    from outrider_drafter.slow_link import SlowDialer
 
-    dialer: GrpcDialer | SlowDialer = GrpcDialer(tls=config.tls)
-    join = join_channel
-    if config.bench_exchange_delay_ms:
-        dialer = SlowDialer(dialer, config.bench_exchange_delay_ms)
-        join = dialer.join_shm_channel
-    service = await run_in_short_thread(build_service, config, dialer, busy_cores, join)
+    hooks = install_hooks(config.hooks, DrafterHooks())
+    access = hooks.wrap_access(VerifierAccess(GrpcDialer(tls=config.tls)))
+    service = await run_in_short_thread(build_service, config, access, busy_cores, hooks)
     tune_process()
     busy_cores.adopt_thread()
     metrics_address = _serve_metrics(config, service.metrics.registry)
     ports = PortMetrics(service.metrics.registry)
-    access = AccessRules(
+    rules = AccessRules(
         tls=config.tls, on_refused=ports.count_refusal, on_handshake=ports.count_handshake
     )
     server = GrpcServer(
         config.listen,
         drafter_services(service),
-        access=access,
+        access=rules,
         health_address=config.health_listen,
     )
     signals: asyncio.Queue[int] = asyncio.Queue()
@@ -166,7 +161,7 @@ async def _serve(config: DrafterConfig, busy_cores: BusyCores) -> int:
     finally:
         await server.stop(1.0)
         await service.close()
-        await dialer.close()
+        await access.dialer.close()
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:

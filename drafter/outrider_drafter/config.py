@@ -9,6 +9,7 @@ from typing import Annotated
 
 from outrider.busy_polling import check_request
 from outrider.config import OneOf
+from outrider.config.hooks import check_hooks
 from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.logs import LOG_LEVELS, check_level
 from outrider.spans import TracingConfig
@@ -16,9 +17,6 @@ from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import TlsConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_DELAY_MS = 400.0
-"""Of the exchange, for benchmarks: both ways together stay well below the heartbeat's timeout."""
-MAX_SLOWDOWN = 1000.0
 
 
 def _require(ok: bool, message: str) -> None:
@@ -132,10 +130,12 @@ class DrafterConfig:
     """This process's certificate, for its own ports and for those that it connects to."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
-    bench_exchange_delay_ms: float = 0.0
-    """For benchmarks: all that is exchanged with verifiers is held by so much, each way."""
-    bench_slowdown: float = 1.0
-    """For benchmarks: drafts take so many times as long, by waiting."""
+    hooks: tuple[str, ...] = ()
+    """Code of the operator's own that runs in this process: modules, each "MODULE" or
+    "MODULE:KEY=VALUE,KEY=VALUE", that are imported before the process is built. Each has a function
+    `install(hooks, *, key=...)`, which is given the hook points of the process
+    (`outrider_drafter.hooks`) and the options. A variable lists hooks with several options as TOML
+    does."""
     ngram: NgramConfig = NgramConfig()
     """Prompt lookup."""
     grammar_compile: CompileLimits = field(default_factory=CompileLimits)
@@ -170,26 +170,9 @@ class DrafterConfig:
         _require(self.drain_timeout_s >= 0.0, "drain_timeout_s must not be negative")
         _require(0.0 <= self.stall_s < math.inf, "stall_s must be finite and not negative")
         check_level(self.log_level)
+        check_hooks(self.hooks)
         self.tls.for_fleet()
         check_request(self.busy_polling_cores, self.device)
         _require(self.head_max_context >= 0, "head_max_context must not be negative")
         _require(self.draft_model_kv_tokens >= 0, "draft_model_kv_tokens must not be negative")
-        _require(
-            0.0 <= self.bench_exchange_delay_ms <= MAX_DELAY_MS,
-            f"bench_exchange_delay_ms must be in [0, {MAX_DELAY_MS:g}]",
-        )
-        _require(
-            1.0 <= self.bench_slowdown <= MAX_SLOWDOWN,
-            f"bench_slowdown must be in [1, {MAX_SLOWDOWN:g}]",
-        )
         _require(-1 <= self.metrics_port <= 65535, "metrics_port must be in [-1, 65535]")
-
-    @property
-    def handicap(self) -> str:
-        """How it is slowed down, in words; "" if it is not."""
-        parts = []
-        if self.bench_exchange_delay_ms:
-            parts.append(f"exchange held by {self.bench_exchange_delay_ms:g} ms each way")
-        if self.bench_slowdown != 1.0:
-            parts.append(f"drafts {self.bench_slowdown:g}x as slow")
-        return ", ".join(parts)

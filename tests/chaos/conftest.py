@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.stack import Stack, StackOptions
+from tests.integration.stack import Stack, StackOptions, slow_rounds
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +12,7 @@ def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0", "--queue-limit", "16"],
         # Requests last long enough for a fault, and for what follows it.
-        "verifier": ["--max-sessions", "8", "--bench-round-ms", "12"],
+        "verifier": ["--max-sessions", "8", *slow_rounds(12)],
     }
 
 

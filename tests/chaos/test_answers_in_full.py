@@ -13,7 +13,7 @@ import pytest
 
 from outrider.client import Client, FinishReason, GenerateResult, RetryPolicy, user
 from outrider.wire.logprobs import TokenLogprobs
-from tests.integration.stack import Stack, StackOptions, connect, metric
+from tests.integration.stack import Stack, StackOptions, connect, metric, slow_rounds
 from tests.integration.test_structured_output import SCHEMA, conforms
 from tests.waiting import wait_until
 
@@ -53,7 +53,7 @@ Heard = dict[str, tuple[GenerateResult, list[TokenLogprobs]]]
 def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0"],
-        "verifier": ["--max-sessions", str(SESSIONS), "--bench-round-ms", "6"],
+        "verifier": ["--max-sessions", str(SESSIONS), *slow_rounds(6)],
         "spare": True,
     }
 

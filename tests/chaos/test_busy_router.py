@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.integration.gap_meter import GapMeter, measure_calm
-from tests.integration.stack import Stack, StackOptions, metric
+from tests.integration.stack import Stack, StackOptions, metric, slow_rounds
 from tests.waiting import wait_until
 
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0", "--http", "127.0.0.1:0"],
-        "verifier": ["--bench-round-ms", "30", "--metrics-port", "0", "--no-shared-memory"],
+        "verifier": [*slow_rounds(30), "--metrics-port", "0", "--no-shared-memory"],
     }
 
 

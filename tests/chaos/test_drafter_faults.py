@@ -12,6 +12,7 @@ import pytest
 
 from outrider.client import Client, GenerateResult, RetryPolicy
 from tests.integration.pool_stack import PROMPT, PoolStack
+from tests.integration.stack import slow_rounds
 from tests.waiting import wait_until
 
 COUNT = 4
@@ -33,7 +34,7 @@ def shared(
         model=str(tiny_target),
         head=str(tiny_head),
         # Requests last long enough for a fault and what follows it.
-        verifier=["--bench-round-ms", "15"],
+        verifier=slow_rounds(15),
         router=["--config", str(settings)],
     ) as running:
         yield running

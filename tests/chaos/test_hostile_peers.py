@@ -13,7 +13,7 @@ from outrider_router.requests.log_records import EMITTED, HEADER, RECORD_MARK
 
 from outrider.client import InternalError, user
 from tests.integration.gap_meter import GapMeter, measure_calm
-from tests.integration.stack import Stack, StackOptions, connect, metric
+from tests.integration.stack import Stack, StackOptions, connect, metric, slow_rounds
 from tests.waiting import wait_until
 
 
@@ -29,7 +29,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack_options(journal: Path) -> StackOptions:
     return {
         "router": ["--metrics-port", "0", "--http", "127.0.0.1:0", "--journal", str(journal)],
-        "verifier": ["--bench-round-ms", "14"],
+        "verifier": slow_rounds(14),
         "with_drafter": False,
         "spare": True,
         "verifier_module": "tests.fakes.hostile_verifier",

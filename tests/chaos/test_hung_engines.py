@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.client import UnavailableError, user
 from outrider.watchdog import EXIT_STALLED
 from tests.integration.gap_meter import GapMeter, Gaps, measure_calm
-from tests.integration.stack import Stack, StackOptions, connect, metric
+from tests.integration.stack import Stack, StackOptions, connect, metric, slow_rounds
 from tests.waiting import wait_until
 
 STALL_S, ROUTER_STALL_S, FAILOVER_S = 2.5, 4.0, 5.0
@@ -32,7 +32,7 @@ def stack_options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
     router.write_text(f"verifier_stall_s = {ROUTER_STALL_S}\nfailover_s = {FAILOVER_S}\n")
     return {
         "router": ["--metrics-port", "0", "--http", "127.0.0.1:0", "--config", str(router)],
-        "verifier": ["--bench-round-ms", "14", "--config", str(watched)],
+        "verifier": [*slow_rounds(14), "--config", str(watched)],
         "drafter": ["--config", str(watched), "--metrics-port", "0"],
         "spare": True,
         "verifier_module": "tests.fakes.hung_verifier",

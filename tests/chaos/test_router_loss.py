@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.client import Client, ConnectionLostError, GenerateResult, RetryPolicy, user
-from tests.integration.stack import Process, Stack, StackOptions
+from tests.integration.stack import Process, Stack, StackOptions, slow_rounds
 from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, object]] = {
 @pytest.fixture(scope="module")
 def stack_options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
     log = tmp_path_factory.mktemp("journalled") / "journal" / "log"
-    return {"router": ["--journal", str(log)], "verifier": ["--bench-round-ms", "15"]}
+    return {"router": ["--journal", str(log)], "verifier": slow_rounds(15)}
 
 
 def answer(client: Client, options: dict[str, object]) -> GenerateResult:

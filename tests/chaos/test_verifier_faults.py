@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from outrider.client import Client, GenerateResult, user
-from tests.integration.stack import Process, Stack, StackOptions, connect, metric
+from tests.integration.stack import Process, Stack, StackOptions, connect, metric, slow_rounds
 from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
@@ -46,7 +46,7 @@ class Calm:
 def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0"],
-        "verifier": ["--bench-round-ms", "14"],
+        "verifier": slow_rounds(14),
         "spare": True,
     }
 

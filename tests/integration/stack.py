@@ -124,6 +124,11 @@ class Process:
         self._popen = None
 
 
+def slow_rounds(milliseconds: float) -> list[str]:
+    """Flags of a verifier whose rounds last so long, as with a larger model."""
+    return ["--hook", f"outrider_bench.hooks.round_delay:round_ms={milliseconds:g}"]
+
+
 class StackOptions(TypedDict, total=False):
     """What a module's stack is, beside the usual."""
 

@@ -14,7 +14,7 @@ from outrider.client.rpcs import GENERATE_STREAM
 from outrider.transport.grpc import GrpcDialer
 from outrider.transport.interface import VerifierControl
 from outrider.wire.messages import VerifierInfo
-from tests.integration.stack import Stack, StackOptions
+from tests.integration.stack import Stack, StackOptions, slow_rounds
 from tests.waiting import PATIENCE_S
 
 ROUND_S = 0.1
@@ -28,7 +28,7 @@ def stack_options() -> StackOptions:
     """A fleet without a drafter, on which four sessions run at a time."""
     return {
         "router": ["--slow-reader-timeout-s", "0.5"],
-        "verifier": ["--max-sessions", "4", "--bench-round-ms", str(1e3 * ROUND_S)],
+        "verifier": ["--max-sessions", "4", *slow_rounds(1e3 * ROUND_S)],
         "with_drafter": False,
     }
 

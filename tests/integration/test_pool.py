@@ -10,6 +10,7 @@ import pytest
 from outrider.client import GenerateResult
 from outrider.client.commands.drafters import add_drafter, remove_drafter
 from tests.integration.pool_stack import PoolStack, Requests
+from tests.integration.stack import slow_rounds
 from tests.waiting import wait_until
 
 COUNT = 8
@@ -26,7 +27,7 @@ def shared(
         model=str(tiny_target),
         head=str(tiny_head),
         # Requests last until what happens to them was seen.
-        verifier=["--bench-round-ms", "24"],
+        verifier=slow_rounds(24),
     ) as running:
         yield running
 

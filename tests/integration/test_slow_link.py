@@ -21,8 +21,8 @@ def test_every_round_takes_the_delay_both_ways(
     tiny_target: Path, tiny_head: Path, tmp_path: Path, shm_channel: bool
 ) -> None:
     flags = [
-        "--bench-exchange-delay-ms",
-        str(DELAY_MS),
+        "--hook",
+        f"outrider_bench.hooks.slow_link:delay_ms={DELAY_MS}",
         *([] if shm_channel else ["--no-shared-memory"]),
     ]
     model, head = str(tiny_target), str(tiny_head)

@@ -43,9 +43,9 @@ MAKERS = {
     "secure_channel": {"outrider/transport/grpc/dialer.py", "outrider/client/connection.py"},
     "start_http_server": set[str](),
     "make_wsgi_app": {"outrider/metrics_port.py"},
-    # Of benchmarks and of tests of faults, on loopback: bytes that they do not look at. And one
-    # that asks whether a port is free: closed again, before anybody is accepted.
-    "create_server": {"drafter/outrider_drafter/relay.py", "outrider/client/local/readiness.py"},
+    # It asks whether a port is free: closed again, before anybody is accepted.
+    "create_server": {"outrider/client/local/readiness.py"},
+    # Of tests of faults, on loopback: bytes that it does not look at.
     "start_server": {"outrider/chaos/proxy.py"},
 }
 """Functions that open ports or reach them, and the only files that may call them: there, whoever

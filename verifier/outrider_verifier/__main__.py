@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from outrider.busy_polling import BusyCores
 from outrider.config import parse_config
+from outrider.config.hooks import install_hooks
 from outrider.errors import OutriderError
 from outrider.extras import explain_missing_packages
 from outrider.failure_event import report_failure
@@ -103,8 +104,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--health-listen", metavar="HOST:PORT", help="address of a port that serves health alone"
     )
-    parser.add_argument("--bench-round-ms", type=float, help="benchmarks only: as a larger model")
-    parser.add_argument("--bench-row-us", type=float, help="benchmarks only: of each further row")
+    parser.add_argument(
+        "--hook",
+        dest="hooks",
+        action="append",
+        metavar="MODULE[:KEY=VALUE,...]",
+        help="module of the operator's own to run in this process; may be repeated",
+    )
     parser.add_argument("--trace-file", metavar="FILE.json", help="timeline, written at the end")
     add_tls_arguments(parser)
     add_tracing_flags(parser)
@@ -122,8 +128,10 @@ async def serve(config: VerifierConfig) -> int:
 async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
     from outrider.transport.grpc import AccessRules, GrpcConfig, GrpcServer, verifier_services
     from outrider.transport.heartbeat import HeartbeatConfig
+    from outrider_verifier.hooks import VerifierHooks
     from outrider_verifier.server.service_builder import build_service
 
+    hooks = install_hooks(config.hooks, VerifierHooks())
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in stop_signals():
@@ -136,7 +144,7 @@ async def _serve(config: VerifierConfig, busy_cores: BusyCores) -> int:
         keepalive_timeout_s=router_silence_s,
         shm_channels=config.shared_memory,
     )
-    service = await run_in_short_thread(build_service, config, busy_cores)
+    service = await run_in_short_thread(build_service, config, busy_cores, hooks)
     tune_process()
     ports = PortMetrics(service.metrics.registry)
     access = AccessRules(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from outrider.busy_polling import check_request
 from outrider.config import OneOf
+from outrider.config.hooks import check_hooks
 from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.logs import LOG_LEVELS, check_level
 from outrider.spans import TracingConfig
@@ -160,10 +161,12 @@ class VerifierConfig:
     on this machine. Port 0 takes a free one, "" serves none."""
     tls: TlsConfig = field(default_factory=TlsConfig)
     """This process's certificate, for its own ports and for those that it connects to."""
-    bench_round_ms: float = 0.0
-    """Benchmarks only: rounds of one row last so long, as with a larger model; 0: as they do."""
-    bench_row_us: float = 0.0
-    """Of each further row of such a round."""
+    hooks: tuple[str, ...] = ()
+    """Code of the operator's own that runs in this process: modules, each "MODULE" or
+    "MODULE:KEY=VALUE,KEY=VALUE", that are imported before the process is built. Each has a function
+    `install(hooks, *, key=...)`, which is given the hook points of the process
+    (`outrider_verifier.hooks`) and the options. A variable lists hooks with several options as TOML
+    does."""
     trace_file: str = ""
     """Where the process leaves a timeline of its last events when it ends; "" keeps none."""
     grammar_compile: CompileLimits = field(default_factory=CompileLimits)
@@ -199,11 +202,10 @@ class VerifierConfig:
             "feature_budget_mb",
             "drain_timeout_s",
             "stall_s",
-            "bench_round_ms",
-            "bench_row_us",
         ):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
         check_level(self.log_level)
+        check_hooks(self.hooks)
         self._check_drafting()
         self.tls.for_fleet()
         check_request(self.busy_polling_cores, self.device)

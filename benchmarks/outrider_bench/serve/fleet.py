@@ -56,7 +56,8 @@ class ServiceMachine:
     trace_dir: Path | None = None
     round_ms: float = 0.0
     row_us: float = 0.0
-    """What rounds are made to take: see `LocalFleetConfig`."""
+    """What rounds are made to take, by the hook `outrider_bench.hooks.round_delay`; 0: what they
+    do."""
 
     @property
     def name(self) -> str:
@@ -197,13 +198,29 @@ def local_config(machine: ServiceMachine, service: BenchService) -> LocalFleetCo
         threads=machine.threads,
         planner=machine.planner,
         busy_polling_cores=service.busy_polling_cores or None,
-        round_ms=machine.round_ms,
-        row_us=machine.row_us,
-        exchange_delay_ms=service.handicap.exchange_delay_ms,
-        drafter_slowdown=service.handicap.drafter_slowdown,
+        verifier_hooks=verifier_hooks(machine),
+        drafter_hooks=drafter_hooks(service.handicap),
         trace_dir=None if machine.trace_dir is None else machine.trace_dir / service_name(service),
         log_dir=None if machine.log_dir is None else machine.log_dir / service.placement,
     )
+
+
+def verifier_hooks(machine: ServiceMachine) -> tuple[str, ...]:
+    """What makes the verifiers' rounds last longer, if anything does."""
+    if not machine.round_ms:
+        return ()
+    options = f"round_ms={machine.round_ms},row_us={machine.row_us}"
+    return (f"outrider_bench.hooks.round_delay:{options}",)
+
+
+def drafter_hooks(handicap: DrafterHandicap) -> tuple[str, ...]:
+    """What makes the drafters suffer a handicap, if there is one."""
+    hooks = []
+    if handicap.exchange_delay_ms:
+        hooks.append(f"outrider_bench.hooks.slow_link:delay_ms={handicap.exchange_delay_ms}")
+    if handicap.drafter_slowdown != 1.0:
+        hooks.append(f"outrider_bench.hooks.slow_proposer:factor={handicap.drafter_slowdown}")
+    return tuple(hooks)
 
 
 def service_name(service: BenchService) -> str:

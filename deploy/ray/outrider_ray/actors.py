@@ -15,6 +15,7 @@ from outrider_drafter.config import DrafterConfig
 from outrider_verifier.config import VerifierConfig
 
 from outrider.busy_polling import BusyCores
+from outrider.config.hooks import install_hooks
 from outrider.logs import setup_logging
 from outrider.process_tuning import run_in_short_thread, set_openmp_spin, tune_process
 from outrider.transport.ray import RayConfig, RayDialer
@@ -34,12 +35,17 @@ LOST_GRACE_S = 1.0
 async def verifier_endpoint(config: VerifierConfig) -> AsyncGenerator[VerifierService]:
     """A verifier in this actor, its model loaded."""
     prepare(config.threads, config.log_level)
+    from outrider_verifier.hooks import VerifierHooks
     from outrider_verifier.server.service_builder import build_service
+
+    hooks = install_hooks(config.hooks, VerifierHooks())
 
     async def end(service: VerifierService) -> None:
         await service.stop()
 
-    async with _built(partial(build_service, config), end, config.busy_polling_cores) as service:
+    async with _built(
+        partial(build_service, config, hooks=hooks), end, config.busy_polling_cores
+    ) as service:
         service.start()
         yield service
 
@@ -50,16 +56,18 @@ async def drafter_endpoint(
 ) -> AsyncGenerator[DrafterService]:
     """A drafter in this actor, which reaches verifiers by their actors' names."""
     prepare(config.threads, config.log_level)
+    from outrider_drafter.hooks import DrafterHooks, VerifierAccess
     from outrider_drafter.server.build import build_service
 
-    dialer = RayDialer(ray_config)
+    hooks = install_hooks(config.hooks, DrafterHooks())
+    access = hooks.wrap_access(VerifierAccess(RayDialer(ray_config)))
 
     async def end(service: DrafterService) -> None:
         await service.close()
-        await dialer.close()
+        await access.dialer.close()
 
     async with _built(
-        partial(build_service, config, dialer), end, config.busy_polling_cores
+        partial(build_service, config, access, hooks=hooks), end, config.busy_polling_cores
     ) as service:
         yield service
 

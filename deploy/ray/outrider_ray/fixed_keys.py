@@ -34,5 +34,5 @@ VERIFIER = _ACTOR | {
 }
 DRAFTER = _ACTOR | {
     *("model", "drafter_id", "head", "draft_model", "methods", "dtype", "device", "shared_memory"),
-    *("cuda_graphs", "threads", "busy_polling_cores", "log_level", "bench_exchange_delay_ms"),
+    *("cuda_graphs", "threads", "busy_polling_cores", "log_level"),
 }

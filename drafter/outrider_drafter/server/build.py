@@ -1,4 +1,4 @@
-"""Builds the drafter service from a configuration and loads its models; imports torch."""
+"""From a configuration to loaded draft sources and a service (torch is imported here)."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ from outrider.grammar.grammar_cache import GrammarCache
 from outrider.models import resolve_model
 from outrider.spec.plan import DraftMethod
 from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
-from outrider.transport.interface import Dialer
-from outrider.transport.shm import ShmChannelJoiner, join_channel
 from outrider_drafter.config import DrafterConfig
+from outrider_drafter.hooks import DrafterHooks, VerifierAccess
 from outrider_drafter.proposers.eagle import EagleProposer
 from outrider_drafter.proposers.interface import Proposer
 from outrider_drafter.proposers.ngram import NgramProposer
 from outrider_drafter.proposers.small_model import SmallModelProposer
 from outrider_drafter.server.service import DrafterService, TargetIdentity
-from outrider_drafter.slow_source import slow_down
 
 _HOST_KV_TOKENS: Final = 16384
 _MAX_KV_TOKENS: Final = 131072
@@ -49,12 +47,12 @@ _KV_SHARE: Final = 0.5
 
 def build_service(
     config: DrafterConfig,
-    dialer: Dialer,
+    access: VerifierAccess,
     busy_cores: BusyCores | None = None,
-    join: ShmChannelJoiner = join_channel,
+    hooks: DrafterHooks | None = None,
 ) -> DrafterService:
-    """Load everything that `config` names; the service keeps `awake` while it serves, and comes to
-    its shared-memory channels by `join`.
+    """Load everything that `config` names; the service reaches verifiers by `access` and keeps
+    `busy_cores` while it serves. `hooks`: what `config.hooks` has installed; None: nothing.
 
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.
@@ -64,8 +62,9 @@ def build_service(
     set_current_device(config.device)
     config = resolve_model_paths(config)
     identity = load_identity(config)
+    hooks = hooks or DrafterHooks()
     loaded = (_load_source(method, config, identity) for method in config.methods)
-    sources = [slow_down(source, config.bench_slowdown) for source in loaded]
+    sources = [hooks.wrap_proposer(source) for source in loaded]
     grammars = GrammarCache.from_tokenizer_file(
         tokenizer_file(config.model),
         vocab_size=identity.vocab_size,
@@ -75,11 +74,12 @@ def build_service(
     return DrafterService(
         config,
         sources,
-        dialer,
+        access.dialer,
         identity=identity,
         busy_cores=busy_cores,
-        join=join,
+        join=access.join,
         grammars=grammars,
+        handicap=hooks.handicap,
     )
 
 

@@ -91,12 +91,15 @@ class DrafterService:
         busy_cores: BusyCores | None = None,
         join: ShmChannelJoiner = join_channel,
         grammars: GrammarCache | None = None,
+        handicap: str = "",
     ) -> None:
-        """`awake` is kept while there are sessions; `join` is called on a thread of its own."""
+        """`busy_cores` is kept while there are sessions; `join` is called on a thread of its own.
+        `handicap`: what slows the drafter down, in words."""
         kept = busy_cores or BusyCores.claim(0)
         self.metrics = metrics or DrafterMetrics()
         self._config, self._dialer, self._join_shm_channel = config, dialer, join
         self._grammars = grammars
+        self._handicap = handicap
         fed = [s for s in sources if s.feature_layout is not FeatureLayout.NONE]
         self._hello = Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -183,7 +186,7 @@ class DrafterService:
             sessions=self._worker.num_sessions,
             verifiers=tuple(a for a, link in self._links.items() if link.connected),
             draft_ms_p50=self.metrics.draft_ms_p50,
-            handicap=self._config.handicap,
+            handicap=self._handicap,
             draining=self.draining,
             max_sessions=self._config.max_sessions,
         )

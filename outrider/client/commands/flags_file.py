@@ -20,9 +20,9 @@ def read_flags(path: Path, add_arguments: Callable[[argparse.ArgumentParser], No
     """The flags that a file gives, as a command line; all are checked.
 
     Keys are the flags' names without their dashes, with hyphens or underscores; a switch is `true`
-    or `false`, a list is joined by commas. Raises NotFoundError for a missing file and
-    InvalidRequestError (INVALID_CONFIG) for one that is malformed, has an unknown key or a value
-    that the flag does not take.
+    or `false`, a list is joined by commas, or repeats a flag that may be repeated. Raises
+    NotFoundError for a missing file and InvalidRequestError (INVALID_CONFIG) for one that is
+    malformed, has an unknown key or a value that the flag does not take.
     """
     parser = _FileParser(path)
     add_arguments(parser)
@@ -65,7 +65,11 @@ def _flag(parser: _FileParser, path: Path, key: object, value: object) -> list[s
             raise _invalid(path, f"{key} must be true or false, got {value!r}")
         return [f"--{name}"] if value else []
     if isinstance(value, list) and all(_is_scalar(item) for item in value):
-        return [f"--{name}={','.join(map(str, value))}"]
+        # A flag that may be repeated has values with commas of their own.
+        values = (
+            value if isinstance(action, argparse._AppendAction) else [",".join(map(str, value))]
+        )
+        return [f"--{name}={each}" for each in values]
     if not _is_scalar(value):
         raise _invalid(path, f"{key} must be a text or a number, got {value!r}")
     return [f"--{name}={value}"]

@@ -135,19 +135,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--metrics-compat", choices=("vllm",), help="export its metrics under these names, too")
     add("--log-level", type=str.upper, choices=LOG_LEVELS, help="of all processes; default: INFO")
     add("--trace-dir", type=Path, help="verifiers and drafters leave their timelines there")
-    bench = parser.add_argument_group("benchmarks only").add_argument
-    bench(
-        "--exchange-delay-ms",
-        type=number_at_least(0.0),
-        default=0.0,
-        help="of all between verifier and drafter, each way",
-    )
-    bench(
-        "--drafter-slowdown",
-        type=number_at_least(1.0),
-        default=1.0,
-        help="how many times as long drafts take",
-    )
+    for kind in ("verifier", "drafter"):
+        add(
+            f"--{kind}-hook",
+            action="append",
+            default=[],
+            metavar="MODULE[:KEY=VALUE,...]",
+            help=f"module of your own to run in each {kind}; may be repeated",
+        )
     add_ray_arguments(parser)
 
 
@@ -241,8 +236,8 @@ def make_config(args: argparse.Namespace) -> LocalFleetConfig:
         look_ahead=args.look_ahead,
         fan_out=args.fan_out,
         threads=args.threads,
-        exchange_delay_ms=args.exchange_delay_ms,
-        drafter_slowdown=args.drafter_slowdown,
+        verifier_hooks=tuple(args.verifier_hook),
+        drafter_hooks=tuple(args.drafter_hook),
         trace_dir=args.trace_dir,
         metrics_port=args.metrics_port,
         tls_dir=args.tls_dir,
@@ -289,11 +284,14 @@ def parse_methods(text: str | None, *, has_head: bool) -> tuple[DraftMethod, ...
 
 def ray_args(config: LocalFleetConfig) -> list[str]:
     """Flags of the Ray launcher. Raises InvalidRequestError for what it has not."""
-    if config.exchange_delay_ms or config.drafter_slowdown != 1.0 or config.trace_dir is not None:
+    if config.verifier_hooks or config.drafter_hooks:
         raise InvalidRequestError(
-            "--exchange-delay-ms, --drafter-slowdown and --trace-dir are for --runtime processes",
+            "--verifier-hook and --drafter-hook are for --runtime processes; for Ray: `hooks` of "
+            "[verifier] and [drafter] in the file of `outrider ray`",
             reason="INVALID_FLAG",
         )
+    if config.trace_dir is not None:
+        raise InvalidRequestError("--trace-dir is for --runtime processes", reason="INVALID_FLAG")
     if config.routers > 1:
         raise InvalidRequestError("--routers is for --runtime processes", reason="INVALID_FLAG")
     if config.metrics_compat is not None:

@@ -107,13 +107,9 @@ class LocalFleetConfig:
     """Threads of verifier and drafter each; None takes torch's choice."""
     busy_polling_cores: int | None = None
     """Cores that verifier and drafter each keep from going idle while they serve; GPUs only."""
-    exchange_delay_ms: float = 0.0
-    """Benchmarks only: see the drafter's option bench_exchange_delay_ms."""
-    drafter_slowdown: float = 1.0
-    """Benchmarks only: see the drafter's option bench_slowdown."""
-    round_ms: float = 0.0
-    row_us: float = 0.0
-    """Benchmarks only: see the verifier's options bench_round_ms and bench_row_us."""
+    verifier_hooks: tuple[str, ...] = ()
+    drafter_hooks: tuple[str, ...] = ()
+    """Code of the operator's own that runs in each process of the kind: see its option `hooks`."""
     trace_dir: Path | None = None
     """Where verifier and drafter leave their timelines when they end; None: they keep none."""
     metrics_port: int | None = None

@@ -131,11 +131,10 @@ def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str
         max_context_len=config.max_model_len,
         memory_fraction=place.memory_fraction,
         max_sessions=config.max_sessions,
-        bench_round_ms=config.round_ms or None,
-        bench_row_us=config.row_us or None,
         verifier_id=place.name,
         **_common_flags(config, place, CertificateRole.VERIFIER),
     )
+    flags += _hook_flags(config.verifier_hooks)
     flags += [] if config.prefix_cache else ["--no-prefix-cache"]
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
@@ -150,11 +149,10 @@ def drafter_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]
         draft_model=config.draft_model if DraftMethod.MODEL in methods else None,
         dtype=config.element_type,
         device=place.device,
-        bench_exchange_delay_ms=config.exchange_delay_ms or None,
-        bench_slowdown=config.drafter_slowdown if config.drafter_slowdown != 1.0 else None,
         drafter_id=place.name,
         **_common_flags(config, place, CertificateRole.DRAFTER),
     )
+    flags += _hook_flags(config.drafter_hooks)
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 
@@ -206,6 +204,10 @@ def _tls_flags(config: LocalFleetConfig, role: CertificateRole) -> dict[str, obj
         return {}
     tls = tls_from(config.tls_dir, role)
     return {"tls_cert": tls.cert, "tls_key": tls.key, "tls_ca": tls.ca}
+
+
+def _hook_flags(hooks: Sequence[str]) -> list[str]:
+    return [part for hook in hooks for part in ("--hook", hook)]
 
 
 def _flags(**values: object) -> list[str]:

@@ -28,6 +28,7 @@ _SOMEWHERE: Final = "127.0.0.1:1"
 _RAY: Final = "ray"
 _FLAGS: Final[Mapping[str, str]] = {
     "feature_head": "--head",
+    "hooks": "--verifier-hook and --drafter-hook",
     "listen": "--host and --port",
     "max_context_len": "--max-model-len",
     "memory_fraction": "--gpu-memory-utilization",

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.device.brake import RoundDelay
 from outrider.engine.device.device_timeline import DeviceRecorder
 from outrider.engine.device.drafting.grammar_drafts import GrammarDraftBuffer
 from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter
@@ -125,8 +124,8 @@ class RoundLauncher:
                 max_sessions=slots.padding,
                 vocab_size=target.vocab_size,
             )
-        self.brake: RoundDelay | None = None
-        """Benchmarks only: what makes rounds last longer."""
+        self.after_launch: Callable[[RoundShape], None] | None = None
+        """What is called behind each launch of a round (a hook of the process); None: nothing."""
 
     @property
     def computes_features(self) -> bool:
@@ -176,8 +175,8 @@ class RoundLauncher:
         alone = undrafted or self._drafts_behind(shape)
         verified = self._verify(shape, inputs, added, alone=alone)
         at = time.perf_counter()
-        if self.brake is not None:
-            self.brake.delay_round(shape)
+        if self.after_launch is not None:
+            self.after_launch(shape)
         if not features or verified.features is None:
             launched = LaunchedRound(
                 shape, self._downloads.start_download(verified.result, part), None, launched_at=at

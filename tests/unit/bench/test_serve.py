@@ -27,7 +27,14 @@ from outrider_bench.serve.cells import (
     plain_key,
 )
 from outrider_bench.serve.chart import chart_lines, chart_title, draw_chart
-from outrider_bench.serve.fleet import BenchService, plan_services
+from outrider_bench.serve.fleet import (
+    BenchService,
+    ServiceMachine,
+    drafter_hooks,
+    local_config,
+    plan_services,
+    verifier_hooks,
+)
 from outrider_bench.serve.measurement import (
     TimeBudget,
     compare_in_turn,
@@ -50,7 +57,11 @@ from outrider_bench.serve.run import (
 )
 from outrider_bench.serve.waves import RequestWave, WaveAnswer
 from outrider_bench.serve.workload import WaveSize, arrivals, make_load, split_sessions
+from outrider_drafter.hooks import DrafterHooks
+from outrider_verifier.hooks import VerifierHooks
 
+from outrider.client.local.model_files import ModelFiles
+from outrider.config.hooks import install_hooks
 from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 
@@ -257,6 +268,23 @@ class TestServices:
             BenchService(placement="separate", drafts=ahead, handicap=slow),
             BenchService(placement="fused", drafts=(CHAIN,)),
         ]
+
+    def test_handicaps_and_emulated_rounds_are_hooks_of_the_processes(self) -> None:
+        assert drafter_hooks(DrafterHandicap()) == ()
+        slow = DrafterHandicap(exchange_delay_ms=0.5, drafter_slowdown=3.0)
+        hooks = drafter_hooks(slow)
+        assert install_hooks(hooks, DrafterHooks()).handicap == (
+            "exchange held by 0.5 ms each way, drafts 3x as slow"
+        )
+        files = ModelFiles(path=Path("m"), name="m", head=None)
+        machine = ServiceMachine(files=files, device="cpu")
+        assert verifier_hooks(machine) == ()
+        emulated = replace(machine, round_ms=4.05, row_us=22.0)
+        assert install_hooks(verifier_hooks(emulated), VerifierHooks()).round_pacer is not None
+        service = BenchService(placement="separate", drafts=(CHAIN,), handicap=slow)
+        config = local_config(emulated, replace(service, drafts=(parse_drafts("ngram"),)))
+        assert config.drafter_hooks == hooks
+        assert config.verifier_hooks == verifier_hooks(emulated)
 
     def test_drafters_are_counted_where_one_is_started(self) -> None:
         ngram, auto = parse_drafts("ngram"), parse_drafts("auto")

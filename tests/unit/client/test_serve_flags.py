@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from outrider_drafter.__main__ import parse_args as drafter_config
+from outrider_verifier.__main__ import parse_args as verifier_config
 
 from outrider.client.commands import main, serve
+from outrider.client.commands.flags_file import read_flags
 from outrider.client.local import config as local
 from outrider.client.local.cluster import LocalCluster
 from outrider.client.local.model_files import ModelFiles
@@ -42,12 +46,26 @@ def test_look_ahead_is_a_default_of_the_routers(parsed: Parsed) -> None:
     assert ray["look-ahead"] == "1" and "fan-out" not in ray
 
 
-def test_only_the_drafter_is_slowed_down(parsed: Parsed) -> None:
-    config = parsed("--exchange-delay-ms", ".5", "--drafter-slowdown", "2")
-    drafter = flags_of(drafter_arguments(config))
-    assert (drafter["bench-exchange-delay-ms"], drafter["bench-slowdown"]) == ("0.5", "2.0")
-    usual = [*drafter_arguments(parsed()), *verifier_arguments(config)]
-    assert not any("bench" in part for part in usual)
+def test_hooks_reach_the_processes_of_their_kind(parsed: Parsed) -> None:
+    config = parsed(
+        *("--drafter-hook", "mine.slow:factor=2,why=test", "--drafter-hook", "mine.told"),
+        *("--verifier-hook", "mine.paced:ms=.5"),
+    )
+    drafter, verifier = drafter_arguments(config), verifier_arguments(config)
+    hooks = [value for flag, value in itertools.pairwise(drafter) if flag == "--hook"]
+    assert hooks == ["mine.slow:factor=2,why=test", "mine.told"]
+    assert drafter_config(drafter).hooks == tuple(hooks)
+    assert flags_of(verifier)["hook"] == "mine.paced:ms=.5"
+    assert verifier_config(verifier).hooks == ("mine.paced:ms=.5",)
+    assert "--hook" not in [*drafter_arguments(parsed()), *verifier_arguments(parsed())]
+
+
+def test_a_file_lists_hooks(parsed: Parsed, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('drafter-hook = ["a.b:x=1,y=2", "c"]\nverifier-hook = "d:z=3"\n')
+    config = parsed(*read_flags(file, serve.add_arguments))
+    assert config.drafter_hooks == ("a.b:x=1,y=2", "c")
+    assert config.verifier_hooks == ("d:z=3",)
 
 
 def test_both_sides_of_the_exchange_leave_a_timeline(parsed: Parsed) -> None:
@@ -59,28 +77,11 @@ def test_both_sides_of_the_exchange_leave_a_timeline(parsed: Parsed) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [("--exchange-delay-ms", "1"), ("--drafter-slowdown", "2"), ("--trace-dir", "/traces")],
+    [("--verifier-hook", "mine"), ("--drafter-hook", "mine"), ("--trace-dir", "/traces")],
 )
 def test_ray_refuses_what_only_processes_have(parsed: Parsed, flags: tuple[str, str]) -> None:
     with pytest.raises(InvalidRequestError, match=flags[0]):
         serve.ray_args(parsed(*flags))
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--exchange-delay-ms", "-1"], "at least 0"),
-        (["--exchange-delay-ms", "soon"], "not a number"),
-        (["--drafter-slowdown", "0.5"], "at least 1"),
-        (["--drafter-slowdown", "inf"], "at least 1"),
-    ],
-)
-def test_impossible_handicaps_are_refused(
-    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main.main(["serve", *flags])
-    assert says in capsys.readouterr().err
 
 
 def test_the_journal_is_the_routers(parsed: Parsed) -> None:

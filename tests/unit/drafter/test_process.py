@@ -16,6 +16,7 @@ from urllib.request import urlopen
 import pytest
 from outrider_drafter.__main__ import main, parse_args
 from outrider_drafter.config import DrafterConfig, ReconnectConfig
+from outrider_drafter.hooks import VerifierAccess
 from outrider_drafter.server.build import build_service
 
 from outrider.errors import (
@@ -50,11 +51,11 @@ def test_methods_are_a_list_separated_by_commas() -> None:
     assert config.methods == (DraftMethod.NGRAM, DraftMethod.MODEL)
 
 
-def test_a_drafter_says_how_it_is_slowed_down() -> None:
-    assert parse_args(["--model", "m", "--methods", "ngram"]).handicap == ""
-    flags = ["--model", "m", "--methods", "ngram", "--bench-exchange-delay-ms", ".5"]
-    config = parse_args([*flags, "--bench-slowdown", "3"])
-    assert config.handicap == "exchange held by 0.5 ms each way, drafts 3x as slow"
+def test_hooks_may_be_given_one_by_one() -> None:
+    assert parse_args(["--model", "m", "--methods", "ngram"]).hooks == ()
+    flags = ["--model", "m", "--methods", "ngram", "--hook", "mine.slow:factor=3,why=test"]
+    config = parse_args([*flags, "--hook", "mine.other"])
+    assert config.hooks == ("mine.slow:factor=3,why=test", "mine.other")
 
 
 @pytest.mark.parametrize(
@@ -68,11 +69,8 @@ def test_a_drafter_says_how_it_is_slowed_down() -> None:
         (["--methods", "telepathy"], "ngram"),
         (["--methods", "ngram", "--threads", "-1"], "threads"),
         (["--methods", "ngram", "--drain-timeout-s", "-1"], "drain_timeout_s"),
-        (["--methods", "ngram", "--bench-exchange-delay-ms", "-1"], "bench_exchange_delay_ms"),
-        (["--methods", "ngram", "--bench-exchange-delay-ms", "500"], "bench_exchange_delay_ms"),
-        (["--methods", "ngram", "--bench-exchange-delay-ms", "nan"], "bench_exchange_delay_ms"),
-        (["--methods", "ngram", "--bench-slowdown", "0.5"], "bench_slowdown"),
-        (["--methods", "ngram", "--bench-slowdown", "-2"], "bench_slowdown"),
+        (["--methods", "ngram", "--hook", "no-module"], "no name of a module"),
+        (["--methods", "ngram", "--hook", "mine:3"], "no KEY=VALUE"),
     ],
 )
 def test_a_mistake_is_named(flags: list[str], hint: str) -> None:
@@ -85,8 +83,16 @@ def test_a_mistake_ends_the_process_with_one_line(capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().err)["event"] == "failed"
 
 
+def test_a_hook_that_is_not_there_ends_the_process_with_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--model", "m", "--methods", "ngram", "--hook", "no_such_module"]) == 2
+    said = json.loads(capsys.readouterr().err)
+    assert said["event"] == "failed" and "there is no module no_such_module" in said["reason"]
+
+
 def build(config: DrafterConfig) -> None:
-    build_service(config, InprocNetwork().dialer())
+    build_service(config, VerifierAccess(InprocNetwork().dialer()))
 
 
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from outrider_verifier.config import VerifierConfig
+from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.server.service import VerifierService
 
 from outrider.busy_polling import BusyCores
@@ -23,7 +24,6 @@ from outrider.spec.tree import DraftTree
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.transport.in_process import InprocNetwork
 from outrider.wire.messages import SessionEvent, SessionSpec
-from tests.fakes.runner import FakeRunner
 from tests.fakes.scripted_drafter import Followed, ProposeFn, ScriptedDrafter, make_tree
 from tests.fakes.target import FakeProjection, FakeTarget
 from tests.waiting import until
@@ -140,7 +140,7 @@ async def verifier(
     *,
     target: FakeTarget | None = None,
     features: bool = True,
-    runner: FakeRunner | None = None,
+    runner: ModelRunner | None = None,
     heartbeat: HeartbeatConfig | None = None,
     busy_cores: BusyCores | None = None,
     **settings: Any,

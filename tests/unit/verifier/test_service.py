@@ -8,7 +8,9 @@ import threading
 from typing import Any
 
 import pytest
+from outrider_bench.hooks.round_delay import RoundDelay, TargetDuration
 from outrider_verifier.model_runner import results as settled
+from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 
 from outrider.engine.target import ForwardBatch
 from outrider.errors import (
@@ -23,7 +25,7 @@ from outrider.errors import (
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.wire.messages import FinishReason
-from tests.fakes.target import FakeTarget
+from tests.fakes.target import FakeProjection, FakeTarget
 from tests.unit.verifier.harness import (
     CHAIN,
     close,
@@ -242,7 +244,10 @@ async def test_info_counts_sessions_blocks_rounds_and_drafters() -> None:
 
 
 async def test_rounds_last_as_long_as_a_larger_models() -> None:
-    async with verifier(bench_round_ms=20.0, bench_row_us=1000.0) as rig:
+    target = FakeTarget(num_blocks=256)
+    pacer = RoundDelay(TargetDuration(round_s=0.02, row_s=0.001))
+    runner = CpuModelRunner(target, FakeProjection(), max_nodes=16, pacer=pacer)
+    async with verifier(target=target, runner=runner) as rig:
         spec = make_spec(drafter=None, max_new_tokens=6)
         assert (await rig.run(spec)).tokens == rig.reference(spec)
         assert (await rig.service.info()).forward_ms_p50 >= 20.0

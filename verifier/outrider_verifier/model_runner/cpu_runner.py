@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.engine.acceptance import AcceptanceResult, accept_drafts
-from outrider.engine.device.brake import TargetDuration
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import LogprobPath, PathLogprobs, path_logprobs
 from outrider.engine.swap import SwapSpace
@@ -25,6 +24,7 @@ from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.exchange.shm_features import ShmAllocator
+from outrider_verifier.hooks import RoundPacer
 from outrider_verifier.model_runner.batch import PackedRow, PrefillRow, VerifyRow, pack_batch
 from outrider_verifier.model_runner.interface import (
     DecodeOutput,
@@ -91,32 +91,34 @@ class CpuModelRunner:
         max_nodes: int,
         feature_dtype: TensorDtype = TensorDtype.FLOAT32,
         device: torch.device | str = "cpu",
-        as_of: TargetDuration | None = None,
+        pacer: RoundPacer | None = None,
     ) -> None:
-        """`max_nodes`: of a draft. `as_of`: benchmarks only, whose rounds ours
-        are to last as long as."""
+        """`max_nodes`: of a draft. `pacer`: what makes rounds last longer; None: nothing."""
         self.slot_headroom = KVHeadroom(max_nodes)
         self._suspended = SwappedSessions()
         self._target = target
         self._projection = projection
         self._device = torch.device(device)
         self._feature_dtype = feature_dtype
-        self._as_of = as_of
+        self._pacer = pacer
 
     @classmethod
     def build(
-        cls, config: VerifierConfig, target: TargetForward, projection: FeatureProjector | None
+        cls,
+        config: VerifierConfig,
+        target: TargetForward,
+        projection: FeatureProjector | None,
+        *,
+        pacer: RoundPacer | None = None,
     ) -> CpuModelRunner:
-        """The engine of a loaded target."""
+        """The engine of a loaded target; `pacer` makes its rounds last longer."""
         return cls(
             target,
             projection,
             max_nodes=config.max_tree_nodes,
             feature_dtype=config.feature_dtype,
             device=config.device,
-            as_of=TargetDuration.from_settings(
-                round_ms=config.bench_round_ms, row_us=config.bench_row_us
-            ),
+            pacer=pacer,
         )
 
     @staticmethod
@@ -216,9 +218,8 @@ class CpuModelRunner:
         taps = self._projection.tap_layers if self._projection is not None and tapped else ()
         began = time.perf_counter()
         output = self._target.forward(batch, tap_layers=taps)
-        if self._as_of is not None:
-            due = began + self._as_of.seconds(len(batch.token_ids))
-            time.sleep(max(0.0, due - time.perf_counter()))
+        if self._pacer is not None:
+            self._pacer.pace_forward(len(batch.token_ids), began)
         forwarded = time.perf_counter()
         acceptances = self._accept(output.logits, packed)
         logprobs = self._logprobs(output.logits, packed, acceptances)

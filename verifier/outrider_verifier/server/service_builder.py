@@ -31,6 +31,7 @@ from outrider.grammar.grammar_cache import GrammarCache
 from outrider.models import resolve_model
 from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
+from outrider_verifier.hooks import RoundPacer, VerifierHooks
 from outrider_verifier.kv.capacity import max_kv_tokens, reserved_bytes
 from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 from outrider_verifier.model_runner.interface import ModelRunner
@@ -39,8 +40,13 @@ from outrider_verifier.server.service import VerifierService
 logger = logging.getLogger(__name__)
 
 
-def build_service(config: VerifierConfig, busy_cores: BusyCores | None = None) -> VerifierService:
-    """Load everything that `config` names; the service keeps `awake` while it serves.
+def build_service(
+    config: VerifierConfig,
+    busy_cores: BusyCores | None = None,
+    hooks: VerifierHooks | None = None,
+) -> VerifierService:
+    """Load everything that `config` names; the service keeps `busy_cores` while it serves. `hooks`:
+    what `config.hooks` has installed; None: nothing.
 
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.
@@ -61,7 +67,8 @@ def build_service(config: VerifierConfig, busy_cores: BusyCores | None = None) -
     projection: FeatureProjection | None = None
     if config.feature_head:
         projection = _load_projection(config, target.config.num_layers)
-    runner = build_model_runner(config, target, projection)
+    pacer = None if hooks is None else hooks.round_pacer
+    runner = build_model_runner(config, target, projection, pacer)
     seconds = round(time.monotonic() - began, 2)
     kv_tokens = target.pool.total_blocks * target.pool.block_tokens
     facts = {"model": str(path), "seconds": seconds, "kv_tokens": kv_tokens}
@@ -103,15 +110,19 @@ def build_service(config: VerifierConfig, busy_cores: BusyCores | None = None) -
 
 
 def build_model_runner(
-    config: VerifierConfig, target: TargetModel, projection: FeatureProjection | None
+    config: VerifierConfig,
+    target: TargetModel,
+    projection: FeatureProjection | None,
+    pacer: RoundPacer | None = None,
 ) -> ModelRunner:
-    """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more."""
+    """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more.
+    `pacer` makes the rounds last longer."""
     if not uses_gpu_runner(config):
-        return CpuModelRunner.build(config, target, projection)
+        return CpuModelRunner.build(config, target, projection, pacer=pacer)
     head = _load_in_process_drafter(config, target) if config.has_in_process_drafter else None
     from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
-    runner = GpuModelRunner.build(config, target, projection, head)
+    runner = GpuModelRunner.build(config, target, projection, head, pacer=pacer)
     runner.warm_up()
     return runner
 

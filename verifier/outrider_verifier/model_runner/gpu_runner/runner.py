@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.device.brake import RoundDelay, TargetDuration
 from outrider.engine.device.current_device import init_launching_thread, is_device_usable
 from outrider.engine.device.device_timeline import DeviceRecorder
 from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter, InProcessDraftShape
 from outrider.engine.device.graphs.shapes import (
     CHUNK_BUCKETS,
     CHUNK_TOKENS,
+    RoundShape,
 )
 from outrider.engine.device.round_launcher import LaunchedRound, RoundLauncher
 from outrider.engine.device.slots.logits_slots import check_initial_bans
@@ -37,6 +37,7 @@ from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.exchange.shm_features import ShmAllocator
+from outrider_verifier.hooks import RoundPacer
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
 from outrider_verifier.model_runner.cpu_runner import to_wire_array
 from outrider_verifier.model_runner.gpu_runner.decoded_results import (
@@ -84,9 +85,9 @@ class GpuModelRunner:
         in_process_drafter: InProcessDrafter | None,
         feature_dtype: TensorDtype,
         max_prefill_slowdown: float,
-        as_of: TargetDuration | None = None,
+        pacer: RoundPacer | None = None,
     ) -> None:
-        """`as_of`: benchmarks only, whose rounds ours are to last as long as."""
+        """`pacer`: what makes rounds last longer; None: nothing."""
         self._slots = slots
         self.rounds = rounds
         self._in_process_drafter = in_process_drafter
@@ -95,7 +96,7 @@ class GpuModelRunner:
         self._device = device
         self.slot_headroom = slack
         self._device_slots = DeviceSlotTable(slots, in_process_drafter)
-        self._as_of = as_of
+        self._pacer = pacer
         self._reserve: ShmAllocator | None = None
         """Places for features; None: there are none."""
         self._asking: set[int] = set()
@@ -117,8 +118,10 @@ class GpuModelRunner:
         head: DraftHead | None = None,
         *,
         recorder: DeviceRecorder | None = None,
+        pacer: RoundPacer | None = None,
     ) -> GpuModelRunner:
-        """The engine of a loaded target; `head` drafts in this process (colocated, fused)."""
+        """The engine of a loaded target; `head` drafts in this process (colocated, fused), `pacer`
+        makes rounds last longer."""
         shape = InProcessDraftShape(
             config.draft_length if head is not None else 0, config.draft_top_k
         )
@@ -167,9 +170,7 @@ class GpuModelRunner:
             in_process_drafter=in_process_drafter,
             feature_dtype=config.feature_dtype,
             max_prefill_slowdown=config.max_prefill_slowdown,
-            as_of=TargetDuration.from_settings(
-                round_ms=config.bench_round_ms, row_us=config.bench_row_us
-            ),
+            pacer=pacer,
         )
 
     def warm_up(self) -> None:
@@ -177,10 +178,10 @@ class GpuModelRunner:
         request meets one for the first time."""
         if not self.rounds.graphs.enabled:
             return
-        seconds = warm_up_shapes(self.rounds, self._device)
-        if self._as_of is not None:
-            self.rounds.brake = RoundDelay(self._as_of, seconds)
-            seconds = self.rounds.brake.times
+        seconds: Mapping[RoundShape, float] = warm_up_shapes(self.rounds, self._device)
+        if self._pacer is not None:
+            seconds = self._pacer.calibrate(seconds)
+            self.rounds.after_launch = self._pacer.pace_launch
         self._times.set_measurements(seconds)
 
     def release(self) -> None:

@@ -1,13 +1,14 @@
-"""A slow link, for benchmarks: `python -m outrider_drafter.relay DELAY_MS`.
+"""A process that is a slow link: `python -m outrider_bench.hooks.relay DELAY_MS`.
 
-Stands between a drafter and its verifiers and holds all that passes, each way, for a time. It is a
-process of its own: the drafting thread neither waits for it nor shares an interpreter with it.
-Told on stdin what to stand between, a line each, and answers on stdout, a line each ("error WHY"
-where it cannot); the end of its input ends it.
+It stands between a drafter and its verifiers and holds all that passes, each way, for a time. It is
+a process of its own: the drafting thread neither waits for it nor shares an interpreter with it.
+It reads commands on stdin, a line each, and answers each with a line on stdout, "error WHY" where
+it cannot do what the command says. The end of its input ends it.
 
-dial HOST:PORT    the address to dial instead: bytes of TCP connections are held shared-memory
-channel NAME TOKEN   NAME TOKEN of the shared-memory channel to join instead: frames of a
-shared-memory channel are held
+dial HOST:PORT   opens a port whose TCP connections it carries to HOST:PORT; answers HOST:PORT of
+                 that port
+shm NAME TOKEN   joins the channel of shared memory that this offer means and offers another one,
+                 whose frames it carries to it; answers NAME TOKEN of its own offer
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MAX_READS: Final = 16
 
 
 class RelayEndpoint(Protocol):
-    """One of the two that a link joins; a `Lane` is one. Nothing blocks."""
+    """One of the two ends that a link joins; an `ShmChannel` is one. Nothing blocks."""
 
     def fileno(self) -> int:
         """What to wait for."""
@@ -269,14 +270,14 @@ class Relay:
         self.join(TcpEndpoint(caller), TcpEndpoint(called))
 
 
-def handle_command(relay: Relay, order: str, answer: Callable[[str], None]) -> None:
-    """Do what a line says; the answer goes out as soon as the asker may act on it."""
+def handle_command(relay: Relay, command: str, answer: Callable[[str], None]) -> None:
+    """Do what a command says; the answer goes out as soon as the asker may act on it."""
     try:
-        match order.split():
+        match command.split():
             case ["dial", address]:
                 host, _, port = address.rpartition(":")
                 answer(relay.listen(host.strip("[]"), int(port)))
-            case ["lane", name, token]:
+            case ["shm", name, token]:
                 far = join_channel(ShmOffer(name=name, token=bytes.fromhex(token)))
                 try:
                     near = asyncio.run(_shm_channel_of_asker(answer))
@@ -285,7 +286,7 @@ def handle_command(relay: Relay, order: str, answer: Callable[[str], None]) -> N
                     raise
                 relay.join(near, far)
             case _:
-                answer("error what is that")
+                answer("error no such command: dial HOST:PORT, or shm NAME TOKEN")
     except (OutriderError, OSError, ValueError, OverflowError) as error:
         answer(f"error {error}")
 
@@ -293,7 +294,7 @@ def handle_command(relay: Relay, order: str, answer: Callable[[str], None]) -> N
 async def _shm_channel_of_asker(answer: Callable[[str], None]) -> ShmChannel:
     listener = ShmListener.open()
     if listener is None:
-        raise UnavailableError("this system has no lanes", reason="NO_SHARED_MEMORY")
+        raise UnavailableError("this system has no channels of shared memory", reason="NO_SHM")
     try:
         offer = listener.make_offer()
         answer(f"{offer.name} {offer.token.hex()}")
@@ -317,9 +318,9 @@ def main(delay_ms: float) -> None:
             more = os.read(0, 4096)
             if not more:
                 break
-            *orders, said = (said + more).split(b"\n")
-            for order in orders:
-                handle_command(relay, order.decode(), answer)
+            *commands, said = (said + more).split(b"\n")
+            for command in commands:
+                handle_command(relay, command.decode(), answer)
     relay.close()
 
 

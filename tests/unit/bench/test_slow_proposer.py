@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from outrider_bench.hooks.slow_proposer import SlowProposer, busy_wait, install, slow_down
+from outrider_drafter.hooks import DrafterHooks
 from outrider_drafter.proposers.interface import (
     LookAheadProposer,
     Outcome,
@@ -18,9 +20,9 @@ from outrider_drafter.proposers.interface import (
     empty_scores,
 )
 from outrider_drafter.proposers.tree_growth import ProposedDraft
-from outrider_drafter.slow_source import busy_wait, slow_down
 from outrider_drafter.state.session import FollowedSession
 
+from outrider.errors import InvalidRequestError
 from outrider.spec.plan import DraftMethod
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, WireTensor
@@ -108,7 +110,20 @@ def test_a_source_stays_what_it_is() -> None:
     slow = slow_down(plain, 1.5, now=clock, wait=clock.wait)
     assert not isinstance(slow, LookAheadProposer)
     assert (slow.method, slow.is_usable, slow.feature_size) == (DraftMethod.NGRAM, True, 0)
-    assert slow_down(plain, 1.0) is plain
+
+
+def test_the_hook_wraps_every_proposer_and_says_so() -> None:
+    hooks = DrafterHooks()
+    install(hooks, factor=3.0)
+    wrapped = hooks.wrap_proposer(Source(Clock()))
+    assert isinstance(wrapped, SlowProposer)
+    assert hooks.handicap == "drafts 3x as slow"
+
+
+@pytest.mark.parametrize("factor", [0.5, -2.0, 1e4])
+def test_a_factor_out_of_range_is_refused(factor: float) -> None:
+    with pytest.raises(InvalidRequestError, match=r"factor must be in \[1, 1000\]"):
+        install(DrafterHooks(), factor=factor)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.0001, 0.002])

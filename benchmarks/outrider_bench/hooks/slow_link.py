@@ -1,5 +1,10 @@
-"""A drafter behind a slow link, for benchmarks: its dialer and its shared-memory channels go
-through a relay."""
+"""Hook of a drafter: it is behind a slow link.
+
+    --hook outrider_bench.hooks.slow_link:delay_ms=5
+
+All that is exchanged with verifiers, by connections and by channels of shared memory, goes through
+a relay that holds it for `delay_ms` each way. Control is not held.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +13,59 @@ import contextlib
 import subprocess
 import sys
 import threading
+from typing import Final
 
-from outrider.errors import InvalidMessageError, UnavailableError
+from outrider_drafter.hooks import DrafterHooks, VerifierAccess
+
+from outrider.errors import InvalidMessageError, InvalidRequestError, UnavailableError
 from outrider.transport.interface import (
     Dialer,
     DrafterConnection,
     DrafterControl,
     VerifierControl,
 )
-from outrider.transport.shm import ShmChannel, join_channel
+from outrider.transport.shm import ShmChannel
 from outrider.wire.messages import ShmOffer
 
-_STOP_S = 2.0
+MAX_DELAY_MS: Final = 400.0
+"""Both ways together stay well below the timeout of heartbeats."""
+_STOP_S: Final = 2.0
+
+
+def install(hooks: DrafterHooks, *, delay_ms: float) -> None:
+    """Hold the exchange by `delay_ms` each way. Raises InvalidRequestError for a delay that is out
+    of range."""
+    if not 0.0 < delay_ms <= MAX_DELAY_MS:
+        raise InvalidRequestError(
+            f"delay_ms must be in (0, {MAX_DELAY_MS:g}], got {delay_ms:g}", reason="INVALID_DELAY"
+        )
+
+    def wrap(access: VerifierAccess) -> VerifierAccess:
+        dialer = SlowDialer(access, delay_ms)
+        return VerifierAccess(dialer, dialer.join_shm_channel)
+
+    hooks.access_wrappers.append(wrap)
+    hooks.handicaps.append(f"exchange held by {delay_ms:g} ms each way")
 
 
 class SlowDialer:
-    """A dialer whose exchanges, and their shared-memory channels, are held by `delay_ms` each way;
-    control is not.
+    """A dialer whose exchanges are held by `delay_ms` each way, on their connections and on their
+    channels of shared memory; control is not.
 
-    The relay (`outrider_drafter.relay`) is a process that ends with this dialer, or with this
-    process. Exchanges by addresses HOST:PORT only.
+    The relay (`outrider_bench.hooks.relay`) is a process that ends with this dialer, or with this
+    process. It reaches verifiers by addresses HOST:PORT only.
     """
 
-    def __init__(self, dialer: Dialer, delay_ms: float) -> None:
-        """Starts the relay, which takes a moment that nobody waits for."""
-        self._dialer = dialer
+    def __init__(self, access: VerifierAccess, delay_ms: float) -> None:
+        """Start the relay, which takes a moment that nobody waits for. `access`: how verifiers are
+        reached without it."""
+        self._dialer: Dialer = access.dialer
+        self._join = access.join
         self._detours: dict[str, str] = {}
         """By address of the verifier: where its relay listens."""
         self._asking = threading.Lock()
         self._relay = subprocess.Popen(
-            [sys.executable, "-m", "outrider_drafter.relay", str(delay_ms)],
+            [sys.executable, "-m", "outrider_bench.hooks.relay", str(delay_ms)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -53,10 +81,10 @@ class SlowDialer:
         return await self._dialer.exchange(detour)
 
     def join_shm_channel(self, offer: ShmOffer) -> ShmChannel:
-        """Join the shared-memory channel that a peer offers, through the relay; blocks for a
+        """Join the channel of shared memory that a peer offers, through the relay; blocks for a
         moment. Raises UnavailableError, or InvalidMessageError for memory that is no good."""
-        name, _, token = self._ask(f"lane {offer.name} {offer.token.hex()}").partition(" ")
-        return join_channel(ShmOffer(name=name, token=bytes.fromhex(token)))
+        name, _, token = self._ask(f"shm {offer.name} {offer.token.hex()}").partition(" ")
+        return self._join(ShmOffer(name=name, token=bytes.fromhex(token)))
 
     async def verifier(self, address: str) -> VerifierControl:
         """A control client of the verifier at `address`."""
@@ -71,14 +99,14 @@ class SlowDialer:
         await self._dialer.close()
         await asyncio.to_thread(self._stop)
 
-    def _ask(self, order: str) -> str:
-        """The relay's answer; blocks. Raises UnavailableError."""
-        if "\n" in order:
+    def _ask(self, command: str) -> str:
+        """The relay's answer to a command; blocks. Raises UnavailableError."""
+        if "\n" in command:
             raise InvalidMessageError("an address of several lines", reason="INVALID_ADDRESS")
         assert self._relay.stdin is not None and self._relay.stdout is not None
         try:
             with self._asking:
-                self._relay.stdin.write(f"{order}\n")
+                self._relay.stdin.write(f"{command}\n")
                 answer = self._relay.stdout.readline().strip()
         except (OSError, ValueError) as error:
             raise UnavailableError(f"the relay is gone: {error}", reason="NO_RELAY") from None

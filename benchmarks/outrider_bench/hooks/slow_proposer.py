@@ -1,4 +1,10 @@
-"""A drafter of a slower device, for benchmarks: every draft takes several times as long."""
+"""Hook of a drafter: its drafts take as long as those of a slower device.
+
+    --hook outrider_bench.hooks.slow_proposer:factor=3
+
+Behind each step of drafting, the drafting thread waits until the step has taken `factor` times as
+long as it did.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-from outrider.wire.messages import WireTensor
+from outrider_drafter.hooks import DrafterHooks
 from outrider_drafter.proposers.interface import (
     LookAheadProposer,
     Outcome,
@@ -21,10 +26,25 @@ from outrider_drafter.proposers.interface import (
 )
 from outrider_drafter.state.session import FollowedSession
 
+from outrider.errors import InvalidRequestError
+from outrider.wire.messages import WireTensor
+
 StepT = TypeVar("StepT")
 Waits = Callable[[float], None]
 
+MAX_FACTOR: Final = 1000.0
 _SPIN_S: Final = 0.0002
+
+
+def install(hooks: DrafterHooks, *, factor: float) -> None:
+    """Make all drafts `factor` times as slow. Raises InvalidRequestError for a factor that is out
+    of range."""
+    if not 1.0 <= factor <= MAX_FACTOR:
+        raise InvalidRequestError(
+            f"factor must be in [1, {MAX_FACTOR:g}], got {factor:g}", reason="INVALID_FACTOR"
+        )
+    hooks.proposer_wrappers.append(lambda proposer: slow_down(proposer, factor))
+    hooks.handicaps.append(f"drafts {factor:g}x as slow")
 
 
 def busy_wait(seconds: float) -> None:
@@ -43,9 +63,7 @@ def slow_down(
     now: Callable[[], float] = time.perf_counter,
     wait: Waits = busy_wait,
 ) -> Proposer:
-    """The source, `factor` times as slow at all that it computes; itself where that is 1."""
-    if factor == 1.0:
-        return source
+    """The source, `factor` times as slow at all that it computes."""
     if isinstance(source, LookAheadProposer):
         return SlowLookAheadProposer(source, factor, now, wait)
     return SlowProposer(source, factor, now, wait)

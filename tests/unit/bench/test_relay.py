@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from outrider_drafter.relay import Relay, RelayDirection, TcpEndpoint, handle_command
+from outrider_bench.hooks.relay import Relay, RelayDirection, TcpEndpoint, handle_command
 
 from outrider.errors import ConnectionLostError
 from outrider.transport.shm import ShmChannel
@@ -89,7 +89,7 @@ def test_the_end_is_held_too_and_comes_after_all_that_was_said() -> None:
 def test_a_source_is_read_no_further_while_too_much_of_it_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outrider_drafter.relay._MAX_HELD", 3)
+    monkeypatch.setattr("outrider_bench.hooks.relay._MAX_HELD", 3)
     source, sink = FakeEnd(), FakeEnd()
     direction = RelayDirection(source, sink, 1.0)
     source.coming = [b"abc"]
@@ -228,7 +228,7 @@ def test_a_delay_is_kept_to_a_fraction_of_a_millisecond() -> None:
     assert 0.0 <= min(late) < 0.001
 
 
-def test_orders_open_links_and_what_cannot_be_done_is_said() -> None:
+def test_commands_open_links_and_what_cannot_be_done_is_said() -> None:
     relay, said = Relay(0.0), list[str]()
     with socket.create_server(("127.0.0.1", 0)) as server:
         handle_command(relay, f"dial 127.0.0.1:{server.getsockname()[1]}", said.append)
@@ -237,6 +237,6 @@ def test_orders_open_links_and_what_cannot_be_done_is_said() -> None:
             until(lambda: relay.links == 1)
             server.accept()[0].close()
             assert caller.recv(1) == b""
-    for order in ("dial nowhere", "lane x zz", "lane x 00ff", "dial", "hang up"):
-        handle_command(relay, order, said.append)
+    for command in ("dial nowhere", "shm x zz", "shm x 00ff", "dial", "hang up"):
+        handle_command(relay, command, said.append)
     assert len(said) == 5 and all(line.startswith("error ") for line in said)

@@ -1,0 +1,94 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Hook of a verifier: its rounds last as long as those of a larger model.
+
+    --hook outrider_bench.hooks.round_delay:round_ms=30,row_us=500
+
+A round of one row lasts `round_ms`, and each further row of it adds `row_us`; a round that lasts
+longer anyway is left alone. On a CPU the thread that runs the rounds sleeps for the rest of the
+time. On a GPU one multiprocessor of the device waits for it behind each round: so two processes on
+one device keep as much out of each other's way as on two, which a large model would not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from outrider_verifier.hooks import VerifierHooks
+
+from outrider.engine.device.graphs.shapes import RoundShape
+from outrider.errors import InvalidRequestError
+
+_TRIAL_CYCLES: Final = 20_000_000
+
+
+def install(hooks: VerifierHooks, *, round_ms: float, row_us: float = 0.0) -> None:
+    """Make rounds of one row last `round_ms`, and `row_us` more for each further row. Raises
+    InvalidRequestError for times that are out of range."""
+    if round_ms <= 0.0 or row_us < 0.0:
+        raise InvalidRequestError(
+            f"round_ms must be positive and row_us not negative, got {round_ms:g} and {row_us:g}",
+            reason="INVALID_DURATION",
+        )
+    hooks.round_pacer = RoundDelay(TargetDuration(round_s=round_ms / 1e3, row_s=row_us / 1e6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetDuration:
+    """What a round of the larger model takes, by the rows of its forward."""
+
+    round_s: float
+    """Of one row."""
+    row_s: float
+    """Of each further row."""
+
+    def seconds(self, rows: int) -> float:
+        """Of a round of so many rows."""
+        return self.round_s + self.row_s * (rows - 1)
+
+
+class RoundDelay:
+    """Waits behind rounds for what they are to last longer; a `RoundPacer`."""
+
+    def __init__(self, model: TargetDuration) -> None:
+        self._model = model
+        self._cycles: dict[RoundShape, int] = {}
+        """Cycles that the device waits behind a round of each shape; other shapes are not held."""
+
+    def pace_forward(self, rows: int, began: float) -> None:
+        """Sleep for what is left of a round of so many rows."""
+        due = began + self._model.seconds(rows)
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+    def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:
+        """Compute how long the device waits behind a round of each shape; returns the seconds that
+        a round of each shape will last."""
+        paced = {
+            shape: max(took, self._model.seconds(shape.token_rows))
+            for shape, took in measured.items()
+        }
+        rate = _cycles_per_s()
+        self._cycles = {
+            shape: int(rate * (paced[shape] - took)) for shape, took in measured.items()
+        }
+        return paced
+
+    def pace_launch(self, shape: RoundShape) -> None:
+        """Let the device wait behind a round of this shape, which was just launched."""
+        cycles = self._cycles.get(shape, 0)
+        if cycles > 0:
+            torch.cuda._sleep(cycles)
+
+
+def _cycles_per_s() -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_TRIAL_CYCLES)
+    start.record()
+    torch.cuda._sleep(_TRIAL_CYCLES)
+    end.record()
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return _TRIAL_CYCLES / milliseconds * 1000.0

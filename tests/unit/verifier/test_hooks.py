@@ -1,0 +1,76 @@
+"""Hook points of a verifier: what paces the rounds of either model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.hooks import VerifierHooks
+from outrider_verifier.model_runner.gpu_runner import runner as gpu_runner
+from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
+from outrider_verifier.server.service_builder import build_model_runner, build_service
+
+from outrider.engine.device.graphs.shapes import RoundShape
+from outrider.engine.model_loader import load_target
+from tests.unit.verifier.harness import make_spec
+from tests.unit.verifier.round_driver import MAX_NODES, Driver, texts
+
+
+class Noted:
+    """A pacer that waits for nothing."""
+
+    def __init__(self) -> None:
+        self.forwards: list[int] = []
+        self.launches: list[RoundShape] = []
+
+    def pace_forward(self, rows: int, began: float) -> None:
+        assert began > 0.0
+        self.forwards.append(rows)
+
+    def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:
+        return {shape: 2.0 * seconds for shape, seconds in measured.items()}
+
+    def pace_launch(self, shape: RoundShape) -> None:
+        self.launches.append(shape)
+
+
+def config(target: Path, **settings: object) -> VerifierConfig:
+    return VerifierConfig(
+        model=str(target), max_sessions=4, max_tree_nodes=MAX_NODES, threads=1, **settings
+    )
+
+
+def test_a_service_is_built_with_its_pacer(tiny_target: Path) -> None:
+    pacer = Noted()
+    service = build_service(config(tiny_target), hooks=VerifierHooks(round_pacer=pacer))
+    assert service._rounds._engine._pacer is pacer
+    assert build_service(config(tiny_target))._rounds._engine._pacer is None
+
+
+def test_each_forward_of_the_cpu_runner_is_paced(tiny_target: Path) -> None:
+    pacer = Noted()
+    target = load_target(tiny_target, kv_tokens=1024)
+    runner = build_model_runner(config(tiny_target), target, None, pacer)
+    texts(Driver(runner, target.pool), [make_spec(prompt=(1, 2, 3), max_new_tokens=3)])
+    assert pacer.forwards == [3, 1, 1] and not pacer.launches
+
+
+def test_each_launch_of_the_gpu_runner_is_paced_once_its_shapes_are_timed(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pacer, measured = Noted(), dict[RoundShape, float]()
+    target = load_target(tiny_target, kv_tokens=1024, packed=False)
+    runner = GpuModelRunner.build(config(tiny_target), target, pacer=pacer)
+    runner.warm_up()
+    assert runner.rounds.after_launch is None
+    # Of a device, which captures graphs.
+    measured |= dict.fromkeys(runner.rounds.family.all_shapes(), 0.001)
+    monkeypatch.setattr(gpu_runner, "warm_up_shapes", lambda *_: measured)
+    monkeypatch.setattr(runner.rounds.graphs, "enabled", True)
+    runner.warm_up()
+    monkeypatch.undo()
+    assert runner.plain_round_s(1, own=False) == pytest.approx(0.002)
+    texts(Driver(runner, target.pool), [make_spec(prompt=(1, 2, 3), max_new_tokens=3)])
+    assert [shape.rows for shape in pacer.launches] == [0, 1, 1] and not pacer.forwards
