@@ -9,11 +9,11 @@ from typing import Protocol
 from outrider.engine.device.graphs.shapes import RoundShape
 
 
-class RoundPacer(Protocol):
+class RoundThrottle(Protocol):
     """Makes rounds last longer than their computation. The thread that runs the rounds calls it;
     which of the methods it calls depends on the model runner."""
 
-    def pace_forward(self, rows: int, began: float) -> None:
+    def delay_forward(self, rows: int, began: float) -> None:
         """Wait on the host. The CPU runner calls this behind the forward of a round: `rows` of the
         batch, `began` on the clock of `time.perf_counter`."""
         ...
@@ -21,10 +21,10 @@ class RoundPacer(Protocol):
     def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:
         """Take what the rounds of each shape last, in seconds, and return what they will last. The
         GPU runner calls this once, after it has captured and timed all shapes; where it runs
-        without CUDA graphs it calls neither this nor `pace_launch`."""
+        without CUDA graphs it calls neither this nor `delay_launch`."""
         ...
 
-    def pace_launch(self, shape: RoundShape) -> None:
+    def delay_launch(self, shape: RoundShape) -> None:
         """Make the device wait, on its current stream. The GPU runner calls this behind each launch
         of a round; it must not wait for the device."""
         ...
@@ -34,5 +34,5 @@ class RoundPacer(Protocol):
 class VerifierHooks:
     """What a hook of a verifier may set; a point that nobody sets changes nothing."""
 
-    round_pacer: RoundPacer | None = None
+    round_throttle: RoundThrottle | None = None
     """What makes rounds last longer."""

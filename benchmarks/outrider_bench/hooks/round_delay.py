@@ -33,7 +33,7 @@ def install(hooks: VerifierHooks, *, round_ms: float, row_us: float = 0.0) -> No
             f"round_ms must be positive and row_us not negative, got {round_ms:g} and {row_us:g}",
             reason="INVALID_DURATION",
         )
-    hooks.round_pacer = RoundDelay(TargetDuration(round_s=round_ms / 1e3, row_s=row_us / 1e6))
+    hooks.round_throttle = RoundDelay(TargetDuration(round_s=round_ms / 1e3, row_s=row_us / 1e6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +51,14 @@ class TargetDuration:
 
 
 class RoundDelay:
-    """Waits behind rounds for what they are to last longer; a `RoundPacer`."""
+    """Waits behind rounds for what they are to last longer; a `RoundThrottle`."""
 
     def __init__(self, model: TargetDuration) -> None:
         self._model = model
         self._cycles: dict[RoundShape, int] = {}
         """Cycles that the device waits behind a round of each shape; other shapes are not held."""
 
-    def pace_forward(self, rows: int, began: float) -> None:
+    def delay_forward(self, rows: int, began: float) -> None:
         """Sleep for what is left of a round of so many rows."""
         due = began + self._model.seconds(rows)
         time.sleep(max(0.0, due - time.perf_counter()))
@@ -66,17 +66,17 @@ class RoundDelay:
     def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:
         """Compute how long the device waits behind a round of each shape; returns the seconds that
         a round of each shape will last."""
-        paced = {
+        slowed = {
             shape: max(took, self._model.seconds(shape.token_rows))
             for shape, took in measured.items()
         }
         rate = _cycles_per_s()
         self._cycles = {
-            shape: int(rate * (paced[shape] - took)) for shape, took in measured.items()
+            shape: int(rate * (slowed[shape] - took)) for shape, took in measured.items()
         }
-        return paced
+        return slowed
 
-    def pace_launch(self, shape: RoundShape) -> None:
+    def delay_launch(self, shape: RoundShape) -> None:
         """Let the device wait behind a round of this shape, which was just launched."""
         cycles = self._cycles.get(shape, 0)
         if cycles > 0:

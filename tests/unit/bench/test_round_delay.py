@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from outrider_bench.hooks import round_delay
 from outrider_bench.hooks.round_delay import TargetDuration, install
-from outrider_verifier.hooks import RoundPacer, VerifierHooks
+from outrider_verifier.hooks import RoundThrottle, VerifierHooks
 
 from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind, RoundShape
 from outrider.errors import InvalidRequestError
@@ -22,11 +22,11 @@ ONE = RoundShape(
 )
 
 
-def installed(round_ms: float, row_us: float = 0.0) -> RoundPacer:
+def installed(round_ms: float, row_us: float = 0.0) -> RoundThrottle:
     hooks = VerifierHooks()
     install(hooks, round_ms=round_ms, row_us=row_us)
-    assert hooks.round_pacer is not None
-    return hooks.round_pacer
+    assert hooks.round_throttle is not None
+    return hooks.round_throttle
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_a_round_lasts_by_the_rows_of_its_forward(shape: RoundShape, seconds: fl
 
 
 def test_a_forward_on_a_cpu_takes_what_is_missing_and_no_more() -> None:
-    pacer = installed(10.0, 1000.0)
+    throttle = installed(10.0, 1000.0)
     began = time.perf_counter()
-    pacer.pace_forward(3, began)
+    throttle.delay_forward(3, began)
     assert time.perf_counter() - began >= 0.012
     again = time.perf_counter()
-    pacer.pace_forward(3, again - 1.0)
+    throttle.delay_forward(3, again - 1.0)
     assert time.perf_counter() - again < 0.012
 
 
@@ -56,12 +56,12 @@ def test_a_device_waits_behind_rounds_of_known_shapes(monkeypatch: pytest.Monkey
     waited = list[int]()
     monkeypatch.setattr(round_delay, "_cycles_per_s", lambda: 1e6)
     monkeypatch.setattr("torch.cuda._sleep", waited.append)
-    pacer = installed(4.0)
+    throttle = installed(4.0)
     wide, unknown = replace(ONE, rows=8), replace(ONE, rows=64)
-    paced = pacer.calibrate({ONE: 0.001, wide: 0.005})
-    assert paced == {ONE: pytest.approx(0.004), wide: 0.005}
+    slowed = throttle.calibrate({ONE: 0.001, wide: 0.005})
+    assert slowed == {ONE: pytest.approx(0.004), wide: 0.005}
     for shape in (ONE, wide, unknown):
-        pacer.pace_launch(shape)
+        throttle.delay_launch(shape)
     assert waited == [pytest.approx(3000, abs=1)]
 
 

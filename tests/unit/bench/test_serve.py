@@ -280,7 +280,7 @@ class TestServices:
         machine = ServiceMachine(files=files, device="cpu")
         assert verifier_hooks(machine) == ()
         emulated = replace(machine, round_ms=4.05, row_us=22.0)
-        assert install_hooks(verifier_hooks(emulated), VerifierHooks()).round_pacer is not None
+        assert install_hooks(verifier_hooks(emulated), VerifierHooks()).round_throttle is not None
         service = BenchService(placement="separate", drafts=(CHAIN,), handicap=slow)
         config = local_config(emulated, replace(service, drafts=(parse_drafts("ngram"),)))
         assert config.drafter_hooks == hooks

@@ -1,4 +1,4 @@
-"""Hook points of a verifier: what paces the rounds of either model runner."""
+"""Hook points of a verifier: what slows the rounds of either model runner."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.unit.verifier.round_driver import MAX_NODES, Driver, texts
 
 
 class Noted:
-    """A pacer that waits for nothing."""
+    """A throttle that waits for nothing."""
 
     def __init__(self) -> None:
         self.forwards: list[int] = []
         self.launches: list[RoundShape] = []
 
-    def pace_forward(self, rows: int, began: float) -> None:
+    def delay_forward(self, rows: int, began: float) -> None:
         assert began > 0.0
         self.forwards.append(rows)
 
     def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:
         return {shape: 2.0 * seconds for shape, seconds in measured.items()}
 
-    def pace_launch(self, shape: RoundShape) -> None:
+    def delay_launch(self, shape: RoundShape) -> None:
         self.launches.append(shape)
 
 
@@ -42,27 +42,27 @@ def config(target: Path, **settings: object) -> VerifierConfig:
     )
 
 
-def test_a_service_is_built_with_its_pacer(tiny_target: Path) -> None:
-    pacer = Noted()
-    service = build_service(config(tiny_target), hooks=VerifierHooks(round_pacer=pacer))
-    assert service._rounds._engine._pacer is pacer
-    assert build_service(config(tiny_target))._rounds._engine._pacer is None
+def test_a_service_is_built_with_its_throttle(tiny_target: Path) -> None:
+    throttle = Noted()
+    service = build_service(config(tiny_target), hooks=VerifierHooks(round_throttle=throttle))
+    assert service._rounds._engine._throttle is throttle
+    assert build_service(config(tiny_target))._rounds._engine._throttle is None
 
 
-def test_each_forward_of_the_cpu_runner_is_paced(tiny_target: Path) -> None:
-    pacer = Noted()
+def test_each_forward_of_the_cpu_runner_is_throttled(tiny_target: Path) -> None:
+    throttle = Noted()
     target = load_target(tiny_target, kv_tokens=1024)
-    runner = build_model_runner(config(tiny_target), target, None, pacer)
+    runner = build_model_runner(config(tiny_target), target, None, throttle)
     texts(Driver(runner, target.pool), [make_spec(prompt=(1, 2, 3), max_new_tokens=3)])
-    assert pacer.forwards == [3, 1, 1] and not pacer.launches
+    assert throttle.forwards == [3, 1, 1] and not throttle.launches
 
 
-def test_each_launch_of_the_gpu_runner_is_paced_once_its_shapes_are_timed(
+def test_each_launch_of_the_gpu_runner_is_throttled_once_its_shapes_are_timed(
     tiny_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pacer, measured = Noted(), dict[RoundShape, float]()
+    throttle, measured = Noted(), dict[RoundShape, float]()
     target = load_target(tiny_target, kv_tokens=1024, packed=False)
-    runner = GpuModelRunner.build(config(tiny_target), target, pacer=pacer)
+    runner = GpuModelRunner.build(config(tiny_target), target, throttle=throttle)
     runner.warm_up()
     assert runner.rounds.after_launch is None
     # Of a device, which captures graphs.
@@ -73,4 +73,4 @@ def test_each_launch_of_the_gpu_runner_is_paced_once_its_shapes_are_timed(
     monkeypatch.undo()
     assert runner.plain_round_s(1, own=False) == pytest.approx(0.002)
     texts(Driver(runner, target.pool), [make_spec(prompt=(1, 2, 3), max_new_tokens=3)])
-    assert [shape.rows for shape in pacer.launches] == [0, 1, 1] and not pacer.forwards
+    assert [shape.rows for shape in throttle.launches] == [0, 1, 1] and not throttle.forwards

@@ -245,8 +245,8 @@ async def test_info_counts_sessions_blocks_rounds_and_drafters() -> None:
 
 async def test_rounds_last_as_long_as_a_larger_models() -> None:
     target = FakeTarget(num_blocks=256)
-    pacer = RoundDelay(TargetDuration(round_s=0.02, row_s=0.001))
-    runner = CpuModelRunner(target, FakeProjection(), max_nodes=16, pacer=pacer)
+    throttle = RoundDelay(TargetDuration(round_s=0.02, row_s=0.001))
+    runner = CpuModelRunner(target, FakeProjection(), max_nodes=16, throttle=throttle)
     async with verifier(target=target, runner=runner) as rig:
         spec = make_spec(drafter=None, max_new_tokens=6)
         assert (await rig.run(spec)).tokens == rig.reference(spec)

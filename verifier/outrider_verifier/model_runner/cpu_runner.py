@@ -24,7 +24,7 @@ from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.exchange.shm_features import ShmAllocator
-from outrider_verifier.hooks import RoundPacer
+from outrider_verifier.hooks import RoundThrottle
 from outrider_verifier.model_runner.batch import PackedRow, PrefillRow, VerifyRow, pack_batch
 from outrider_verifier.model_runner.interface import (
     DecodeOutput,
@@ -91,16 +91,16 @@ class CpuModelRunner:
         max_nodes: int,
         feature_dtype: TensorDtype = TensorDtype.FLOAT32,
         device: torch.device | str = "cpu",
-        pacer: RoundPacer | None = None,
+        throttle: RoundThrottle | None = None,
     ) -> None:
-        """`max_nodes`: of a draft. `pacer`: what makes rounds last longer; None: nothing."""
+        """`max_nodes`: of a draft. `throttle`: what makes rounds last longer; None: nothing."""
         self.slot_headroom = KVHeadroom(max_nodes)
         self._suspended = SwappedSessions()
         self._target = target
         self._projection = projection
         self._device = torch.device(device)
         self._feature_dtype = feature_dtype
-        self._pacer = pacer
+        self._throttle = throttle
 
     @classmethod
     def build(
@@ -109,16 +109,16 @@ class CpuModelRunner:
         target: TargetForward,
         projection: FeatureProjector | None,
         *,
-        pacer: RoundPacer | None = None,
+        throttle: RoundThrottle | None = None,
     ) -> CpuModelRunner:
-        """The engine of a loaded target; `pacer` makes its rounds last longer."""
+        """The engine of a loaded target; `throttle` makes its rounds last longer."""
         return cls(
             target,
             projection,
             max_nodes=config.max_tree_nodes,
             feature_dtype=config.feature_dtype,
             device=config.device,
-            pacer=pacer,
+            throttle=throttle,
         )
 
     @staticmethod
@@ -218,8 +218,8 @@ class CpuModelRunner:
         taps = self._projection.tap_layers if self._projection is not None and tapped else ()
         began = time.perf_counter()
         output = self._target.forward(batch, tap_layers=taps)
-        if self._pacer is not None:
-            self._pacer.pace_forward(len(batch.token_ids), began)
+        if self._throttle is not None:
+            self._throttle.delay_forward(len(batch.token_ids), began)
         forwarded = time.perf_counter()
         acceptances = self._accept(output.logits, packed)
         logprobs = self._logprobs(output.logits, packed, acceptances)

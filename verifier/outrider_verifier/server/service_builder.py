@@ -31,7 +31,7 @@ from outrider.grammar.grammar_cache import GrammarCache
 from outrider.models import resolve_model
 from outrider.text.tokenizer import tokenizer_file, tokenizer_hash
 from outrider_verifier.config import DEFAULT_KV_TOKENS, VerifierConfig
-from outrider_verifier.hooks import RoundPacer, VerifierHooks
+from outrider_verifier.hooks import RoundThrottle, VerifierHooks
 from outrider_verifier.kv.capacity import max_kv_tokens, reserved_bytes
 from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 from outrider_verifier.model_runner.interface import ModelRunner
@@ -67,8 +67,8 @@ def build_service(
     projection: FeatureProjection | None = None
     if config.feature_head:
         projection = _load_projection(config, target.config.num_layers)
-    pacer = None if hooks is None else hooks.round_pacer
-    runner = build_model_runner(config, target, projection, pacer)
+    throttle = None if hooks is None else hooks.round_throttle
+    runner = build_model_runner(config, target, projection, throttle)
     seconds = round(time.monotonic() - began, 2)
     kv_tokens = target.pool.total_blocks * target.pool.block_tokens
     facts = {"model": str(path), "seconds": seconds, "kv_tokens": kv_tokens}
@@ -113,16 +113,16 @@ def build_model_runner(
     config: VerifierConfig,
     target: TargetModel,
     projection: FeatureProjection | None,
-    pacer: RoundPacer | None = None,
+    throttle: RoundThrottle | None = None,
 ) -> ModelRunner:
     """What runs the rounds: the host's engine on a CPU, the device's wherever it can do more.
-    `pacer` makes the rounds last longer."""
+    `throttle` makes the rounds last longer."""
     if not uses_gpu_runner(config):
-        return CpuModelRunner.build(config, target, projection, pacer=pacer)
+        return CpuModelRunner.build(config, target, projection, throttle=throttle)
     head = _load_in_process_drafter(config, target) if config.has_in_process_drafter else None
     from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
-    runner = GpuModelRunner.build(config, target, projection, head, pacer=pacer)
+    runner = GpuModelRunner.build(config, target, projection, head, throttle=throttle)
     runner.warm_up()
     return runner
 

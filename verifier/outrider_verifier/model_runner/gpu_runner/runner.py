@@ -37,7 +37,7 @@ from outrider.engine.target import TargetModel
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.exchange.shm_features import ShmAllocator
-from outrider_verifier.hooks import RoundPacer
+from outrider_verifier.hooks import RoundThrottle
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
 from outrider_verifier.model_runner.cpu_runner import to_wire_array
 from outrider_verifier.model_runner.gpu_runner.decoded_results import (
@@ -85,9 +85,9 @@ class GpuModelRunner:
         in_process_drafter: InProcessDrafter | None,
         feature_dtype: TensorDtype,
         max_prefill_slowdown: float,
-        pacer: RoundPacer | None = None,
+        throttle: RoundThrottle | None = None,
     ) -> None:
-        """`pacer`: what makes rounds last longer; None: nothing."""
+        """`throttle`: what makes rounds last longer; None: nothing."""
         self._slots = slots
         self.rounds = rounds
         self._in_process_drafter = in_process_drafter
@@ -96,7 +96,7 @@ class GpuModelRunner:
         self._device = device
         self.slot_headroom = slack
         self._device_slots = DeviceSlotTable(slots, in_process_drafter)
-        self._pacer = pacer
+        self._throttle = throttle
         self._reserve: ShmAllocator | None = None
         """Places for features; None: there are none."""
         self._asking: set[int] = set()
@@ -118,10 +118,10 @@ class GpuModelRunner:
         head: DraftHead | None = None,
         *,
         recorder: DeviceRecorder | None = None,
-        pacer: RoundPacer | None = None,
+        throttle: RoundThrottle | None = None,
     ) -> GpuModelRunner:
-        """The engine of a loaded target; `head` drafts in this process (colocated, fused), `pacer`
-        makes rounds last longer."""
+        """The engine of a loaded target; `head` drafts in this process (colocated, fused) and
+        `throttle` makes rounds last longer."""
         shape = InProcessDraftShape(
             config.draft_length if head is not None else 0, config.draft_top_k
         )
@@ -170,7 +170,7 @@ class GpuModelRunner:
             in_process_drafter=in_process_drafter,
             feature_dtype=config.feature_dtype,
             max_prefill_slowdown=config.max_prefill_slowdown,
-            pacer=pacer,
+            throttle=throttle,
         )
 
     def warm_up(self) -> None:
@@ -179,9 +179,9 @@ class GpuModelRunner:
         if not self.rounds.graphs.enabled:
             return
         seconds: Mapping[RoundShape, float] = warm_up_shapes(self.rounds, self._device)
-        if self._pacer is not None:
-            seconds = self._pacer.calibrate(seconds)
-            self.rounds.after_launch = self._pacer.pace_launch
+        if self._throttle is not None:
+            seconds = self._throttle.calibrate(seconds)
+            self.rounds.after_launch = self._throttle.delay_launch
         self._times.set_measurements(seconds)
 
     def release(self) -> None:
