@@ -1,21 +1,28 @@
 """Outrider: speculative decoding with the drafter and the target in separate processes.
 
-build_info.py              Whether an installation's host side is compiled (decision 48).
-errors.py                  The one error tree.
-extras.py                  What to install where a part of Outrider needs a package that is not
-                           there.
-failure_event.py           The last event of a process that cannot start: {"event": "failed",
+build_info.py              Detects compiled (mypyc) builds and refuses packages of different builds
+                           (decision 48).
+errors.py                  Error tree: every error that can reach a client or a peer derives from
+                           `OutriderError`.
+extras.py                  Install hints for missing optional packages: maps each package to its pip
+                           extra.
+failure_event.py           Startup failure event of a process, one JSON line: {"event": "failed",
                            "reason": ...}.
-ids.py                     Distinct identifier types, so that a session id cannot be passed where a
-                           drafter id is meant.
-logs.py                    Logs of the three processes.
-metrics_port.py            The Prometheus port of a process.
-process_tuning.py          What Outrider's processes do to themselves.
-signals.py                 The signals that ask one of Outrider's processes to drain and end.
-spans.py                   OpenTelemetry spans of requests, over all three processes.
-timeline.py                Timeline of the process's threads in Trace Event Format.
-watchdog.py                A watchdog over the worker thread of a process: work waits, and the
-                           thread finishes none of it.
+ids.py                     Identifier types of requests, sessions, drafters, verifiers and tenants
+                           (`NewType` of `str`).
+logs.py                    JSON logging of the three processes: one object a line on stderr, never
+                           prompts or token ids.
+metrics_port.py            Prometheus port of a process: plain text on loopback, or TLS with
+                           operator certificates.
+process_tuning.py          Runtime tuning of a process: event loop (uvloop), garbage collector,
+                           allocator, OpenMP.
+signals.py                 Signals that make a process drain and exit: SIGTERM, SIGINT and SIGHUP.
+spans.py                   OpenTelemetry tracing: spans of sampled requests across router, verifier
+                           and drafter.
+timeline.py                Timeline recorder: the work of each thread of this process, in Trace
+                           Event Format (Perfetto).
+watchdog.py                Watchdog of a process's worker thread: detects pending work without a
+                           finished step.
 """
 
 __version__ = "0.1.0"

@@ -4,9 +4,11 @@ A round over gRPC passes some ten sleeping threads. On a core that has gone idle
 the time in which the hardware, or the hypervisor, brings the core back: 5 us where idle cores
 poll, up to 200 us in a virtual machine. See docs/decisions/0012-awake-cores.md.
 
-core_selection.py          Pure: which CPU cores to keep busy-polling.
-cores.py                   Claims cores and keeps them busy-polling.
-polling_process.py         Child process that keeps one core busy.
+core_selection.py          Selection of the CPU cores that a process keeps busy-polling.
+cores.py                   Busy-polling cores: claims CPU cores, keeps them awake and pins threads
+                           to them.
+polling_process.py         Child process that keeps one CPU core from going idle, controlled over
+                           stdin.
 """
 
 from outrider.busy_polling.core_selection import check_request

@@ -1,22 +1,28 @@
 """Faults, links that are bad in a known way, and a checker of what clients heard meanwhile.
 
-checker.py                 Histories against the texts of a calm run.
-faults.py                  What can happen to whom, and when.
-frame_faults.py            Drops, repeats, reorders and corrupts frames.
-fuzz.py                    Frames that no honest peer sends, for every decoder.
-fuzz_shm.py                Fuzzes the shared-memory channel.
-history.py                 What one client heard, event by event.
-load.py                    Clients of a running fleet, each asking again and again, and what they
-                           heard.
-network.py                 An in-process network of named processes whose links are delayed,
-                           blocked, cut or mangled.
-proxy.py                   A TCP proxy that is put between two processes, and whose link then goes
-                           bad.
-report.py                  What a run against a fleet has shown.
-requests.py                Requests of a chaos run.
-schedule.py                A seed as faults, requests and a fleet.
-shrink.py                  The least of a schedule that still fails, found greedily.
-signals.py                 Faults for processes of this machine, by their ids.
+checker.py                 History checker: compares client histories with the answers of a
+                           fault-free run.
+faults.py                  Fault model: kinds, targets and times of injected faults.
+frame_faults.py            Frame faults of a link: frames are dropped, duplicated, reordered,
+                           corrupted or truncated.
+fuzz.py                    Decoder fuzzer: malformed frames must yield a typed error or a message,
+                           nothing else.
+fuzz_shm.py                Shared-memory channel fuzzer: malformed packets, some with positions
+                           outside the ring.
+history.py                 Client history: the events that one client received, in order.
+load.py                    Load on a running fleet: closed-loop clients whose answers are checked.
+network.py                 Simulated in-process network whose links can be delayed, blocked, cut or
+                           corrupted.
+proxy.py                   TCP proxy between two processes that injects link faults.
+report.py                  Report of a fault run against a fleet: counts, gaps, errors and
+                           violations.
+requests.py                Requests of a fault run; texts are fixed by `TextSpec`, the rest is drawn
+                           from the seed.
+schedule.py                Fault schedule: faults, requests and fleet drawn from a seed, the only
+                           source of randomness.
+shrink.py                  Greedy minimisation of a failing schedule.
+signals.py                 Faults for local processes by signal (kill, terminate, stop), given by
+                           process id.
 """
 
 from __future__ import annotations

@@ -10,22 +10,29 @@ A prompt is a text (used as it stands), a sequence of token ids, or a conversati
 `ChatMessage`s (rendered with the model's chat template). Every error is an `OutriderError`.
 docs/sdk.md has an example for everything else.
 
-arguments.py               Checks of what callers pass to a client beside a request's options.
-async_calls.py             Helpers of the asynchronous client.
-async_client.py            Asynchronous client.
-attempts.py                Retries and resumption of one request.
-channels.py                The channel of a client, replaced when its connection breaks.
-collected_stream.py        What a stream has received so far.
-connection.py              Opens channels to a router.
-flags.py                   Types of command-line flags; a ValueError's text is argparse's message,
-                           exit status 2.
-options.py                 From keyword arguments to a request.
-pending_requests.py        Resumable requests whose answers are awaited.
-retry.py                   When a call is tried again.
-rpcs.py                    RPC definitions shared by both clients.
-sync_calls.py              Helpers of the synchronous client.
-sync_client.py             Synchronous client.
-tracing.py                 The caller's trace.
+arguments.py               Validation of client arguments other than the options of a request.
+async_calls.py             Call helpers of the asynchronous client: channel replacement, retry waits
+                           and aborts.
+async_client.py            Asynchronous client of a router: `AsyncClient` and `AsyncStream`.
+attempts.py                Attempts of one request: after a failure retry, resume the stream, or
+                           give up.
+channels.py                gRPC channel of a client, replaced when its connection breaks.
+collected_stream.py        Collected messages of one response stream; shared by both clients.
+connection.py              Connection to a router: channels in plain text or over TLS, and API-key
+                           metadata.
+flags.py                   Types of command-line flags for argparse, and flag groups that several
+                           commands share.
+options.py                 Request options of the client: `GenerateOptions`, and their translation
+                           into a request.
+pending_requests.py        Resumable requests whose answers a client still waits for.
+retry.py                   Retry policy of client calls.
+rpcs.py                    RPC definitions of InferenceService: bytes in and dataclasses out, shared
+                           by both clients.
+sync_calls.py              Call helpers of the synchronous client: channel replacement, retry waits
+                           and aborts.
+sync_client.py             Synchronous client of a router: `Client` and `Stream`.
+tracing.py                 Trace propagation: makes the spans of a request children of the calling
+                           program's span.
 """
 
 from outrider.client.async_client import AsyncClient, AsyncStream

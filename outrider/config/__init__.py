@@ -5,19 +5,27 @@ file (a field that is itself a dataclass is a table), the names of environment v
 of flags, and the strings under its fields are what the reference page and the JSON schema say.
 An unknown key or variable is an error that names the one that may be meant.
 
-__main__.py                `outrider config`.
-annotations.py             Annotations of configuration fields.
-builder.py                 Builds configuration dataclasses from plain data.
-description.py             Describes the fields of a configuration dataclass.
-display.py                 Prints the effective configuration.
-environment.py             Values of a configuration from environment variables.
-loader.py                  Loads a configuration: file, environment, flags.
-process_registry.py        The processes that have a configuration, found by the names of their
-                           packages.
-reference.py               The reference page of all keys, in Markdown.
-schema.py                  The JSON Schema of a configuration, for editors, Helm's values and checks
+__main__.py                `outrider config`: prints schemas, the reference page and effective
+                           values, and checks files.
+annotations.py             Annotations of configuration fields beyond Python's own types: `OneOf`
+                           and `KeysOf`.
+builder.py                 Builds frozen configuration dataclasses from plain data (TOML, JSON);
+                           checks names and types.
+description.py             Describes a configuration dataclass: its fields with types, defaults and
+                           texts.
+display.py                 Displays the effective values of a configuration as TOML or JSON, each
+                           with its source.
+environment.py             Configuration values from environment variables.
+hooks.py                   Hooks: modules of an operator that change a process before it is built.
+loader.py                  Loads a configuration from its layers: defaults < TOML file < environment
+                           < flags.
+process_registry.py        Registry of the processes that have a configuration, found by their
+                           package names.
+reference.py               Reference page of all configuration keys, in Markdown.
+schema.py                  JSON Schema of a configuration, for editors, Helm's values and checks
                            before a start.
-toml.py                    Writing TOML values; the standard library only reads them.
+toml.py                    TOML writer for configuration values; the standard library only reads
+                           TOML.
 """
 
 from outrider.config.annotations import KeysOf, OneOf

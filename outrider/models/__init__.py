@@ -2,15 +2,16 @@
 
 Nothing here imports torch; the conversion (`outrider.models.convert`) runs in a process of its own.
 
-convert.py                 GGUF to a Hugging Face directory.
-gguf_tokenizer.py          The tokenizer that a GGUF file describes, as `tokenizer.json` and
+convert.py                 Converts a GGUF file to a Hugging Face directory, with weights,
+                           configuration and tokenizer.
+gguf_tokenizer.py          Converts a GGUF file's tokenizer to `tokenizer.json` and
                            `tokenizer_config.json`.
-hub.py                     Models of a hub, by their ids: downloaded into the hub library's own
+hub.py                     Hugging Face Hub models by id, downloaded into the hub library's own
                            cache.
-pull.py                    Pulling a model into the user's cache, and finding a model by name, path
-                           or hub id.
-registry.py                Models that `outrider models pull` knows, and the draft heads that ship
-                           with Outrider.
+pull.py                    Pulls models into the user's cache, and resolves a model by name, path or
+                           hub id.
+registry.py                Registry of the models that `outrider models pull` knows, and of the
+                           built-in draft heads.
 """
 
 from outrider.models.pull import (

@@ -1,0 +1,24 @@
+"""Definitions that drafter, verifier and router share: digests, trees, distributions, noise, plans
+and sampling. Pure numpy; it imports no other package of Outrider.
+
+decoding_mode.py           Decoding mode of a workload class (plain or speculative), and the reason
+                           for it.
+digest.py                  Prefix digests: a 64-bit hash chain over token ids that content-addresses
+                           a committed prefix.
+draft_distribution.py      Draft distributions: the exact, quantised distributions that draft tokens
+                           were drawn from.
+flat_trees.py              Validates draft trees and draft distributions of many sessions at once,
+                           in flat arrays.
+mixing.py                  64-bit mixing function (mix64) of prefix digests and noise: integers
+                           only, so all sides agree.
+noise.py                   Counter-based noise: a pure function of (seed, stream, absolute position,
+                           token id).
+plan.py                    Speculation plan of a session: draft method, tree shape and look-ahead
+                           (torch-free).
+sampling.py                Sampling parameters and acceptance rules of a session (torch-free).
+structured_output.py       Structured-output constraint of a request: kind and text of its grammar
+                           (torch-free).
+token_limits.py            Token limits of a request: allowed ids and bad words (torch-free).
+tree.py                    Draft trees as parallel arrays, and the validation that every received
+                           tree must pass.
+"""

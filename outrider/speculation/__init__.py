@@ -1,18 +1,27 @@
 """Mathematics of speculation control: measured rounds in, mode and draft length out. Pure numpy;
 used by the verifier. It may import `spec`.
 
-cost_table.py              Measured forward times by batch shape.
-deficit.py                 How far speculation has fallen behind plain decoding.
-draft_length.py            Draft length with the highest expected throughput.
-estimates.py               Estimates of acceptance rates and proposal arrival times.
-in_process_controller.py   Whether in-process drafts pay off.
-look_ahead_acceptance.py   Acceptance under look-ahead relative to lock-step.
-look_ahead_controller.py   Look-ahead or lock-step, by load.
-look_ahead_probe.py        Look-ahead against lock-step at one load, by measured rounds.
-loss_allowance.py          Accumulated gain of speculation over plain decoding.
-measurements.py            Statistics of measured rounds.
-probe.py                   A few rounds in the other mode, to measure it.
-probe_costs.py             Expected cost of probing the other mode.
-speculation_controller.py  Speculation or plain decoding, for one workload class at one load.
-trial_preparation.py       How long sessions collect features before a trial of speculation.
+cost_table.py              Cost table: forward times by batch shape, measured in service.
+deficit.py                 Deficit of speculation against plain decoding since it was last ahead.
+draft_length.py            Choice of a session's draft length: most expected tokens per unit of
+                           time.
+estimates.py               Estimates of draft acceptance by depth, and of proposal arrival times.
+in_process_controller.py   Controller of in-process drafts: sessions use them unless plain decoding
+                           is faster.
+look_ahead_acceptance.py   Acceptance under look-ahead relative to lock-step, estimated on the same
+                           text.
+look_ahead_controller.py   Look-ahead controller: look-ahead or lock-step at each load, by tokens
+                           per second.
+look_ahead_probe.py        Trials of look-ahead against lock-step at one load, by measured round
+                           times.
+loss_allowance.py          Loss allowance of speculation: plain rounds won so far, to be spent on
+                           further texts.
+measurements.py            Statistics of measured rounds: times with stalls cut off, and tokens per
+                           row.
+probe.py                   Mode probe: a few rounds in the mode that is not in force, to measure it.
+probe_costs.py             Expected loss of probing the mode that is not in force.
+speculation_controller.py  Speculation controller: speculation or plain decoding, by measured tokens
+                           per second.
+trial_preparation.py       Trial preparation: sessions collect features until enough of them can
+                           speculate.
 """

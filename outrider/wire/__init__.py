@@ -1,0 +1,41 @@
+"""Messages between the processes as dataclasses, and their codecs from and to protobuf bytes. It
+may import `spec`.
+
+answer_codec.py            Codec of the public API's answers, complete or streamed, to protobuf and
+                           back.
+arrays.py                  Dense arrays and feature rows of messages; F rows of features, H values
+                           each.
+bundles.py                 Message bundles: several encoded messages in one frame, joined and split
+                           without parsing.
+checks.py                  Validation helpers of the codecs; each raises InvalidMessageError with
+                           the allowed values.
+codec.py                   Public entry point of `outrider.wire`: every internal message to bytes
+                           and back.
+common_codec.py            Codec of types that several messages share: enums, sampling, plans and
+                           statistics.
+control_codec.py           Codec of control messages; decoding validates every field.
+exchange_codec.py          Codec of exchange messages (verifier and drafter); decoding validates
+                           every field.
+inference.py               Public inference API as dataclasses: requests and answers of clients and
+                           router.
+inference_codec.py         Codec of the public API's requests; `answer_codec` has their answers.
+limits.py                  Size limits of everything that a peer may send; a message beyond one is
+                           malformed.
+logprobs.py                Log-probabilities of emitted tokens: per token, and as columns of a
+                           round's events.
+messages.py                Internal messages between router, verifier and drafter, as plain
+                           dataclasses.
+pool_codec.py              Codec of the messages of `PoolService`: adding and removing drafters.
+round_codec.py             Codec of `Verdicts` and `Proposals` that avoids copies of arrays.
+rounds.py                  Messages of a whole round or draft batch: columns with one entry a
+                           session.
+server_info.py             Self-description of a verifier or drafter: identity, capacity, load.
+server_info_codec.py       Codec of abort requests, server info and the model list of the public
+                           API.
+session_codec.py           Codec of the session stream between router and verifier.
+spec_stats_accumulator.py  Speculation statistics of a session, accumulated round by round, and
+                           decision labels.
+stats.py                   Speculation statistics of a session.
+tensors.py                 Array element types on the wire and in numpy, and packing of vectors as
+                           bytes.
+"""

@@ -2,6 +2,7 @@
 failures. Arrows of imports: base <- admission, fleet <- requests <- api; `config` is open to
 all.
 
-__main__.py                Command line of the router process.
-config.py                  Configuration of the router process.
+__main__.py                Command line of the router process: parses flags, starts the servers and
+                           drains on a signal.
+config.py                  Configuration of the router process: `RouterConfig` and its tables.
 """

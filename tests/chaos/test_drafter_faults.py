@@ -28,7 +28,7 @@ def shared(
 ) -> Iterator[PoolStack]:
     directory = tmp_path_factory.mktemp("pool")
     settings = directory / "router.toml"
-    settings.write_text(f"[speculation]\npatience_ms = {PATIENCE_MS}\n")
+    settings.write_text(f"[speculation]\nproposal_timeout_ms = {PATIENCE_MS}\n")
     with PoolStack(
         directory,
         model=str(tiny_target),

@@ -29,7 +29,7 @@ def stack_options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
     directory = tmp_path_factory.mktemp("settings")
     watched, router = directory / "watched.toml", directory / "router.toml"
     watched.write_text(f"stall_s = {STALL_S}\n")
-    router.write_text(f"verifier_stall_s = {ROUTER_STALL_S}\nfailover_s = {FAILOVER_S}\n")
+    router.write_text(f"verifier_stall_s = {ROUTER_STALL_S}\nfailover_timeout_s = {FAILOVER_S}\n")
     return {
         "router": ["--metrics-port", "0", "--http", "127.0.0.1:0", "--config", str(router)],
         "verifier": [*slow_rounds(14), "--config", str(watched)],

@@ -81,7 +81,7 @@ def test_with_a_planner_a_frozen_drafter_costs_a_short_gap_and_no_token(
     model, head = str(tiny_target), str(tiny_head)
     # Nothing but the planner would end the wait before the stream has gone on for long.
     router, verifier = tmp_path / "router.toml", tmp_path / "verifier.toml"
-    router.write_text("[speculation]\npatience_ms = 30000\n")
+    router.write_text("[speculation]\nproposal_timeout_ms = 30000\n")
     verifier.write_text("peer_timeout_ms = 60000\n")
     options: StackOptions = {
         "router": ["--config", str(router)],

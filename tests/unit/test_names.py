@@ -151,3 +151,25 @@ def test_a_class_name_stands_in_one_place() -> None:
                 places[node.name].add(str(path.relative_to(ROOT)))
     twice = {name: sorted(where) for name, where in places.items() if len(where) > 1}
     assert {name: where for name, where in twice.items() if name not in ALLOWED_CLASSES} == {}
+
+
+def test_a_package_lists_its_modules() -> None:
+    missing = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if path.name != "__init__.py" and (path.parent / "__init__.py").exists()
+        if len(list(path.parent.glob("*.py"))) > 2
+        if not re.search(
+            rf"^{re.escape(path.name)}\b", (path.parent / "__init__.py").read_text(), re.MULTILINE
+        )
+    ]
+    assert not missing
+
+
+def test_a_package_has_few_modules() -> None:
+    crowded = {
+        str(init.parent.relative_to(ROOT)): count
+        for init in SOURCES
+        if init.name == "__init__.py" and (count := len(list(init.parent.glob("*.py"))) - 1) > 25
+    }
+    assert not crowded

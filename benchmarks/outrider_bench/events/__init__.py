@@ -1,6 +1,9 @@
 """`outrider bench events`: event throughput of one router.
 
-cli.py                     Event throughput of one router.
-client.py                  Client process of the event benchmark.
-scripted_verifier.py       Scripted verifier of the event benchmark.
+cli.py                     `outrider bench events`: events per second and processor cost of one
+                           router process.
+client.py                  Client process of `outrider bench events`: streams answers one after
+                           another.
+scripted_verifier.py       Model-free verifier of `outrider bench events`: every round emits a row
+                           for every session.
 """

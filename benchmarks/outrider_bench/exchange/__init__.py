@@ -1,5 +1,7 @@
 """`outrider bench exchange`: round trips between verifier and drafter, without models.
 
-channels.py                The transports that the exchange benchmark compares.
-cli.py                     Round trips of the exchange by transport.
+channels.py                Transports compared by the exchange benchmark: the drafter's end and the
+                           verifier's end.
+cli.py                     Round-trip times of the exchange between two processes, without models,
+                           by transport.
 """

@@ -1,11 +1,19 @@
 """Load, preemption, restarts and faults of a running fleet.
 
-overload.py                Many concurrent streams and a full queue.
-preemption.py              Preemption with fewer K/V blocks than sessions need.
-recovery.py                Pauses of streams when processes are killed or stopped.
-repair.py                  Restores a fleet after a fault.
-resource_usage.py          Sessions, blocks, descriptors and memory held by a fleet.
-rolling.py                 Rolling restart of all processes under load.
-soak.py                    Long run with many streams: errors and memory growth.
-stress.py                  Requests that are cancelled, late or never read.
+overload.py                `outrider bench load`: 64 concurrent streams complete; a full queue
+                           refuses the rest.
+preemption.py              `outrider bench preemption`: one verifier with fewer K/V blocks than its
+                           sessions need.
+recovery.py                `outrider bench recovery`: stream pauses while processes are killed,
+                           stopped and drained.
+repair.py                  Fleet repair after faults: restarts processes and waits until the router
+                           sees them again.
+resource_usage.py          Resource usage of a fleet: sessions, blocks, requests, file descriptors
+                           and memory.
+rolling.py                 `outrider bench rolling`: rolling restart of all processes of a fleet
+                           under load.
+soak.py                    `outrider bench soak`: long run with many concurrent streams; no errors,
+                           no memory growth.
+stress.py                  `outrider bench stress`: requests that are cancelled, time out or are
+                           never read.
 """

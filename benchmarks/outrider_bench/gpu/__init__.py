@@ -1,20 +1,29 @@
 """Benchmarks of the device engine: `outrider bench gpu NAME`.
 
-ablation.py                The five ideas, each before and after, in this system.
-acceptance.py              Tokens a round by rule and temperature, and the time of an output token.
-ahead.py                   Cost of drafting ahead, as a drafter's engine does it.
-cli.py                     `outrider bench gpu NAME`.
-draft.py                   Cost of drafting.
-kernels.py                 Kernel times against the bytes that they must move, in the shapes of the
-                           random-weight model.
-lossless.py                Greedy text with and without speculation on the device, and why any of it
-                           differs.
-placement.py               The widened model by placement.
-plain.py                   Plain decoding end to end through the verifier's loop, per token.
-serving.py                 End-to-end serving by placement and batch.
-simulated_rounds.py        Rounds with the drafter on the target's device, simulated acceptance, and
-                           a timeline of them.
-summary.py                 `summary.json`.
-swap.py                    Swapping one long session out and in beside the rounds of others.
-verify.py                  Verify cost by rows and nodes.
+ablation.py                Ablation of five optimisations, each measured before and after in this
+                           system.
+acceptance.py              Tokens per round by acceptance rule and temperature, and time per output
+                           token.
+ahead.py                   Cost of look-ahead drafting in a drafter's engine: a draft, then drafts
+                           for its outcomes.
+cli.py                     `outrider bench gpu NAME`: benchmarks of the device engine, one command
+                           each.
+draft.py                   Cost of drafting by number of sessions: one step, and a catch-up with a
+                           chain of five.
+kernels.py                 Kernel times compared with the memory traffic bound, in the random-weight
+                           model's shapes.
+lossless.py                Lossless check on the device: greedy text with and without speculation,
+                           differences explained.
+placement.py               Tokens per second and round breakdown by placement, for the widened
+                           model.
+plain.py                   Time per token of plain decoding, end to end through the verifier's loop.
+serving.py                 End-to-end serving by placement and batch: tokens/s, time to first token,
+                           inter-token latency.
+simulated_rounds.py        Round times with simulated acceptance and the drafter on the target's
+                           device, with a timeline.
+summary.py                 Summary file `summary.json`: the results of a folder's benchmarks under
+                           stable names.
+swap.py                    Cost of swapping one long session out and in while other sessions decode.
+verify.py                  Cost of verification by rows and nodes: target, its head and acceptance,
+                           in one graph.
 """

@@ -32,6 +32,8 @@ NAMES: Final = {
     "summary": "merge the results of a folder",
 }
 """Benchmarks in the order in which `all` runs them: those that share a model follow each other."""
+_MODULES: Final = {"rounds": "simulated_rounds", "ideas": "ablation", "equality": "lossless"}
+"""Modules of benchmarks that are not named after them."""
 ALL: Final = "all"
 DEFAULT_OUT: Final = Path("benchmarks/results/gpu")
 
@@ -108,4 +110,4 @@ def finish(args: argparse.Namespace, name: str, result: dict[str, object]) -> No
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"outrider_bench.gpu.{name}")
+    return importlib.import_module(f"outrider_bench.gpu.{_MODULES.get(name, name)}")

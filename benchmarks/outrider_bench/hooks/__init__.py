@@ -1,8 +1,9 @@
 """Hooks of benchmarks and tests: modules for the setting `hooks` (`--hook`) of verifier and
 drafter. The packages that serve import none of them.
 
-round_delay.py    verifier: rounds last as long as those of a larger model
-slow_link.py      drafter: all that is exchanged with verifiers is held for a time, each way
-slow_proposer.py  drafter: drafts take several times as long
-relay.py          the process that holds what passes, started by slow_link.py
+relay.py                   A process that is a slow link: `python -m outrider_bench.hooks.relay
+                           DELAY_MS`.
+round_delay.py             Hook of a verifier: its rounds last as long as those of a larger model.
+slow_link.py               Hook of a drafter: it is behind a slow link.
+slow_proposer.py           Hook of a drafter: its drafts take as long as those of a slower device.
 """

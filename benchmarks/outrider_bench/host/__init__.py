@@ -1,11 +1,17 @@
 """`outrider bench host`: host time of a round in both processes, without models.
 
-cli.py                     Host time of a round, step by step.
-fake_device.py             Device stand-ins with canned results.
-in_process.py              Host time of a round with in-process drafts.
-look_ahead.py              Host time of a round with look-ahead hits.
-plain.py                   Host time of a plain round.
-router_rounds.py           Rounds per second with routers connected.
-scripted_verifier.py       A verifier's engine over a fake device.
-session_churn.py           Host time of plain rounds while sessions come and go.
+cli.py                     Host time of a round in verifier and drafter, step by step, without
+                           models or transport.
+fake_device.py             Fake device of the host benchmarks with canned results, and the step
+                           timer.
+in_process.py              Host time of a verifier round with in-process drafts.
+look_ahead.py              Host time of a verifier round with look-ahead hits, so that the next
+                           round starts at once.
+plain.py                   Host time of a plain round, with sessions whose speculation is off and
+                           without a drafter.
+router_rounds.py           Rounds per second of a verifier process with routers connected, without
+                           device time.
+scripted_verifier.py       Verifier engine thread over a device that answers at once, shared by the
+                           host benchmarks.
+session_churn.py           Host time of plain rounds while sessions end and new ones start.
 """

@@ -1,17 +1,26 @@
 """`outrider bench serve`: whole requests through a router, in every placement.
 
-cells.py                   What a cell is.
-chart.py                   Draws the chart of results.
-cli.py                     `outrider bench serve`.
-clients.py                 The processes that send requests and read the answers, enough of them not
+cells.py                   Cells of the serving benchmark: draft setting, sampling and concurrency
+                           of one measurement.
+chart.py                   Chart of tokens/s over sessions: a line for each placement and drafts,
+                           plain decoding dashed.
+cli.py                     `outrider bench serve`: whole requests through the router, in every
+                           placement.
+clients.py                 Client processes that send requests and read answers, numerous enough not
                            to be the limit.
-fleet.py                   The services behind a table.
-measurement.py             Measures the waves of a cell.
-pipeline.py                `outrider bench pipeline`.
-results.py                 service.json.
-round_baseline.py          Round times without serving, the baseline of efficiency.
-run.py                     One run.
-waves.py                   What the readers of one wave of requests saw, and the figures of it.
-widened_model.py           Writes a widened model once and reuses it.
-workload.py                Requests of a wave and their arrival times.
+fleet.py                   Services under test: those of a placement, started here, or a running
+                           router.
+measurement.py             Measurement of a cell in consecutive waves, from the first (cold) to the
+                           last (steady).
+pipeline.py                `outrider bench pipeline`: gain of look-ahead, from cells of `outrider
+                           bench serve`.
+results.py                 Results file service.json: cells of several runs and machines, and
+                           derived figures.
+round_baseline.py          Round times without serving overhead, the baseline of serving efficiency.
+run.py                     One run of the serving benchmark: services to start, cells to serve,
+                           cells left out.
+waves.py                   Answers of one wave of requests and their metrics.
+widened_model.py           Widened model of the serving benchmark: written to disk once, then
+                           reused.
+workload.py                Requests of a wave, and their arrival times in an open loop.
 """

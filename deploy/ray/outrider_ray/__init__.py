@@ -1,22 +1,32 @@
 """Outrider on Ray: verifier and drafter are actors, the router is the launcher's own process.
 
-__main__.py                Command line of the launcher.
-actor_keeper.py            Restarts an actor that died.
-actors.py                  The endpoints as they are made within their actors; torch is imported
-                           there and only there.
-autoscale.py               How many verifiers and drafters a fleet should have.
-cluster.py                 Starting or joining Ray, and stopping it within a bounded time, without
-                           leaving a process.
-commands.py                `status`, `stop` and `node`.
-config.py                  Configuration of the launcher; each field is a key of its TOML file.
-embedded_router.py         Runs the router in the launcher's process.
-fixed_keys.py              Configuration keys that the launcher sets.
-fleet.py                   The actors of one fleet.
-fleet_supervision.py       Runs a fleet from start to end.
-members.py                 Who belongs to a fleet.
-node_keeper.py             Keeps a Ray node joined to its cluster.
-placement.py               Placement groups and GPU shares.
-scaler.py                  Scales the pools of a fleet.
-serve_app.py               Outrider as a Ray Serve application.
-supervisor.py              The supervisor of a detached fleet.
+__main__.py                Command line of the launcher: `python -m outrider_ray`, or `outrider
+                           ray`.
+actor_keeper.py            Actor keeper: replaces an actor of a given name whenever it dies.
+actors.py                  Endpoint factories that run inside the actors, the only processes that
+                           import torch.
+autoscale.py               Autoscaling policy: number of verifiers and drafters of a fleet.
+cluster.py                 Ray cluster lifecycle: start or join Ray, and stop it within a bounded
+                           time.
+commands.py                Commands `status`, `stop` and `node`: control of a detached fleet and of
+                           a Ray node.
+config.py                  Launcher configuration; each field is a key of its TOML file.
+embedded_router.py         Router inside the launcher's process: client API over gRPC, fleet over
+                           Ray.
+fixed_keys.py              Configuration keys that the launcher sets itself or that have no meaning
+                           under Ray.
+fleet.py                   Actors of one fleet: placement, restart, adding and removing.
+fleet_supervision.py       Runs a fleet, its router and its autoscaling from start to end.
+members.py                 Fleet members: actors by role and number, and the cells that are placed
+                           together.
+node_keeper.py             Node keeper: rejoins a Ray node to its cluster after it was declared
+                           dead.
+placement.py               Actor placement: placement groups with a bundle for each actor, and GPU
+                           shares.
+scaler.py                  Scaler: carries out the decisions of `autoscale.plan_scaling` and informs
+                           the router.
+serve_app.py               Outrider as a Ray Serve application: `serve run
+                           outrider_ray.serve_app:app model=NAME`.
+supervisor.py              Supervisor of a detached fleet: an actor that outlives the process that
+                           started it.
 """

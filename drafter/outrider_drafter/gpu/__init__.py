@@ -1,20 +1,33 @@
 """Proposers whose drafts are captured GPU graphs. It may import `state` and `proposers`.
 
-batch.py                   Static input buffers of a draft launch.
-draft_launcher.py          Launches drafts and reads them back.
-draft_model.py             Common interface of heads and small models on the GPU.
-draft_results.py           Converts drafts read from the GPU into columns.
-draft_slots.py             Per-session device state, in columns.
-eagle.py                   EAGLE-3 proposer on the GPU.
-grammar_masks.py           Grammar masks of one draft launch.
-kv_writer.py               Writes the K/V of catch-up rows.
-look_ahead.py              Look-ahead on the GPU: scoring, then drafting for outcomes.
-outcome_drafting.py        Drafts for outcomes, one launch for each shape.
-outcome_scoring.py         Scores the candidates after every node of pending proposals.
-paged_kv.py                Paged K/V cache of the draft model.
-proposer.py                Proposer whose drafts are captured GPU graphs.
-scoring_layout.py          Positions of proposal nodes in a scoring launch.
-session_slots.py           Assigns slots and K/V blocks to followed sessions.
-shapes.py                  Draft shapes and batch sizes that are captured as graphs.
-small_model.py             Small-model proposer on the GPU.
+batch.py                   Static input buffers of a draft launch: stages the rows of a batch and
+                           uploads them.
+draft_launcher.py          Launches drafts for sessions or outcomes on the GPU and reads the results
+                           back.
+draft_model.py             Common interface of EAGLE heads and small models on the GPU.
+draft_results.py           Converts draft words read from the GPU into chains, trees and their draft
+                           distributions.
+draft_slots.py             Per-session state of the GPU proposer in host columns: slot, K/V rows,
+                           shape.
+eagle.py                   GpuEagleProposer: EAGLE-3 proposer on the GPU.
+grammar_masks.py           Grammar masks of one draft launch, and truncation of its drafts to what
+                           grammars allow.
+kv_writer.py               Writes the K/V of a session's catch-up rows by captured graphs of a few
+                           sizes.
+look_ahead.py              Look-ahead on the GPU: scores pending proposals, then drafts for their
+                           outcomes.
+outcome_drafting.py        Drafts on the GPU for outcomes of the proposals scored last, one launch
+                           for each shape.
+outcome_scoring.py         Scores candidate tokens after every node of pending proposals on the GPU.
+paged_kv.py                Paged K/V cache of the draft model: slots, blocks and sampling state of
+                           followed sessions.
+proposer.py                GpuProposer: proposer whose drafts are single GPU launches, for an EAGLE
+                           head or a small model.
+scoring_layout.py          Layout of pending proposals' nodes in a scoring launch, and the paths to
+                           their outcomes.
+session_slots.py           Assigns device slots and K/V blocks to followed sessions and brings them
+                           up to date.
+shapes.py                  Draft shapes and batch sizes captured as GPU graphs, and the sessions
+                           that they support.
+small_model.py             GpuSmallModelProposer: small-model proposer on the GPU.
 """

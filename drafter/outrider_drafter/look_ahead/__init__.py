@@ -1,10 +1,15 @@
 """Look-ahead: which outcomes of pending proposals are drafted for before they happen. It may
 import `state` and `proposers`.
 
-calibration.py             Calibrates the probabilities of outcomes from verdicts.
-launch_value.py            Pure: expected value of each look-ahead launch.
-scheduler.py               Schedules look-ahead drafts for outcomes that may happen.
-session_state.py           Per-session state of look-ahead.
-time_budget.py             Decides how much look-ahead fits before the next verdict.
-timing.py                  Measured durations of draft steps and times between verdicts.
+calibration.py             Calibrates the probabilities of a proposal's outcomes from observed
+                           verdicts.
+launch_value.py            Expected value of look-ahead launches: how many proposals to score and
+                           outcomes to draft.
+scheduler.py               LookAheadScheduler: drafts for likely outcomes of pending proposals
+                           before their verdicts.
+session_state.py           Per-session look-ahead state, and the outcomes selected for drafting.
+time_budget.py             LookAheadBudget: decides by measured times how much look-ahead fits
+                           before the next verdict.
+timing.py                  Measured durations of draft steps, and times from a draft to its verdict,
+                           by class.
 """

@@ -73,7 +73,7 @@ def plan_pass_start(
     fan_out: int,
 ) -> PassPlan:
     """Whether to begin a pass, and over how many of the sessions `able`, best first (indices of
-    S). foreseen: the probability of a hit, by outcomes of a session; at most `parse_fan_out`."""
+    S). foreseen: the probability of a hit, by outcomes of a session; at most `fan_out`."""
     first = min(stakes.seconds_to_verdict)
     best, found = _MIN_GAIN * len(able), NO_PASS
     for size in SESSION_BUCKETS:

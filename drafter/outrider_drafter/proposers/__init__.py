@@ -1,17 +1,29 @@
 """Proposers: the ways of drafting on the host (EAGLE, n-gram, small model), and tree growth. It
 may import `state`.
 
-eagle.py                   Proposer that runs an EAGLE head on the host's loop.
-eagle_batch.py             Batched steps of an EAGLE head.
-eagle_forest.py            Draft rows of an EAGLE head for several trees at once.
-eagle_kv.py                K/V cache of an EAGLE head, and attention over it.
-forest.py                  Draft rows of many trees, run level by level.
-growth_driver.py           Grows the trees of many sessions with one batched pass a level.
-interface.py               Proposer protocol and the draft classes that it returns.
-kv_proposer.py             Base class of proposers with K/V rows: catch-up of sessions.
-ngram.py                   N-gram (prompt lookup) proposer.
-outcome_drafting.py        Scores pending proposals and drafts for their outcomes.
-small_model.py             Proposer that runs a small language model.
-tree_growth.py             Tree growth as state machines: chain, beam and static trees.
-tree_visibility.py         Which draft rows each row of a tree attends to.
+eagle.py                   EagleProposer: EAGLE head run from the host, batched over sessions, with
+                           K/V per session.
+eagle_batch.py             Batched steps of an EAGLE head over sessions: catch-up rows, then one
+                           tree level after another.
+eagle_forest.py            EagleForest: draft rows of an EAGLE head for several trees at once, below
+                           sessions' live rows.
+eagle_kv.py                K/V cache of a one-layer draft head, and attention of few queries over
+                           it.
+forest.py                  DraftForest: draft rows of many trees, run through a model on the host
+                           level by level.
+growth_driver.py           Grows the draft trees of many sessions with one batched model pass per
+                           level.
+interface.py               Proposer protocols (`Proposer`, `LookAheadProposer`) and the draft
+                           classes that they return.
+kv_proposer.py             KVProposer: base class of proposers with K/V rows; catches sessions up
+                           with their new tokens.
+ngram.py                   NgramProposer: drafts by n-gram lookup in a session's own tokens (prompt
+                           lookup).
+outcome_drafting.py        Scores pending proposals and drafts for their outcomes in a forest, for
+                           all host proposers.
+small_model.py             SmallModelProposer: drafts by a separate small language model with the
+                           target's tokenizer.
+tree_growth.py             Tree growth as state machines for chain, beam and static trees; levels
+                           in, frontiers out.
+tree_visibility.py         Attention masks among draft rows of trees that are run level by level.
 """

@@ -1,11 +1,16 @@
 """Sessions that a drafter follows, their features, and outcomes of proposals. It imports no other
 package of the drafter.
 
-fair_share.py              Fair sharing of drafting time between verifiers.
-feature_buffer.py          Received features that were not used yet.
+fair_share.py              Shares a drafter fairly between its verifiers: message intake and
+                           drafting take turns.
+feature_buffer.py          Buffer of received features that are not used yet, left in the messages
+                           that brought them.
 outcomes.py                Outcomes (accepted path, next token) of proposals, ranked by expected
                            gain.
-session.py                 Session: what a drafter knows of one session.
-session_grammars.py        Grammar constraints of sessions, compiled in the background.
-session_table.py           SessionTable: all followed sessions in columns; applies verdicts.
+session.py                 FollowedSession: a drafter's state of one session; and the checks of its
+                           announcement.
+session_grammars.py        Token constraints of sessions on a drafter; grammars are compiled in the
+                           background.
+session_table.py           SessionTable: all followed sessions in columns; checks and applies
+                           messages of verdicts.
 """

@@ -12,12 +12,14 @@ A draft step over rows N with features g, next tokens e and draft positions:
 
 `FeatureProjection` is the part that runs on the verifier's side; both carry one `fingerprint`.
 
-eagle.py                   The EAGLE-1/2 head.
-eagle3.py                  The EAGLE-3 head.
-layers.py                  Small pieces shared by the heads.
-loading.py                 Loading heads from a checkpoint directory, in the original EAGLE or the
+eagle.py                   EAGLE-1/2 draft head.
+eagle3.py                  EAGLE-3 draft head.
+layers.py                  Building blocks of draft heads: RMSNorm, rotary embedding, the pluggable
+                           linear factory.
+loading.py                 Draft head loader for checkpoints in the original EAGLE or the
                            `speculators` format.
-projection.py              The verifier's part of a head.
+projection.py              Feature projection of a draft head, run by the verifier: target features
+                           to the head's width.
 """
 
 from __future__ import annotations

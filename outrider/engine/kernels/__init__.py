@@ -6,17 +6,19 @@ says what is computed. CI compares the two under TRITON_INTERPRET=1.
 `linear`, `attention`, `acceptance`, `warp` and `drafts` are the parts of a round; what they share
 (keys of the noise, the sessions' state, norms, sampling) is here.
 
-embedding.py               Embedding rows of a few tokens, where torch's lookup is slower than a
-                           layer's small kernels.
-finite.py                  Detection of rows of logits that have no finite logit, before anything
-                           edits them.
-noise.py                   The noise of `outrider.spec.noise` inside kernels, and the best of a tile
-                           of perturbed scores.
-norm.py                    RMSNorm before a product, and the gated activation of products that do
-                           not fuse it.
-runtime.py                 What all kernels share.
-sampling.py                Tokens from logits on the device.
-session_tensors.py         Tensors that the device keeps of the sessions between rounds, one row a
+embedding.py               Embedding lookup for a few tokens, faster than torch's, with the RMSNorm
+                           of the result.
+finite.py                  Detection of rows of logits without a finite value, before the logits are
+                           processed.
+noise.py                   Triton implementation of `outrider.spec.noise`, and the Gumbel-perturbed
+                           argmax of a tile.
+norm.py                    RMSNorm and gated SiLU kernels for products that do not fuse them.
+runtime.py                 Helpers shared by all kernels: interpreter detection, a safe dot, grid
+                           arithmetic.
+sampling.py                Token sampling from logits on the device: argmax or Gumbel-perturbed
+                           argmax, by session.
+session_tensors.py         Per-session tensors that the device keeps between rounds, one row a
                            session slot.
-token_rows.py              Token rows of a round: root, then drafts.
+token_rows.py              Assembly of the token rows of a round: each session's root, then its
+                           drafts.
 """

@@ -1,18 +1,26 @@
 """Training an EAGLE-3 head for a Llama-skeleton target: `outrider train-head`.
 
-__main__.py                `python -m outrider.engine.training`.
-answer_generation.py       Generates training answers with the target model.
-cli.py                     `outrider train-head`.
-data.py                    Prompts, the chat template, and packing of samples into batches of one
-                           fixed shape.
-drafting.py                Drafts of many answers at once by the serving pieces, over known texts.
-export.py                  Writing a trained head in the original EAGLE-3 checkpoint format.
-head.py                    The trainable EAGLE-3 head.
-held_out_report.py         Held-out metrics of a head.
-parity_check.py            Compares the training and the serving forward.
-serving_report.py          Tokens per round of a head, measured with the serving code.
-target.py                  The frozen target model for training.
-trainer.py                 The training loop.
-unrolled_forward.py        Unrolled training forward of a head.
-vocab.py                   The draft vocabulary.
+__main__.py                Entry point `python -m outrider.engine.training`: the same command as
+                           `outrider train-head`.
+answer_generation.py       Generation of training answers by the target: batch decoding with
+                           continuous slot refill.
+cli.py                     Command `outrider train-head`: answers, vocabulary, training, metrics,
+                           parity check.
+data.py                    Training data: prompts, chat template, and packing of samples into
+                           fixed-shape batches.
+drafting.py                Batched drafting over known answers with the serving code, for offline
+                           evaluation of a head.
+export.py                  Export of a trained head in the original EAGLE-3 checkpoint format.
+head.py                    Trainable EAGLE-3 head with fp32 master weights.
+held_out_report.py         Held-out metrics of a head: accuracy by draft step and simulated tokens
+                           per round of chains.
+parity_check.py            Parity check between the training forward and the serving forward of a
+                           head, on one prompt.
+serving_report.py          Tokens per round of a trained head, simulated with the serving code over
+                           greedy answers.
+target.py                  Frozen target model for training: a minimal forward of Llama-style
+                           models.
+trainer.py                 Trainer of a draft head: short learning-rate trials, then one long run.
+unrolled_forward.py        Unrolled forward of a trainable EAGLE-3 head (training-time test).
+vocab.py                   Draft vocabulary builder: the target ids seen most often in answers.
 """

@@ -1,21 +1,28 @@
 """gRPC transport: servers and clients on grpc.aio.
 
-access.py                  Who may call a server.
-credentials.py             Certificates as gRPC takes them, and the names in those that callers have
-                           shown.
-dialer.py                  Control clients and exchange connections by address (host:port).
-draining_channel.py        gRPC channel that closes after its last call.
-eager_coroutine.py         Coroutine that runs to its first await at once.
-error_status.py            Typed errors as gRPC statuses with google.rpc details, and back.
-health.py                  grpc.health.v1 on grpc.aio; every watcher hears every change of its
-                           service.
-interceptor.py             The server interceptor.
-options.py                 Settings of the gRPC transport and the channel options that they mean.
-server.py                  A gRPC server with health, reflection, error mapping and a graceful stop.
-servicers.py               VerifierService, ExchangeService and DrafterService around an endpoint.
-shm_frames.py              gRPC stream whose frames go through shared memory.
-shm_negotiation.py         Negotiates shared memory in call metadata.
-streams.py                 An exchange stream as bounded frames whose reads and writes may be
+access.py                  Authorisation of gRPC calls: certificate roles and credentials in
+                           metadata; health is open.
+credentials.py             gRPC credentials from TLS files, and the names in a caller's certificate.
+dialer.py                  gRPC dialer: control clients and exchange connections by address
+                           (host:port).
+draining_channel.py        gRPC channel that, once retired, closes after its last call.
+eager_coroutine.py         Eagerly started coroutines: they run to their first wait at once, and to
+                           their end in a task.
+error_status.py            Mapping of typed errors to gRPC statuses with google.rpc details, and
+                           back.
+health.py                  Health service grpc.health.v1 on grpc.aio; every watcher receives every
+                           change of its service.
+interceptor.py             Server interceptor: authorises callers and turns errors into gRPC
+                           statuses.
+options.py                 gRPC transport settings and the channel options derived from them.
+server.py                  gRPC server with health, reflection, error mapping and graceful stop.
+servicers.py               gRPC servicers (VerifierService, ExchangeService, DrafterService) around
+                           an endpoint.
+shm_frames.py              Stream whose frames use a shared-memory channel instead of the gRPC call
+                           (same host).
+shm_negotiation.py         Shared-memory negotiation in call metadata: both ends of a session stream
+                           agree on a channel.
+streams.py                 gRPC exchange stream as bounded frames, with reads and writes that can be
                            cancelled safely.
 """
 

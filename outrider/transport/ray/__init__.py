@@ -1,13 +1,14 @@
 """Ray transport: endpoints as named actors, found by their names.
 
-actor_streams.py           Streams carried by actor calls.
-calls.py                   Calls to an actor host with deadlines and typed errors.
-dialer.py                  Control clients and exchange connections by actor name.
-frames.py                  Frames as arguments and results of actor calls.
-grpc_streams.py            gRPC streams between Ray actors.
-host.py                    The actor around an endpoint.
-options.py                 Settings of the Ray transport.
-serving.py                 Starting and stopping actor hosts.
+actor_streams.py           Client side of an exchange stream that is carried by Ray actor calls.
+calls.py                   Ray actor calls with deadlines and typed errors.
+dialer.py                  Ray dialer: control clients and exchange connections by actor name.
+frames.py                  Frames as arguments and results of Ray actor calls: packing, ordering,
+                           receiving.
+grpc_streams.py            gRPC streams between processes that Ray has placed and named.
+host.py                    Actor that hosts an endpoint; every method returns after a bounded wait.
+options.py                 Ray transport settings.
+serving.py                 Start, lookup and stop of actor hosts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,18 @@
 """What clients and operators call: gRPC, OpenAI HTTP, status page, metrics. It may import
 everything.
 
-fleet_metrics.py           Prometheus metrics of the fleet.
-inference_grpc.py          InferenceService over gRPC.
-listeners.py               Opens the router's gRPC and metrics ports.
-metrics_export.py          Registers the fleet and vLLM metrics.
-pool_grpc.py               PoolService over gRPC: add and remove drafters.
-server_status.py           Server info and model list.
-vllm_metrics.py            The router's metrics under vLLM's names.
+fleet_metrics.py           Prometheus collector of the fleet: queue, verifiers and drafter links,
+                           read at every scrape.
+inference_grpc.py          InferenceService over gRPC: decodes requests for `RouterService` and
+                           encodes its answers.
+listeners.py               The router's gRPC and metrics ports, and the credentials that each of
+                           them requires.
+metrics_export.py          Registers the fleet's metrics, and their vLLM names, in the router's
+                           Prometheus registry.
+pool_grpc.py               PoolService over gRPC: adds drafters to a running router and removes
+                           them.
+server_status.py           Server info and model list, built from the router's state of itself and
+                           its fleet.
+vllm_metrics.py            Exports the router's metrics under vLLM's names (`--metrics-compat
+                           vllm`).
 """

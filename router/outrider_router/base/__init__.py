@@ -1,12 +1,16 @@
 """Parts that everything else uses: tenants, API keys, metrics, DNS names.
 
-api_keys.py                API keys and the callers that they identify.
-dns_names.py               DNS names that stand for several peers.
-histogram.py               Prometheus histogram with batched updates.
+api_keys.py                API keys: the keys file, and the caller that a credential identifies.
+dns_names.py               DNS names among the peer addresses, and the addresses that they have
+                           resolved to.
+histogram.py               Prometheus histogram with batched updates: one call per round instead of
+                           one per value.
 metrics.py                 Prometheus metrics of the router.
-reasons.py                 Reasons for which sessions move and drafters are quarantined: label
-                           values of metrics.
-retry_hints.py             Retry-after hints for refused clients.
-slow_readers.py            Ends streams whose clients stop reading.
-tenants.py                 Tenants: limits, token buckets and fair queueing.
+reasons.py                 Reasons of failovers, session moves and drafter quarantines: label values
+                           of metrics.
+retry_hints.py             Retry-after hints for refused clients, each for a queue position of its
+                           own.
+slow_readers.py            Write timeout of response streams: disconnects clients that stop reading.
+tenants.py                 Tenants: token-bucket limits, and fair queueing between tenants of one
+                           priority.
 """

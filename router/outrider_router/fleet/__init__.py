@@ -1,11 +1,15 @@
 """Verifiers and drafters: discovery, health, drafter assignment, quarantine. It may import `base`.
 
-compatibility.py           Checks which drafters and verifiers fit together.
-discovery.py               DNS discovery of peers.
-drafter_assignment.py      Pure: which drafter serves which session.
-drafter_commands.py        Control calls to drafters: attach, detach, drain.
-peers.py                   Polls peers and holds what the router knows of them.
-quarantine.py              Circuit breakers that remove slow or faulty drafters for a while.
-quarantine_manager.py      Applies the quarantine and reports its changes.
-registry.py                Registry of verifiers and drafters.
+compatibility.py           Compatibility checks between router, verifiers and drafters.
+discovery.py               DNS discovery of peers: `dns:///HOST:PORT` stands for every address that
+                           HOST resolves to.
+drafter_assignment.py      Assignment of drafters to sessions, over all verifiers.
+drafter_commands.py        Control calls from the router to drafters: attach, detach, drain.
+peers.py                   Peer records of the router: state of each verifier and drafter, and when
+                           it is polled.
+quarantine.py              Circuit breakers that quarantine slow, silent or faulty drafters.
+quarantine_manager.py      Quarantine manager: updates the circuit breakers from verifier reports,
+                           and logs changes.
+registry.py                Registry of verifiers and drafters: polls them, attaches drafters and
+                           reports lost peers.
 """

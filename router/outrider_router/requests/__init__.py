@@ -1,26 +1,40 @@
 """The life of a request: validation, journal, verifier sessions, output, resumption, failover. It
 may import `base`, `admission` and `fleet`.
 
-drafter_rebalancer.py      Moves running sessions between drafters.
-durable_log.py             On-disk log of resumable requests.
-failover.py                Decides what happens to a request whose session was lost.
-finished_requests.py       Logs and counts finished requests.
-grammar_check.py           Compiles a request's grammar before it is queued.
-intake.py                  Validates a request and opens its journal entry.
-log_records.py             Record format of the on-disk log.
-output_assembler.py        Detokenizes a session's output and applies stop strings.
-request.py                 ValidatedRequest: a request after defaults and checks.
-request_options.py         Sampling parameters, plan and lengths from request options.
-request_runner.py          Runs a request over one or several verifier sessions.
-request_spans.py           OpenTelemetry spans of requests.
-resumable_answers.py       Answers that clients can resume after a broken connection.
-resumable_requests.py      Runs resumable requests in their own tasks.
-running_requests.py        Journal of running requests and their emitted tokens.
-service.py                 RouterService: the life of a request.
-session_output.py          Turns a session's events into messages for the client.
-spec_counters.py           Speculation counters of one request.
-stop_checker.py            Where the answer of a request ends by a stop string, found as its ids
-                           arrive.
-verifier_streams.py        One session stream to each verifier.
-wakeup_pacer.py            Batches the wakeups of stream readers under load.
+drafter_rebalancer.py      Rebalancer: moves running sessions off drafters that are lost, leaving or
+                           overloaded.
+durable_log.py             Durable log of resumable requests: the file from which a restarted router
+                           resumes them.
+failover.py                Failover policy: retry, finish or fail a request whose session was lost.
+finished_requests.py       Accounting of a finished request: metrics, log line and span.
+grammar_check.py           Grammar check: compiles a request's grammar before the request is queued.
+intake.py                  Request intake: access check, validation and the journal entry of a new
+                           request.
+log_records.py             Record format of the durable log of resumable requests.
+output_assembler.py        Output assembler: turns a session's token ids into text, cut at the first
+                           stop string.
+request.py                 Request validation: tokenizes a client's request, applies defaults and
+                           checks limits.
+request_options.py         Translates request options into sampling parameters, speculation plan and
+                           token limits.
+request_runner.py          Request runner: serves a request to its end, on one verifier session or
+                           several.
+request_spans.py           OpenTelemetry spans of a request: the request, its queue waits and its
+                           sessions.
+resumable_answers.py       Resumable answers: output that a client can resume reading after a broken
+                           connection.
+resumable_requests.py      Resumable requests of one router: tasks of their own, their answers, and
+                           the durable log.
+running_requests.py        Journal of the running requests and their emitted tokens, from which a
+                           failover resumes.
+service.py                 RouterService: the life of a request, from tokenizing and admission to
+                           stream and cleanup.
+session_output.py          Session output: turns the events of a verifier session into messages for
+                           the client.
+spec_counters.py           Speculation counters of one request, updated in place.
+stop_checker.py            Stop checker: finds the token at which a stop string ends an answer, as
+                           its ids arrive.
+verifier_streams.py        Session streams to the verifiers: one each, opened for its first session.
+wakeup_pacer.py            Wakeup pacer: wakes stream readers at once, or in batches while the
+                           router is behind.
 """

@@ -130,9 +130,9 @@ def test_a_killed_spinner_harms_nobody() -> None:
 def test_a_killed_process_takes_its_spinners_along_and_gives_its_cores_back(kept: bool) -> None:
     code = (
         "import sys, time\n"
-        "from outrider.busy_polling import AwakeCores\n"
-        "awake = AwakeCores.claim(1)\n"
-        f"awake.keep({kept})\n"
+        "from outrider.busy_polling import BusyCores\n"
+        "awake = BusyCores.claim(1)\n"
+        f"awake.set_busy({kept})\n"
         "print(awake._spinners[0].pid, flush=True)\n"
         "time.sleep(60)\n"
     )

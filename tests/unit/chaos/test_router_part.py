@@ -24,7 +24,7 @@ class Service:
         self.go_on = asyncio.Event()
         self._error = error
 
-    async def serve(self, _request: Any, write: EventWriter) -> None:
+    async def serve_request(self, _request: Any, write: EventWriter) -> None:
         await write(FIRST)
         await self.go_on.wait()
         if self._error is not None:
@@ -41,7 +41,7 @@ async def told(*, killed: bool, error: Exception | None = None) -> tuple[list[An
     async def write(event: Any) -> None:
         heard.append(event)
 
-    call = asyncio.ensure_future(front.serve(None, write))
+    call = asyncio.ensure_future(front.serve_request(None, write))
     while not heard:
         await asyncio.sleep(0)
     if killed:

@@ -1,18 +1,31 @@
 """The engine thread: scheduling, running and accounting of rounds. It may import everything but
 `server`.
 
-core.py                    EngineCore: state of all sessions, and how commands change it.
-drafter_reassignment.py    Moves a running session to another drafter.
-early_proposals.py         Fast path: next round when all proposals arrived early.
-failure_handler.py         Ends sessions after a failed round or a lost device.
-in_flight_round.py         InFlightRound: a round that was submitted and has not finished.
-loop.py                    The engine thread: takes commands, runs rounds, emits effects.
-proposal_intake.py         Takes drafters' messages into the inbox and the statistics.
-round_executor.py          Plans, submits and finishes rounds.
-round_reporter.py          Statistics, events and features of a finished round.
-round_storage.py           Stores features and prefix K/V of a finished round.
-schedule_policy.py         Pure scheduling rules: which rows form the next round.
-scheduler.py               Scheduler: picks the rows of the next round from the core's state.
-scheduler_inputs.py        Builds the scheduler's view of each running session.
-speculation_switch.py      Pauses and resumes speculation of sessions as the policy decides.
+core.py                    EngineCore: the state of all sessions, and how commands change it; engine
+                           thread only.
+drafter_reassignment.py    Moves a running session to another drafter, or to none; its text and K/V
+                           stay as they are.
+early_proposals.py         Prefetched-proposal path: plans the next round before the last one's
+                           tokens are committed.
+failure_handler.py         Ends sessions after a failed round or a lost device; engine thread only.
+in_flight_round.py         InFlightRound: a submitted, unfinished round; and helpers that make its
+                           rows.
+loop.py                    The engine thread: takes commands, runs rounds, hands effects to the
+                           asyncio thread.
+proposal_intake.py         Takes drafters' messages into the proposal inbox and their health
+                           statistics.
+round_executor.py          Plans, submits and finishes rounds over the core's sessions; engine
+                           thread only.
+round_reporter.py          Records statistics, events and features of a finished round; engine
+                           thread only.
+round_storage.py           Stores the features and prefix K/V of a finished round for later use;
+                           engine thread only.
+schedule_policy.py         Scheduling policy: picks decode rows and prefill chunks of the next
+                           round, or a time to wait.
+scheduler.py               Scheduler: applies the scheduling policy to the core's running sessions
+                           to plan the next round.
+scheduler_inputs.py        Builds the scheduler's view (`RowState`) of running sessions, and the
+                           verify rows of a plan.
+speculation_switch.py      Pauses and resumes speculation and look-ahead of sessions as the policy
+                           decides.
 """

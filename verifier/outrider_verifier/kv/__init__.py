@@ -1,8 +1,11 @@
 """K/V blocks of sessions: admission, preemption, prefix cache. It may import `state`, `exchange`
 and `model_runner`.
 
-block_manager.py           Gives K/V blocks to sessions: admission, growth, preemption.
-capacity.py                Number of K/V tokens that fit into GPU memory.
-preemption.py              Policy that picks which sessions hold K/V and which are preempted.
-prefix_cache.py            Reuses K/V blocks of shared prefixes.
+block_manager.py           BlockManager: gives K/V blocks to sessions by admission, growth and
+                           preemption.
+capacity.py                Number of K/V tokens that fit into a CUDA device's memory.
+preemption.py              Preemption policy: decides which sessions hold K/V, wait, or are
+                           preempted.
+prefix_cache.py            Prefix cache: K/V blocks that sessions leave behind, reused by later
+                           sessions.
 """

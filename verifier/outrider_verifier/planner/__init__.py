@@ -1,15 +1,22 @@
 """Speculation control: measured acceptance and round times in, mode and draft length out. Pure. It
 may import `state`, `exchange` and `model_runner`.
 
-draft_length.py            Chooses the draft length for each workload class and load.
-feature_retention.py       Decides which sessions stop keeping features for drafters.
-in_process_planner.py      Decides whether the in-process drafter is used.
-load_burst_hold.py         Keeps sessions on plain decoding during short load changes.
-load_stats.py              Current load and the measured cost of plain rounds at each load.
-ngram_fallback.py          N-gram drafts when the drafter is late or less effective.
-round_observer.py          Feeds measured rounds into the speculation decisions.
-speculation_policy.py      Decides for each session whether and how it speculates.
-two_batch_overlap.py       Splits drafted sessions into two alternating half-batches.
-workload_registry.py       Registry of workload classes.
+draft_length.py            Chooses the draft length of chains for each workload class and load.
+feature_retention.py       Decides which sessions that decode plainly stop keeping features for
+                           drafters.
+in_process_planner.py      Decides whether sessions use the in-process drafter, with one decision
+                           for all of them.
+load_burst_hold.py         Keeps sessions on plain decoding during load bursts and short dips.
+load_stats.py              LoadStats: current load, and measured times of plain rounds, prompts and
+                           starts at each.
+ngram_fallback.py          N-gram (prompt lookup) drafts, used when a drafter is late or less
+                           effective.
+round_observer.py          Observes the tokens of each round and decides which decoding mode is in
+                           force.
+speculation_policy.py      Decides for each session whether and how it speculates, from its measured
+                           rounds.
+two_batch_overlap.py       Decides whether drafted sessions share a round or alternate in two
+                           half-batches.
+workload_registry.py       Registry of workload classes and their statistics.
 workload_stats.py          Statistics of a workload class, and the speculation state of a session.
 """

@@ -1,11 +1,18 @@
 """The asyncio side: RPCs, drafter and router streams, metrics, start-up. It may import everything.
 
-drafter_connections.py     Connections of drafters: handshake, queues, flow control.
+drafter_connections.py     Exchange connections of drafters: handshakes, incoming proposals, bounded
+                           outgoing queues.
 engine_builder.py          Builds the objects owned by the engine thread.
-metrics.py                 Prometheus metrics of the verifier.
-router_streams.py          Streams of routers: sessions opened on them and events sent back.
-service.py                 VerifierService: the verifier's endpoint on the asyncio thread.
-service_builder.py         Builds the service from a configuration and loads the model.
-session_registry.py        Sessions of all routers by ticket.
-session_spans.py           OpenTelemetry spans of traced sessions.
+metrics.py                 Prometheus metrics of a verifier, and the rolling medians that
+                           `VerifierInfo` reports.
+router_streams.py          Session streams of routers: sessions opened and closed, and one message
+                           of events a round.
+service.py                 VerifierService: the verifier as an endpoint of any transport; asyncio
+                           thread only.
+service_builder.py         Builds the service from a configuration and loads the model; imports
+                           torch.
+session_registry.py        Sessions of all routers by ticket, with their routers and handles in
+                           columns.
+session_spans.py           OpenTelemetry spans of traced sessions: the prompt, then a sample of the
+                           rounds.
 """

@@ -1,12 +1,19 @@
 """Data that the other packages exchange: sessions, commands, effects, round plans. It imports no
 other package of the verifier.
 
-commands.py                Messages from the asyncio thread to the engine thread.
-effects.py                 Messages from the engine thread to the asyncio thread.
-handles.py                 Small integer handles that index the per-session columns.
-ngram_index.py             Per-session n-gram index over the session's own tokens.
-preemption_mode.py         How preempted sessions get their K/V back.
-round_plan.py              Data classes for what the scheduler reads and the plan it returns.
-session.py                 Session: tokens, K/V, plan and phase of one served request.
-simulated_acceptance.py    Parses the acceptance rates of --simulated-acceptance.
+commands.py                Commands from the asyncio thread to the engine thread, handled in order
+                           between two rounds.
+effects.py                 Effects: messages from the engine thread to the asyncio thread; a round's
+                           verdicts come first.
+handles.py                 Session handles: small integers that index the per-session columns.
+ngram_index.py             N-gram index of a session's own tokens: finds what followed its last
+                           tokens before.
+preemption_mode.py         PreemptionMode: recompute or swap, the ways in which preempted sessions
+                           get their K/V back.
+round_plan.py              Inputs of the scheduler (limits, estimates, row states) and its output,
+                           `RoundPlan`.
+session.py                 Session: tokens, K/V, plan and phase of one served request; owned by the
+                           engine thread.
+simulated_acceptance.py    Parses the draft acceptance rates of --simulated-acceptance, for
+                           benchmarks without weights.
 """

@@ -1,7 +1,10 @@
 """Kernel checks and tuning, run by hand on a GPU.
 
-attention.py               Checks and times tree attention.
-logits_processor.py        Checks and times the logits-processor kernels.
-sampling.py                Checks and times sampling and acceptance kernels.
-tune_linear.py             Tunes the skinny matrix product.
+attention.py               Check and time paged tree attention and its companions at the shapes of
+                           Llama-3.1-8B.
+logits_processor.py        Check and time the logits-processor kernels on a GPU.
+sampling.py                Check and time the sampling and acceptance kernels on a GPU, against
+                           their PyTorch references.
+tune_linear.py             Tune the weight-streaming matrix product for Llama-3.1-8B and its EAGLE-3
+                           head.
 """

@@ -1,16 +1,28 @@
 """Models, drivers and drawings that the GPU benchmarks share.
 
-bench.py                   Flags, models and tables shared by the GPU benchmarks.
-draft_ablation.py          Two ideas measured in whole drafts.
-load_driver.py             Drives many sessions through a verifier service.
-machine.py                 Facts about the GPU machine.
-random_model.py            Models with random weights, and widened models.
-services.py                Builds verifier services for the benchmarks.
-steps.py                   Times the verify graph and the draft graph.
-svg.py                     Draws a timeline as SVG.
-timeline.py                Host and device spans of a run of rounds.
-trace.py                   Writes timelines in Trace Event Format.
-tree_scores.py             Trees ranked by products of probabilities.
-widened_files.py           Writes a widened model to disk.
-widening.py                Widens a small model to the cost of a large one.
+bench.py                   Shared state of the device benchmarks: flags, models that are loaded
+                           once, tables.
+draft_ablation.py          Ablation of whole drafts: product-ranked trees, and chains chosen after a
+                           softmax.
+load_driver.py             Load driver: runs many concurrent sessions through a verifier service and
+                           records streams.
+machine.py                 Constants of the GPU machine for benchmarks; imports nothing that needs a
+                           GPU.
+random_model.py            Models built in device memory: random weights in a large shape, or a
+                           widened small model.
+services.py                Verifier services for the benchmarks; all knowledge of the engine's
+                           construction is here.
+steps.py                   Device times of single parts of a round: the verify graph and the draft
+                           graph.
+svg.py                     SVG rendering of a timeline: one row a track, one bar a span, a scale in
+                           milliseconds.
+timeline.py                Timeline of a run of rounds: host spans, device spans, and the gaps
+                           between them.
+trace.py                   Timeline files in Trace Event Format, for Perfetto and chrome://tracing.
+tree_scores.py             Draft trees ranked by bfloat16 products of probabilities, compared with
+                           sums of log-probs.
+widened_files.py           Writes a widened model and head to disk, as checkpoints that load like
+                           any other.
+widening.py                Widening of a small Llama model and its EAGLE-3 head: same function, cost
+                           of a large model.
 """

@@ -1,16 +1,27 @@
 """Draft programs and forwards on the device, for drafters and for the in-process drafter.
 
-alternatives.py            Alternative candidates for each drafted token.
-chain_levels.py            Chains drafted level by level for grammars.
-draft_forward.py           Interface of draft-model forwards.
-draft_masks.py             Allowed-token masks of drafts.
-draft_program.py           Draft program over static tensors: chains and trees.
-draft_row_state.py         Sampling state of each draft row.
-eagle_forward.py           Forward of an EAGLE-3 head.
-eagle_weights.py           Weights of an EAGLE-3 head.
-grammar_drafts.py          In-process drafts that follow grammars.
-in_process_drafter.py      Draft head inside the verifier process.
-look_ahead_program.py      Draft program that also drafts for outcomes.
-recent_rows.py             Newest draft rows of each slot.
-small_model_forward.py     Forward of a small draft model.
+alternatives.py            Alternative candidate ids for each drafted token, ranked from draft
+                           logits.
+chain_levels.py            Level-by-level drafting of in-process chains, so that the host can mask
+                           each level by grammar.
+draft_forward.py           Interface of draft model forwards on a device, for feature heads and
+                           small models.
+draft_masks.py             Allowed-token masks of in-process drafts, uploaded for sessions with a
+                           grammar.
+draft_program.py           Drafting of chains and dynamic trees on static device tensors, for any
+                           `DraftForward`.
+draft_row_state.py         Sampling state of draft rows that differs from the state of their K/V
+                           slots.
+eagle_forward.py           Forward of an EAGLE-3 head (Li et al.
+eagle_weights.py           Weight tensors of an EAGLE-3 head, for kernels that fuse several of its
+                           modules.
+grammar_drafts.py          In-process drafts under grammars: drafted with masks and read back by the
+                           host.
+in_process_drafter.py      Draft head inside the verifier process (colocated and fused placement).
+look_ahead_program.py      Look-ahead drafting on static device tensors: drafts for outcomes of an
+                           unverified proposal.
+recent_rows.py             Newest draft rows of every session, kept on the device as input of later
+                           drafts.
+small_model_forward.py     Forward of a small draft model: rows are tokens, and all its K/V is
+                           exact.
 """

@@ -1,6 +1,6 @@
 """CUDA graphs and the batch shapes that they are captured for.
 
-graph_cache.py             Cache of captured CUDA graphs.
-shape_family.py            All batch shapes that are captured.
-shapes.py                  Batch shapes (buckets) of rounds.
+graph_cache.py             CUDA graph cache by key, with an eager mode of the same code.
+shape_family.py            Bounded set of batch shapes of a device's rounds.
+shapes.py                  Batch shapes (buckets) of rounds, the keys of CUDA graphs.
 """

@@ -1,6 +1,7 @@
 """Per-session state on the device, by slot.
 
-free_slots.py              Free device slots.
-logits_slots.py            Logits-processor state of each slot.
-session_slots.py           Per-session state on the GPU.
+free_slots.py              Free list of session slots.
+logits_slots.py            Logits-processor state of each session slot: parameters and counts of
+                           emitted tokens.
+session_slots.py           Session slots: per-session state that the device keeps between rounds.
 """

@@ -1,10 +1,13 @@
 """Which drafts stand: `matching` where tokens are compared, `coins` where laws are.
 
-matching.py                Acceptance on the device for rules that compare tokens, and the state
-                           that follows from it.
-randomized.py              Acceptance by random draws (rejection and target-only).
-randomized_kernels.py      Triton kernels of randomized acceptance.
-randomized_launch.py       Launches of randomized acceptance.
-residual.py                Recursive rejection on the ids of a draft law, as
-                           `outrider.engine.residual` does it (float64).
+matching.py                Token-matching acceptance (greedy, coupled) on the device, and the commit
+                           of a round.
+randomized.py              Acceptance on the device for sessions of any rule, including rejection
+                           and target-only.
+randomized_kernels.py      Triton kernels behind `outrider.engine.kernels.acceptance.randomized`, in
+                           the order of a launch.
+randomized_launch.py       Launch of the randomized acceptance kernels: arguments, workspace and
+                           grids.
+residual.py                Recursive rejection on the ids of a draft distribution, in kernels
+                           (float64).
 """

@@ -2,11 +2,16 @@
 
 `tree` says what is computed and dispatches; `config` chooses tiles, `kernel` runs.
 
-compaction.py              Making what a round accepted contiguous.
-config.py                  Launch parameters of the attention kernels.
-kernel.py                  The kernels of `outrider.engine.kernels.attention.tree`.
-layout.py                  Where the token rows of a round go.
-rotary.py                  Rotary embedding of fresh queries and keys, and the write of K/V to the
+compaction.py              Compaction of accepted rows: K/V of all layers and feature rows become
+                           contiguous.
+config.py                  Launch parameters of the attention kernels by shape: tile sizes and
+                           splits of the context.
+kernel.py                  Triton kernels of tree attention over the paged K/V cache, with a split
+                           context.
+layout.py                  Layout of the token rows of a round: positions, pool slots and the tree
+                           mask, from parents.
+rotary.py                  Rotary embedding of new queries and keys, and the write of K/V to the
                            cache.
-tree.py                    Attention of the rows of a round over the paged K/V cache.
+tree.py                    Tree attention: the token rows of a round attend to the paged K/V cache
+                           and to their ancestors.
 """

@@ -1,15 +1,23 @@
-"""What a draft step adds to a matrix product: its inputs, its best children, trees and laws.
+"""Kernels of draft steps: inputs, best children, tree growth and draft distributions.
 
-coupled_topk.py            The children of a tree's rows under the coupled rule.
-distribution_kernels.py    Triton kernels of distribution sampling.
-distribution_sampling.py   Samples draft tokens from quantised distributions.
-growth.py                  EAGLE-2's dynamic draft tree on the device (Li et al.
-in_process_distributions.pyDraft distributions of the in-process drafter.
-inputs.py                  Where the rows of a draft batch go, and the attention input of an EAGLE-3
+coupled_topk.py            Children of draft rows under the coupled rule: top-k columns of logits
+                           plus shared noise.
+distribution_kernels.py    Triton kernels of draft distribution sampling, in the order in which they
+                           run.
+distribution_sampling.py   Sampling of draft tokens on the device from truncated, quantised
+                           distributions.
+growth.py                  Dynamic draft tree growth of EAGLE-2 on the device (Li et al.,
+                           2406.16858).
+in_process_distributions.py
+                           Draft distributions of the in-process drafter's chains, stored by session
+                           slot.
+inputs.py                  Layout of a draft batch's rows, and the attention input of an EAGLE-3
                            block.
-proposal_layout.py         Positions and masks of given trees.
-token_masks.py             Masks draft logits by grammar.
-topk.py                    The most probable columns of every row and their log-probabilities, in
+proposal_layout.py         Layout of proposal trees for scoring: positions, pool slots and attention
+                           mask of each node.
+token_masks.py             Allowed-token masks (grammars) applied to draft logits.
+topk.py                    Top-k log-probabilities of draft logits: best columns of every row, in
                            two passes of tiles.
-tree_rank.py               The tree among the candidates of a growth.
+tree_rank.py               Final selection of a dynamic draft tree: the best n candidates, parents
+                           before children.
 """

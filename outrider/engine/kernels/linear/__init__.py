@@ -4,10 +4,11 @@
 
 configs.py                 Launch configurations of the skinny matrix product, tuned for the shapes
                            of Llama-3.1-8B.
-fused.py                   Matrix products with the activation or residual after them fused in, and
-                           the norm before them.
-kernel.py                  The weight-streaming kernel behind `linear.fused_linear_triton`.
-launch.py                  Launch of the weight-streaming kernel, and the workspace of products
-                           whose K is split.
-qkv.py                     The product of queries, keys and values with what follows it.
+fused.py                   Fused matrix products: preceding RMSNorm, following activation or
+                           residual.
+kernel.py                  Triton kernel of the weight-streaming (skinny) matrix product.
+launch.py                  Launch of the weight-streaming kernel, and the workspace of products with
+                           a split K.
+qkv.py                     Fused QKV projection: matrix product, rotary embedding, and the write of
+                           K/V to the cache.
 """

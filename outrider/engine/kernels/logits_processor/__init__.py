@@ -1,10 +1,14 @@
 """The warper on the device: `logits` says what is computed, `edit` and `cut` run in this order.
 
-cutoff_mask.py             Writes -inf below the cut-off.
-draft_path.py              Draft tokens that count as output for penalties.
-launch.py                  Launches of the logits-processor kernels.
-penalties.py               Penalty, bias, ban and grammar kernels.
-process.py                 Processes logits on the GPU, with the PyTorch reference.
-token_masks.py             Reads allowed-token masks in kernels.
-truncation.py              Top-k, top-p and min-p kernels.
+cutoff_mask.py             Last kernel of the logits processor: removed ids become -inf, and every
+                           row keeps a column.
+draft_path.py              Draft tokens on the path to a row, which penalties count as output.
+launch.py                  Launch of the logits-processor kernels (`penalties`, `truncation`,
+                           `cutoff_mask`).
+penalties.py               Kernels for penalties, logit biases, bans and grammar masks, and for
+                           token counts.
+process.py                 Logits processor on the device, in place, with its PyTorch reference.
+token_masks.py             Allowed-token mask lookup in kernels, over
+                           `session_tensors.AllowedTokenBits`.
+truncation.py              Kernels of top-k, top-p and min-p truncation, exact to the bit.
 """

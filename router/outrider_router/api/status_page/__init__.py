@@ -1,12 +1,8 @@
-"""The page that the router's HTTP port serves at `/`: fleet, requests and rounds, live.
+"""The status page that the router's HTTP port serves at `/`: fleet, requests and rounds, live.
 
-Parts:
-    snapshot    the router's state as JSON
-    routes      the page, its two files and `/status.json`
-    static/     HTML, CSS and JavaScript as they are served; no build step, nothing from elsewhere
-
-routes.py                  Routes of the status page.
-snapshot.py                Snapshot of the router's state as JSON.
+routes.py                  Routes of the status page: static files, and the router's state in
+                           `/status.json`.
+snapshot.py                Snapshot of the router's state as plain data, for the status page.
 """
 
 from outrider_router.api.status_page.routes import status_router
