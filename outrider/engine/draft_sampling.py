@@ -64,8 +64,8 @@ DEFAULT_DISTRIBUTION_LIMITS = DistributionLimits()
 
 
 def distribution_limits_for(num_distributions: int) -> DistributionLimits:
-    """Limits of a proposal that ships `num_laws` distributions (its root and every node with
-    children).
+    """Limits of a proposal that ships `num_distributions` distributions (its root and every node
+    with children).
 
     Short chains get room for the flat distributions of high temperatures (8,192 ids a node for a
     chain of 4), wide trees are kept to a bounded message. Depends on the shape only, as it must.
@@ -296,8 +296,8 @@ def _largest(values: NDArray[np.float64], k: int) -> NDArray[np.int64]:
 
 
 def distribution_weights(scores_ND: Tensor) -> Tensor:
-    """exp(score - the row's largest), float32: what `quantise` counts. Scores are finite or -inf,
-    with a finite one in every row."""
+    """exp(score - the row's largest), float32: what `quantise_distribution` counts. Scores are
+    finite or -inf, with a finite one in every row."""
     return (scores_ND - scores_ND.amax(dim=-1, keepdim=True)).exp()
 
 

@@ -96,7 +96,7 @@ class DraftForest(ABC):
         return grown[known:]
 
     def save_checkpoint(self) -> None:
-        """The rows so far are what `rewind` goes back to."""
+        """The rows so far are what `restore_checkpoint` goes back to."""
         self._marked = len(self)
 
     def restore_checkpoint(self) -> None:

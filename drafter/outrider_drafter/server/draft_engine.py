@@ -89,7 +89,7 @@ class DraftEngine:
         in_time: bool = True,
     ) -> None:
         """`on_sessions` is told how many sessions are followed whenever that may have changed;
-        `grammars`: see `Forms`; in_time: see `Pace`."""
+        `grammars`: see `SessionConstraints`; in_time: see `Pace`."""
         self._forms = SessionConstraints(grammars, limits)
         self._sources: Mapping[DraftMethod, Proposer] = {s.method: s for s in sources}
         self._fed = [s for s in sources if s.feature_size]

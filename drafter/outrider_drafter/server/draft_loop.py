@@ -58,9 +58,9 @@ class DraftLoop:
         device: str = "cpu",
     ) -> None:
         """`device` is where the models are. `on_lost` is called on the drafting thread, as the last
-        thing it does, if a device is lost; `on_lane_lost` with the connection whose shared-memory
-        channel is. They must not block. `max_unsent`: answers that wait for a verifier that does
-        not read."""
+        thing it does, if a device is lost; `on_shm_channel_lost` with the connection whose
+        shared-memory channel is. They must not block. `max_unsent`: answers that wait for a
+        verifier that does not read."""
         self._engine = engine
         self._deliver = deliver
         on_device = torch.device(device)

@@ -112,7 +112,7 @@ class Supervisor:
         *,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
     ) -> None:
-        """`health_timeout_s`: see `Keeper`."""
+        """`health_timeout_s`: see `ChildSupervisor`."""
         self._keepers = {
             process: ChildSupervisor(
                 process,

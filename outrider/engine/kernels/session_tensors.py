@@ -47,7 +47,7 @@ class LogitsProcessorState(NamedTuple):
     """Logits-processor parameters of each session, in terms of logits columns."""
 
     flags: Tensor
-    """int32 [X]: a sum of WARP_*; 0 leaves the session's rows alone."""
+    """int32 [X]: a sum of PROCESS_*; 0 leaves the session's rows alone."""
     penalties: Tensor
     """float32 [X, 3]: repetition, frequency, presence."""
     counts: Tensor
@@ -70,8 +70,8 @@ class LogitsProcessorState(NamedTuple):
 
 
 class AllowedTokenBits(NamedTuple):
-    """Allowed-token masks as bits, for the rows of sessions that have WARP_LEGAL; W words of 32
-    ids."""
+    """Allowed-token masks as bits, for the rows of sessions that have PROCESS_GRAMMAR; W words of
+    32 ids."""
 
     bits: Tensor
     """int32 [C, W]: id i is bit i % 32 of word i // 32; ids beyond the words are not allowed."""

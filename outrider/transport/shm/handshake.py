@@ -24,7 +24,7 @@ from outrider.transport.shm.ring_buffer import RingBuffer
 from outrider.wire.messages import ShmOffer
 
 ShmChannelJoiner = Callable[[ShmOffer], ShmChannel]
-"""A way of joining the shared-memory channel that a peer offers, as `join_lane`."""
+"""A way of joining the shared-memory channel that a peer offers, as `join_channel`."""
 
 _TOKEN_BYTES: Final = 16
 _JOIN_S: Final = 2.0
@@ -180,8 +180,8 @@ def join_channel(offer: ShmOffer) -> ShmChannel:
 
 
 async def join_channel_async(offer: ShmOffer) -> ShmChannel:
-    """As `join_lane`, for an event loop, which nothing holds up: neither a listener that is slow to
-    answer, nor one that takes in nobody."""
+    """As `join_channel`, for an event loop, which nothing holds up: neither a listener that is slow
+    to answer, nor one that takes in nobody."""
     with _joining() as connected:
         connected.setblocking(False)
         _ask(connected, offer)

@@ -132,7 +132,7 @@ class AdmissionQueue:
     async def reserve_capacity(
         self, admission_request: AdmissionRequest, group: RequestGroup | None = None
     ) -> CapacityReservation:
-        """Wait for a place. `party`: whom it comes with.
+        """Wait for a place. `group`: whom it comes with.
 
         The first call for a request charges its tenant; more may follow until `leave`, none of
         which is refused for want of room in the queue. Raises ResourceExhaustedError when the

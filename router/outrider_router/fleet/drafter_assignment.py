@@ -182,8 +182,8 @@ def plan_moves(
     max_balanced: int,
 ) -> list[MoveSession]:
     """Who should move now: first those whose drafters are lost, then those whose drafters are in
-    quarantine or leave, at most `most_homeless` of all; if there are none, one to each drafter that
-    is to be probed, and at most `most_balanced` from busy drafters to less busy ones, once the
+    quarantine or leave, at most `max_homeless` of all; if there are none, one to each drafter that
+    is to be probed, and at most `max_balanced` from busy drafters to less busy ones, once the
     imbalance is large, until there is none."""
     loads = DrafterLoads(seats, others)
     moves = list(_house(seats, candidates, loads, max_homeless))

@@ -251,7 +251,7 @@ class RouterService:
         is resumable: then it goes on for a while without a client. Raises as `stream` does.
 
         `own_id` names a request whose client chose no id; by default one is made. `passed`: the
-        gate has let it in already, along with others; without one it is admitted now. `party`: with
+        gate has let it in already, along with others; without one it is admitted now. `group`: with
         whom it comes.
         """
         opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)

@@ -19,7 +19,7 @@ from outrider_verifier.state.session import Session
 def plan_prefetched_round(
     in_flight: InFlightRound, counts: Sequence[int], core: EngineCore, limits: RoundLimits
 ) -> tuple[RoundPlan, list[VerifyRow]] | None:
-    """The plan and the rows that verify, of every session of `flying`, the draft for what it has
+    """The plan and the rows that verify, of every session of `in_flight`, the draft for what it has
     just emitted, `counts` tokens, which are not committed yet; taken out of the inbox. None: see to
     what the round emitted first. All had such drafts, and nobody is at its end."""
     sessions = [row.session for row in in_flight.verify]

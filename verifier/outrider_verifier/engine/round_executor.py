@@ -329,8 +329,8 @@ class RoundExecutor:
     def _submit_early_round(
         self, in_flight: InFlightRound, outcome: RunnerOutput
     ) -> _Attempt | None:
-        """Submit the round of hits that follows `flying`, before that is booked; None where it is
-        to be booked first."""
+        """Submit the round of hits that follows `in_flight`, before that is booked; None where it
+        is to be booked first."""
         found = plan_prefetched_round(
             in_flight, outcome.decoded.counts.tolist(), self._core, self._limits
         )

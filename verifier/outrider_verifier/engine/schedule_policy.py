@@ -143,7 +143,7 @@ def plan_round(
     that proposals of one draft batch share it; or after the last round ended, `idle_since`, if that
     was later: else the sessions of two rounds, each ready while the other runs, would never share
     one. Few are waited for as many times shorter as they are fewer than those that wait for them.
-    `most_rows`: of a half, where sessions take turns (`halves`); nothing is gathered beyond half of
+    `max_rows`: of a half, where sessions take turns (`halves`); nothing is gathered beyond half of
     one. A row whose proposal was there before it could be used, by look-ahead, gathers only as long
     as `is_waiting_worthwhile` says. Rows of a lower priority than a prompt's give way to it, up to
     `yield_s`, and it waits for nobody.
@@ -220,8 +220,8 @@ def plan_other_half(
     *,
     max_rows: int,
 ) -> RoundPlan:
-    """The round of the other half-batch to submit behind `flying`; an empty one: none yet, and if
-    its `wait_until` is set, a proposal may still make one before `flying` ends."""
+    """The round of the other half-batch to submit behind `in_flight`; an empty one: none yet, and
+    if its `wait_until` is set, a proposal may still make one before `in_flight` ends."""
     under_way = set(in_flight.session_ids)
     others = (row for row in rows if row.prefill_left > 0 or row.session_id not in under_way)
     prefilling, ready, deadlines = _sorted_out(others, now)
@@ -267,7 +267,7 @@ def _sorted_out(
 def plan_next_in_flight(
     rows: Iterable[RowState], in_flight: RoundPlan, limits: RoundLimits
 ) -> RoundPlan:
-    """The round to submit before `flying` is settled; an empty one: settle first.
+    """The round to submit before `in_flight` is settled; an empty one: settle first.
 
     No session may need the host between two of its rounds: no proposal used or expected. Rows that
     the round in flight is sure to finish stay out.

@@ -35,14 +35,14 @@ class Scheduler:
         """Rows of a half; None: all sessions share a round."""
 
     def plan_other_half(self, in_flight: RoundPlan, now: float) -> RoundPlan:
-        """The round of the other half-batch, to submit behind `flying`."""
+        """The round of the other half-batch, to submit after `in_flight`."""
         assert self.half is not None
         return plan_other_half(
             self.rows.all_rows(), now, in_flight, self._limits, max_rows=self.half
         )
 
     def plan_next_in_flight(self, in_flight: RoundPlan) -> RoundPlan:
-        """The round to submit behind `flying`."""
+        """The round to submit after `in_flight`."""
         found = self.rows.self_contained_rows(in_flight)
         if found is not None:
             names, prefilling, nodes = found
@@ -53,7 +53,7 @@ class Scheduler:
 
     def plan_round(self, now: float, *, idle_since: float, round_s: float) -> RoundPlan:
         """The next round where none is in flight; `idle_since`: when the last one ended;
-        `plain_round_s`: what one takes, 0: not known."""
+        `round_s`: estimated time of a round; 0 if it is unknown."""
         sessions = self.rows.present()
         held = self._core.inbox.num_nodes([session.handle for session in sessions])
         drafted = self._all_drafted(sessions, held) if self.half is None else None

@@ -100,9 +100,9 @@ class SchedulerInputs:
     def self_contained_rows(
         self, in_flight: RoundPlan
     ) -> tuple[list[SessionId], list[RowState], int] | None:
-        """The sessions that decode in the round to submit behind `flying`, those with prompt tokens
-        left, and how many nodes of in-process drafts the former have, where none that runs needs
-        anything from outside; None: `all` are to be looked at."""
+        """The sessions that decode in the round to submit behind `in_flight`, those with prompt
+        tokens left, and how many nodes of in-process drafts the former have, where none that runs
+        needs anything from outside; None: `all` are to be looked at."""
         if not self._engine.can_run_ahead or self._core.policy.changed:
             return None
         names: list[SessionId] = []

@@ -12,7 +12,7 @@ from outrider_verifier.state.session import Session
 
 def apply_speculation_changes(core: EngineCore, now: float, *, in_flight: RoundPlan | None) -> None:
     """Before a round is planned, pause and resume speculation and look-ahead where the policy has
-    changed its mind; `flying`: the round in flight."""
+    changed its mind; `in_flight`: the round in flight."""
     policy = core.policy
     policy.begin_round(len(core.block_manager.running), now)
     if not policy.changed:

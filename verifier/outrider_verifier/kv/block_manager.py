@@ -161,7 +161,7 @@ class BlockManager:
     def prepare_round(self, now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
         """Before a round is planned: admitted whom there is room for, preempt whom the policy
         picks, and have blocks for every running session. False: the round in flight, with the
-        sessions `flying`, is to be settled first. `touched`: see `EngineCore`."""
+        sessions `in_flight`, is to be settled first. `touched`: see `EngineCore`."""
         grown = self.grow_running()
         due = self.waiting and (touched != self._seen or now >= self._again_at)
         if grown and not due and not self.pressed:

@@ -34,7 +34,7 @@ def max_kv_tokens(
     bytes_per_token: int,
     max_tokens: int,
 ) -> int:
-    """Tokens of K/V within `fraction` of a device, at most `most_tokens`.
+    """Tokens of K/V within `fraction` of a device, at most `max_tokens`.
 
     free_bytes: what is free with the weights loaded; bytes_per_token: K/V of one token over all
     layers. Raises FailedPreconditionError if there is room for none.

@@ -28,7 +28,7 @@ class DraftLengthChooser:
     """
 
     def __init__(self, costs: CostTable, verify_s: Callable[[int, int], float | None]) -> None:
-        """`costs`: forwards that were seen; `verify_round_s`: seconds of one over so many rows, of
+        """`costs`: forwards that were seen; `verify_s`: seconds of one over so many rows, of
         so many nodes each, as measured at the start; None where it was not."""
         self._costs, self._verify_s = costs, verify_s
         self._host_s = 0.0

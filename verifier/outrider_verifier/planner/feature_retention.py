@@ -38,10 +38,11 @@ def preparation_s(known: WorkloadStats, loads: LoadStats) -> float:
 def should_drop_features(
     known: WorkloadStats, controller: SpeculationController, loads: LoadStats
 ) -> bool:
-    """Whether sessions of a kind keep no features from now on; `contest`: that of the load. For
-    good, so it takes a load at which plain decoding was seen to be faster, and that has lasted,
-    unless the same was seen at the load before: sessions that come and go lead from one to the
-    other and back, and one that keeps features makes the rounds of all longer."""
+    """Whether sessions of a kind keep no features from now on; `controller`: the speculation
+    controller at this load. For good, so it takes a load at which plain decoding was seen to be
+    faster, and that has lasted, unless the same was seen at the load before: sessions that come and
+    go lead from one to the other and back, and one that keeps features makes the rounds of all
+    longer."""
     if known.workload_class.method not in FEATURE_METHODS or not controller.is_plain_in_force:
         return False
     if not loads.is_steady:

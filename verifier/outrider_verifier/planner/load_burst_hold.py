@@ -24,7 +24,7 @@ read what it missed, and the first rounds are out of step."""
 
 
 def update_hold(known: WorkloadStats, controller: SpeculationController, loads: LoadStats) -> None:
-    """Say of a kind whether its sessions wait until the load has lasted; `contest`: that of the
+    """Say of a kind whether its sessions wait until the load has lasted; `controller`: that of the
     load."""
     waits = not (loads.is_load_steady or controller.is_probing)
     known.is_held = waits and was_plain_faster(known, loads.load, loads.peak)

@@ -65,7 +65,7 @@ class SpeculationPolicy:
         shares_cores: bool = False,
     ) -> None:
         """`automatic`: False carries plans out as they are. `max_proposal_wait_s`: see
-        `proposal_timeout_s`. `verify_round_s`: seconds of a forward over so many rows, of so many
+        `proposal_timeout_s`. `verify_s`: seconds of a forward over so many rows, of so many
         nodes each; None where that was not measured. `chunk_tokens`: prompt tokens of a piece, as
         `times` counts them. `shares_cores`: whether the target computes where a drafter of this
         host does, so that what is drafted ahead is likely to cost more than it hides."""

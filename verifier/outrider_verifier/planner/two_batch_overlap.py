@@ -21,7 +21,7 @@ class TwoBatchOverlap:
     """Chooses between one round and two half-batches before each round, with hysteresis."""
 
     def __init__(self, verify_s: Callable[[int, int], float | None]) -> None:
-        """`verify_round_s`: seconds of a forward over so many rows, of so many nodes each; None
+        """`verify_s`: seconds of a forward over so many rows, of so many nodes each; None
         where that was not measured."""
         self._verify_s = verify_s
         self.in_force = False

@@ -144,7 +144,7 @@ class DraftForward(ABC):
         return found if self.first_token else found._replace(following=found.following - 1)
 
     def proposal_layout(self, given: ProposalNodes, live: Tensor) -> ProposalLayout:
-        """Where given nodes are accepted below live rows int32 [B]; see `given_layout`."""
+        """Where given nodes are accepted below live rows int32 [B]; see `layout_proposals`."""
         found = layout_proposals(given.parents, live)
         return found if self.first_token else found._replace(following=found.following - 1)
 

@@ -31,7 +31,8 @@ class RoundInputs:
         padding: int,
         device: torch.device,
     ) -> None:
-        """`laws`: where drafts from outside bring theirs; `padding`: the slot of padding rows."""
+        """`distributions`: where drafts from outside bring theirs; `padding`: the slot of padding
+        rows."""
         self.distributions = distributions
         self._rows, self._drafted, self._padding = rows, nodes - 1, padding
         slots_end, drafts_end = rows, rows * nodes

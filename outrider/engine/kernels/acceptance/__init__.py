@@ -1,4 +1,4 @@
-"""Which drafts stand: `matching` where tokens are compared, `coins` where laws are.
+"""Acceptance kernels: `matching` compares tokens, `randomized` compares distributions.
 
 matching.py                Token-matching acceptance (greedy, coupled) on the device, and the commit
                            of a round.

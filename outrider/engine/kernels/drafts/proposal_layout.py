@@ -42,7 +42,7 @@ def layout_proposals(parents: Tensor, live: Tensor) -> ProposalLayout:
 
 
 def layout_proposals_torch(parents: Tensor, live: Tensor) -> ProposalLayout:
-    """What `given_layout` computes."""
+    """What `layout_proposals` computes."""
     batch, count = parents.shape
     nodes = torch.arange(count, device=parents.device)
     seen = torch.zeros((batch, 1 + count, count), dtype=torch.uint8, device=parents.device)
@@ -62,7 +62,7 @@ def layout_proposals_torch(parents: Tensor, live: Tensor) -> ProposalLayout:
 
 
 def layout_proposals_triton(parents: Tensor, live: Tensor) -> ProposalLayout:
-    """`given_layout` in one kernel, a program per session."""
+    """`layout_proposals` in one kernel, a program per session."""
     (batch, count), device = parents.shape, parents.device
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

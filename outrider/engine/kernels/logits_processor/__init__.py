@@ -1,4 +1,5 @@
-"""The warper on the device: `logits` says what is computed, `edit` and `cut` run in this order.
+"""Logits processor on the device: `process` defines the result; `penalties`, `truncation` and
+`cutoff_mask` run in this order.
 
 cutoff_mask.py             Last kernel of the logits processor: removed ids become -inf, and every
                            row keeps a column.

@@ -129,7 +129,7 @@ def group_rows(
     verify: Sequence[VerifyRow], device_slots: Sequence[DeviceSlot], max_rows: Callable[[int], int]
 ) -> list[LaunchGroup]:
     """Rows, each with its device slot, by who judges them and whose drafts they verify; every row
-    is in one group. `most_rows`: rows that a launch may have, by the most nodes of any of them."""
+    is in one group. `max_rows`: rows that a launch may have, by the most nodes of any of them."""
     if _all_plain(verify) and len(verify) <= max_rows(1):
         slots = RoundRows.without_drafts([seat.slot for seat in device_slots])
         places = list(range(len(verify)))

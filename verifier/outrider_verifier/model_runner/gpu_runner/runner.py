@@ -204,7 +204,7 @@ class GpuModelRunner:
         return CHUNK_BUCKETS[-1] * CHUNK_TOKENS
 
     def prompt_token_limit(self, rows: int, crowded: bool = False) -> int:
-        """See `RoundTimes`, as the next two."""
+        """See `MeasuredRoundTimes`, as the next two."""
         return self._times.prompt_tokens_beside(rows, crowded)
 
     def plain_round_s(
