@@ -136,10 +136,10 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "outrider/transport/shm": ("handshake",),
     "outrider/wire": (
         # Other messages than those of rounds and sessions.
-        "answer_codec",
         "control_codec",
         "inference",
         "inference_codec",
+        "inference_response_codec",
         "logprobs",
         "messages",
         "pool_codec",

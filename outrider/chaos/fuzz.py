@@ -14,7 +14,13 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from outrider.errors import InvalidMessageError, InvalidRequestError
-from outrider.wire import answer_codec, codec, inference_codec, pool_codec, server_info_codec
+from outrider.wire import (
+    codec,
+    inference_codec,
+    inference_response_codec,
+    pool_codec,
+    server_info_codec,
+)
 from outrider.wire.v1 import control_pb2, exchange_pb2, inference_pb2, pool_pb2
 
 MAX_DECODE_S = 0.5
@@ -116,9 +122,13 @@ DECODERS: tuple[Decoder, ...] = (
         control_pb2.DrafterServiceGetInfoResponse,
         codec.decode_drafter_info,
     ),
-    _client("event", inference_pb2.GenerateStreamResponse, answer_codec.event_from_pb),
-    _client("resumed", inference_pb2.ResumeStreamResponse, answer_codec.resumed_event_from_pb),
-    _client("result", inference_pb2.GenerateResponse, answer_codec.result_from_pb),
+    _client("event", inference_pb2.GenerateStreamResponse, inference_response_codec.event_from_pb),
+    _client(
+        "resumed",
+        inference_pb2.ResumeStreamResponse,
+        inference_response_codec.resumed_event_from_pb,
+    ),
+    _client("result", inference_pb2.GenerateResponse, inference_response_codec.result_from_pb),
     _client("info", inference_pb2.GetServerInfoResponse, server_info_codec.server_info_from_pb),
     _client("models", inference_pb2.ListModelsResponse, server_info_codec.models_from_pb),
 )

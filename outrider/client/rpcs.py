@@ -13,7 +13,6 @@ from outrider.errors import InternalError, InvalidMessageError, OutriderError
 from outrider.ids import RequestId
 from outrider.transport.grpc.error_status import to_lost_error
 from outrider.transport.grpc.options import GrpcConfig, channel_options
-from outrider.wire.answer_codec import event_from_pb, result_from_pb, resumed_event_from_pb
 from outrider.wire.inference import (
     GenerateRequest,
     GenerateResult,
@@ -23,6 +22,11 @@ from outrider.wire.inference import (
     StreamPosition,
 )
 from outrider.wire.inference_codec import position_to_pb, request_to_pb, stream_request_to_pb
+from outrider.wire.inference_response_codec import (
+    event_from_pb,
+    result_from_pb,
+    resumed_event_from_pb,
+)
 from outrider.wire.server_info_codec import (
     abort_request_to_pb,
     abort_response_from_pb,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.spec.digest import TOKEN_OFFSET
-from outrider.spec.mixing import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B, mix64_array
+from outrider.spec.mix64 import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B, mix64_array
 from outrider.spec.noise import gumbel_from_bits as gumbel_from_words
 from outrider.spec.noise import noise_keys as numpy_noise_keys
 
@@ -42,7 +42,7 @@ def _xor_shift_(x: Tensor, shift: int) -> Tensor:
 
 
 def mix64_(x: Tensor) -> Tensor:
-    """Finalise every word of an int64 tensor in place; see `outrider.spec.mixing.mix64`."""
+    """Finalise every word of an int64 tensor in place; see `outrider.spec.mix64.mix64`."""
     _xor_shift_(x, 30).mul_(_MULTIPLIER_A)
     _xor_shift_(x, 27).mul_(_MULTIPLIER_B)
     return _xor_shift_(x, 31)

@@ -9,7 +9,7 @@ draft_distribution.py      Draft distributions: the exact, quantised distributio
                            were drawn from.
 flat_trees.py              Validates draft trees and draft distributions of many sessions at once,
                            in flat arrays.
-mixing.py                  64-bit mixing function (mix64) of prefix digests and noise: integers
+mix64.py                   64-bit mixing function (mix64) of prefix digests and noise: integers
                            only, so all sides agree.
 noise.py                   Counter-based noise: a pure function of (seed, stream, absolute position,
                            token id).

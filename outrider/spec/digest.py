@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.mixing import (
+from outrider.spec.mix64 import (
     MASK64,
     MULTIPLIER_A,
     MULTIPLIER_B,

@@ -1,6 +1,6 @@
 """Counter-based noise: a pure function of (seed, stream, absolute position, token id).
 
-Definition, modulo 2^64 (mix64 and GOLDEN64: `outrider.spec.mixing`):
+Definition, modulo 2^64 (mix64 and GOLDEN64: `outrider.spec.mix64`):
 
     stream_key(seed, stream) = BLAKE2b(seed, 8 bytes out, personalised by the stream)
     key(stream_key, position) = mix64(stream_key + position)
@@ -36,7 +36,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.spec.mixing import GOLDEN64, MASK64, mix64_array
+from outrider.spec.mix64 import GOLDEN64, MASK64, mix64_array
 
 SHARED_DRAW_ID = -1
 """Pseudo id of the one random draw that siblings share under the target-only rule."""

@@ -1,8 +1,6 @@
 """Messages between the processes as dataclasses, and their codecs from and to protobuf bytes. It
 may import `spec`.
 
-answer_codec.py            Codec of the public API's answers, complete or streamed, to protobuf and
-                           back.
 arrays.py                  Dense arrays and feature rows of messages; F rows of features, H values
                            each.
 bundles.py                 Message bundles: several encoded messages in one frame, joined and split
@@ -13,12 +11,15 @@ codec.py                   Public entry point of `outrider.wire`: every internal
                            and back.
 common_codec.py            Codec of types that several messages share: enums, sampling, plans and
                            statistics.
-control_codec.py           Codec of control messages; decoding validates every field.
+control_codec.py           Codec of control RPCs: GetInfo, SetPlan, CloseSession, Drain, and Attach
+                           and Detach of drafters.
 exchange_codec.py          Codec of exchange messages (verifier and drafter); decoding validates
                            every field.
 inference.py               Public inference API as dataclasses: requests and answers of clients and
                            router.
 inference_codec.py         Codec of the public API's requests; `answer_codec` has their answers.
+inference_response_codec.pyCodec of responses of the inference API: generate results, stream events
+                           and resumed streams.
 limits.py                  Size limits of everything that a peer may send; a message beyond one is
                            malformed.
 logprobs.py                Log-probabilities of emitted tokens: per token, and as columns of a

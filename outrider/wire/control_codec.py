@@ -1,4 +1,5 @@
-"""Codec of control messages; decoding validates every field."""
+"""Codec of control RPCs: GetInfo, SetPlan, CloseSession, Drain, and Attach and Detach of
+drafters."""
 
 from __future__ import annotations
 

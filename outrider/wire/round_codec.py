@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.spec.flat_trees import chain_parents
-from outrider.spec.mixing import MASK64
+from outrider.spec.mix64 import MASK64
 from outrider.wire.arrays import FeatureRows, TensorDtype
 from outrider.wire.bundles import (
     LENGTH_DELIMITED,

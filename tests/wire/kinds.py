@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvalidMessageError
 from outrider.ids import RequestId
-from outrider.wire import answer_codec, codec, inference_codec, pool_codec, server_info_codec
+from outrider.wire import (
+    codec,
+    inference_codec,
+    inference_response_codec,
+    pool_codec,
+    server_info_codec,
+)
 from outrider.wire.arrays import FeatureRows
 from outrider.wire.v1 import inference_pb2, pool_pb2
 from tests.wire.inference_strategies import (
@@ -145,15 +151,15 @@ KINDS = [
         "event",
         EVENTS,
         inference_pb2.GenerateStreamResponse,
-        answer_codec.event_to_pb,
-        answer_codec.event_from_pb,
+        inference_response_codec.event_to_pb,
+        inference_response_codec.event_from_pb,
     ),
     _through(
         "result",
         RESULTS,
         inference_pb2.GenerateResponse,
-        answer_codec.result_to_pb,
-        answer_codec.result_from_pb,
+        inference_response_codec.result_to_pb,
+        inference_response_codec.result_from_pb,
     ),
     _through(
         "resume",
@@ -166,8 +172,8 @@ KINDS = [
         "resumed_event",
         EVENTS,
         inference_pb2.ResumeStreamResponse,
-        answer_codec.resumed_event_to_pb,
-        answer_codec.resumed_event_from_pb,
+        inference_response_codec.resumed_event_to_pb,
+        inference_response_codec.resumed_event_from_pb,
     ),
     _through(
         "abort",

@@ -13,9 +13,9 @@ import pytest
 from outrider.errors import InvalidMessageError, InvalidRequestError
 from outrider.spec.structured_output import MAX_STRUCTURE_BYTES
 from outrider.wire import codec
-from outrider.wire.answer_codec import event_from_pb
 from outrider.wire.inference import GenerateRequest, SamplingOptions, TextPrompt
 from outrider.wire.inference_codec import request_from_pb, request_to_pb
+from outrider.wire.inference_response_codec import event_from_pb
 from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import (
     MALFORMED_ROW,

@@ -19,7 +19,7 @@ from outrider.engine.kernels.drafts.topk import log_softmax_topk
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.session_tensors import NUM_STREAMS, RULE_GREEDY, SamplingState
 from outrider_bench.gpu import acceptance, serving
-from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.benchmark_context import Bench, show
 from outrider_bench.gpu.support.draft_ablation import chains_by_choice, trees_by_score
 from outrider_bench.gpu.support.services import COLOCATED, FUSED, PLAIN
 from outrider_bench.gpu.support.steps import DraftBench, kernel_names, timed_ms

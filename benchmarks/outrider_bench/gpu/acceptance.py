@@ -12,7 +12,7 @@ from typing import Any
 from outrider.process_tuning import run_event_loop as run_loop
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider_bench.gpu.plain import sized
-from outrider_bench.gpu.support.bench import SPARE_SESSIONS, Bench, show
+from outrider_bench.gpu.support.benchmark_context import SPARE_SESSIONS, Bench, show
 from outrider_bench.gpu.support.load_driver import ServiceWave, drive_sessions
 from outrider_bench.gpu.support.services import FUSED, ServingSetup, serve_models
 from outrider_bench.prompts import is_loop

@@ -25,7 +25,7 @@ from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import Proposals, SessionStart, TensorDtype, Verdict, WireTensor
 from outrider.wire.rounds import Verdicts
-from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.benchmark_context import Bench, show
 
 SHAPES: Final = {"chain 4": (4, 1), "chain 5": (5, 1), "tree 16": (16, 4), "tree 32": (32, 8)}
 FAN_OUTS: Final = (16, 32, 64)

@@ -40,7 +40,7 @@ DEFAULT_OUT: Final = Path("benchmarks/results/gpu")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmarks and their flags."""
-    from outrider_bench.gpu.support.bench import add_arguments as add_flags
+    from outrider_bench.gpu.support.benchmark_context import add_arguments as add_flags
 
     commands = parser.add_subparsers(dest="gpu_name", metavar="NAME", required=True)
     for name, text in {**NAMES, ALL: "several of them, models loaded once"}.items():
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run what was asked for. Raises InternalError if a part of `all` failed."""
-    from outrider_bench.gpu.support.bench import Bench
+    from outrider_bench.gpu.support.benchmark_context import Bench
 
     bench = Bench(args)
     try:
@@ -81,7 +81,7 @@ def chosen(only: str | None) -> list[str]:
 def run_all(bench: Any, names: list[str]) -> list[str]:
     """Run parts one after the other; a part that fails is told and left behind. Their names."""
     from outrider_bench.gpu.summary import write_summary
-    from outrider_bench.gpu.support.bench import free_memory
+    from outrider_bench.gpu.support.benchmark_context import free_memory
 
     failed = []
     for name in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.benchmark_context import Bench, show
 from outrider_bench.gpu.support.steps import DraftBench
 
 CHAIN = 5

@@ -22,7 +22,7 @@ from outrider.engine.kernels.linear.qkv import rotary_qkv
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.session_tensors import NUM_STREAMS, RULE_COUPLED, SamplingState
-from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.benchmark_context import Bench, show
 from outrider_bench.gpu.support.machine import DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.support.random_model import SHAPES
 from outrider_bench.gpu.support.steps import timed_ms

@@ -15,7 +15,7 @@ import torch
 from outrider.engine.target import ForwardBatch, Segment, TargetModel
 from outrider.process_tuning import run_event_loop as run_loop
 from outrider_bench.gpu.plain import sized
-from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.benchmark_context import Bench, show
 from outrider_bench.gpu.support.load_driver import drive_sessions
 from outrider_bench.gpu.support.services import (
     FUSED,

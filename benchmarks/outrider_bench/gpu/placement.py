@@ -18,7 +18,7 @@ from typing import Any
 from outrider.process_tuning import run_event_loop as run_loop
 from outrider_bench.gpu.plain import WARM_TOKENS, sized
 from outrider_bench.gpu.simulated_rounds import save, wrap_engine
-from outrider_bench.gpu.support.bench import SPARE_SESSIONS, Bench, show
+from outrider_bench.gpu.support.benchmark_context import SPARE_SESSIONS, Bench, show
 from outrider_bench.gpu.support.load_driver import drive_sessions
 from outrider_bench.gpu.support.services import (
     COLOCATED,

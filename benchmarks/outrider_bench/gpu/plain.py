@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.process_tuning import run_event_loop as run_loop
-from outrider_bench.gpu.support.bench import SPARE_SESSIONS, Bench, show
+from outrider_bench.gpu.support.benchmark_context import SPARE_SESSIONS, Bench, show
 from outrider_bench.gpu.support.load_driver import ServiceWave, drive_sessions, random_prompts
 from outrider_bench.gpu.support.services import PLAIN, LoadedModels, ServingSetup, serve_models
 from outrider_bench.report import percentiles

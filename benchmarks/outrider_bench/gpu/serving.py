@@ -13,7 +13,7 @@ import torch
 from outrider.process_tuning import run_event_loop as run_loop
 from outrider.spec.sampling import SamplingParams
 from outrider_bench.gpu.plain import WARM_TOKENS, sized
-from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.benchmark_context import Bench, show
 from outrider_bench.gpu.support.load_driver import ServiceWave, drive_sessions
 from outrider_bench.gpu.support.services import (
     COLOCATED,

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.process_tuning import run_event_loop as run_loop
 from outrider_bench.gpu.plain import measure, sized
-from outrider_bench.gpu.support.bench import Bench, show, simulated
+from outrider_bench.gpu.support.benchmark_context import Bench, show, simulated
 from outrider_bench.gpu.support.load_driver import drive_sessions, random_prompts
 from outrider_bench.gpu.support.services import (
     COLOCATED,

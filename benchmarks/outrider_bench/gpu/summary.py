@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import InvalidRequestError
-from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.benchmark_context import Bench, show
 
 FILE: Final = "summary.json"
 ABOUT: Final = ("commit", "date", "device", "versions")

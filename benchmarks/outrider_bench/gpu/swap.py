@@ -18,7 +18,7 @@ from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import SessionSpec
-from outrider_bench.gpu.support.bench import Bench, show, simulated
+from outrider_bench.gpu.support.benchmark_context import Bench, show, simulated
 from outrider_bench.gpu.support.load_driver import random_prompts
 from outrider_bench.gpu.support.services import (
     FUSED,

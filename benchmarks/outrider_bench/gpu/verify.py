@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.benchmark_context import Bench, show
 from outrider_bench.gpu.support.steps import VerifyBench
 
 SHAPES = (

@@ -1,4 +1,4 @@
-"""Host time of a plain round, with sessions whose speculation is off and without a drafter.
+"""Host overhead of plain decoding with speculation off, beside that without a drafter.
 
 As `host`, but a round is always in flight and verifies nothing. Sessions whose planner has turned
 speculation off must decode as fast as sessions without a drafter: the configurations alternate

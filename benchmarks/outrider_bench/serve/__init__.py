@@ -8,8 +8,7 @@ cli.py                     `outrider bench serve`: whole requests through the ro
                            placement.
 clients.py                 Client processes that send requests and read answers, numerous enough not
                            to be the limit.
-fleet.py                   Services under test: those of a placement, started here, or a running
-                           router.
+fleet.py                   Starts the services of one placement, or connects to a running router.
 measurement.py             Measurement of a cell in consecutive waves, from the first (cold) to the
                            last (steady).
 pipeline.py                `outrider bench pipeline`: gain of look-ahead, from cells of `outrider
@@ -19,7 +18,8 @@ results.py                 Results file service.json: cells of several runs and 
 round_baseline.py          Round times without serving overhead, the baseline of serving efficiency.
 run.py                     One run of the serving benchmark: services to start, cells to serve,
                            cells left out.
-waves.py                   Answers of one wave of requests and their metrics.
+wave_metrics.py            Metrics of a wave, which is one batch of benchmark requests: tokens/s,
+                           latencies, acceptance.
 widened_model.py           Widened model of the serving benchmark: written to disk once, then
                            reused.
 workload.py                Requests of a wave, and their arrival times in an open loop.

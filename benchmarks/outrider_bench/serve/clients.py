@@ -18,7 +18,7 @@ from outrider.client import AsyncClient, OutriderError, RetryPolicy, user
 from outrider.errors import InternalError
 from outrider.process_tuning import run_event_loop, tune_process
 from outrider_bench.prompts import is_loop
-from outrider_bench.serve.waves import RequestWave, WaveAnswer
+from outrider_bench.serve.wave_metrics import RequestWave, WaveAnswer
 from outrider_bench.serve.workload import BenchRequest, split_sessions
 
 MAX_PROCESSES: Final = 8

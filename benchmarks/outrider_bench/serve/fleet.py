@@ -1,4 +1,4 @@
-"""Services under test: those of a placement, started here, or a running router."""
+"""Starts the services of one placement, or connects to a running router."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from outrider_bench.serve.cells import PLAIN, BenchCell, lock_step_key, plain_ke
 from outrider_bench.serve.clients import ClientProcesses
 from outrider_bench.serve.fleet import RunningFleet, mean_of
 from outrider_bench.serve.round_baseline import FORWARD, BaselineRound, RoundBaseline, efficiency
-from outrider_bench.serve.waves import RequestWave, rounded
+from outrider_bench.serve.wave_metrics import RequestWave, rounded
 from outrider_bench.serve.workload import WaveSize, make_load
 
 IN_TURN: Final = ("steady_tokens_per_s", "round_ms", "ttft_ms", "itl_ms", "per_token_ms")

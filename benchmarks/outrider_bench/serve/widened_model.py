@@ -71,7 +71,7 @@ def main() -> int:
     """Widen; the exit status."""
     import torch
 
-    from outrider_bench.gpu.support.bench import wide_spec
+    from outrider_bench.gpu.support.benchmark_context import wide_spec
     from outrider_bench.gpu.support.widened_files import write_head, write_target
 
     parser = argparse.ArgumentParser(description=__doc__)

@@ -16,7 +16,8 @@ embedded_router.py         Router inside the launcher's process: client API over
 fixed_keys.py              Configuration keys that the launcher sets itself or that have no meaning
                            under Ray.
 fleet.py                   Actors of one fleet: placement, restart, adding and removing.
-fleet_supervision.py       Runs a fleet, its router and its autoscaling from start to end.
+fleet_lifecycle.py         Lifecycle of a fleet of Ray actors: starts it, serves until a signal,
+                           drains and stops it.
 members.py                 Fleet members: actors by role and number, and the cells that are placed
                            together.
 node_keeper.py             Node keeper: rejoins a Ray node to its cluster after it was declared

@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 async def serve(config: RayFleetConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Ray must be up."""
-    from outrider_ray.fleet_supervision import supervise
+    from outrider_ray.fleet_lifecycle import supervise
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

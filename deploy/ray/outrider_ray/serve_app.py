@@ -27,7 +27,7 @@ from outrider_ray.actors import prepare
 from outrider_ray.config import RayFleetConfig
 from outrider_ray.embedded_router import EmbeddedRouter
 from outrider_ray.fleet import ActorFleet
-from outrider_ray.fleet_supervision import supervise
+from outrider_ray.fleet_lifecycle import supervise
 
 logger = logging.getLogger(__name__)
 

@@ -137,7 +137,7 @@ class SupervisorHost:
                 self._become(FAILED, problem=to_status(error))
 
     async def _serve(self) -> None:
-        from outrider_ray.fleet_supervision import supervise
+        from outrider_ray.fleet_lifecycle import supervise
 
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         await supervise(self._config, self._stop, self._serving, resume=self._restarted)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.engine.kernels.session_tensors import NUM_STREAMS
 from outrider.engine.noise import mix64_
-from outrider.spec.mixing import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B
+from outrider.spec.mix64 import GOLDEN64, MULTIPLIER_A, MULTIPLIER_B
 
 _GOLDEN = tl.constexpr(GOLDEN64)
 _MULTIPLIER_A = tl.constexpr(MULTIPLIER_A)

@@ -13,9 +13,9 @@ from outrider.errors import ResourceExhaustedError
 from outrider.transport.grpc import GrpcService
 from outrider.transport.grpc.error_status import Context
 from outrider.transport.tls import CertificateRole
-from outrider.wire.answer_codec import event_to_pb, result_to_pb, resumed_event_to_pb
 from outrider.wire.inference import StreamEvent
 from outrider.wire.inference_codec import position_from_pb, request_from_pb, stream_request_from_pb
+from outrider.wire.inference_response_codec import event_to_pb, result_to_pb, resumed_event_to_pb
 from outrider.wire.server_info_codec import (
     abort_request_from_pb,
     abort_response_to_pb,

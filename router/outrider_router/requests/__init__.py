@@ -6,7 +6,6 @@ drafter_rebalancer.py      Rebalancer: moves running sessions off drafters that 
 durable_log.py             Durable log of resumable requests: the file from which a restarted router
                            resumes them.
 failover.py                Failover policy: retry, finish or fail a request whose session was lost.
-finished_requests.py       Accounting of a finished request: metrics, log line and span.
 grammar_check.py           Grammar check: compiles a request's grammar before the request is queued.
 intake.py                  Request intake: access check, validation and the journal entry of a new
                            request.
@@ -15,6 +14,7 @@ output_assembler.py        Output assembler: turns a session's token ids into te
                            stop string.
 request.py                 Request validation: tokenizes a client's request, applies defaults and
                            checks limits.
+request_accounting.py      Accounting of a finished request: metrics, log line and span.
 request_options.py         Translates request options into sampling parameters, speculation plan and
                            token limits.
 request_runner.py          Request runner: serves a request to its end, on one verifier session or

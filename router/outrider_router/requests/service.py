@@ -43,8 +43,8 @@ from outrider_router.fleet.compatibility import TokenizerIdentity
 from outrider_router.fleet.discovery import PeerDiscovery
 from outrider_router.fleet.registry import PeerRegistry
 from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
-from outrider_router.requests.finished_requests import log_request_end
 from outrider_router.requests.intake import RequestIntake
+from outrider_router.requests.request_accounting import log_request_end
 from outrider_router.requests.request_runner import RequestRunner
 from outrider_router.requests.request_spans import describe_request, request_span
 from outrider_router.requests.resumable_answers import EventWriter

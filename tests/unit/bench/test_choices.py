@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from outrider_bench.gpu.support.bench import Bench, add_arguments
+from outrider_bench.gpu.support.benchmark_context import Bench, add_arguments
 from outrider_bench.gpu.support.draft_ablation import (
     TREE_SESSIONS,
     _choosing,

@@ -55,7 +55,7 @@ from outrider_bench.serve.run import (
     placements_of,
     samplings_of,
 )
-from outrider_bench.serve.waves import RequestWave, WaveAnswer
+from outrider_bench.serve.wave_metrics import RequestWave, WaveAnswer
 from outrider_bench.serve.workload import WaveSize, arrivals, make_load, split_sessions
 from outrider_drafter.hooks import DrafterHooks
 from outrider_verifier.hooks import VerifierHooks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from outrider_bench.gpu import cli, swap
-from outrider_bench.gpu.support.bench import Bench
+from outrider_bench.gpu.support.benchmark_context import Bench
 
 
 def test_a_session_goes_and_comes_back_beside_others() -> None:

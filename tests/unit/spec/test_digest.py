@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from outrider.engine.noise import extend_digests as torch_extend_digests
 from outrider.engine.noise import mix64_
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest, extend_digests, extend_ragged
-from outrider.spec.mixing import GOLDEN64, MASK64, mix64, mix64_array
+from outrider.spec.mix64 import GOLDEN64, MASK64, mix64, mix64_array
 
 WORDS = st.integers(0, MASK64)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=20)

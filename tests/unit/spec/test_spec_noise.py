@@ -5,7 +5,7 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from outrider.spec.mixing import GOLDEN64, mix64
+from outrider.spec.mix64 import GOLDEN64, mix64
 from outrider.spec.noise import (
     SHARED_DRAW_ID,
     NoiseStream,

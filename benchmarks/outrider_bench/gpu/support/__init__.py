@@ -1,7 +1,7 @@
 """Models, drivers and drawings that the GPU benchmarks share.
 
-bench.py                   Shared state of the device benchmarks: flags, models that are loaded
-                           once, tables.
+benchmark_context.py       Benchmark context: arguments, models and device that the GPU benchmarks
+                           of one run share.
 draft_ablation.py          Ablation of whole drafts: product-ranked trees, and chains chosen after a
                            softmax.
 load_driver.py             Load driver: runs many concurrent sessions through a verifier service and

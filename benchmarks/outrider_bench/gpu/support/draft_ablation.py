@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kernels.drafts.topk import log_softmax_topk
-from outrider_bench.gpu.support.bench import Bench, show
+from outrider_bench.gpu.support.benchmark_context import Bench, show
 from outrider_bench.gpu.support.machine import DEVICE_COPY_BYTES_S
 from outrider_bench.gpu.support.random_model import head_shape, random_head
 from outrider_bench.gpu.support.services import LoadedModels

@@ -23,7 +23,7 @@ from outrider.engine.kernels.drafts.tree_rank import TreeDraft
 from outrider.engine.kv_cache import KVSequence
 from outrider.spec.sampling import SamplingParams
 from outrider.spec.tree import ROOT, DraftTree
-from outrider_bench.gpu.support.bench import Bench
+from outrider_bench.gpu.support.benchmark_context import Bench
 from outrider_bench.gpu.support.services import (
     COLOCATED,
     PLAIN,

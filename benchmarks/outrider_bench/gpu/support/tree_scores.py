@@ -14,7 +14,7 @@ from outrider_drafter.proposers.tree_growth import BeamGrowth
 from outrider.process_tuning import run_event_loop as run_loop
 from outrider.spec.tree import ROOT
 from outrider_bench.gpu.plain import sized
-from outrider_bench.gpu.support.bench import Bench
+from outrider_bench.gpu.support.benchmark_context import Bench
 from outrider_bench.gpu.support.load_driver import drive_sessions
 from outrider_bench.gpu.support.services import INPROC, ServingSetup, serve_models
 from outrider_bench.prompts import is_loop

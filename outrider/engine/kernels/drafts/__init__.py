@@ -6,10 +6,8 @@ distribution_kernels.py    Triton kernels of draft distribution sampling, in the
                            run.
 distribution_sampling.py   Sampling of draft tokens on the device from truncated, quantised
                            distributions.
-growth.py                  Dynamic draft tree growth of EAGLE-2 on the device (Li et al.,
-                           2406.16858).
-in_process_distributions.py
-                           Draft distributions of the in-process drafter's chains, stored by session
+growth.py                  Dynamic draft tree growth of EAGLE-2 on the device (Li et al.
+in_process_distributions.pyDraft distributions of the in-process drafter's chains, stored by session
                            slot.
 inputs.py                  Layout of a draft batch's rows, and the attention input of an EAGLE-3
                            block.

@@ -1,4 +1,4 @@
-"""Runs a fleet, its router and its autoscaling from start to end.
+"""Lifecycle of a fleet of Ray actors: starts it, serves until a signal, drains and stops it.
 
 It runs in the launcher's process or in a supervisor actor.
 """

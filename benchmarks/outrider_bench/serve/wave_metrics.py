@@ -1,4 +1,4 @@
-"""Answers of one wave of requests and their metrics.
+"""Metrics of a wave, which is one batch of benchmark requests: tokens/s, latencies, acceptance.
 
 Times are in seconds of one monotonic clock that all processes of a machine share, metrics in
 milliseconds.

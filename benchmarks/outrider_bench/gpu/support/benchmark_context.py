@@ -1,4 +1,4 @@
-"""Shared state of the device benchmarks: flags, models that are loaded once, tables."""
+"""Benchmark context: arguments, models and device that the GPU benchmarks of one run share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codec of the public API's answers, complete or streamed, to protobuf and back.
+"""Codec of responses of the inference API: generate results, stream events and resumed streams.
 
 `*_from_pb` validate the received message (InvalidMessageError, an InvalidRequestError).
 """
