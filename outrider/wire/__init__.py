@@ -18,7 +18,7 @@ exchange_codec.py          Codec of exchange messages (verifier and drafter); de
 inference.py               Public inference API as dataclasses: requests and answers of clients and
                            router.
 inference_codec.py         Codec of the public API's requests; `answer_codec` has their answers.
-inference_response_codec.pyCodec of responses of the inference API: generate results, stream events
+inference_response_codec.py Codec of responses of the inference API: generate results, stream events
                            and resumed streams.
 limits.py                  Size limits of everything that a peer may send; a message beyond one is
                            malformed.

@@ -58,7 +58,9 @@ def ask(
 ) -> tuple[tuple[RoundPlan, list[VerifyRow]] | None, Box]:
     box = box or Box()
     others = dict.fromkeys(range(len(of) if running is None else running))
-    core = cast(EngineCore, SimpleNamespace(room=SimpleNamespace(running=others), inbox=box))
+    core = cast(
+        EngineCore, SimpleNamespace(block_manager=SimpleNamespace(running=others), inbox=box)
+    )
     in_flight = cast(InFlightRound, SimpleNamespace(verify=[VerifyRow(session) for session in of]))
     limits = RoundLimits(prefill_tokens=1, decode_tokens=most, batch_wait_s=0.0)
     return plan_prefetched_round(in_flight, [3] * len(of), core, limits), box
