@@ -20,17 +20,17 @@ def main() -> int:
         from outrider_verifier.__main__ import main as run
         from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 
-        break_after(own.after, CpuModelRunner, "collect")
+        break_after(own.after, CpuModelRunner, "collect_round")
     else:
         from outrider_drafter.__main__ import main as run
         from outrider_drafter.proposers.eagle import EagleProposer
 
-        break_after(own.after, EagleProposer, "drafts")
+        break_after(own.after, EagleProposer, "draft_sessions")
     return run(flags)
 
 
 def break_after(calls: int, kind: Any, method: str) -> None:
-    """Let a method fail from some call on, and `usable` be False from then on."""
+    """Let a method fail from some call on, and `is_usable` be False from then on."""
     real: Callable[..., Any] = getattr(kind, method)
     count = 0
 

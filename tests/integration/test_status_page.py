@@ -74,7 +74,7 @@ async def serving(directory: Path, *, key: str = "") -> AsyncGenerator[Site]:
     async with running_router(directory, fleet, {"d": drafter}) as service:
         app.include_router(status_router(service))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
-        task = asyncio.create_task(server.serve_request())
+        task = asyncio.create_task(server.serve())
         await until(lambda: server.started, timeout_s=30.0)
         port = server.servers[0].sockets[0].getsockname()[1]
         try:

@@ -16,7 +16,7 @@ from outrider.errors import (
     OutriderError,
 )
 from outrider.transport.error_codec import ErrorStatus, to_status, to_typed_error
-from outrider.transport.framed_connection import serving_end, verifier_end
+from outrider.transport.framed_connection import FrameStream, serving_end, verifier_end
 from outrider.transport.grpc import GrpcServer, verifier_services
 from outrider.transport.heartbeat import HeartbeatConfig
 from outrider.transport.interface import ExchangeConnection
@@ -45,7 +45,7 @@ from outrider.wire.codec import (
 EndpointFactory = Callable[[], AbstractAsyncContextManager[Any]]
 """Makes an endpoint within its actor; leaving the context stops it."""
 
-StreamEnd = Callable[[Any, HeartbeatConfig], ExchangeConnection[Any, Any]]
+StreamEnd = Callable[[FrameStream, HeartbeatConfig], ExchangeConnection[Any, Any]]
 """Makes an endpoint's end of a stream from its frames."""
 
 _MAX_WAIT_S = 10.0
@@ -92,7 +92,7 @@ class HostFrames:
         """Queue a frame for the next pull."""
         await self._outbox.put(frame)
 
-    def offer(self, *frames: bytes) -> bool:
+    def try_send(self, *frames: bytes) -> bool:
         """Queue frames if there is room now."""
         return self._outbox.try_put(*frames)
 
@@ -100,7 +100,7 @@ class HostFrames:
         """The next pushed frame."""
         return await self._inbox.get()
 
-    def ready(self) -> list[Frame]:
+    def receive_ready(self) -> list[Frame]:
         """The frames that have arrived."""
         return self._inbox.take_all()
 
