@@ -90,7 +90,7 @@ class LookAheadHits(VerifierSide):
 
 
 def measure(sessions: int, rounds: int, *, offered: int, pause_s: float) -> Steps:
-    """Run so many rounds, all of them hits; `poll_delay_s`: for how long the device works, so that
+    """Run so many rounds, all of them hits; `pause_s`: for how long the device works, so that
     nothing is in the caches when a round lands."""
     steps = Steps()
     with torch.inference_mode():

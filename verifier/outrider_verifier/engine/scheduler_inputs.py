@@ -152,37 +152,35 @@ class SchedulerInputs:
             return list(map(make_verify_row, sessions, taken))
         left = iter(taken)
         rows: list[VerifyRow] = []
-        block_manager = self._decode_tokens - len(sessions) - sum([held.nodes for held in taken])
+        nodes_left = self._decode_tokens - len(sessions) - sum([held.nodes for held in taken])
         for session, row in zip(sessions, plan.decode, strict=True):
             if row.has_proposal:
                 held = next(left)
-                rows.append(self._drafted(session, held, block_manager + held.nodes))
-                block_manager -= rows[-1].nodes - held.nodes
+                rows.append(self._drafted(session, held, nodes_left + held.nodes))
+                nodes_left -= rows[-1].nodes - held.nodes
                 continue
             if row.is_timed_out:
                 self._core.incoming.record_timeout(session)
-            rows.append(self._undrafted(session, row, len(sessions), block_manager))
-            block_manager -= rows[-1].nodes
+            rows.append(self._undrafted(session, row, len(sessions), nodes_left))
+            nodes_left -= rows[-1].nodes
         return rows
 
-    def _drafted(self, session: Session, held: HeldProposal, block_manager: int) -> VerifyRow:
+    def _drafted(self, session: Session, held: HeldProposal, nodes_left: int) -> VerifyRow:
         """A row with what its drafter sent, or with what is expected to be better and has room."""
         row = make_verify_row(session, held)
-        better = self._core.ngram_fallback.propose_better(session, block_manager)
+        better = self._core.ngram_fallback.propose_better(session, nodes_left)
         return (
             row if better is None else VerifyRow(session, held, draft=better, ngram_fallback=True)
         )
 
-    def _undrafted(
-        self, session: Session, row: DecodeRow, rows: int, block_manager: int
-    ) -> VerifyRow:
+    def _undrafted(self, session: Session, row: DecodeRow, rows: int, nodes_left: int) -> VerifyRow:
         """A row of a round of `rows` rows that has none, and room for so many nodes."""
         draft = None
         if row.uses_ngram_fallback:
-            draft = self._core.ngram_fallback.propose_better(session, block_manager)
+            draft = self._core.ngram_fallback.propose_better(session, nodes_left)
         elif row.is_timed_out or (session.has_stalled_drafter and session.draft_wanted):
             # Nobody waits for a drafter that is stalled.
-            draft = self._core.ngram_fallback.propose_for_miss(session, rows, block_manager)
+            draft = self._core.ngram_fallback.propose_for_miss(session, rows, nodes_left)
         if draft is None:
             return self._bare([session])[0]
         return VerifyRow(session, draft=draft, ngram_fallback=True)

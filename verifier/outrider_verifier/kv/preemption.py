@@ -232,10 +232,10 @@ class _PoolLedger:
             return False
         reserve = self._bounds.reserved_blocks(stay, self._total)
         entry = self._bounds.entry_blocks(claim)
-        block_manager = min(
+        guarded_blocks = min(
             claim.max_blocks, entry + self._bounds.guard_blocks * bool(claim.preemptions)
         )
-        return max(block_manager, entry + reserve) <= spare and self._expected(claim, gone)
+        return max(guarded_blocks, entry + reserve) <= spare and self._expected(claim, gone)
 
     def _expected(self, claim: SessionClaim, gone: Sequence[SessionClaim]) -> bool:
         """Whether it is likely to stay: those that it cannot displace will leave it enough."""

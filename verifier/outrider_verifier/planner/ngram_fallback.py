@@ -44,23 +44,21 @@ class NgramFallback:
         elif session.ngram_fallback is None:
             session.ngram_fallback = NgramFallbackState()
 
-    def propose_better(self, session: Session, block_manager: int) -> VerifyDraft | None:
-        """A draft of up to `room` nodes for the session's prefix that is expected to emit more than
-        its drafter's."""
+    def propose_better(self, session: Session, nodes_left: int) -> VerifyDraft | None:
+        """A draft of up to `nodes_left` nodes for the session's prefix that is expected to emit
+        more than its drafter's."""
         ngram_fallback = session.ngram_fallback
         if ngram_fallback is None or not session.prefers_ngram_fallback:
             return None
-        return self._draft(session, ngram_fallback, min(_longest(session), block_manager))
+        return self._draft(session, ngram_fallback, min(_longest(session), nodes_left))
 
-    def propose_for_miss(
-        self, session: Session, rows: int, block_manager: int
-    ) -> VerifyDraft | None:
+    def propose_for_miss(self, session: Session, rows: int, nodes_left: int) -> VerifyDraft | None:
         """A draft for a row that goes without its drafter's, in a round of `rows` rows with room
         for so many nodes; None: none is found, or plain decoding is faster."""
         ngram_fallback = session.ngram_fallback
         if ngram_fallback is None:
             return None
-        longest = min(_longest(session), block_manager)
+        longest = min(_longest(session), nodes_left)
         return self._draft(session, ngram_fallback, self._length(ngram_fallback, rows, longest))
 
     def observe_rows(self, rows: Iterable[RowResult]) -> None:
