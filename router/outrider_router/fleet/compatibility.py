@@ -36,7 +36,7 @@ def state_after_failure(
 ) -> PeerState:
     """State of a peer after a look at it failed.
 
-    `failures` counts errors in a row, `peer_timeout_s` the time since it last gave a sign of life.
+    `failures` counts errors in a row, `silence_s` the time since it last gave a sign of life.
     A late answer alone (a timeout is no failure) is forgiven until `bound_s`.
     """
     if state is PeerState.HEALTHY and (failures >= LOST_AFTER_FAILURES or silence_s >= bound_s):

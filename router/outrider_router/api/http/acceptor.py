@@ -90,7 +90,7 @@ class Acceptor:
         silence_s: float,
         is_urgent: Callable[[bytes], bool],
     ) -> None:
-        """`connect` makes what serves a connection; `peer_timeout_s` is the longest time until its
+        """`connect` makes what serves a connection; `silence_s` is the longest time until its
         first byte; `is_urgent` says by the first bytes of a connection, up to 256, whether it is
         set up before those that wait. Begins to accept; needs a running loop."""
         listener.setblocking(False)
