@@ -309,7 +309,7 @@ def quantise_distribution(
     weights: probabilities up to a factor. The largest has count 65535, the others are rounded to
     that scale, and those of count 0 are left out. What is kept is a matter of the counts alone, so
     that no order of summation decides it: the largest counts, of equal ones those of the lower
-    columns; so many that they have the mass, but at most max_ids, and at least `integer_at_least`
+    columns; so many that they have the mass, but at most max_ids, and at least `at_least`
     if there are as many.
     """
     scale = MAX_COUNT / float(weights_D.max())

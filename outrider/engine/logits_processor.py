@@ -107,7 +107,7 @@ def edit_logits(
 
     Returns [R, V] float32 without NaN, of which greedy rows take the argmax. No logit is clamped:
     a ban of one id must not change which of the others is the largest. A row of which nothing is
-    left keeps a column as `warp` says.
+    left keeps a column as `apply_logits_processor` says.
     """
     edited = _edited(logits_RV, params, histories, target_ids)
     return _tamed(edited, params, histories, target_ids, limit=math.inf)

@@ -96,7 +96,7 @@ def choose_single(
 
 
 def record_choice(shape: tuple[int, int], dtype: torch.dtype, choice: SingleRowMethod) -> None:
-    """Note the choice for a weight of `shape`, for `choices`."""
+    """Note the choice for a weight of `shape`, for `measured_choices`."""
     _chosen[f"{shape[0]}x{shape[1]} {str(dtype).removeprefix('torch.')}"] = str(choice)
 
 

@@ -154,8 +154,8 @@ def proposal_timeout_s(
     """How long a row waits for its proposal.
 
     As long as nearly every proposal takes, and one round more: giving up sooner costs a round's
-    drafts, later a round's time. At least two rounds. At most `max_proposal_wait_s` or those two
-    rounds, whatever is longer: that is what a stopped drafter costs; and at most `bound_s`, the
+    drafts, later a round's time. At least two rounds. At most `ceiling_s` or those two rounds,
+    whatever is longer: that is what a stopped drafter costs; and at most `bound_s`, the
     plan's.
     """
     ceiling = max(ceiling_s, MIN_WAIT_ROUNDS * round_s)

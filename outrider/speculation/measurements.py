@@ -197,7 +197,7 @@ class EmissionStats:
         self.rounds += rounds
 
     def add_observation(self, seen: RoundObservation) -> None:
-        """`observe` what was seen of a round."""
+        """Add what was seen of a round."""
         self.add_rows(seen.rows, seen.tokens, seen.squares, seen.rounds)
 
     def decay(self, half_lives: float) -> None:

@@ -21,7 +21,7 @@ class Detokenizer:
         self._to_strip = pieces.strip_start
 
     def push_tokens(self, token_ids: Iterable[int]) -> str:
-        """Text that `check_token_ids` completed; "" while a character is incomplete."""
+        """Text that `token_ids` completed; "" while a character is incomplete."""
         text = self._utf8.decode(b"".join(map(self._pieces.__getitem__, token_ids)))
         return self._strip(text) if self._to_strip else text
 

@@ -198,7 +198,7 @@ class Tokenizer:
         return tokens.encode(text)
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Text of `check_token_ids` at once, special tokens left out unless asked for."""
+        """Text of `token_ids` at once, special tokens left out unless asked for."""
         ids, skip = list(token_ids), not with_special
         if len(ids) <= LONG_INPUT:
             return self._fast.decode(ids, skip_special_tokens=skip)

@@ -14,8 +14,8 @@ SendT = TypeVar("SendT")
 
 
 class SendQueue(Generic[SendT]):
-    """Sends messages at once while the connection has space, otherwise queues them for `pump`. The
-    owner looks at `len` or `size` and bounds the queue."""
+    """Sends messages at once while the connection has space, otherwise queues them for
+    `run_sender`. The owner looks at `len` or `size` and bounds the queue."""
 
     def __init__(
         self,

@@ -17,7 +17,8 @@ exchange_codec.py          Codec of exchange messages (verifier and drafter); de
                            every field.
 inference.py               Public inference API as dataclasses: requests and answers of clients and
                            router.
-inference_codec.py         Codec of the public API's requests; `answer_codec` has their answers.
+inference_codec.py         Codec of the public API's requests; `inference_response_codec` has the
+                           answers.
 inference_response_codec.py Codec of responses of the inference API: generate results, stream events
                            and resumed streams.
 limits.py                  Size limits of everything that a peer may send; a message beyond one is

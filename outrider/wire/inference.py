@@ -185,7 +185,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `check_token_ids` where the request asked for them, else none."""
+    """One for each of `token_ids` where the request asked for them, else none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +223,7 @@ class GenerateResult:
     token_ids: tuple[int, ...]
     finish: FinishInfo
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `check_token_ids` where the request asked for them, else none."""
+    """One for each of `token_ids` where the request asked for them, else none."""
     prompt_token_ids: tuple[int, ...] = ()
     """Where the request asked for them."""
 

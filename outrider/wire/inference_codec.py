@@ -1,4 +1,4 @@
-"""Codec of the public API's requests; `answer_codec` has their answers.
+"""Codec of the public API's requests; `inference_response_codec` has the answers.
 
 `*_from_pb` validate the received message (InvalidMessageError, an InvalidRequestError); `*_to_pb`
 turn values that the contract cannot hold into InvalidRequestError.

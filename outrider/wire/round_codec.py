@@ -168,7 +168,7 @@ def decode_verdicts(data: memoryview) -> Verdicts:
     """Verdicts out of their submessage. Raises InvalidMessageError unless all lengths agree.
 
     Features are looked at where they lie; all that is checked is copied before, so that it does not
-    matter if `data` lies in memory that its writer can change (`ShmChannel.borrow`).
+    matter if `data` lies in memory that its writer can change (`ShmChannel.receive_views`).
     """
     content = _contents(data)
     columns = _columns(content, pb.Verdicts.COLUMNS_FIELD_NUMBER, _VERDICT_COLUMNS, "verdicts")

@@ -43,7 +43,7 @@ from tests.reference.device_rounds import (
     outcomes,
     sampling_state,
 )
-from tests.reference.rounds import accept_rows, draft
+from tests.reference.host_rounds import accept_rows, draft
 
 pytestmark = pytest.mark.gpu
 

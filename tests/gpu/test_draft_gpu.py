@@ -31,7 +31,7 @@ from outrider.transport.shm import is_ring_view
 from outrider.wire.codec import decode_verifier_messages, encode_verifier_messages
 from outrider.wire.messages import Proposal, Verdict, Verdicts
 from tests.factories import make_eagle3_head
-from tests.fakes.lanes import lane_pair
+from tests.fakes.shm_channels import lane_pair
 from tests.unit.drafter.helpers import CHAIN, make_engine
 from tests.unit.drafter.mixed_sessions import (
     COUPLED,

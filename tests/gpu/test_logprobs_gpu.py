@@ -11,7 +11,7 @@ from outrider.engine.model_loader import load_target
 from outrider.spec.plan import SpeculationPlan
 from tests.unit.verifier.device_serving import OWN, attached, serving
 from tests.unit.verifier.harness import CHAIN, DRAFTER, TREE
-from tests.unit.verifier.test_logprobs import (
+from tests.unit.verifier.model_runner.test_logprobs import (
     PLAIN,
     SAMPLINGS,
     TOPS,

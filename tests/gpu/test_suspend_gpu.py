@@ -14,8 +14,8 @@ from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
 from tests.unit.verifier.device_serving import OWN, SAMPLINGS
+from tests.unit.verifier.kv.test_suspend_resume import NAMES, PLAIN, disturb, specs
 from tests.unit.verifier.round_driver import Driver, device_runner, texts
-from tests.unit.verifier.test_suspend import NAMES, PLAIN, disturb, specs
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda:0"

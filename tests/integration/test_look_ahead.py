@@ -32,7 +32,7 @@ from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import FeatureLayout, WireTensor
 from tests.fakes.target import FakeTarget
-from tests.unit.drafter.running import FAST
+from tests.unit.drafter.running_service import FAST
 from tests.unit.verifier.harness import ADDRESS, DRAFTER, make_spec, verifier
 from tests.waiting import until
 

@@ -21,7 +21,7 @@ from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.tree import DraftTree
 from outrider.wire.messages import FeatureLayout, SpecStats, WireTensor
 from tests.fakes.target import FakeTarget
-from tests.unit.drafter.running import FAST
+from tests.unit.drafter.running_service import FAST
 from tests.unit.verifier.harness import ADDRESS, DRAFTER, Rig, make_spec, verifier
 from tests.waiting import PATIENCE_S, until
 

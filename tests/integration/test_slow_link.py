@@ -10,7 +10,7 @@ import pytest
 from outrider.client import Client, user
 from outrider.client.commands.status import describe_server
 from tests.integration.stack import Stack
-from tests.integration.test_lanes import lanes_in
+from tests.integration.test_shm_channels import lanes_in
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 DELAY_MS = 30.0

@@ -31,7 +31,7 @@ from outrider.engine.kernels.session_tensors import (
 from outrider.spec.draft_distribution import DraftDistribution
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import depths
-from tests.reference.rounds import Drafts, Logits, accept_rows, draft, verify_logits
+from tests.reference.host_rounds import Drafts, Logits, accept_rows, draft, verify_logits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where kernels run: in Triton's interpreter if there is no CUDA device."""

@@ -15,7 +15,7 @@ from outrider.engine.logits_processor import TokenHistory
 from outrider.spec.draft_distribution import DistributionEntries, make_distribution
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
-from tests.reference.rounds import tree_shape
+from tests.reference.host_rounds import tree_shape
 
 WIDTHS: list[list[int]] = [[], [1], [1, 1, 1, 1], [2, 2], [3, 1, 1]]
 

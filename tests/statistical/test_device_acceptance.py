@@ -24,14 +24,15 @@ from outrider.spec.noise import NoiseStream
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import softmax
 from tests.reference.device_rounds import DeviceRound, device_law, device_round
-from tests.reference.goodness import LEAST_P, least_bias, p_value
-from tests.reference.rounds import Drafts, draft, seeded, tree_shape
+from tests.reference.goodness_of_fit import LEAST_P, least_bias, p_value
+from tests.reference.host_rounds import Drafts, draft, seeded, tree_shape
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 POSITION = 17
 BATCH_ELEMENTS = 1 << 24
 LEAST_BIAS = 0.25
-"""What is seen of the likeliest first token's probability; `test_joint_laws` sees an eighth."""
+"""What is seen of the likeliest first token's probability; `test_joint_distributions` sees an
+eighth."""
 
 
 @pytest.fixture(params=DEVICES)

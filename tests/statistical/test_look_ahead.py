@@ -16,7 +16,7 @@ from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.fakes.rounds_by_digest import Rounds, Row, ahead, fresh, markov, table_engine
 from tests.grids import thorough
-from tests.reference.goodness import LEAST_P, p_value
+from tests.reference.goodness_of_fit import LEAST_P, p_value
 
 V, LENGTH, TRIALS = 4, 3, 1500
 TARGET, DRAFT = markov(1, V), markov(2, V)

@@ -23,8 +23,8 @@ from outrider.engine.kernels.sampling import choose_tokens
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.acceptance_oracle import warped_probs
 from tests.reference.device_rounds import device_law, device_round
-from tests.reference.goodness import LIMIT, chi_square_excess
-from tests.reference.rounds import accept_rows, draft, seeded
+from tests.reference.goodness_of_fit import LIMIT, chi_square_excess
+from tests.reference.host_rounds import accept_rows, draft, seeded
 
 TRIALS, BATCH, POSITION = 3_000, 1_000, 9
 PROMPT, OUTPUT = (0, 0), (1, 1)

@@ -14,9 +14,9 @@ from outrider.spec.tree import DraftTree
 from tests.fakes.scripted_drafter import Followed, ProposeFn, make_tree
 from tests.fakes.target import FakeTarget
 from tests.reference.acceptance_oracle import softmax
-from tests.reference.goodness import LEAST_P, p_value
+from tests.reference.goodness_of_fit import LEAST_P, p_value
+from tests.unit.verifier.forced_preemption import preempt_often, preemptions
 from tests.unit.verifier.harness import make_spec, verifier
-from tests.unit.verifier.preempting import preempt_often, preemptions
 
 VOCAB, LENGTH, SESSIONS = 3, 3, 900
 PROMPT = (1, 0, 2)

@@ -16,8 +16,8 @@ from outrider.engine.acceptance import accept_drafts
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.grids import thorough
 from tests.reference.acceptance_oracle import softmax
-from tests.reference.goodness import LEAST_P, p_value
-from tests.reference.rounds import accept_rows, draft, seeded, verify_logits
+from tests.reference.goodness_of_fit import LEAST_P, p_value
+from tests.reference.host_rounds import accept_rows, draft, seeded, verify_logits
 
 SEQUENCES = 6_144
 LENGTH = 6

@@ -16,7 +16,7 @@ from outrider.spec.noise import SHARED_DRAW_ID, NoiseStream, stream_key, uniform
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree
 from tests.reference.acceptance_oracle import softmax
-from tests.reference.goodness import LEAST_P, p_value
+from tests.reference.goodness_of_fit import LEAST_P, p_value
 
 TRIALS = 2_500
 POSITION = 12

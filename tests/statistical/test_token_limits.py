@@ -20,8 +20,8 @@ from outrider.grammar.draft_masks import ConstrainedTree, masks_of_trees
 from outrider.grammar.token_constraint import TokenConstraint
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.token_limits import TokenLimits
-from tests.reference.goodness import LEAST_P, least_bias, p_value
-from tests.reference.rounds import Logits, accept_rows, draft, seeded, verify_logits
+from tests.reference.goodness_of_fit import LEAST_P, least_bias, p_value
+from tests.reference.host_rounds import Logits, accept_rows, draft, seeded, verify_logits
 
 TRIALS, V, POSITION, ROOT_ID = 4_000, 7, 23, 3
 TARGET = torch.randn(V, V, generator=torch.Generator().manual_seed(2))

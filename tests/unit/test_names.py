@@ -4,6 +4,7 @@ name means one thing in the whole repository."""
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -87,6 +88,19 @@ METRIC: Final = r"outrider_[a-z_]+"
 ALLOWED_PHRASES: Final = re.compile("at_least|at_most|in_place|has_room")
 """Plain English in which an old word has another sense: bounds, updates without a copy, and whether
 a container takes more."""
+NAMES_FROM_OUTSIDE: Final = frozenset(
+    [
+        "nohup",
+        "add_XServicer_to_server",
+        "speculators",
+        "all_commit",
+        "all_device",
+        "name_triton",
+        "name_torch",
+    ]
+)
+"""Names in docstrings that are of other programs, or made at run time."""
+OTHER_TEXTS: Final = ("*.toml", "*.proto", "*.yaml", "*.json", "Makefile")
 ALLOWED_CLASSES: Final[dict[str, str]] = {}
 """Class names that may stand in two modules, with the reason."""
 
@@ -173,3 +187,50 @@ def test_a_package_has_few_modules() -> None:
         if init.name == "__init__.py" and (count := len(list(init.parent.glob("*.py"))) - 1) > 25
     }
     assert not crowded
+
+
+def docstrings_of(tree: ast.Module) -> list[ast.Constant]:
+    """The docstrings of a module, of its classes and functions, and of names under assignments."""
+    return [
+        statement.value
+        for node in ast.walk(tree)
+        if isinstance(body := getattr(node, "body", None), list)
+        for statement in body
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    ]
+
+
+def identifiers_of(tree: ast.Module, docstrings: list[ast.Constant]) -> Iterator[str]:
+    """All that is a name in a module, and the words of its strings, docstrings left out."""
+    skipped = {id(docstring) for docstring in docstrings}
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname"):
+            if isinstance(value := getattr(node, field, None), str):
+                yield from value.split(".")
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in skipped
+        ):
+            yield from re.findall(r"\w+", node.value)
+
+
+def test_what_docstrings_quote_is_there() -> None:
+    known = set(dir(builtins)) | NAMES_FROM_OUTSIDE
+    quoted: list[tuple[str, str]] = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstrings = docstrings_of(tree)
+        known |= {*identifiers_of(tree, docstrings), *path.parts, path.stem}
+        for docstring in docstrings:
+            for name in re.findall(r"`([A-Za-z_](?:[\w.]*\w)?)(?:\(\))?`", str(docstring.value)):
+                quoted.append((f"{path.relative_to(ROOT)}:{docstring.lineno}: {name}", name))
+    for folder in ("proto", "deploy", "heads", "benchmarks", "."):
+        pattern = "*" if folder == "." else "**/*"
+        for path in (ROOT / folder).glob(pattern):
+            if any(path.match(each) for each in OTHER_TEXTS):
+                known |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    stale = [where for where, name in quoted if name.split(".")[-1] not in known]
+    assert not stale, "\n".join(stale)

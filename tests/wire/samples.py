@@ -18,7 +18,7 @@ from outrider.spec.tree import DraftTree
 from outrider.wire import inference as api
 from outrider.wire import messages as m
 from outrider.wire.pool_codec import RemovedDrafter
-from tests.wire.kinds import KINDS
+from tests.wire.message_types import KINDS
 
 SESSION = SessionId("router-1/42")
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

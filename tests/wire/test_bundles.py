@@ -14,7 +14,7 @@ from outrider.wire.bundles import join_messages, split_frame
 from outrider.wire.limits import MAX_BUNDLE_BYTES, MAX_BUNDLE_MESSAGES, MAX_MESSAGE_BYTES
 from outrider.wire.messages import Heartbeat
 from outrider.wire.v1 import exchange_pb2 as pb
-from tests.wire.kinds import plain
+from tests.wire.message_types import plain
 from tests.wire.samples import SAMPLES
 
 VERDICT = SAMPLES["verdicts"][1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.wire.kinds import plain
+from tests.wire.message_types import plain
 from tests.wire.samples import SAMPLES, decoder, encoder
 
 GOLDEN = dict(

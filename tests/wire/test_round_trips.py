@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvalidMessageError
 from outrider.wire.messages import MalformedOpen
-from tests.wire.kinds import KINDS, Kind, plain
+from tests.wire.message_types import KINDS, Kind, plain
 
 BY_NAME = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 QUICK = settings(

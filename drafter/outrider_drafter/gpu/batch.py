@@ -54,7 +54,7 @@ class LaunchSessions(NamedTuple):
     has_grammar: bool
     """Whether any session is in a grammar."""
     needs_general_graph: NDArray[np.bool_]
-    """Whether it has drafts only of the form that may warp logits: see `device_seats`."""
+    """Whether its drafts must come from the graph that processes logits."""
     keys: NDArray[np.uint64]
     """Keys of their DRAFT noise; 0 under other rules than rejection."""
     uses_prefix_noise: NDArray[np.bool_]
@@ -197,8 +197,8 @@ class DraftBatch:
         """Stage a batch in a bucket; rows without a session are the padding slot's.
 
         The features are read from the messages that brought them, some by the device: until the
-        launch is over, and `deliver_due` is called, nobody writes over these. The staging memory is
-        free again: every launch is waited for before the next one.
+        launch is over, and `release_features` is called, nobody writes over these. The staging
+        memory is free again: every launch is waited for before the next one.
         """
         place = self._buckets.get((size, num_rows))
         if place is None:

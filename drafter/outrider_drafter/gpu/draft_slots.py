@@ -44,7 +44,8 @@ class DraftSlotTable:
         self.counted = np.empty(0, dtype=np.int64)
         """[X]: tokens that the device's penalties know of."""
         self.wanted = np.empty(0, dtype=np.int64)
-        """[X]: nodes that the plan asks for; this and what follows as `describe` found it."""
+        """[X]: nodes that the plan asks for; this and what follows are as of the last change of its
+        plan."""
         self.traits = np.empty(0, dtype=np.int64)
         """[X]: a sum of PENALISED, WARPS, .."""
         self.keys = np.empty(0, dtype=np.uint64)

@@ -48,8 +48,8 @@ class GpuLookAhead:
         sweeps: int,
         path_rows: tuple[int, ...],
     ) -> None:
-        """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`, `sweeps`: as in the source;
-        `max_path_rows`: see `Buckets`."""
+        """`rows` with SCRATCH_BLOCKS; `max_context`, `bounded`, `sweeps`: as in the
+        proposer; `path_rows`: the captured numbers of catch-up rows."""
         self._landing = landing
         self._scorer = ProposalScorer(program, rows, graphs, landing, dtype=dtype, sweeps=sweeps)
         self._brancher = OutcomeDrafter(

@@ -89,7 +89,7 @@ class DraftEngine:
         in_time: bool = True,
     ) -> None:
         """`on_sessions` is told how many sessions are followed whenever that may have changed;
-        `grammars`: see `SessionConstraints`; in_time: see `Pace`."""
+        `grammars`: see `SessionConstraints`; in_time: see `LookAheadBudget`."""
         self._forms = SessionConstraints(grammars, limits)
         self._sources: Mapping[DraftMethod, Proposer] = {s.method: s for s in sources}
         self._fed = [s for s in sources if s.feature_size]
@@ -145,11 +145,11 @@ class DraftEngine:
 
     @property
     def has_pending_metrics(self) -> bool:
-        """Whether `book` has something to do."""
+        """Whether `update_metrics` has something to do."""
         return bool(self._unbooked or self._verdicts)
 
     def record_poll(self, *, waited: bool) -> None:
-        """Messages were looked for just now, and are handled next; waited: see `Pace`."""
+        """Messages were looked for just now, and are handled next; waited: whether for them."""
         self._ahead.pace.record_poll(waited=waited)
 
     def handle_message(self, connection: int, message: SessionMessage) -> None:
@@ -178,7 +178,7 @@ class DraftEngine:
     def draft_wanted(self) -> Iterator[OutgoingProposals]:
         """Draft for every session that wants it; yields the proposals that are ready together.
 
-        What the metrics are to know of it waits for `book`: each proposal leaves first.
+        The metrics wait for `update_metrics`: each proposal leaves first.
         """
         if len(self._unbooked) >= _MAX_UNBOOKED:
             self.update_metrics()

@@ -74,7 +74,7 @@ def init_launching_thread(device: torch.device | str) -> None:
     set_current_device(device)
     device = torch.device(device)
     if device.type == "cuda":
-        # Binds the device's context to the thread, which the driver asks for (`driver`).
+        # Binds the device's context to the thread, which the driver asks for.
         torch.cuda.synchronize(device)
     if device.type != "cpu":
         torch.set_num_threads(1)

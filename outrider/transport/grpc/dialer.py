@@ -69,7 +69,7 @@ class GrpcVerifier(_GrpcClient, SessionIteratorMixin):
         config: GrpcConfig,
         shm_channels: Callable[[], ShmListener | None],
     ) -> None:
-        """`lanes`: where verifiers of this host join; None: they do not."""
+        """`shm_channels`: where verifiers of this host join; None: they do not."""
         super().__init__(line, address, config)
         self._shm_channels = shm_channels
 

@@ -21,7 +21,8 @@ class ShmChannelSet:
 
     def __init__(self, on_lost: Callable[[int], None], *, borrows: bool = False) -> None:
         """`on_lost` is told of the connection, on the thread that uses the shared-memory channels.
-        `borrows`: frames are received where they lie, if that can be (`ShmChannel.borrow`)."""
+        `borrows`: frames are received where they lie, if that can be
+        (`ShmChannel.receive_views`)."""
         self._on_lost = on_lost
         self._borrows = borrows
         self._shm_channels: dict[int, ShmChannel | None] = {}

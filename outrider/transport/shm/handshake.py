@@ -70,7 +70,8 @@ class ShmListener:
             return None
 
     def make_offer(self) -> ShmOffer:
-        """A shared-memory channel for one peer; `joined` waits for it, `withdraw` forgets it."""
+        """A shared-memory channel for one peer; `wait_joined` waits for it,
+        `withdraw_offer` forgets it."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._expected[token] = self._loop.create_future()
         return ShmOffer(name=self._name, token=token)

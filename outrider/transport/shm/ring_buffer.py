@@ -162,7 +162,7 @@ class RingBuffer:
 
     def pin_memory(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
         """Have `pin` see to it that a device copies to and from the memory without anybody waiting,
-        until the ring is closed. Where it cannot, there are no places (`reserve`),
+        until the ring is closed. Where it cannot, there are no places (`reserve_frame`),
         and copies of what is lent take longer."""
         memory = np.frombuffer(self._memory, np.uint8)
         self._memory_array = memory if pin(memory) else None

@@ -136,7 +136,8 @@ class AccessControl:
     @contextmanager
     def limit_call(self, caller: Caller) -> Generator[None]:
         """Let in, for as long as the block lasts, a call that generates nothing and costs work all
-        the same: it counts like a request. Raises ResourceExhaustedError as `enter` does."""
+        the same: it counts like a request. Raises ResourceExhaustedError as `enter_requests`
+        does."""
         self._admit(caller, self._keys.get(caller.key_name), 1)
         try:
             yield

@@ -154,7 +154,7 @@ class AdmissionState:
     tenant_room: Mapping[TenantId, int] = field(default_factory=dict)
     """Requests that tenants may have placed beside those that are, where that is bounded."""
     aging_s: float = 0.0
-    """As in `in_order`."""
+    """As in `admission_order`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class RetryTimes:
     def next_retry_s(self, now: float, *, first_s: float, each_s: float) -> float:
         """Seconds until a time that nobody else was told of, within bounds.
 
-        `min_backoff_s`: until the next one; `each_s`: between one and the next.
+        `first_s`: until the next one; `each_s`: between one and the next.
         """
         at = max(now + first_s, self._last + each_s)
         # Beyond the bound the hints are no more true, and need not be remembered.

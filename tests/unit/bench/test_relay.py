@@ -14,7 +14,7 @@ from outrider_bench.hooks.relay import Relay, RelayDirection, TcpEndpoint, handl
 
 from outrider.errors import ConnectionLostError
 from outrider.transport.shm import ShmChannel
-from tests.fakes.lanes import lane_pair
+from tests.fakes.shm_channels import lane_pair
 
 DELAY_S = 0.004
 

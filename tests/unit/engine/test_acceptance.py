@@ -21,7 +21,7 @@ from outrider.spec.draft_distribution import (
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.spec.tree import DraftTree, children, path, validate_tree
 from tests.reference.acceptance_oracle import judge, penalised, softmax, warped_probs
-from tests.reference.rounds import Drafts, accept_rows, draft, verify_logits
+from tests.reference.host_rounds import Drafts, accept_rows, draft, verify_logits
 
 VOCAB = 12
 

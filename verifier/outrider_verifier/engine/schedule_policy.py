@@ -138,15 +138,15 @@ def plan_round(
 
     A decoding row is ready when it has a proposal, when none is expected, or when its proposal
     timeout is over. Ready rows go oldest first within `decode_tokens`; prompts by priority, then in
-    order of opening, within `resolved_prefill_tokens`. While other rows still await proposals, a
-    round starts only `batch_wait_s`, or `batch_wait_rounds`, after its first row became ready, so
-    that proposals of one draft batch share it; or after the last round ended, `idle_since`, if that
-    was later: else the sessions of two rounds, each ready while the other runs, would never share
-    one. Few are waited for as many times shorter as they are fewer than those that wait for them.
-    `max_rows`: of a half, where sessions take turns (`halves`); nothing is gathered beyond half of
-    one. A row whose proposal was there before it could be used, by look-ahead, gathers only as long
-    as `is_waiting_worthwhile` says. Rows of a lower priority than a prompt's give way to it, up to
-    `yield_s`, and it waits for nobody.
+    order of opening, within `prefill_tokens`. While other rows still await proposals, a round
+    starts only `batch_wait_s`, or `batch_wait_rounds`, after its first row became ready, so that
+    proposals of one draft batch share it; or after the last round ended, `idle_since`, if that was
+    later: else the sessions of two rounds, each ready while the other runs, would never share one.
+    Few are waited for as many times shorter as they are fewer than those that wait for them.
+    `max_rows`: of a half, where sessions take turns (`two_batch_overlap`); nothing is gathered
+    beyond half of one. A row whose proposal was there before it could be used, by look-ahead,
+    gathers only as long as `is_waiting_worthwhile` says. Rows of a lower priority than a prompt's
+    give way to it, up to `yield_s`, and it waits for nobody.
     """
     prefilling, ready, deadlines = _sorted_out(rows, now)
     if not ready and not prefilling:

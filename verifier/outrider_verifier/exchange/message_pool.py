@@ -27,7 +27,7 @@ class PooledEntry:
 
     @property
     def expected_tokens(self) -> float:
-        """See `promises`."""
+        """Tokens that its round is expected to emit; see `expected_accepted_tokens`."""
         return self.message.expected_tokens(self.entry)
 
 
@@ -45,7 +45,7 @@ class PooledMessage:
         self._promises: NDArray[np.float64] | None = None
 
     def expected_tokens(self, entry: int) -> float:
-        """See `promises`; worked out once for all."""
+        """See `expected_accepted_tokens`; computed once for all entries."""
         known = self._promises
         if known is None:
             known = self._promises = expected_accepted_tokens(self.proposals)

@@ -60,7 +60,8 @@ class DecodeOutput:
     shm_features: ShmFeatures | None = None
     """The same features where their drafter reads them, if it is one for all rows."""
     invalid: NDArray[np.bool_] | None = None
-    """[n]: as `RowOutput.invalid_output`; None if no row is. Those rows are in `apart`, too."""
+    """[n]: as `RowOutput.invalid_output`; None if no row is. Those rows are in `special_rows`,
+    too."""
     block: NDArray[np.generic] | None = None
     """[n, H]: their features, if any keeps them and all emitted one token each; then `outcomes`
     have none."""
@@ -215,8 +216,9 @@ class ModelRunner(Protocol):
         ...
 
     def prefetch_session(self, session: Session) -> bool:
-        """Begin to bring a suspended session's copy back beside the rounds; whether `resume` would
-        make none wait for it. To be called again until it is so, or not at all."""
+        """Begin to bring a suspended session's copy back beside the rounds; whether
+        `resume_session` would make none wait for it. To be called again until it is so, or not at
+        all."""
         ...
 
     def resume_session(self, session: Session) -> bool:
@@ -239,7 +241,7 @@ class ModelRunner(Protocol):
         ...
 
     def is_finished(self, flight: RoundHandle) -> bool:
-        """Whether `collect` need not wait."""
+        """Whether `collect_round` need not wait."""
         ...
 
     def collect_round(self, flight: RoundHandle) -> RunnerOutput:

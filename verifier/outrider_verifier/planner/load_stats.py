@@ -161,7 +161,7 @@ class LoadStats:
         self._base = 0
         """The load that this one has risen from."""
         self.peak = 0
-        """The highest load since one was `settled`."""
+        """The highest load since the load was last settled."""
         self.load = 0
         self.sessions = 1
         """Sessions being served, at least 1."""

@@ -39,8 +39,8 @@ class PlainRoundSelector:
     """Whether the end of the last round is noted, where the next one begins."""
 
     def weight_of_round(self, *, calm: bool) -> int:
-        """A round ended: for how many it stands, itself included. 0: it is not looked at; `notes`
-        says whether its end is to be noted. `calm`: whether not every round is."""
+        """A round ended: for how many it stands, itself included. 0: it is not looked at;
+        `marks_end` says whether its end is to be noted. `calm`: whether not every round is."""
         if calm and self._passed < SAMPLE_INTERVAL_ROUNDS - 2:
             self._passed, self.marks_end = self._passed + 1, False
             return 0

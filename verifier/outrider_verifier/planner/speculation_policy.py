@@ -64,7 +64,7 @@ class SpeculationPolicy:
         chunk_tokens: int = 1,
         shares_cores: bool = False,
     ) -> None:
-        """`automatic`: False carries plans out as they are. `max_proposal_wait_s`: see
+        """`automatic`: False carries plans out as they are. `ceiling_s`: see
         `proposal_timeout_s`. `verify_s`: seconds of a forward over so many rows, of so many
         nodes each; None where that was not measured. `chunk_tokens`: prompt tokens of a piece, as
         `times` counts them. `shares_cores`: whether the target computes where a drafter of this
@@ -98,8 +98,8 @@ class SpeculationPolicy:
         self._ended_at = math.inf
         """Clock time of the end of the last round; infinite before there was one."""
         self.changed = False
-        """Whether `pauses`, `limit` or `looks_ahead` may answer differently than before; for the
-        caller to reset."""
+        """Whether `should_pause`, `draft_limit` or `should_look_ahead` may answer differently than
+        before; for the caller to reset."""
 
     # ---- sessions ------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class SpeculationPolicy:
         return speculation_state.lacks_features or known.is_plain or stays_off(known, session)
 
     def should_drop_features(self, session: Session) -> bool:
-        """Whether a paused session should keep no features any more: see `lean`."""
+        """Whether a paused session should keep no features any more: see `feature_retention`."""
         speculation_state = session.speculation_state
         if speculation_state is None or not (
             session.is_speculation_off and session.keeps_features and self._automatic

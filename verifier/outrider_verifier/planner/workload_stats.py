@@ -151,12 +151,12 @@ class WorkloadStats:
     """Of proposals that were waited for, in lock-step and under look-ahead: there the drafter may
     be busy with what it drafts ahead. A hit does not arrive, it was there."""
     controllers: dict[int, SpeculationController] = field(default_factory=dict)
-    """By load: see `Loads`."""
+    """By load: see `LoadStats`."""
     sessions: int = 0
     num_featureless: int = 0
     """Of these, sessions that keep no features, so that nobody can draft for them."""
     collect_features_until: int = 0
-    """The round of `Loads` until which sessions keep features, so that they can be tried."""
+    """The round of `LoadStats` until which sessions keep features, so that they can be tried."""
     limits: dict[int, int] = field(default_factory=dict)
     """Draft levels worth verifying, by load; absent: all."""
     accepted_levels: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class WorkloadStats:
     starved_rounds: int = 0
     """Rounds in a row whose times told nothing."""
     tallies: tuple[RoundTally, ...] = ()
-    """Of lock-step, look-ahead and plain decoding, unsettled and settled: see `tally`."""
+    """Of lock-step, look-ahead and plain decoding, unsettled and settled: see `RoundTally`."""
     refresh_round: int = -1
     """The round for which the next ones were looked up."""
     is_looking_ahead: bool = False
@@ -283,7 +283,7 @@ class RoundMark:
     ended_at: float
     prompts_s: float
     alone_s: float
-    """What `Loads` had counted then."""
+    """What `LoadStats` had counted then."""
 
     def elapsed_since(self, last: RoundMark) -> tuple[float, float]:
         """Seconds from the end of `last`, what prompts added to rounds left out; and how many of

@@ -46,8 +46,8 @@ _GROWN: Final = 64
 class DeviceSessionSlots:
     """Allocates slots and writes their state, in stream order.
 
-    What is said of slots reaches the device with `tell`, many of them with one copy and one launch:
-    where hundreds of sessions are served, several begin in every round.
+    Changes of slots reach the device with `upload_changes`, many of them with one copy and one
+    launch: where hundreds of sessions are served, several begin in every round.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class Uploader:
         return _Ring((self._size,), torch.int32, pinned=self._pinned, count=self._num_buffers)
 
     def stage_int32s(self, part: int = 0) -> NDArray[np.int32]:
-        """Memory [size] for the next `send`, with anything in it."""
+        """Memory [size] for the next `start_upload`, with anything in it."""
         while len(self._rings) <= part:
             self._rings.append(self._ring())
         self._staged = self._rings[part].take()
@@ -68,7 +68,7 @@ class Uploader:
 
 
 class HostMirror:
-    """int32 words that the host writes and the device reads after the next `upload`."""
+    """int32 words that the host writes and the device reads after the next `upload_int32s`."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """All 0."""
@@ -103,7 +103,7 @@ class DownloadBuffer:
         self._calls.copy_tensor(place, tensor)
 
     def wait_copy(self, like: Tensor) -> Tensor:
-        """What was `put` last of the shape and type of `like`; waits for all that was launched."""
+        """The last copy of the shape and type of `like`; waits for all that was launched."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return self._places[like.shape, like.dtype]

@@ -19,7 +19,7 @@ def pin_memory(memory: NDArray[np.uint8], device: torch.device) -> bool:
     """Have copies between `memory` and a device be no wait for whoever starts them, until nobody
     looks at the array any more; it must begin and end with pages of the system. Whether that was
     possible: always so for a CPU, whose copies are over when they have begun. To be called by a
-    thread that launches (`driver`)."""
+    thread that launches (`init_launching_thread`)."""
     if device.type != "cuda":
         return True
     address = memory.ctypes.data

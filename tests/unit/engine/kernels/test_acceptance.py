@@ -53,7 +53,7 @@ from tests.reference.device_rounds import (
     outcomes,
     without_finite_logits,
 )
-from tests.reference.rounds import Drafts, tree_shape
+from tests.reference.host_rounds import Drafts, tree_shape
 
 Law = SparseDistribution | DenseChainDistribution | None
 CPU = torch.device("cpu")

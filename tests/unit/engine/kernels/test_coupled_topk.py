@@ -16,7 +16,7 @@ from outrider.engine.kernels.drafts.coupled_topk import (
 from outrider.errors import InvalidRequestError
 from outrider.spec.sampling import Rule, SamplingParams
 from tests.reference.device_rounds import DEVICE, sampling_state
-from tests.reference.warp_cases import odd_rows
+from tests.reference.logits_processor_cases import odd_rows
 
 VOCAB, ROWS, K = 150, 3, 5
 RULES = (Rule.COUPLED, Rule.GREEDY, Rule.COUPLED, Rule.TARGET_ONLY, Rule.COUPLED)
