@@ -302,8 +302,7 @@ class RoundProgram:
             self._count(acceptance.tokens, acceptance.counts, group.slots)
         return features
 
-    # ---- in-process drafts
-    # ----------------------------------------------------------------------------
+    # ---- in-process drafts ---------------------------------------------------------------------
 
     @torch.inference_mode()
     def run_drafts(

@@ -1,1 +1,0 @@
-"""Moves modules and renames symbols by the tables in this folder; see README.md."""
