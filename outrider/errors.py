@@ -5,15 +5,15 @@ OutriderError
 |   +-- InvalidMessageError    a peer's message failed validation; costs that message only
 +-- UnauthenticatedError       missing or unknown API key
 +-- PermissionDeniedError      the caller is known but not permitted to do this
-+-- NotFoundError              unknown session, request, model or file
++-- NotFoundError              missing session, request, model, peer, file, package or process
 +-- AlreadyExistsError         id already in use
 +-- ResourceExhaustedError     queue, KV budget or rate limit reached; carries `retry_after_s`
-+-- FailedPreconditionError    handshake mismatch (vocabulary, tokenizer, protocol, features)
++-- FailedPreconditionError    peers that do not fit together, or an unsuitable environment
 +-- UnavailableError           peer lost or not ready; safe to retry if nothing was emitted
 |   +-- ConnectionLostError    an exchange connection ended or went silent
 +-- DeadlineExceededError      the deadline passed first
-+-- CancelledRequestError      cancelled by RPC or by id
-+-- AbortedError               superseded by another call
++-- CancelledRequestError      cancelled by its client, by Abort, or with its group
++-- AbortedError               another call has taken over the stream
 +-- InternalError              a bug in Outrider, or a model whose output cannot be used
 """
 
@@ -47,7 +47,7 @@ class OutriderError(Exception):
         self.param = param
 
     def copy(self) -> Self:
-        """The same error anew. One error that is raised twice would chain its tracebacks."""
+        """Return a copy, because an error that is raised twice would chain its tracebacks."""
         return type(self)(
             self.message,
             reason=self.reason,
@@ -57,7 +57,7 @@ class OutriderError(Exception):
 
 
 class InvalidRequestError(OutriderError):
-    """Bad input; the message says what was wrong and what is allowed."""
+    """The input is invalid; the message says what is wrong and what is allowed."""
 
     code = "INVALID_ARGUMENT"
 
@@ -67,7 +67,7 @@ class InvalidMessageError(InvalidRequestError):
 
 
 class UnauthenticatedError(OutriderError):
-    """The caller has not shown an API key that is known here."""
+    """The caller has given no API key, or an unknown one."""
 
     code = "UNAUTHENTICATED"
 
@@ -79,7 +79,8 @@ class PermissionDeniedError(OutriderError):
 
 
 class NotFoundError(OutriderError):
-    """The named session, request, model or file does not exist."""
+    """A session, request, model, peer, file, package or process does not exist, or cannot be
+    reached (the model hub)."""
 
     code = "NOT_FOUND"
 
@@ -91,13 +92,14 @@ class AlreadyExistsError(OutriderError):
 
 
 class ResourceExhaustedError(OutriderError):
-    """A bound was reached; `retry_after_s` is a hint."""
+    """A limit was reached; `retry_after_s` is a hint."""
 
     code = "RESOURCE_EXHAUSTED"
 
 
 class FailedPreconditionError(OutriderError):
-    """The peers do not fit together (protocol, vocabulary, tokenizer, features)."""
+    """Peers do not fit together (protocol, vocabulary, tokenizer, features), or the environment is
+    unsuitable (port in use, no GPU, invalid certificate, missing package)."""
 
     code = "FAILED_PRECONDITION"
 
@@ -119,13 +121,14 @@ class DeadlineExceededError(OutriderError):
 
 
 class CancelledRequestError(OutriderError):
-    """The request was cancelled by RPC or by id."""
+    """The request was cancelled: by its client, by Abort, with another request of its group, or
+    because the client of a resumable request did not come back in time."""
 
     code = "CANCELLED"
 
 
 class AbortedError(OutriderError):
-    """Another call took the place of this one; what it was about goes on there."""
+    """Another call has taken over the stream of this one, which goes on there."""
 
     code = "ABORTED"
 

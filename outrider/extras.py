@@ -24,14 +24,16 @@ EXTRAS: Final = {
     "triton": "engine",
     "uvicorn": "router",
 }
-"""Optional packages that are imported somewhere, and the extra that brings each."""
+"""Pip extra of each optional package that some module imports."""
 
 
 @contextmanager
 def explain_missing_packages(who: str) -> Iterator[None]:
-    """Tell `who` runs here what is to be installed where a package of an extra is missing.
+    """Replace the import error of a missing optional package by one that names its pip extra.
 
-    Raises NotFoundError (NOT_INSTALLED) then; other modules that are missing are faults of ours.
+    `who`: name of the program or command, for the message. Raises NotFoundError (NOT_INSTALLED) in
+    the place of the ModuleNotFoundError. The ModuleNotFoundError of any other module is a bug and
+    passes through.
     """
     try:
         yield

@@ -14,13 +14,13 @@ from outrider_bench.prompts import DEFAULT_PROMPTS
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that every benchmark takes which starts services."""
+    """Add the flags of all benchmarks that start services."""
     add_input_arguments(parser)
     add_placement_arguments(parser)
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags for what is measured, and where the result goes."""
+    """Add the flags that select the models, the prompts and the output of a benchmark."""
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, help=f"name or directory; default: {DEFAULT_MODEL}")
     add("--head", type=Path, help="draft head; default: the one that ships for the model")
@@ -33,7 +33,8 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def describe_placement(config: LocalFleetConfig) -> dict[str, object]:
-    """Where the models of a benchmark compute, for its result; what is simulated is said."""
+    """Return the fields of a result that say where the models ran, and whether acceptance was
+    simulated."""
     placing: dict[str, object] = {
         "dtype": config.element_type,
         "device": config.device,
@@ -47,7 +48,8 @@ def describe_placement(config: LocalFleetConfig) -> dict[str, object]:
 def local_config(
     args: argparse.Namespace, *, max_sessions: int | None = None, queue_limit: int | None = None
 ) -> LocalFleetConfig:
-    """The processes to start for these flags."""
+    """Return the configuration of the fleet that these flags select. Raises InvalidRequestError
+    where no head ships for the model."""
     files = find_model(args.model, head=args.head)
     if files.head is None:
         raise InvalidRequestError(f"no head ships for {args.model}: give --head DIR")
@@ -59,9 +61,9 @@ def local_config(
         dtype=args.dtype or "",
         **placement_of(args),
         threads=args.threads,
-        # What is measured is the shape that was asked for, not what a planner makes of it.
+        # The planner would replace the draft shape that is to be measured.
         planner="fixed",
-        # A prompt that comes again is computed again, as by what it is compared with.
+        # Repeated prompts are prefilled again, as in the systems that the result is compared with.
         prefix_cache=False,
         max_sessions=max_sessions,
         queue_limit=queue_limit,

@@ -240,7 +240,7 @@ class DrafterPart:
     def lose_device(self) -> None:
         """From now on every draft of its head fails; whoever keeps it is to end it."""
         if self.service is not None:
-            _break(self.service._worker._engine._sources[DraftMethod.EAGLE3], "draft_sessions")
+            _break(self.service._worker._engine._proposers[DraftMethod.EAGLE3], "draft_sessions")
 
     async def lost(self) -> None:
         """Wait until it has given its device up."""

@@ -198,7 +198,7 @@ class RouterPart:
         if service is None:
             return [f"{self.name} is not running"]
         counts = {
-            "requests": len(service.journal),
+            "requests": len(service.running_requests),
             "running": service.admission.num_running,
             "waiting": service.admission.num_waiting,
             "reserved tokens": service.admission.reserved_tokens,

@@ -1,8 +1,12 @@
 """Draft-head configuration (`HeadConfig`), read from a checkpoint's `config.json`.
 
 Two file formats are supported: the original EAGLE one (a flat Llama config) and the `speculators`
-one (the Llama config nested in `transformer_layer_config`). Layer ids are normalised to one
-meaning: a tap is the 0-based id of the target layer whose OUTPUT residual stream is recorded.
+one (the Llama config nested in `transformer_layer_config`).
+
+A tap is an auxiliary hidden state layer: a layer of the target whose output residual stream is
+recorded as a feature for the head. Taps of both formats are normalised to the 0-based id of the
+layer. One tap is no layer: FINAL_NORM (-1) stands for the hidden state after the target's final
+norm.
 """
 
 from __future__ import annotations
@@ -18,15 +22,16 @@ from outrider.checkpoints.rope import read_rope
 from outrider.errors import InvalidRequestError
 
 FINAL_NORM: Final = -1
-"""Tap id of the target's final-normed hidden state, the feature of EAGLE-1/2 heads."""
+"""Tap id of the hidden state after the target's final norm, the feature of EAGLE-1/2 heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
-    """Configuration of a draft head: all that its tensors do not determine."""
+    """Configuration of a draft head: its sizes, its taps and the variant of its architecture."""
 
     kind: Literal["eagle3", "eagle"]
-    """`eagle3`: several tapped layers, own vocabulary. `eagle`: EAGLE-1/2, the target's lm_head."""
+    """`eagle3`: EAGLE-3, with several taps and its own lm_head. `eagle`: EAGLE-1/2, with the tap
+    FINAL_NORM and the target's lm_head."""
     hidden_size: int
     target_hidden_size: int
     intermediate_size: int
@@ -42,7 +47,8 @@ class HeadConfig:
     rope_scaling: dict[str, Any] | None = None
     max_position_embeddings: int
     tap_layers: tuple[int, ...]
-    """0-based ids of the target layers whose output residual stream feeds the head."""
+    """Taps in the order in which their features are concatenated: 0-based ids of target layers, or
+    FINAL_NORM alone."""
     fc_norm: bool = False
     """One RMSNorm for each tapped feature, before the concatenation."""
     norm_before_fc: bool = False
@@ -82,12 +88,12 @@ class HeadConfig:
 
     @property
     def num_taps(self) -> int:
-        """Number of target features concatenated for one position."""
+        """Number of taps, whose features are concatenated for each position."""
         return len(self.tap_layers)
 
 
 def default_tap_layers(num_target_layers: int) -> tuple[int, int, int]:
-    """Outputs of layers (1, L//2-1, L-4): the low, middle and high features of EAGLE-3."""
+    """Return the taps (1, L//2-1, L-4): the low, middle and high features of EAGLE-3."""
     if num_target_layers < 6:
         raise ValueError(
             f"the default taps need a target of at least 6 layers, not {num_target_layers}: "
@@ -143,6 +149,8 @@ def _from_speculators(raw: dict[str, Any], num_target_layers: int | None) -> Hea
     merged = {"norm_before_residual": True, **layer, **flags}
     merged["draft_vocab_size"] = raw.get("draft_vocab_size")
     merged["target_hidden_size"] = raw.get("target_hidden_size")
+    # Training in this format appends a fourth id, that of the target's last layer: its output is
+    # the training target and no input of the head.
     return _build(merged, "eagle3", taps[:3])
 
 
@@ -233,7 +241,7 @@ def _build(
 
 
 def _check_supported(raw: dict[str, Any]) -> None:
-    """Reject what would load and then silently compute something else."""
+    """Raise ValueError for variants that would load and then silently compute something else."""
     allowed: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu",),
         "num_hidden_layers": (1,),

@@ -26,7 +26,7 @@ options.py                 Request options of the client: `GenerateOptions`, and
                            into a request.
 pending_requests.py        Resumable requests whose answers a client still waits for.
 retry.py                   Retry policy of client calls.
-rpcs.py                    RPC definitions of InferenceService: bytes in and dataclasses out, shared
+rpcs.py                    RPC definitions of InferenceService, with encoders and decoders, shared
                            by both clients.
 sync_calls.py              Call helpers of the synchronous client: channel replacement, retry waits
                            and aborts.

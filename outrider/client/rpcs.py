@@ -1,4 +1,4 @@
-"""RPC definitions of InferenceService: bytes in and dataclasses out, shared by both clients."""
+"""RPC definitions of InferenceService, with encoders and decoders, shared by both clients."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 Metadata = tuple[tuple[str, str], ...]
-"""What goes with a call beside its message: (key, value), keys in lower case."""
+"""gRPC metadata of a call: pairs of key and value, with keys in lower case."""
 
 DEFAULT_TIMEOUT_S = 600.0
-"""Of a request, retries included."""
+"""Default timeout of a request, retries included, in seconds."""
 INFO_TIMEOUT_S = 10.0
-"""Of everything that generates nothing."""
+"""Timeout of the calls that generate nothing, in seconds."""
 ABORT_TIMEOUT_S = 2.0
-"""Of telling the router that a request that is left is not wanted; without it, that takes the
-router's grace time."""
+"""Timeout of the Abort call for resumable requests that the client leaves unfinished, in seconds.
+If the call fails, the router ends them after its grace time."""
 _RECONNECT_MS = 200
-"""Longest pause between two attempts to reach a router: it may have been restarted."""
+"""Longest pause between two attempts to connect, in milliseconds: a restarted router is back
+soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Rpc(Generic[RequestT, ResponseT]):
         return f"/outrider.wire.v1.InferenceService/{self.name}"
 
     def decode(self, data: bytes) -> ResponseT:
-        """Read an answer; a malformed one is the server's fault, not the caller's."""
+        """Decode a response. Raises InternalError for a malformed one, which is the server's
+        fault."""
         try:
             return self._decode(data)
         except InvalidMessageError as error:
@@ -110,8 +112,8 @@ LIST_MODELS: Rpc[None, tuple[ModelInfo, ...]] = Rpc(
 def stream_call(
     request: GenerateRequest, collected: CollectedStream, *, resume: bool
 ) -> tuple[str, bytes, Callable[[bytes], StreamEvent]]:
-    """The call that begins a request's stream, or goes on behind what was collected of it: its
-    path, its message, and how to read what it answers."""
+    """Return the path, the message and the response decoder of the call that starts a request's
+    stream, or with `resume` continues it behind what `collected` holds."""
     if not resume:
         return GENERATE_STREAM.path, GENERATE_STREAM.encode(request), GENERATE_STREAM.decode
     assert request.request_id is not None, "a resumable request is named by its client"
@@ -120,7 +122,7 @@ def stream_call(
 
 
 def client_options() -> list[tuple[str, int]]:
-    """Channel options: keepalive, message bounds, quick reconnection."""
+    """Return the channel options: keepalive, message bounds and quick reconnection."""
     options = dict(channel_options(GrpcConfig()))
     options["grpc.max_reconnect_backoff_ms"] = _RECONNECT_MS
     # A channel that replaces a broken one must not inherit its connection's back-off.
@@ -129,6 +131,6 @@ def client_options() -> list[tuple[str, int]]:
 
 
 def to_typed_error(error: grpc.RpcError, address: str) -> OutriderError:
-    """The typed error behind a failed call, of either client."""
+    """Return the typed error of a failed call of either client."""
     # A failed call of the synchronous client has the same accessors as an AioRpcError.
     return to_lost_error(cast("grpc.aio.AioRpcError", error), peer=address)

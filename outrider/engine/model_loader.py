@@ -1,8 +1,13 @@
 """Model loader: builds a target or a small draft model with fused, packed weights.
 
-Tensors are read, fused and packed one layer at a time, so that the peak is the packed model and one
-layer. Only the packed copy of a projection stays. The embedding stays plain, because its rows are
+Tensors are read, fused and packed one layer at a time, so that the peak of memory is the packed
+model and one layer. A packed projection keeps its plain weight only where single rows are faster
+over it and the machine has memory for such copies. The embedding stays plain, because its rows are
 looked up; when the output projection is tied to it, that is a second, packed copy.
+
+The rows of the query and key projections are permuted to the interleaved RoPE layout
+(`interleave_pairs`). The weights of `q_norm` and `k_norm` are permuted likewise, and expanded to
+one row for each head.
 """
 
 from __future__ import annotations
@@ -36,9 +41,10 @@ def load_target(
 ) -> TargetModel:
     """Load a model from a safetensors directory or a `.gguf` file.
 
-    `kv_tokens` is the size of the KV pool in tokens, rounded up to blocks of `block_tokens`, or
-    says it once the weights are loaded. `packed=False` keeps plain weights. Raises NotFoundError
-    and InvalidRequestError.
+    `kv_tokens` is the size of the KV pool in tokens, or a function of the model configuration that
+    returns it and is called after the weights are loaded. The size is rounded up to blocks of
+    `block_tokens`. `packed=False` keeps plain weights. Raises NotFoundError and
+    InvalidRequestError.
     """
     source = open_checkpoint(path)
     config = load_model_config(path)
@@ -62,7 +68,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of all weights that products are taken with."""
+    """Bytes of all matmul weights: the projections of every layer, and the output projection."""
     heads = 2 * (config.num_heads + config.num_kv_heads)
     a_layer = heads * config.head_dim + 3 * config.intermediate_size
     rows = config.num_layers * a_layer + config.vocab_size
@@ -75,7 +81,7 @@ def load_embedding(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Only the embedding [V, H], as a draft head in another process needs it."""
+    """Load the embedding [V, H] alone, as a draft head in another process needs it."""
     return open_checkpoint(path).get(EMBEDDING).to(device=device, dtype=dtype)
 
 
@@ -85,7 +91,7 @@ def load_lm_head(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Only the output projection [V, H]; the embedding where the two are tied."""
+    """Load the output projection [V, H] alone; it is the embedding where the two are tied."""
     source = open_checkpoint(path)
     return _lm_head(source, load_model_config(path)).to(device=device, dtype=dtype)
 
@@ -95,7 +101,7 @@ def _lm_head(source: TensorSource, config: ModelConfig) -> Tensor:
 
 
 class WeightLoader:
-    """Fuses and places the weights of a model from any source of tensors."""
+    """Loads the weights of a model from any source of tensors: fuses, permutes and packs them."""
 
     def __init__(
         self,
@@ -113,7 +119,8 @@ class WeightLoader:
         self._make = partial(make_linear, packed=packed, keep_plain=has_memory_for_copies(size))
 
     def load(self) -> ModelWeights:
-        """Everything, layer by layer. Raises InvalidRequestError for shapes that do not fit."""
+        """Load all weights, layer by layer. Raises InvalidRequestError for shapes that do not
+        fit."""
         config = self._config
         head = _lm_head(self._source, config)
         self._expect(LM_HEAD, head, (config.vocab_size, config.hidden_size))

@@ -1,28 +1,35 @@
-"""Decoding mode of a workload class (plain or speculative), and the reason for it. Pure."""
+"""Decoding mode of a workload class (plain or speculative), and the reason for it.
+
+A workload class is the set of sessions that share drafter, draft method, draft plan and sampling
+settings (`outrider_verifier.planner.workload_stats.WorkloadClass`). The verifier measures both
+modes for each class and uses the faster one.
+"""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 
-class Mode(StrEnum):
-    """Decoding mode of a workload class."""
+class DecodingMode(StrEnum):
+    """Way in which the sessions of a workload class decode."""
 
     PLAIN = "plain"
+    """One token a round, without drafts."""
     SPECULATE = "speculate"
+    """Drafts are verified each round."""
 
     @property
-    def other(self) -> Mode:
-        """The one that this is not."""
-        return Mode.PLAIN if self is Mode.SPECULATE else Mode.SPECULATE
+    def other(self) -> DecodingMode:
+        """The other mode."""
+        return DecodingMode.PLAIN if self is DecodingMode.SPECULATE else DecodingMode.SPECULATE
 
 
 class DecodingModeReason(StrEnum):
-    """Reason for which a mode is in force."""
+    """Reason why a mode is in force."""
 
     MEASURING = "measuring"
-    """Too little is known."""
+    """Too few rounds were measured to compare the modes."""
     FASTER = "faster"
-    """It emits more tokens per second than the other."""
+    """The mode emits more tokens per second than the other."""
     PROBE = "probe"
-    """To see whether it has become faster than the other, for a few rounds."""
+    """The mode is measured for a few rounds, in case it has become faster than the other."""

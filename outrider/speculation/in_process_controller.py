@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.speculation.measurements import EmissionStats, RoundTimeWindow
 
 MIN_ROUNDS: Final = 6.0
@@ -77,14 +77,16 @@ class InProcessDraftController:
         """Speed relative to plain decoding at the last round; nan while it is not known."""
         return self._gain
 
-    def choose_mode(self, load: int, now: float) -> Mode:
+    def choose_mode(self, load: int, now: float) -> DecodingMode:
         """How sessions are to decode; a verdict for plain decoding holds for a while."""
-        return Mode.PLAIN if now < self._until.get(load, -math.inf) else Mode.SPECULATE
+        return (
+            DecodingMode.PLAIN if now < self._until.get(load, -math.inf) else DecodingMode.SPECULATE
+        )
 
     def is_active_above(self, load: int, now: float) -> bool:
         """Whether drafts were made at a higher load, and are in force there."""
         held = [other for other in self._host if other > load]
-        return any(self.choose_mode(other, now) is Mode.SPECULATE for other in held)
+        return any(self.choose_mode(other, now) is DecodingMode.SPECULATE for other in held)
 
     def observe_round(
         self,

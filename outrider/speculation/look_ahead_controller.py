@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.speculation.look_ahead_acceptance import LookAheadAcceptance
 from outrider.speculation.look_ahead_probe import LookAheadTrials, RoundModeObservation
 from outrider.speculation.measurements import EmissionStats, RoundObservation
@@ -83,7 +83,7 @@ class LookAheadController:
         return ways.in_force is not before
 
     def follow_speculation(
-        self, speculation: SpeculationController, before: Mode, load: int
+        self, speculation: SpeculationController, before: DecodingMode, load: int
     ) -> None:
         """The speculation controller of speculation with plain decoding has changed its mode;
         `before`: what was in force there.
@@ -95,11 +95,11 @@ class LookAheadController:
         ways = self._at(load)
         if ways.is_trial or (ways.gain if ways.in_force else 1.0 / ways.gain) > MIN_SWITCH_GAIN:
             return
-        left = before is Mode.SPECULATE and speculation.active_mode is Mode.PLAIN
+        left = before is DecodingMode.SPECULATE and speculation.active_mode is DecodingMode.PLAIN
         if left and ways.in_force:
             ways.in_force = False
             speculation.reset_draft_statistics()
-        elif speculation.is_probing and speculation.current_mode is Mode.SPECULATE:
+        elif speculation.is_probing and speculation.current_mode is DecodingMode.SPECULATE:
             ways.in_force = not ways.in_force
 
     def _lap(self, seen: RoundObservation, missed: int) -> RoundModeObservation:

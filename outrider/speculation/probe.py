@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.speculation.measurements import OUTLIER_FACTOR, RoundObservation
 
 RECHECK_PROBE_ROUNDS: Final = 6.0
@@ -35,7 +35,7 @@ class ModeProbe:
     """A probe in progress. `usual_s`, below: seconds of a round in the mode in force, nan if that
     is unknown."""
 
-    mode: Mode
+    mode: DecodingMode
     rounds_left: float
     is_recheck: bool = False
     """Whether speculation is left if plain rounds turn out faster; else they are but refreshed."""
@@ -78,7 +78,7 @@ class ModeProbe:
     def is_over(self, usual_s: float) -> bool:
         """Whether enough rounds were run."""
         longer = LONG_PROBE_ROUNDS - PROBE_ROUNDS
-        if self.mode is Mode.PLAIN:
+        if self.mode is DecodingMode.PLAIN:
             longer = LONG_RECHECK_PROBE_ROUNDS - RECHECK_PROBE_ROUNDS
         cheap = self._steady_s / usual_s < SMALL_LOSS_ROUNDS
         return self.rounds_left <= (-longer if cheap else 0.0)

@@ -1,8 +1,10 @@
-"""Expected loss of probing the mode that is not in force. Pure.
+"""Expected loss of probing the mode that is not in force.
 
-It is the loss of the last probe; before there was one, that of a probe at a higher load, or an
-estimate by the number of sessions that return to drafts: their drafter has to read all that they
-emitted meanwhile.
+The expected loss of a mode is the loss of its last probe. Before the first probe of plain decoding
+it is a fixed number of rounds, whatever the load and the number of sessions. Before the first probe
+of speculation it is the larger of two values: the loss of such a probe at a higher load, scaled
+down to this load, and an estimate that grows with the number of sessions, because their drafter has
+to read all tokens that they emitted without it. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -10,42 +12,47 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 
-FIRST_PROBE_COST: Final = 2.0
-"""Rounds of the mode in force that a probe counts as which was never made,"""
-RETURN_COST: Final = 0.15
-"""and with drafts, for each session that comes back to them (64 at an 8B's cost: .1 to .25 s, 20 to
-50 rounds)."""
+FIRST_PROBE_ROUNDS: Final = 2.0
+"""Expected loss of the first probe of a mode, in rounds of the mode in force."""
+DRAFTER_CATCH_UP_ROUNDS: Final = 0.15
+"""Rounds that the first probe of speculation is expected to lose in addition for each session,
+while the drafter catches up. With an 8B model 64 sessions took .1 to .25 s, which is 20 to 50
+rounds."""
 
 
 @dataclass(slots=True)
 class ProbeCosts:
-    """Losses of probes at one load, in seconds."""
+    """Losses of the probes at one load, in seconds."""
 
-    _lost_s: dict[Mode, float] = field(default_factory=dict)
-    """What the last probe of a mode lost."""
+    _lost_s: dict[DecodingMode, float] = field(default_factory=dict)
+    """Loss of the last probe, by mode."""
     _likely_s: float = 0.0
-    """What one of speculation lost at a higher load, by the sessions that there are here."""
+    """Loss of a probe of speculation at a higher load, scaled down to this load; 0: there was
+    none."""
 
     @classmethod
     def from_other_load(cls, other: ProbeCosts, halvings: int) -> ProbeCosts:
-        """Those at a load at which nothing was tried, by those at one that is `halvings` higher.
-        Of a lower one nothing follows: most of what its probe lost does not grow with sessions."""
+        """Return the costs of a load without probes, from those of a load that is `halvings`
+        halvings higher. Nothing is derived from a lower load: most of the loss of its probe does
+        not grow with the number of sessions."""
         if halvings <= 0:
             return cls()
-        lost_s = other._lost_s.get(Mode.SPECULATE, other._likely_s)
+        lost_s = other._lost_s.get(DecodingMode.SPECULATE, other._likely_s)
         return cls(_likely_s=lost_s * 0.5**halvings)
 
-    def record_loss(self, mode: Mode, lost_s: float) -> None:
-        """A probe of `mode` lost so much."""
+    def record_loss(self, mode: DecodingMode, lost_s: float) -> None:
+        """Record the loss of a probe of `mode`."""
         self._lost_s[mode] = lost_s
 
-    def expected_loss_s(self, mode: Mode, *, usual_s: float, sessions: int) -> float:
-        """What one of `mode` may lose, where a round in the other takes `usual_s`."""
+    def expected_loss_s(self, mode: DecodingMode, *, usual_s: float, sessions: int) -> float:
+        """Return what a probe of `mode` may lose; a round of the other mode takes `usual_s`."""
         known_s = self._lost_s.get(mode)
         if known_s is not None:
             return known_s
-        if mode is Mode.PLAIN:
-            return FIRST_PROBE_COST * usual_s
-        return max(self._likely_s, (FIRST_PROBE_COST + RETURN_COST * sessions) * usual_s)
+        if mode is DecodingMode.PLAIN:
+            return FIRST_PROBE_ROUNDS * usual_s
+        return max(
+            self._likely_s, (FIRST_PROBE_ROUNDS + DRAFTER_CATCH_UP_ROUNDS * sessions) * usual_s
+        )

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from outrider.spec.decoding_mode import DecodingModeReason, Mode
+from outrider.spec.decoding_mode import DecodingMode, DecodingModeReason
 from outrider.speculation.deficit import MIN_JUDGED_ROUNDS, SpeculationDeficit
 from outrider.speculation.loss_allowance import SessionGains
 from outrider.speculation.measurements import (
@@ -88,7 +88,7 @@ class SpeculationController:
     """What a plain round is thought to take until any was seen; nan: nothing tells."""
     preparation_s: float = 0.0
     """What it costs sessions to be able to speculate, before it is tried."""
-    active_mode: Mode = Mode.SPECULATE
+    active_mode: DecodingMode = DecodingMode.SPECULATE
     """The mode of now, probes aside."""
     _plain: RoundTimeWindow = field(default_factory=RoundTimeWindow)
     _drafts: RoundTimeWindow = field(default_factory=RoundTimeWindow)
@@ -126,9 +126,9 @@ class SpeculationController:
         new._proven = other._proven and other.gain > CLEAR_GAIN
         new._thought = other.estimated_gain * GAIN_PER_HALVING ** max(0, halvings)
         if halvings > 0 and new._thought > 1.0 and stood.mean > MIN_EASY_TOKENS:
-            new.active_mode = Mode.SPECULATE
+            new.active_mode = DecodingMode.SPECULATE
         new._winnings = SessionGains.from_other_load(
-            other._winnings, plain=new.active_mode is Mode.PLAIN
+            other._winnings, plain=new.active_mode is DecodingMode.PLAIN
         )
         new._prices = ProbeCosts.from_other_load(other._prices, halvings)
         return new
@@ -141,16 +141,20 @@ class SpeculationController:
     @property
     def is_plain_faster(self) -> bool:
         """Whether plain decoding is in force, and was found to be faster at this very load."""
-        return self._found and self.active_mode is Mode.PLAIN
+        return self._found and self.active_mode is DecodingMode.PLAIN
 
     @property
     def is_plain_in_force(self) -> bool:
         """Whether plain decoding is in force and was run at this very load, and nothing else is
         being tried."""
-        return self.active_mode is Mode.PLAIN and not self.is_probing and self.has_compared_modes
+        return (
+            self.active_mode is DecodingMode.PLAIN
+            and not self.is_probing
+            and self.has_compared_modes
+        )
 
     @property
-    def current_mode(self) -> Mode:
+    def current_mode(self) -> DecodingMode:
         """What sessions are to do now."""
         return self.active_mode if self._probe is None else self._probe.mode
 
@@ -185,27 +189,27 @@ class SpeculationController:
     @property
     def _usual_s(self) -> float:
         """Seconds of a round in the mode in force; nan: unknown."""
-        return self._plain.mean_s if self.active_mode is Mode.PLAIN else self._drafts.mean_s
+        return self._plain.mean_s if self.active_mode is DecodingMode.PLAIN else self._drafts.mean_s
 
     def begin_session(self) -> None:
         """Another session begins, alone: if drafts have won more than they lost, it begins with
         them and is judged by what its own text gives."""
         if not self._winnings.can_spend or self._probe is not None:
             return
-        if self.active_mode is Mode.SPECULATE:
+        if self.active_mode is DecodingMode.SPECULATE:
             self._begin_anew()
         else:
-            self.active_mode = Mode.SPECULATE
+            self.active_mode = DecodingMode.SPECULATE
             self._forget_drafts()
 
     def reset_draft_statistics(self) -> None:
         """Drafts are made another way from now on: whatever those before them gave, they get a
         chance."""
-        self.active_mode = Mode.SPECULATE
+        self.active_mode = DecodingMode.SPECULATE
         self._winnings.reset()
         self._forget_drafts()
 
-    def observe_round(self, mode: Mode, seen: RoundObservation) -> None:
+    def observe_round(self, mode: DecodingMode, seen: RoundObservation) -> None:
         """Sessions decoded in `mode`."""
         if not (seen.rows > 0 and seen.seconds > 0.0):
             return
@@ -213,13 +217,13 @@ class SpeculationController:
         if probe is not None:
             if probe.mode is mode:
                 self._probed(probe, seen)
-            elif mode is Mode.PLAIN and seen.eligible_share < LOST_ELIGIBLE_SHARE:
+            elif mode is DecodingMode.PLAIN and seen.eligible_share < LOST_ELIGIBLE_SHARE:
                 # Nobody is left to try it with.
                 self._probe = None
         elif mode is self.active_mode:
             self._went_on(mode, seen)
 
-    def _went_on(self, mode: Mode, seen: RoundObservation) -> None:
+    def _went_on(self, mode: DecodingMode, seen: RoundObservation) -> None:
         """A round in the mode in force: see whether it is time to try the other one."""
         usual_s = self._usual_s
         if not math.isnan(usual_s):
@@ -232,7 +236,7 @@ class SpeculationController:
             self._credit_s -= lost_s
             self._win(-lost_s, seen)
             return
-        if mode is Mode.PLAIN:
+        if mode is DecodingMode.PLAIN:
             self._note_plain(seen)
             self._winnings.add_plain_rounds(seen.weight * seen.rounds)
         else:
@@ -249,17 +253,17 @@ class SpeculationController:
         # The least price that there is first: mostly not even that is there.
         affordable = self._credit_s >= MIN_PROBE_COST * usual_s * share
         affordable = affordable and self._credit_s >= self._price(mode.other, seen) * share
-        if affordable and mode is Mode.PLAIN and seen.eligible_share < MIN_ELIGIBLE_SHARE:
+        if affordable and mode is DecodingMode.PLAIN and seen.eligible_share < MIN_ELIGIBLE_SHARE:
             if not self._gathering.extend_wait(seen):
                 self._credit_s = 0.0
             return
         self._gathering.cancel()
         if affordable:
-            if mode is Mode.PLAIN:
+            if mode is DecodingMode.PLAIN:
                 self._forget_drafts()
             self._probe = ModeProbe(mode.other, PROBE_ROUNDS)
-        elif mode is Mode.SPECULATE and self._unchecked:
-            self._probe = ModeProbe(Mode.PLAIN, FIRST_PLAIN_ROUNDS)
+        elif mode is DecodingMode.SPECULATE and self._unchecked:
+            self._probe = ModeProbe(DecodingMode.PLAIN, FIRST_PLAIN_ROUNDS)
 
     @property
     def is_probe_due(self) -> bool:
@@ -335,7 +339,7 @@ class SpeculationController:
     def _doubt(self) -> None:
         """Compare speculation with plain rounds of right now."""
         self._plain.clear()
-        self._probe = ModeProbe(Mode.PLAIN, RECHECK_PROBE_ROUNDS, is_recheck=True)
+        self._probe = ModeProbe(DecodingMode.PLAIN, RECHECK_PROBE_ROUNDS, is_recheck=True)
 
     def _forget_drafts(self) -> None:
         self._drafts.clear()
@@ -346,33 +350,37 @@ class SpeculationController:
         self._gathering.cancel()
         self._behind = SpeculationDeficit()
 
-    def _lost_s(self, mode: Mode, seen: RoundObservation) -> float:
+    def _lost_s(self, mode: DecodingMode, seen: RoundObservation) -> float:
         """Seconds of a session that this round took longer than the usual ones of `mode`."""
-        if mode is Mode.PLAIN:
+        if mode is DecodingMode.PLAIN:
             lost = seen.round_s - self.plain_round_s
         else:
             lost = seen.round_s - seen.tokens / seen.rows / self._stood.mean * self._drafts.mean_s
         return 0.0 if math.isnan(lost) else lost * seen.rounds
 
-    def _price(self, mode: Mode, seen: RoundObservation) -> float:
+    def _price(self, mode: DecodingMode, seen: RoundObservation) -> float:
         """Seconds that a probe of `mode` may be expected to lose; `seen`: the last round."""
         usual_s = self._usual_s
         if math.isnan(usual_s):
             return math.inf
         lost_s = self._prices.expected_loss_s(mode, usual_s=usual_s, sessions=seen.sessions)
-        if mode is Mode.SPECULATE and not math.isnan(self.gain):
+        if mode is DecodingMode.SPECULATE and not math.isnan(self.gain):
             # What the drafts were when they were left tells it before the first probe does.
             lost_s = max(lost_s, MIN_ROUNDS * self._drafts.mean_s * (1.0 - self.gain))
             if self._worthless:
                 lost_s = max(lost_s, WORTHLESS_PROBE_COST * usual_s)
-        return max(lost_s, MIN_PROBE_COST * usual_s) + self.preparation_s * (mode is Mode.SPECULATE)
+        return max(lost_s, MIN_PROBE_COST * usual_s) + self.preparation_s * (
+            mode is DecodingMode.SPECULATE
+        )
 
     def _probed(self, probe: ModeProbe, seen: RoundObservation) -> None:
         """A round in the mode that is being tried."""
         usual_s = self._usual_s
-        probe.add_loss(seen, usual_s, 1.0 if self.active_mode is Mode.PLAIN else self._stood.mean)
+        probe.add_loss(
+            seen, usual_s, 1.0 if self.active_mode is DecodingMode.PLAIN else self._stood.mean
+        )
         if probe.count_round(seen):
-            if probe.mode is Mode.PLAIN:
+            if probe.mode is DecodingMode.PLAIN:
                 self._note_plain(seen)
             else:
                 self._note_drafts(seen)
@@ -385,7 +393,7 @@ class SpeculationController:
 
     def _hopeless(self, probe: ModeProbe) -> bool:
         """Whether the drafts that are being tried cannot be worth it any more."""
-        if probe.mode is Mode.PLAIN or not self._drafts.rounds > MIN_JUDGED_ROUNDS:
+        if probe.mode is DecodingMode.PLAIN or not self._drafts.rounds > MIN_JUDGED_ROUNDS:
             return False
         if self._worthless:
             return True
@@ -396,7 +404,7 @@ class SpeculationController:
 
     def _succeeded(self, probe: ModeProbe) -> bool:
         """Whether speculation, being tried, is seen to be faster."""
-        enough = probe.mode is Mode.SPECULATE and self._drafts.rounds >= MIN_ROUNDS
+        enough = probe.mode is DecodingMode.SPECULATE and self._drafts.rounds >= MIN_ROUNDS
         return enough and self.gain > MIN_GAIN
 
     def _end(self, probe: ModeProbe, broken: bool) -> None:
@@ -404,9 +412,9 @@ class SpeculationController:
         lost = max(0.0, probe.lost_s)
         self._prices.record_loss(probe.mode, lost)
         self._credit_s = min(0.0, self._credit_s - lost)
-        if probe.mode is Mode.SPECULATE:
+        if probe.mode is DecodingMode.SPECULATE:
             if not broken and self._succeeded(probe):
-                self.active_mode = Mode.SPECULATE
+                self.active_mode = DecodingMode.SPECULATE
             else:
                 self._found = True
             self._begin_anew()
@@ -419,7 +427,7 @@ class SpeculationController:
         # Now it is known what plain rounds take.
         self._winnings.add_rounds(behind.deficit - emitted.rounds * (needed - emitted.mean))
         if not broken and behind.is_below(plain_s, sure=CONFIRM_STD_ERRORS):
-            self.active_mode, self._found = Mode.PLAIN, True
+            self.active_mode, self._found = DecodingMode.PLAIN, True
             self._winnings.record_failure(emitted, needed)
             self._thin = not behind.is_below(plain_s, sure=LOSS_STD_ERRORS)
             # The times when it was ahead are over.
@@ -428,7 +436,7 @@ class SpeculationController:
 
     def _leave(self) -> None:
         """Decode plainly, without a comparison: there is nothing to compare."""
-        self.active_mode, self._decided, self._thin = Mode.PLAIN, True, False
+        self.active_mode, self._decided, self._thin = DecodingMode.PLAIN, True, False
         self._found = True
         self._credit_s = min(0.0, self._credit_s)
         self._winnings.record_failure(self._stood, math.inf)

@@ -8,7 +8,7 @@ plain_text_chat.py         Chat rendering with messages as plain text: only the 
                            special tokens.
 special_tokens.py          Private names for a tokenizer's special tokens, which no client text can
                            contain.
-stop_strings.py            Stop-string filter for text that arrives in pieces.
+stop_strings.py            Stop-string filter for streamed text.
 token_bytes.py             Table of the bytes that each token id contributes to the text.
 tokenizer.py               Tokenizer of a served model, loaded from its files in the hub's layout
                            (torch-free).

@@ -1,4 +1,4 @@
-"""Stop-string filter for text that arrives in pieces."""
+"""Stop-string filter for streamed text."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ from collections.abc import Sequence
 
 
 class StopStringFilter:
-    """Passes text through until a stop string is complete, and cuts the text before it or, where it
-    is to be included, behind it.
+    """Passes text through until a stop string is complete, and cuts the text there.
 
-    Text that could be the start of a stop string is held back, if that is to be cut off. Of several
-    stop strings the one that is complete first wins, the longest if several are complete at once,
-    so the outcome does not depend on how the text was split into pieces.
+    The stop string itself is cut off unless `include` is set. If it is cut off, text that could be
+    the start of a stop string is held back until more text arrives. The stop string that is
+    complete first ends the text; of several that are complete at the same character, the longest.
+    The result therefore does not depend on how the text was split into pieces.
 
-    Text may be pushed that cannot end the whole (`may_end=False`): a stop string that is complete
-    within it is passed through, one that begins there and is complete later counts.
+    Text that is pushed with `may_end=False` does not end the answer: the filter passes on a stop
+    string that is complete within that text. A stop string that begins in that text and is
+    complete in later text does end the answer.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`stops` are non-empty; none at all passes everything through. `include`: whether the one
-        that ends the text is part of it."""
+        """Create a filter for one answer.
+
+        `stops`: non-empty strings; without any, all text passes through. `include`: whether the
+        stop string that ends the text is part of the text.
+        """
         assert all(stops), "empty stop strings are refused with the request"
         self._stops = tuple(sorted(set(stops), key=len, reverse=True))
         self._include = include
         self._held = ""
-        """What may begin a stop string; shown already where these are included."""
+        """Text that may be the start of a stop string. With `include` it was returned already."""
         self.matched: str | None = None
         """The stop string that ended the text."""
 
     def push_text(self, text: str, *, may_end: bool = True) -> str:
-        """Text that is safe to show now. After a match nothing more comes out.
+        """Add text; returns the text that is safe to show now, and nothing after a match.
 
-        `may_end`: whether a stop string that `text` completes ends the whole.
+        `may_end`: whether a stop string that `text` completes ends the answer.
         """
         if not self._stops or self.matched is not None:
             return text if not self._stops else ""
@@ -47,12 +51,12 @@ class StopStringFilter:
         return text if self._include else held[: len(held) - keep]
 
     def flush(self) -> str:
-        """The text held back, once no more can follow."""
+        """Return the text held back, at the end of an answer without a stop string."""
         held, self._held = self._held, ""
         return "" if self._include else held
 
     def _first_match(self, text: str, num_old: int) -> tuple[int, str] | None:
-        """End and text of the first stop string that ends behind the first `num_old` characters."""
+        """(end, text) of the stop string that is complete first after `num_old` characters."""
         best: tuple[int, str] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, num_old + 1 - len(stop)))

@@ -1,8 +1,10 @@
 """Message bundles: several encoded messages in one frame, joined and split without parsing.
 
-A frame holds one message or a bundle, a repeated field of messages of the frame's own type. Both
-directions work on protobuf's outermost layer alone: a malformed member is dropped alone, and no
-frame makes a reader build more than it reads.
+A frame holds one message or a bundle. A bundle is a repeated field whose messages have the type of
+the frame itself (see proto/README.md). Joining and splitting read only the tags and lengths of a
+frame's outermost fields and build no protobuf objects. The reader of a bundle can therefore drop
+one malformed message and keep the others, and a bundle inside a bundle is refused before it is
+parsed.
 """
 
 from __future__ import annotations
@@ -17,26 +19,28 @@ Encoded = bytes | memoryview
 
 _BUNDLE = pb.ExchangeRequest.BUNDLE_FIELD_NUMBER
 LENGTH_DELIMITED = 2
-"""The wire type of submessages and bytes."""
+"""Protobuf wire type of submessages and bytes."""
 _FIXED_BYTES = {1: 8, 5: 4}
 _TAG = bytes([_BUNDLE << 3 | LENGTH_DELIMITED])
 _MAX_VARINT_BYTES = 10
 _SHORT = [bytes([value]) for value in range(0x80)]
-"""Numbers that take one byte."""
+"""Encodings of the numbers that take one byte, by number."""
 _MAX_OTHER_FIELDS = 64
-"""Fields of a frame beside its bundle: one is known, the rest is for what newer peers may add."""
+"""Maximum number of fields of a frame outside its bundle. One is a message; newer peers may add
+fields that this version does not know."""
 
 
 def join_messages(messages: Sequence[bytes], *, max_bytes: int = MAX_BUNDLE_BYTES) -> list[bytes]:
-    """Encoded messages as frames of at most `max_bytes`, in order; a larger message is one alone.
+    """Join encoded messages into frames of at most `max_bytes`; keeps their order.
 
-    A message that is alone in its frame is the frame.
+    A message that is larger than `max_bytes` gets a frame of its own. A frame with one message is
+    that message itself, without a bundle.
     """
     frames: list[bytes] = []
     group: list[bytes] = []
     size = 0
     for message in messages:
-        # Tag and length: more than they take.
+        # Eight bytes are an upper bound for the tag and the length.
         needs = len(message) + 8
         if group and (size + needs > max_bytes or len(group) == MAX_BUNDLE_MESSAGES):
             frames.append(_frame(group))
@@ -49,10 +53,10 @@ def join_messages(messages: Sequence[bytes], *, max_bytes: int = MAX_BUNDLE_BYTE
 
 
 def split_frame(frame: Encoded) -> Sequence[Encoded]:
-    """The encoded messages of a frame: its bundle's, or the frame itself if it has none.
+    """Split a frame into the encoded messages of its bundle; returns the frame itself without one.
 
-    Raises InvalidMessageError for a frame that is no sequence of protobuf fields, that has a
-    bundle and a message, or more of anything than is allowed. The messages are not looked at.
+    Raises InvalidMessageError for a frame that is not a sequence of protobuf fields, that holds
+    both a bundle and a message, or that exceeds a limit. The messages themselves are not checked.
     """
     if len(frame) > MAX_MESSAGE_BYTES:
         raise_invalid(f"a frame of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
@@ -71,13 +75,15 @@ def split_frame(frame: Encoded) -> Sequence[Encoded]:
             raise_invalid(f"a frame must have at most {_MAX_OTHER_FIELDS} fields")
     if not members:
         return (frame,)
+    # Messages have field numbers below the bundle's; newer peers add other fields above it
+    # (proto/README.md).
     if any(number < _BUNDLE for number in others):
         raise_invalid("a frame must hold a message or a bundle, not both")
     return members
 
 
 def refuse_bundle(message: Encoded) -> None:
-    """Raise InvalidMessageError for a message that holds a bundle, before that is built."""
+    """Raise InvalidMessageError for an encoded message that holds a bundle; does not parse it."""
     if split_frame(message)[0] is not message:
         raise_invalid("a bundle must not hold bundles")
 
@@ -92,7 +98,7 @@ def _frame(group: Sequence[bytes]) -> bytes:
 
 
 def encode_varint(value: int) -> bytes:
-    """A number >= 0 as protobuf writes it."""
+    """Encode a number >= 0 as a protobuf varint."""
     if value < len(_SHORT):
         return _SHORT[value]
     encoded = bytearray()
@@ -104,8 +110,12 @@ def encode_varint(value: int) -> bytes:
 
 
 def parse_fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
-    """(field number, content) of all outermost fields: of a length-delimited one where it lies, of
-    a varint its value; None for others. Raises InvalidMessageError for what is no such sequence."""
+    """Yield (field number, content) of every outermost field of an encoded message.
+
+    The content of a length-delimited field is a view of `data`, that of a varint its value, and
+    that of a fixed-width field None. Raises InvalidMessageError if `data` is not a sequence of
+    fields.
+    """
     position, end = 0, len(data)
     while position < end:
         tag, position = read_varint(data, position)
@@ -127,7 +137,10 @@ def parse_fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | Non
 
 
 def read_varint(data: memoryview, position: int) -> tuple[int, int]:
-    """(value, position behind it). Raises InvalidMessageError for one that is cut short."""
+    """Read the varint at `position`; returns (value, position after it).
+
+    Raises InvalidMessageError for a varint that is cut short.
+    """
     if position < len(data) and (byte := data[position]) < 0x80:
         return byte, position + 1
     value = shift = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from outrider.spec.decoding_mode import DecodingModeReason, Mode
+from outrider.spec.decoding_mode import DecodingMode, DecodingModeReason
 from outrider.wire.messages import (
     DECISION_SHIFT,
     PAUSED,
@@ -24,7 +24,9 @@ def describe_decision(flags: int) -> str:
 
 def _decision(flags: int) -> str:
     why = _REASONS[flags >> DECISION_SHIFT & 3]
-    return f"{Mode.PLAIN if flags & PAUSED else Mode.SPECULATE}/{why}" if why else ""
+    return (
+        f"{DecodingMode.PLAIN if flags & PAUSED else DecodingMode.SPECULATE}/{why}" if why else ""
+    )
 
 
 _DECISION_BITS: Final = PAUSED | 3 << DECISION_SHIFT

@@ -177,7 +177,7 @@ async def serve(config: RouterConfig) -> None:
     service.on_readiness = server.set_serving
     service.discovery.on_forgotten = dialer.close_channel
     stop, again = _stop_events()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.gate.reload_keys)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, service.access_control.reload_keys)
     try:
         service.restore_journal()
         if config.reuse_ports:
@@ -200,7 +200,7 @@ async def serve(config: RouterConfig) -> None:
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         await stop.wait()
-        logger.info("draining", extra={"running": len(service.journal)})
+        logger.info("draining", extra={"running": len(service.running_requests)})
         done = await service.drain(config.drain_timeout_s, again)
         logger.info("stopping", extra={"drained": done})
     finally:

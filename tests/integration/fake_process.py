@@ -13,7 +13,7 @@ from tests.integration.fake_endpoints import FakeVerifier
 async def main() -> None:
     interval_s, timeout_s = map(float, sys.argv[1:3])
     heartbeat = HeartbeatConfig(interval_s=interval_s, timeout_s=timeout_s)
-    config = GrpcConfig(heartbeat=heartbeat, shm_channels="lanes" in sys.argv)
+    config = GrpcConfig(heartbeat=heartbeat, shm_channels="shm" in sys.argv)
     services = verifier_services(FakeVerifier(), config)
     server = GrpcServer("127.0.0.1:0", services, config=config)
     print(await server.start(), flush=True)

@@ -1,4 +1,4 @@
-"""Drafters and routers of the verifier's host get lanes; texts are the same with and without."""
+"""Drafters and routers on the verifier's host use shared-memory channels, which change no text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.waiting import wait_until
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 
 
-def lanes_in(log: Path) -> list[bool]:
-    """Of each exchange that a log tells of, whether it had a shared-memory channel."""
+def shm_channels_in(log: Path) -> list[bool]:
+    """Return for each exchange in a log whether it had a shared-memory channel."""
     return _found(log, "shared_memory")
 
 
@@ -25,7 +25,7 @@ def _found(log: Path, key: str) -> list[bool]:
 
 
 def texts(stack: Stack) -> list[tuple[int, ...]]:
-    """Answers with drafts and without."""
+    """Return the tokens of a request with a drafter, and of the same request without."""
     found: list[tuple[int, ...]] = []
     with Client(stack.router.address, timeout_s=60.0) as client:
         for drafter in ("eagle3", "none"):
@@ -45,7 +45,7 @@ def texts(stack: Stack) -> list[tuple[int, ...]]:
         (["--no-shared-memory"], [], ["--no-shared-memory"], False, False),
     ],
 )
-def test_rounds_go_by_a_lane_where_both_want_one(
+def test_rounds_use_shared_memory_where_both_ends_allow_it(
     tiny_target: Path,
     tiny_head: Path,
     tmp_path: Path,
@@ -60,10 +60,10 @@ def test_rounds_go_by_a_lane_where_both_want_one(
         drafted, plain = texts(stack)
         assert _found(tmp_path / "verifier.log", "by_shm") == [by_shm_channel]
         assert drafted == plain
-        assert lanes_in(tmp_path / "verifier.log") == [shm_channel]
-        assert lanes_in(tmp_path / "drafter.log") == [shm_channel]
+        assert shm_channels_in(tmp_path / "verifier.log") == [shm_channel]
+        assert shm_channels_in(tmp_path / "drafter.log") == [shm_channel]
         stack.drafter.kill()
         stack.drafter.restart()
         wait_until(stack.healthy, timeout_s=30.0, what="the drafter's return")
         assert texts(stack) == [drafted, plain]
-        assert lanes_in(tmp_path / "verifier.log") == [shm_channel, shm_channel]
+        assert shm_channels_in(tmp_path / "verifier.log") == [shm_channel, shm_channel]

@@ -10,7 +10,7 @@ import pytest
 from outrider.client import Client, user
 from outrider.client.commands.status import describe_server
 from tests.integration.stack import Stack
-from tests.integration.test_shm_channels import lanes_in
+from tests.integration.test_shm_channels import shm_channels_in
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 DELAY_MS = 30.0
@@ -30,7 +30,7 @@ def test_every_round_takes_the_delay_both_ways(
         Stack(tmp_path, model=model, head=head, drafter=flags) as stack,
         Client(stack.router.address, timeout_s=60.0) as client,
     ):
-        assert lanes_in(tmp_path / "drafter.log") == [shm_channel]
+        assert shm_channels_in(tmp_path / "drafter.log") == [shm_channel]
         plain = client.generate(PROMPT, max_tokens=24, ignore_eos=True, drafter="none")
         began = time.monotonic()
         drafted = client.generate(

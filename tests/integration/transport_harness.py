@@ -142,7 +142,7 @@ class GrpcHarness:
             "tests.integration.fake_process",
             str(HEARTBEAT.interval_s),
             str(HEARTBEAT.timeout_s),
-            *(["lanes"] if self._config.shm_channels else []),
+            *(["shm"] if self._config.shm_channels else []),
             stdout=PIPE,
         )
         assert process.stdout is not None

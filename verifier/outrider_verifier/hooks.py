@@ -13,9 +13,9 @@ class RoundThrottle(Protocol):
     """Makes rounds last longer than their computation. The thread that runs the rounds calls it;
     which of the methods it calls depends on the model runner."""
 
-    def delay_forward(self, rows: int, began: float) -> None:
-        """Wait on the host. The CPU runner calls this behind the forward of a round: `rows` of the
-        batch, `began` on the clock of `time.perf_counter`."""
+    def delay_forward(self, num_tokens: int, began: float) -> None:
+        """Wait on the host. The CPU runner calls this behind the forward of a round, with the token
+        rows of its batch; `began` is on the clock of `time.perf_counter`."""
         ...
 
     def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:

@@ -1,8 +1,8 @@
 """`outrider bench stress`: requests that are cancelled, time out or are never read.
 
 Requests are cancelled at random moments (queued, in prefill, in a round), ended by a deadline, or
-never read; afterwards the fleet may hold no resources. Meanwhile the texts of normal streams are
-compared with those of an undisturbed fleet.
+not read; afterwards the fleet must hold no resources. Meanwhile the texts of a few normal requests
+are compared with the texts that the same fleet gave before the load.
 """
 
 from __future__ import annotations
@@ -33,58 +33,74 @@ from outrider_bench.models import add_model_arguments, describe_placement, local
 from outrider_bench.prompts import load_prompts
 from outrider_bench.report import print_progress, print_result
 
-NARROW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
-"""A client whose transport takes in no more than what is read."""
+SMALL_WINDOW_OPTIONS = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
+"""gRPC options of a channel that takes in little more than what its client reads."""
 NEVER_S = 120.0
-"""A stream that nobody reads must be over by then."""
-MATCHED = 4
-"""Streams beside the others whose texts are compared."""
+"""Timeout of requests whose clients do not read, in seconds; the router must end them earlier."""
+NUM_COMPARED = 4
+"""Number of normal requests beside the load whose texts are compared."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--cancelled", type=int, default=10_000, help="requests that their clients cancel")
-    add("--deadlines", type=int, default=1_000, help="requests that a deadline ends")
-    add("--slow", type=int, default=1_000, help="requests whose clients do not read")
-    add("--concurrency", type=int, default=64, help="requests at a time")
-    add("--max-sessions", type=int, default=32, help="of the verifier; the others wait")
-    add("--max-tokens", type=int, default=256)
-    add("--slow-tokens", type=int, default=1024, help="of answers that are not read")
-    add("--slow-reader-timeout-s", type=float, default=2.0, help="proposal timeout of the router")
-    add("--batches", type=int, default=20, help="looks at memory on the way")
-    add("--seed", type=int, default=0)
+    add(
+        "--cancelled", type=int, default=10_000, help="number of requests that their clients cancel"
+    )
+    add("--deadlines", type=int, default=1_000, help="number of requests that a deadline ends")
+    add("--slow", type=int, default=1_000, help="number of requests whose clients do not read")
+    add("--concurrency", type=int, default=64, help="requests in flight at a time")
+    add("--max-sessions", type=int, default=32, help="sessions that the verifier serves at a time")
+    add(
+        "--max-tokens", type=int, default=256, help="max_tokens of cancelled and timed-out requests"
+    )
+    add("--slow-tokens", type=int, default=1024, help="max_tokens of requests that are not read")
+    add(
+        "--slow-reader-timeout-s",
+        type=float,
+        default=2.0,
+        help="time after which the router ends a stream that its client does not read",
+    )
+    add(
+        "--batches",
+        type=int,
+        default=20,
+        help="number of batches of requests; memory is measured after each",
+    )
+    add("--seed", type=int, default=0, help="seed of the order, the prompts and the moments")
 
 
 class StressLoad:
-    """Requests against one router, and their results."""
+    """Sends requests to one router and counts how they end."""
 
-    def __init__(self, client: AsyncClient, narrow: grpc.aio.Channel, args: argparse.Namespace):
-        """`narrow` takes in no more than what is read."""
-        self._client, self._narrow = client, narrow
+    def __init__(
+        self, client: AsyncClient, small_window_channel: grpc.aio.Channel, args: argparse.Namespace
+    ):
+        """`small_window_channel` takes in little more than what is read."""
+        self._client, self._small_window_channel = client, small_window_channel
         self._prompts = load_prompts(args.prompts, args.limit)
         self._options: GenerateOptions = {"max_tokens": args.max_tokens, "ignore_eos": True}
         self._slow_options: GenerateOptions = {**self._options, "max_tokens": args.slow_tokens}
         self._slow_reader_timeout_s = args.slow_reader_timeout_s
         self._rng = random.Random(args.seed)
-        self._lasts_s = 0.2
-        """About how long an answer takes."""
+        self._request_duration_s = 0.2
+        """Estimated duration of a request, in seconds."""
         self.codes: Counter[str] = Counter()
 
-    async def texts(self) -> list[str]:
-        """A few answers that nothing may change."""
+    async def reference_texts(self) -> list[str]:
+        """Generate NUM_COMPARED texts with fixed seeds; no load may change them."""
         began = time.monotonic()
         asked = [
             self._client.generate([user(prompt.text)], max_tokens=32, temperature=0.8, seed=number)
-            for number, prompt in enumerate(self._prompts[:MATCHED])
+            for number, prompt in enumerate(self._prompts[:NUM_COMPARED])
         ]
         found = [answer.text for answer in await asyncio.gather(*asked)]
-        self._lasts_s = min(1.0, max(0.05, time.monotonic() - began))
+        self._request_duration_s = min(1.0, max(0.05, time.monotonic() - began))
         return found
 
     async def run(self, kinds: list[str], concurrency: int) -> None:
-        """So many requests of these kinds at a time."""
+        """Send one request of each of `kinds`, at most `concurrency` of them at a time."""
         bound = asyncio.Semaphore(concurrency)
         ways = {"cancelled": self._cancelled, "deadline": self._deadline, "slow": self._slow}
 
@@ -95,8 +111,8 @@ class StressLoad:
         await asyncio.gather(*map(one, kinds))
 
     async def _cancelled(self) -> str:
-        """By closing the stream or by id, at any moment."""
-        delay_s = self._rng.choice((0.0, self._rng.uniform(0.0, 2.0 * self._lasts_s)))
+        """Cancel a request at a random moment, by closing its stream or by its id."""
+        delay_s = self._rng.choice((0.0, self._rng.uniform(0.0, 2.0 * self._request_duration_s)))
         request_id = f"stress-{self._rng.getrandbits(64):x}"
         options: GenerateOptions = {**self._options, "request_id": request_id}
         stream = self._client.stream(self._prompt(), **options)
@@ -115,7 +131,7 @@ class StressLoad:
         return "OK"
 
     async def _deadline(self) -> str:
-        limit_s = self._rng.uniform(0.001, self._lasts_s)
+        limit_s = self._rng.uniform(0.001, self._request_duration_s)
         try:
             await self._client.generate(self._prompt(), timeout_s=limit_s, **self._options)
         except OutriderError as error:
@@ -123,15 +139,16 @@ class StressLoad:
         return "OK"
 
     async def _slow(self) -> str:
-        """Opened and not read until the router may have given it up; some then read the end."""
+        """Open a stream and pause reading until the router may have ended it; half then read on."""
         method: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
-        method = self._narrow.unary_stream(GENERATE_STREAM.path)
+        method = self._small_window_channel.unary_stream(GENERATE_STREAM.path)
         request = GENERATE_STREAM.encode(make_request(self._prompt(), self._slow_options))
         call = method(request, timeout=NEVER_S)
         try:
             await call.read()
             await asyncio.sleep(
-                self._rng.uniform(0.0, 3.0) * (self._slow_reader_timeout_s + self._lasts_s)
+                self._rng.uniform(0.0, 3.0)
+                * (self._slow_reader_timeout_s + self._request_duration_s)
             )
             if self._rng.random() < 0.5:
                 return "left"
@@ -148,7 +165,7 @@ class StressLoad:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report."""
+    """Run the benchmark and print its result."""
     check_proc()
     config = dataclasses.replace(
         local_config(args, max_sessions=args.max_sessions, queue_limit=args.concurrency),
@@ -170,20 +187,24 @@ async def _stress(cluster: LocalCluster, args: argparse.Namespace) -> dict[str, 
     once = RetryPolicy(max_attempts=1)
     async with (
         AsyncClient(cluster.address, retry=once) as client,
-        grpc.aio.insecure_channel(cluster.address, options=NARROW) as narrow,
+        grpc.aio.insecure_channel(
+            cluster.address, options=SMALL_WINDOW_OPTIONS
+        ) as small_window_channel,
     ):
-        load = StressLoad(client, narrow, args)
-        calm = await load.texts()
+        load = StressLoad(client, small_window_channel, args)
+        expected_texts = await load.reference_texts()
         await load.run(kinds[: 2 * args.concurrency], args.concurrency)
         before = await asyncio.to_thread(wait_idle, cluster)
         load.codes.clear()
-        course, began, changed = UsageSeries(), time.monotonic(), 0
+        usage, began, changed = UsageSeries(), time.monotonic(), 0
         for start in range(0, len(kinds), size):
             batch = kinds[start : start + size]
-            found, _ = await asyncio.gather(load.texts(), load.run(batch, args.concurrency))
-            changed += sum(text != known for text, known in zip(found, calm, strict=True))
-            course.add(await asyncio.to_thread(wait_idle, cluster), float(start + len(batch)))
-            print_progress(f"{start + len(batch)} requests: {course.looks[-1]}")
+            found, _ = await asyncio.gather(
+                load.reference_texts(), load.run(batch, args.concurrency)
+            )
+            changed += sum(text != known for text, known in zip(found, expected_texts, strict=True))
+            usage.add(await asyncio.to_thread(wait_idle, cluster), float(start + len(batch)))
+            print_progress(f"{start + len(batch)} requests: {usage.looks[-1]}")
         seconds = time.monotonic() - began
     after = await asyncio.to_thread(wait_idle, cluster)
     return {
@@ -196,6 +217,6 @@ async def _stress(cluster: LocalCluster, args: argparse.Namespace) -> dict[str, 
         "rss_kb_before": before.rss_kb,
         "rss_kb_after": after.rss_kb,
         "rss_kb_per_1000_requests": {
-            name: round(1000.0 * kb, 1) for name, kb in course.slopes_kb().items()
+            name: round(1000.0 * kb, 1) for name, kb in usage.slopes_kb().items()
         },
     }

@@ -3,10 +3,11 @@
 
     --hook outrider_bench.hooks.round_delay:round_ms=30,row_us=500
 
-A round of one row lasts `round_ms`, and each further row of it adds `row_us`; a round that lasts
-longer anyway is left alone. On a CPU the thread that runs the rounds sleeps for the rest of the
-time. On a GPU one multiprocessor of the device waits for it behind each round: so two processes on
-one device keep as much out of each other's way as on two, which a large model would not.
+A round of one token row lasts `round_ms`, and each further token row adds `row_us`; a round that
+lasts longer anyway is not delayed. On a CPU the thread that runs the rounds sleeps for the rest of
+the time. On a GPU one multiprocessor of the device waits for the rest of the time behind each
+round, so that two processes on one device disturb each other as little as on two devices; with a
+large model they would. A GPU verifier that runs without CUDA graphs delays no round.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _TRIAL_CYCLES: Final = 20_000_000
 
 
 def install(hooks: VerifierHooks, *, round_ms: float, row_us: float = 0.0) -> None:
-    """Make rounds of one row last `round_ms`, and `row_us` more for each further row. Raises
-    InvalidRequestError for times that are out of range."""
+    """Make rounds of one token row last `round_ms`, and `row_us` more for each further token row.
+    Raises InvalidRequestError for times that are out of range."""
     if round_ms <= 0.0 or row_us < 0.0:
         raise InvalidRequestError(
             f"round_ms must be positive and row_us not negative, got {round_ms:g} and {row_us:g}",
@@ -38,33 +39,34 @@ def install(hooks: VerifierHooks, *, round_ms: float, row_us: float = 0.0) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetDuration:
-    """What a round of the larger model takes, by the rows of its forward."""
+    """Duration of a round of the larger model, by the token rows of its forward."""
 
     round_s: float
-    """Of one row."""
+    """Seconds of a round of one token row."""
     row_s: float
-    """Of each further row."""
+    """Seconds of each further token row."""
 
-    def seconds(self, rows: int) -> float:
-        """Of a round of so many rows."""
-        return self.round_s + self.row_s * (rows - 1)
+    def seconds(self, num_tokens: int) -> float:
+        """Return the duration of a round of `num_tokens` token rows."""
+        return self.round_s + self.row_s * (num_tokens - 1)
 
 
 class RoundDelay:
-    """Waits behind rounds for what they are to last longer; a `RoundThrottle`."""
+    """A `RoundThrottle` that waits behind each round until its target duration has passed."""
 
     def __init__(self, model: TargetDuration) -> None:
         self._model = model
         self._cycles: dict[RoundShape, int] = {}
-        """Cycles that the device waits behind a round of each shape; other shapes are not held."""
+        """Cycles that the device waits behind a round of each shape; other shapes are not
+        delayed."""
 
-    def delay_forward(self, rows: int, began: float) -> None:
-        """Sleep for what is left of a round of so many rows."""
-        due = began + self._model.seconds(rows)
+    def delay_forward(self, num_tokens: int, began: float) -> None:
+        """Sleep for the rest of a round of `num_tokens` token rows that began at `began`."""
+        due = began + self._model.seconds(num_tokens)
         time.sleep(max(0.0, due - time.perf_counter()))
 
     def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:
-        """Compute how long the device waits behind a round of each shape; returns the seconds that
+        """Compute how long the device waits behind a round of each shape. Returns the seconds that
         a round of each shape will last."""
         slowed = {
             shape: max(took, self._model.seconds(shape.token_rows))
@@ -77,7 +79,7 @@ class RoundDelay:
         return slowed
 
     def delay_launch(self, shape: RoundShape) -> None:
-        """Let the device wait behind a round of this shape, which was just launched."""
+        """Let the device wait behind the round of this shape that was just launched."""
         cycles = self._cycles.get(shape, 0)
         if cycles > 0:
             torch.cuda._sleep(cycles)

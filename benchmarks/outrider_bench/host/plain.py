@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.speculation.speculation_controller import SpeculationController
 from outrider_bench.host.fake_device import Steps, steps_table
@@ -59,9 +59,9 @@ class PlainSide(LookAheadSide):
         if lean:
             policy._loads.times = lambda rows, **asked: ROUND_S
         for known in policy._workload_classes.values():
-            contest: Any = SpeculationController(active_mode=Mode.PLAIN)
+            contest: Any = SpeculationController(active_mode=DecodingMode.PLAIN)
             contest._decided = True
-            contest._prices.record_loss(Mode.SPECULATE, float("inf"))
+            contest._prices.record_loss(DecodingMode.SPECULATE, float("inf"))
             known.controllers = {load: contest for load in range(10)}
         policy.changed = True
 

@@ -1,11 +1,13 @@
-"""Every overlay and every set of values against Kubernetes' own servers; what came out is beside.
+"""Checks every overlay and every Helm values file against Kubernetes' own API servers.
+
+kubernetes.txt holds the output of the last run.
 
     bash deploy/k8s/evidence/build.sh FOLDER    # etcd, 1.20's control plane, 1.36's CRD server
     python deploy/k8s/evidence/prove.py --binaries FOLDER/bin --crds CRDS > ...
 
-Needs kubectl and helm of today to render and, for CRDS, a folder with the definitions of KubeRay,
-LeaderWorkerSet and DisaggregatedSet as their projects publish them (none of it is part of this
-one). On loopback.
+Rendering needs current kubectl and helm. CRDS is a folder with the resource definitions that
+KubeRay, LeaderWorkerSet and DisaggregatedSet publish; this repository does not contain them. All
+servers listen on loopback.
 """
 
 from __future__ import annotations
@@ -25,44 +27,54 @@ from typing import Any
 
 import faults
 import yaml
-from kubelet import Kubelets
+from kubelet import FakeKubelets
 from servers import Api, Document, Servers, wait
 
 ROOT = Path(__file__).resolve().parents[3]
-_SPEC = importlib.util.spec_from_file_location("older", ROOT / "deploy/tools/for_1_20.py")
+_SPEC = importlib.util.spec_from_file_location(
+    "downgrade", ROOT / "deploy/tools/downgrade_manifests_to_1_20.py"
+)
 assert _SPEC is not None and _SPEC.loader is not None
-older = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(older)
+downgrade = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(downgrade)
 
 
 def say(line: str = "") -> None:
-    """A line of the log."""
+    """Write a line of the report to stdout."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def main() -> int:
-    """The exit status."""
-    parser = argparse.ArgumentParser(description="Manifests against Kubernetes' own servers.")
+    """Start the servers, run all checks and print the report; returns the exit status.
+
+    A failed check raises AssertionError or TimeoutError.
+    """
+    parser = argparse.ArgumentParser(
+        description="Check the manifests against Kubernetes' own API servers."
+    )
     parser.add_argument("--binaries", type=Path, required=True)
     parser.add_argument("--crds", type=Path)
     arguments = parser.parse_args()
-    sets = dict(rendered())
+    manifests = dict(render_manifests())
     binaries = arguments.binaries.resolve()
     with tempfile.TemporaryDirectory() as folder, Servers(binaries, Path(folder)) as servers:
         servers.control()
         say(f"# Kubernetes {servers.api.call('GET', '/version')[1]['gitVersion']}")
-        with Kubelets(servers.api):
-            proof = Proof(servers, sets)
-            for step in (proof.all_sets, proof.planted, proof.budget, proof.rolls, proof.full):
-                step()
+        with FakeKubelets(servers.api):
+            checks = ManifestChecks(servers, manifests)
+            checks.apply_all()
+            checks.reject_faulty()
+            checks.evict_verifiers()
+            checks.roll_workloads()
+            checks.exceed_gpus()
         if arguments.crds is not None:
-            custom(servers.crds(), arguments.crds, sets)
+            check_custom_resources(servers.crds(), arguments.crds, manifests)
     return 0
 
 
-def rendered() -> Iterator[tuple[str, list[Document]]]:
-    """Every overlay as built, every set of values as rendered, by what it is called here."""
+def render_manifests() -> Iterator[tuple[str, list[Document]]]:
+    """Yield (name, manifests) of every overlay and of the chart with every values file."""
     for path in sorted((ROOT / "deploy/k8s/overlays").glob("*/kustomization.yaml")):
         yield path.parent.name, _documents("kubectl", "kustomize", str(path.parent))
     chart = ROOT / "deploy/helm"
@@ -77,24 +89,24 @@ def _documents(*command: str) -> list[Document]:
     return [document for document in yaml.safe_load_all(text) if document]
 
 
-def ready(pod: Document) -> bool:
-    """Whether a pod serves, and is not about to stop."""
+def is_ready(pod: Document) -> bool:
+    """Whether a pod is Ready and not being deleted."""
     conditions = pod["status"].get("conditions", ())
     up = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
     return up and "deletionTimestamp" not in pod["metadata"]
 
 
-class Proof:
-    """The steps on 1.20, in order."""
+class ManifestChecks:
+    """Checks on the API server of Kubernetes 1.20, to be run in order."""
 
-    def __init__(self, servers: Servers, sets: dict[str, list[Document]]) -> None:
-        self._servers, self._api, self._sets = servers, servers.api, sets
+    def __init__(self, servers: Servers, manifests: dict[str, list[Document]]) -> None:
+        self._servers, self._api, self._manifests = servers, servers.api, manifests
 
-    def all_sets(self) -> None:
-        """Apply everything, each set in a namespace of its own; wait until all pods are ready."""
+    def apply_all(self) -> None:
+        """Apply all manifests, each overlay or chart in its own namespace; wait for ready pods."""
         say("\n## Applied, each in a namespace of its own; pods placed by the scheduler")
-        for name, documents in self._sets.items():
-            made, left = older.convert(documents, name)
+        for name, documents in self._manifests.items():
+            made, omitted = downgrade.convert(documents, name)
             there = any(document["kind"] == "Namespace" for document in made)
             if not there:
                 made.insert(0, _named("Namespace", name))
@@ -104,7 +116,7 @@ class Proof:
             assert code == 0, text
             pods, took_s = self._all_ready(name)
             ran = f", {pods:2} pods ready in {took_s:3.1f} s" if pods else ""
-            others = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(left).items()))
+            others = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(omitted).items()))
             say(
                 f"{name:20} {len(made):3} objects accepted{ran}"
                 f"{f'; not of Kubernetes itself: {others}' if others else ''}"
@@ -112,10 +124,10 @@ class Proof:
             if name in ("gpu", "chart-gpu"):
                 self.kubectl([_named("Namespace", name)], "delete", "--wait=false")
 
-    def planted(self) -> None:
-        """Every fault is refused, but for those that no server can know."""
+    def reject_faulty(self) -> None:
+        """Submit manifests with one fault each; all but those in faults.PASS must be refused."""
         say("\n## Planted faults, each alone in a set that was accepted")
-        made, _ = older.convert(self._sets["autoscaling"], "autoscaling")
+        made, _ = downgrade.convert(self._manifests["autoscaling"], "autoscaling")
         for name, (kind, plant) in faults.OURS.items():
             broken = copy.deepcopy(next(d for d in made if d["kind"] == kind))
             broken["metadata"]["name"] = "planted"
@@ -124,8 +136,8 @@ class Proof:
             assert (code == 0) == (name in faults.PASS), (name, text)
             say(f"{'refused' if code else 'TAKEN  '} {name}{f': {brief(text)}' if code else ''}")
 
-    def budget(self) -> None:
-        """A budget lets one verifier go, and the next one when that is back."""
+    def evict_verifiers(self) -> None:
+        """Evict verifiers: the disruption budget allows one eviction until that pod is back."""
         say("\n## Evictions of verifiers (pools, maxUnavailable 1)")
         space = "/apis/policy/v1beta1/namespaces/pools/poddisruptionbudgets/outrider-verifier"
 
@@ -140,8 +152,8 @@ class Proof:
             text = answer.get("message", "")
             say(f"outrider-verifier-{number}: {status} {text if status != 201 else 'evicted'}")
 
-    def rolls(self) -> None:
-        """Roll verifiers and routers; the fewest that served meanwhile."""
+    def roll_workloads(self) -> None:
+        """Roll verifiers and routers; at most one of each may be down meanwhile."""
         say("\n## Rolling updates (pools: 3 verifiers, 2 routers)")
         for kind, name, count in (
             ("statefulsets", "outrider-verifier", 3),
@@ -150,18 +162,18 @@ class Proof:
             labels = f"app.kubernetes.io/component={name.removeprefix('outrider-')}"
             path = f"/apis/apps/v1/namespaces/pools/{kind}/{name}"
             wait(f"all of {name}", partial(self._all_serve, labels, count))
-            fewest = Fewest(partial(self._serving, "pools", labels))
+            fewest = MinimumPoller(partial(self._serving, "pools", labels))
             with fewest:
                 note = {"metadata": {"annotations": {"rolled": "1"}}}
                 self._api.call("PATCH", path, {"spec": {"template": note}})
                 took_s = wait(name, partial(self._rolled, path, count))
-            assert fewest.count >= count - 1, fewest.count
-            say(f"{name}: {took_s:.1f} s, never fewer than {fewest.count} of {count} serve")
+            assert fewest.minimum >= count - 1, fewest.minimum
+            say(f"{name}: {took_s:.1f} s, never fewer than {fewest.minimum} of {count} serve")
 
-    def full(self) -> None:
-        """Pairs beyond the GPUs of the nodes wait, and it is said why."""
+    def exceed_gpus(self) -> None:
+        """Request more GPUs than the nodes have; the last pair must stay pending with a reason."""
         say("\n## More pairs than GPUs (gpu: two GPUs a pair and a node)")
-        made, _ = older.convert(self._sets["gpu"], "gpu-full")
+        made, _ = downgrade.convert(self._manifests["gpu"], "gpu-full")
         for document in made:
             if document["kind"] == "StatefulSet":
                 document["spec"]["replicas"] = 4
@@ -177,8 +189,10 @@ class Proof:
         say(f"3 of 4 pairs run; of the fourth: {unplaced()[0]}")
 
     def kubectl(self, documents: list[Document], *verb: str) -> tuple[int, str]:
-        """1.20's own kubectl with these documents, which it validates by the server's schema;
-        (status, what it said)."""
+        """Run kubectl 1.20 with these documents; returns (exit status, stderr).
+
+        kubectl validates the documents by the server's schema.
+        """
         own = str(self._servers.binaries / "kubectl")
         command = [own, f"--kubeconfig={self._servers.kubeconfig}", *(verb or ("apply",))]
         text = yaml.safe_dump_all(documents)
@@ -199,7 +213,7 @@ class Proof:
 
     def _serving(self, name: str, labels: str) -> int:
         found = self._api.items(f"/api/v1/namespaces/{name}/pods?labelSelector={labels}")
-        return sum(map(ready, found))
+        return sum(map(is_ready, found))
 
     def _all_serve(self, labels: str, count: int) -> bool:
         return self._serving("pools", labels) == count
@@ -216,11 +230,11 @@ class Proof:
         return self._api.call("POST", path, body)
 
 
-class Fewest:
-    """The least that a count was, looked at again and again meanwhile; a context manager."""
+class MinimumPoller:
+    """Poll a count on a thread from entry to exit, and keep its minimum."""
 
     def __init__(self, look: Callable[[], int]) -> None:
-        self._look, self.count = look, look()
+        self._look, self.minimum = look, look()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -233,11 +247,11 @@ class Fewest:
 
     def _run(self) -> None:
         while not self._stop.wait(0.05):
-            self.count = min(self.count, self._look())
+            self.minimum = min(self.minimum, self._look())
 
 
-def custom(api: Api, folder: Path, sets: dict[str, list[Document]]) -> None:
-    """Kinds of other projects against their own definitions, strictly."""
+def check_custom_resources(api: Api, folder: Path, manifests: dict[str, list[Document]]) -> None:
+    """Validate manifests of custom resources strictly by the definitions of their projects."""
     group = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     plurals: dict[str, str] = {}
     for path in sorted(folder.glob("*.yaml")):
@@ -248,7 +262,7 @@ def custom(api: Api, folder: Path, sets: dict[str, list[Document]]) -> None:
         name = definition["metadata"]["name"]
         wait(name, lambda name=name: _established(api.call("GET", f"{group}/{name}")[1]))
     say("\n## The server of custom resources, fieldValidation=Strict")
-    ours = {d["kind"]: d for found in sets.values() for d in found if d["kind"] in plurals}
+    ours = {d["kind"]: d for found in manifests.values() for d in found if d["kind"] in plurals}
 
     def post(document: Document) -> tuple[int, str]:
         space = f"namespaces/{document['metadata']['namespace']}/{plurals[document['kind']]}"
@@ -291,7 +305,7 @@ _PREFACES = ("error validating data: ", " is invalid: ", "Decoder: ", "}: ", "de
 
 
 def brief(text: str) -> str:
-    """What was wrong, of all that a server or kubectl says about it."""
+    """The problem itself, extracted from an error message of a server or kubectl."""
     line = " ".join(text.split()).partition("; if you choose")[0].partition(", error found in")[0]
     line = line.partition(", <nil>:")[0]
     for before in _PREFACES:

@@ -59,7 +59,7 @@ async def _serve_clients(
         await stop.wait()
         scaling.cancel()
         await asyncio.wait((scaling,))
-        logger.info("draining", extra={"running": len(front.service.journal)})
+        logger.info("draining", extra={"running": len(front.service.running_requests)})
         done = await front.service.drain(config.drain_timeout_s)
         logger.info("stopping", extra={"drained": done})
 

@@ -5,8 +5,8 @@ batch.py                   Static input buffers of a draft launch: stages the ro
 draft_launcher.py          Launches drafts for sessions or outcomes on the GPU and reads the results
                            back.
 draft_model.py             Common interface of EAGLE heads and small models on the GPU.
-draft_results.py           Converts draft words read from the GPU into chains, trees and their draft
-                           distributions.
+draft_results.py           Converts packed int32 draft output of the GPU into chains, trees and
+                           their draft distributions.
 draft_slots.py             Per-session state of the GPU proposer in host columns: slot, K/V rows,
                            shape.
 eagle.py                   GpuEagleProposer: EAGLE-3 proposer on the GPU.

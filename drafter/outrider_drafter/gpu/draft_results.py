@@ -1,6 +1,7 @@
-"""Converts draft words read from the GPU into chains, trees and their draft distributions.
+"""Converts packed int32 draft output of the GPU into chains, trees and their draft distributions.
 
-B sessions (rows of a bucket), K chain length, n tree nodes, L the most entries of a distribution.
+B sessions (rows of a bucket), K chain length, n tree nodes, L maximum entries of a distribution,
+Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ def make_chains_with_distributions(
     target_ids: NDArray[np.int32],
     downloads: Downloader,
 ) -> list[ProposedDraft]:
-    """The drafts of the first rows of a bucket, cut to `lengths`.
+    """Make the chains of the first rows of a bucket, each cut to its entry of `lengths`.
 
-    words: int32 [B, 2K], the tokens and the sizes of their distributions, already here; entries:
-    int32 [2, B, K, L] on the device, draft ids and counts, of which only what the largest
-    distribution needs is fetched; target_ids: int32 [Vd].
+    words: int32 [B, 2K] on the host: the K tokens of each chain, then the entry counts of their
+    distributions. entries: int32 [2, B, K, L] on the device: draft ids and their counts; the
+    download is cut to the size of the largest distribution. target_ids: int32 [Vd], the target id
+    of each draft id.
     """
     steps = words.shape[1] // 2
     tokens, sizes = words[: len(lengths), :steps], words[: len(lengths), steps:]
-    # Few widths, for each has host memory of its own.
+    # Widths are powers of two, because each width has its own host memory.
     width = min(1 << (int(sizes.max()) - 1).bit_length(), entries.shape[3])
     kept = downloads.start_download(entries[..., :width].contiguous()).wait_tensor().numpy()
     return [
@@ -52,33 +54,40 @@ def _chain(
     kept: NDArray[np.int32],
     target_ids: NDArray[np.int32],
 ) -> ProposedDraft:
-    slots: dict[int, DistributionEntries] = {}
+    entries_by_step: dict[int, DistributionEntries] = {}
     logprobs = np.zeros(len(tokens), dtype=np.float32)
     for step, token in enumerate(tokens.tolist()):
         columns, counts = kept[:, step, : sizes[step]]
         ids = target_ids[columns]
-        order = ids.argsort(kind="stable")  # one pass if they increase already
+        order = ids.argsort(kind="stable")  # A stable sort takes one pass if they increase already.
         ids, counts = ids[order], counts[order]
-        slots[step] = (ids, counts.astype(np.uint16))
+        entries_by_step[step] = (ids, counts.astype(np.uint16))
         own = counts[ids.searchsorted(token)]
         logprobs[step] = np.log(float(own)) - np.log(float(counts.sum(dtype=np.int64)))
     chain = DraftTree.chain(tokens)
     tree = DraftTree(tokens=chain.tokens, parents=chain.parents, logprobs=logprobs.cumsum())
-    return ProposedDraft(tree=tree, distribution=make_distribution(len(tokens), slots))
+    return ProposedDraft(tree=tree, distribution=make_distribution(len(tokens), entries_by_step))
 
 
 def chain_lengths(
-    shape: DraftTreeShape, wanted: NDArray[np.int64], rooms: NDArray[np.int64]
+    shape: DraftTreeShape, planned_lens: NDArray[np.int64], max_lens: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """[B]: how much of a chain each session has room and use for."""
-    found: NDArray[np.int64] = np.minimum(np.minimum(shape.depth, wanted), rooms)
-    return found
+    """[B]: length to which the chain of each session is cut.
+
+    planned_lens int64 [B]: draft tokens that the session's plan asks for; max_lens int64 [B]: draft
+    tokens that still fit below the session's maximum length.
+    """
+    lengths: NDArray[np.int64] = np.minimum(np.minimum(shape.depth, planned_lens), max_lens)
+    return lengths
 
 
 def make_chains(
     sessions: Sequence[FollowedSession], counts: NDArray[np.int64], words: NDArray[np.int32]
 ) -> SessionDrafts:
-    """Of words int32 [B, K], tokens, as many of each chain as counts [B] say."""
+    """Make chains of the first counts[i] tokens of row i.
+
+    counts: int64 [B]; words: int32 [B, K], token ids.
+    """
     within = np.arange(words.shape[1]) < counts[:, None]
     tokens = words[within]
     return SessionDrafts(
@@ -91,12 +100,15 @@ def make_chains(
 
 
 def make_trees(sessions: Sequence[FollowedSession], words: NDArray[np.int32]) -> SessionDrafts:
-    """Of words int32 [B, 3, n]: tokens, parents, bits of log-probabilities."""
-    there = words[:, 1] != PADDING_NODE
+    """Make trees from packed nodes; absent nodes have PADDING_NODE as their parent.
+
+    words: int32 [B, 3, n]: token ids, parents, bits of the float32 log-probabilities.
+    """
+    is_node = words[:, 1] != PADDING_NODE
     return SessionDrafts(
         sessions=sessions,
-        node_counts=np.count_nonzero(there, axis=1),
-        tokens=words[:, 0][there],
-        parents=words[:, 1][there],
-        logprobs=words[:, 2][there].view(np.float32),
+        node_counts=np.count_nonzero(is_node, axis=1),
+        tokens=words[:, 0][is_node],
+        parents=words[:, 1][is_node],
+        logprobs=words[:, 2][is_node].view(np.float32),
     )

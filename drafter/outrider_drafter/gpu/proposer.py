@@ -393,7 +393,7 @@ class GpuProposer(GpuProposerBase):
         self._seats.stable[members.slots] = stops
         if self.feature_size:
             newest = self._batch.newest_features(ready)
-            members.table.features.mark_batch_used(members.slots, stops, newest)
+            members.table.features.mark_batch_consumed(members.slots, stops, newest)
 
     def _give_up(self, session: FollowedSession) -> None:
         self._last = None

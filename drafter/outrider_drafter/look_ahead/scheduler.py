@@ -65,7 +65,7 @@ class LookAheadScheduler:
 
     def __init__(
         self,
-        sources: Sequence[Proposer],
+        proposers: Sequence[Proposer],
         table: SessionTable,
         metrics: DrafterMetrics,
         *,
@@ -75,8 +75,8 @@ class LookAheadScheduler:
         in_time: bool,
     ) -> None:
         """`later` keeps what can wait until nobody waits for a draft; `failed` is told of every
-        failure of a source; in_time: whether passes are cut to the time that there is."""
-        self._sources = {s.method: s for s in sources if isinstance(s, LookAheadProposer)}
+        failure of a proposer; in_time: whether passes are cut to the time that there is."""
+        self._proposers = {p.method: p for p in proposers if isinstance(p, LookAheadProposer)}
         self._table = table
         self._metrics = metrics
         self._now, self._later, self._failed = now, later, failed
@@ -105,7 +105,7 @@ class LookAheadScheduler:
         plan = session.plan
         if not (plan.look_ahead and plan.is_speculative) or session.slot in self._off:
             return
-        if plan.method in self._sources:
+        if plan.method in self._proposers:
             self.watched[session.slot] = LookAheadSession(session)
             self._is_watched[session.slot] = True
 
@@ -186,7 +186,7 @@ class LookAheadScheduler:
         for method, group in groupby(open_ones, key=lambda one: one.session.plan.method):
             ones = list(group)
             try:
-                yield from self._look(self._sources[method], ones)
+                yield from self._look(self._proposers[method], ones)
             except Exception:
                 logger.exception("look-ahead failed", extra={"sessions": len(ones)})
                 self._metrics.look_ahead_failures.labels(method).inc()
@@ -196,7 +196,7 @@ class LookAheadScheduler:
                 self._failed()
 
     def _look(
-        self, source: LookAheadProposer, ones: Sequence[LookAheadSession]
+        self, proposer: LookAheadProposer, ones: Sequence[LookAheadSession]
     ) -> Generator[OutgoingProposals]:
         step, pace = _step("score", ones), self.pace
         opening, chosen = pace.plan_look_ahead_pass(
@@ -206,7 +206,7 @@ class LookAheadScheduler:
             self._metrics.cut_look_aheads.labels("pass").inc(len(ones))
             self._close(ones)
             return
-        left, first = self._score(source, chosen, step), True
+        left, first = self._score(proposer, chosen, step), True
         while len(left.lives):
             if not (first and opening.skips_poll):
                 self._starved = first
@@ -217,16 +217,16 @@ class LookAheadScheduler:
                 self._starved = False
                 self._metrics.cut_look_aheads.labels("slice").inc(len(left.lives))
                 break
-            yield from self._branch(source, chosen, left.select(slice(0, count)))
+            yield from self._branch(proposer, chosen, left.select(slice(0, count)))
             left = left.select(slice(count, None))
         self._close(chosen)
 
     def _score(
-        self, source: LookAheadProposer, ones: Sequence[LookAheadSession], step: DraftStep
+        self, proposer: LookAheadProposer, ones: Sequence[LookAheadSession], step: DraftStep
     ) -> SelectedOutcomes:
         """Score live proposals and choose among their outcomes, best first."""
         started = self._now()
-        expected = self.pace.order_by_value(step, ones, self._choose(source, ones))
+        expected = self.pace.order_by_value(step, ones, self._choose(proposer, ones))
         took = self._now() - started
         self.pace.steps.observe_step(step, len(ones), took)
         timeline.mark_span("score", started, len(ones))
@@ -235,14 +235,17 @@ class LookAheadScheduler:
         return expected
 
     def _branch(
-        self, source: LookAheadProposer, ones: Sequence[LookAheadSession], launch: SelectedOutcomes
+        self,
+        proposer: LookAheadProposer,
+        ones: Sequence[LookAheadSession],
+        launch: SelectedOutcomes,
     ) -> Generator[OutgoingProposals]:
         """Draft for outcomes in one launch, or one of each shape."""
         columns = (launch.lives.tolist(), launch.nodes.tolist(), launch.tokens.tolist())
         outcomes = [Outcome(*entry) for entry in zip(*columns, strict=True)]
         step = _step("branch", ones)
         started = began = self._now()
-        for branches in source.draft_outcomes(outcomes):
+        for branches in proposer.draft_outcomes(outcomes):
             self._starved = False
             timeline.mark_span("branch", began, len(branches.outcomes))
             answers = self._sent(ones, launch, branches, self._now() - started)
@@ -259,11 +262,11 @@ class LookAheadScheduler:
             self._open[one.session.slot] = False
 
     def _choose(
-        self, source: LookAheadProposer, ones: Sequence[LookAheadSession]
+        self, proposer: LookAheadProposer, ones: Sequence[LookAheadSession]
     ) -> SelectedOutcomes:
         """Score live proposals and choose among their outcomes, likeliest first."""
-        self._metrics.look_aheads.labels(source.method).inc()
-        scored = source.score_proposals(
+        self._metrics.look_aheads.labels(proposer.method).inc()
+        scored = proposer.score_proposals(
             [PendingProposal(one.session, one.tree) for one in ones if one.tree is not None]
         )
         kinds: dict[CalibrationClass, list[int]] = {}

@@ -150,7 +150,7 @@ class EagleProposer(KVProposer):
             rows.append(CatchUpRows(kv=kv, token_ids=tokens, features=self._tensor(held)))
         batch = EagleBatch(self.head, rows)
         for session, last in zip(sessions, newest, strict=True):
-            session.table.features.mark_used(session.slot, self._stable(session), last)
+            session.table.features.mark_consumed(session.slot, self._stable(session), last)
         return batch
 
     def _kv_of(self, session: FollowedSession) -> EagleKV:

@@ -120,7 +120,7 @@ class KVProposer(ABC):
             held = session.table.features
             rows = held.read_rows(session.slot, start, stop)
             self._write(session, start, tokens, rows)
-            held.mark_used(session.slot, stop, rows[-1])
+            held.mark_consumed(session.slot, stop, rows[-1])
 
     def _writable_rows(self, session: FollowedSession) -> int:
         """Rows that could be written by now."""

@@ -64,7 +64,7 @@ def build_service(
     identity = load_identity(config)
     hooks = hooks or DrafterHooks()
     loaded = (_load_source(method, config, identity) for method in config.methods)
-    sources = [hooks.wrap_proposer(source) for source in loaded]
+    proposers = [hooks.wrap_proposer(proposer) for proposer in loaded]
     grammars = GrammarCache.from_tokenizer_file(
         tokenizer_file(config.model),
         vocab_size=identity.vocab_size,
@@ -73,7 +73,7 @@ def build_service(
     )
     return DrafterService(
         config,
-        sources,
+        proposers,
         access.dialer,
         identity=identity,
         busy_cores=busy_cores,

@@ -78,7 +78,7 @@ class DraftEngine:
 
     def __init__(
         self,
-        sources: Sequence[Proposer],
+        proposers: Sequence[Proposer],
         *,
         limits: VerdictLimits,
         max_sessions: int,
@@ -88,16 +88,20 @@ class DraftEngine:
         grammars: GrammarCache | None = None,
         in_time: bool = True,
     ) -> None:
-        """`on_sessions` is told how many sessions are followed whenever that may have changed;
-        `grammars`: see `SessionConstraints`; in_time: see `LookAheadBudget`."""
+        """Create an engine without sessions.
+
+        `proposers`: one proposer for each draft method. `on_sessions` is called with the number of
+        followed sessions whenever that number may have changed. `grammars`: see
+        `SessionConstraints`. `in_time`: see `LookAheadBudget`.
+        """
         self._forms = SessionConstraints(grammars, limits)
-        self._sources: Mapping[DraftMethod, Proposer] = {s.method: s for s in sources}
-        self._fed = [s for s in sources if s.feature_size]
+        self._proposers: Mapping[DraftMethod, Proposer] = {p.method: p for p in proposers}
+        self._fed = [p for p in proposers if p.feature_size]
         self._limits = limits
         convert = self._fed[0].convert_features if self._fed else _as_they_are
         self._table = SessionTable(max_sessions, limits, convert)
         self.metrics = metrics
-        metrics.init_series(self._sources)
+        metrics.init_series(self._proposers)
         self._now = now
         self._on_sessions = on_sessions
         self._lost: list[SessionKey] = []
@@ -111,7 +115,7 @@ class DraftEngine:
         self._addresses: dict[int, tuple[Sequence[FollowedSession], _ReplyAddresses]] = {}
         """Of those of `_batches` that were answered together, by identity."""
         self._ahead = LookAheadScheduler(
-            sources,
+            proposers,
             self._table,
             metrics,
             now=now,
@@ -185,11 +189,11 @@ class DraftEngine:
         if self._lost:
             yield self._losses()
         for method, sessions in self._wanting():
-            source = self._sources.get(method)
-            if source is None:
+            proposer = self._proposers.get(method)
+            if proposer is None:
                 yield self._none_of(sessions)
                 continue
-            yield from self._draft_batch(source, sessions)
+            yield from self._draft_batch(proposer, sessions)
             self._unbooked.append(partial(self.metrics.batch_sessions.observe, len(sessions)))
 
     def run_look_ahead(self) -> Generator[OutgoingProposals]:
@@ -232,14 +236,14 @@ class DraftEngine:
             write()
 
     def catch_up_session(self) -> None:
-        """Let the sources take in the news of one session."""
+        """Let the proposers run the new tokens and features of one session."""
         slot = int(self._table.behind.argmax())
         self._table.behind[slot] = False
         session = self._table.session_in(slot)
-        own = self._sources.get(session.plan.method)
-        for source in {*self._fed, *([own] if own else [])}:
+        own = self._proposers.get(session.plan.method)
+        for proposer in {*self._fed, *([own] if own else [])}:
             try:
-                source.catch_up([session])
+                proposer.catch_up([session])
             except Exception:
                 logger.exception("catch-up failed", extra={"session_id": session.session_id})
                 self.check_devices()
@@ -248,19 +252,19 @@ class DraftEngine:
 
     def check_devices(self) -> None:
         """After a failure: note whether a device is the reason."""
-        if self.device_lost or all(source.is_usable for source in self._sources.values()):
+        if self.device_lost or all(proposer.is_usable for proposer in self._proposers.values()):
             return
         self.device_lost = True
         self.metrics.device_losses.inc()
         logger.critical("the device is lost")
 
-    def _draft_batch(self, source: Proposer, sessions: Sessions) -> Iterator[OutgoingProposals]:
+    def _draft_batch(self, proposer: Proposer, sessions: Sessions) -> Iterator[OutgoingProposals]:
         started = self._now()
         waiting: Sequence[FollowedSession] = sessions
-        only_fed = all(fed is source for fed in self._fed)
+        only_fed = all(fed is proposer for fed in self._fed)
         try:
             self._forms.assign_grammars(sessions)
-            for drafted in source.draft_sessions(sessions):
+            for drafted in proposer.draft_sessions(sessions):
                 waiting = _without(waiting, drafted.sessions)
                 if not drafted.sessions:
                     continue
@@ -385,8 +389,8 @@ class DraftEngine:
     def _release(self, session: FollowedSession) -> None:
         self._ahead.forget_session(session)
         self._spans.end_span(session.key, session.lost_reason)
-        for source in self._sources.values():
-            source.release_session(session)
+        for proposer in self._proposers.values():
+            proposer.release_session(session)
 
 
 def _without(

@@ -83,7 +83,7 @@ class DrafterService:
     def __init__(
         self,
         config: DrafterConfig,
-        sources: Sequence[Proposer],
+        proposers: Sequence[Proposer],
         dialer: Dialer,
         *,
         identity: TargetIdentity,
@@ -100,14 +100,14 @@ class DrafterService:
         self._config, self._dialer, self._join_shm_channel = config, dialer, join
         self._grammars = grammars
         self._handicap = handicap
-        fed = [s for s in sources if s.feature_layout is not FeatureLayout.NONE]
+        fed = [p for p in proposers if p.feature_layout is not FeatureLayout.NONE]
         self._hello = Hello(
             protocol_version=PROTOCOL_VERSION,
             drafter_id=DrafterId(config.drafter_id),
             incarnation=secrets.token_hex(8),
             vocab_size=identity.vocab_size,
             tokenizer_hash=identity.tokenizer_hash,
-            methods=tuple(source.method for source in sources),
+            methods=tuple(proposer.method for proposer in proposers),
             feature_layout=fed[0].feature_layout if fed else FeatureLayout.NONE,
             feature_fingerprint=fed[0].feature_fingerprint if fed else "",
             supports_shm=config.shared_memory and is_shm_supported(),
@@ -119,7 +119,7 @@ class DrafterService:
             max_context=config.max_context,
         )
         engine = DraftEngine(
-            sources,
+            proposers,
             limits=limits,
             max_sessions=config.max_sessions,
             metrics=self.metrics,

@@ -3,8 +3,8 @@ package of the drafter.
 
 fair_share.py              Shares a drafter fairly between its verifiers: message intake and
                            drafting take turns.
-feature_buffer.py          Buffer of received features that are not used yet, left in the messages
-                           that brought them.
+feature_buffer.py          Buffer of received features until a proposer consumes them; rows stay in
+                           their messages.
 outcomes.py                Outcomes (accepted path, next token) of proposals, ranked by expected
                            gain.
 session.py                 FollowedSession: a drafter's state of one session; and the checks of its

@@ -1,8 +1,10 @@
-"""Buffer of received features that are not used yet, left in the messages that brought them.
+"""Buffer of received features until a proposer consumes them; rows stay in their messages.
 
-X session slots; B sessions of a batch; H feature width. A draft batch reads its rows straight from
-the messages; a message is freed when all its rows were used. A message in a shared-memory channel's
-memory is copied if it is still in use when the next one comes, which needs that memory.
+Features are the target's hidden states, projected by the verifier for the EAGLE head. X session
+slots; B sessions of a batch; H feature width. A draft batch reads its rows directly from the
+messages. A message is freed once all of its rows are consumed. A message in the ring of a
+shared-memory channel that is not fully consumed when the next message arrives is copied, because
+the sender needs the space.
 """
 
 from __future__ import annotations
@@ -20,40 +22,44 @@ from outrider.wire.rounds import owner_and_offset
 
 Indices = NDArray[np.int64]
 FeatureConverter = Callable[[WireTensor], NDArray[np.generic]]
-"""Rows [F, H] as their reader holds them; a view where that is how they came."""
-_NOBODY: Final = 1 << 62
-"""In the place of how far a session's features were used: it needs none any more."""
+"""Converts a wire tensor to feature rows [F, H] in the proposer's element type. Returns a view if
+no conversion is needed."""
+_CLOSED: Final = 1 << 62
+"""Value of `FeatureBuffer._consumed` for slots whose session needs no features."""
 
 
 class FeatureView(NamedTuple):
-    """All that a batch needs of one message."""
+    """Feature rows of one message, and the position of each session's rows among them."""
 
     rows: NDArray[np.generic]
-    """[F, H] of the message; what else is in them is nobody's business."""
+    """[F, H]: all rows of the message, including those of other sessions."""
     offsets: Indices
-    """[B]: the first row of each session."""
+    """[B]: index of the first row of each session."""
 
 
 @dataclass(slots=True, eq=False)
 class _FeatureMessage:
-    """Rows of one message; entry e has counts[e] of them from offsets[e] on."""
+    """Feature rows of one message. Entry e owns the counts[e] rows from row offsets[e] on."""
 
     rows: NDArray[np.generic]
     slots: Indices
     firsts: Indices
-    """Position of each entry's first row in its session."""
+    """Position of the first row of each entry in its session."""
     counts: Indices
     offsets: Indices
 
     def make_private_copy(self) -> None:
-        """See to it that nobody waits for where the rows lie; between them others may."""
+        """Copy rows out of the shared-memory ring so that the sender can reuse the space.
+
+        Rows that belong to no entry are not copied.
+        """
         if is_ring_view(self.rows):
             owners, places = owner_and_offset(self.counts)
             self.rows = self.rows[self.offsets[owners] + places]
             self.offsets = self.counts.cumsum() - self.counts
 
     def entries(self, chosen: Indices) -> _FeatureMessage:
-        """Some entries, in this order."""
+        """A message with the entries at `chosen`, in that order, over the same rows."""
         return _FeatureMessage(
             self.rows,
             self.slots[chosen],
@@ -62,10 +68,13 @@ class _FeatureMessage:
             self.offsets[chosen],
         )
 
-    def row_indices(self, slots: Indices, starts: Indices, counts: Indices) -> Indices | None:
-        """[B]: from which row on counts[i] rows of the session in slots[i] lie, from position
-        starts[i] on, if just these were brought for each of them, whatever for others; None: if
-        not. Columns [B]."""
+    def first_rows(self, slots: Indices, starts: Indices, counts: Indices) -> Indices | None:
+        """[B]: index of the first row of the session in slots[i], for all i.
+
+        Returns None unless this message has an entry for every session and the entry covers exactly
+        the counts[i] positions from starts[i] on. Entries of other sessions do not matter. All
+        arguments are [B].
+        """
         at = np.arange(len(slots))
         if len(self.slots) != len(slots) or not bool((self.slots == slots).all()):
             at = np.minimum(self.slots.searchsorted(slots), len(self.slots) - 1)
@@ -76,68 +85,74 @@ class _FeatureMessage:
 
 
 class FeatureBuffer:
-    """Features by session and position, each position once and in order."""
+    """Features by session and position; each position is received once and in order."""
 
     def __init__(self, *, max_sessions: int, width: int, convert: FeatureConverter) -> None:
         self.width = width
         """H"""
         self._convert = convert
-        self._used = np.full(max_sessions, _NOBODY, dtype=np.int64)
-        """[X]: positions below were used."""
-        self._last: NDArray[np.generic] | None = None
-        """[X, H]: the newest used one of each session, for a draft that is made again."""
+        self._consumed = np.full(max_sessions, _CLOSED, dtype=np.int64)
+        """[X]: end of the consumed positions of each session; `_CLOSED` without one."""
+        self._last_consumed: NDArray[np.generic] | None = None
+        """[X, H]: the newest consumed feature of each session, needed when a draft is repeated."""
         self._messages: list[_FeatureMessage] = []
 
     def __len__(self) -> int:
         return len(self._messages)
 
     def open_slot(self, slot: int) -> None:
-        """A session begins."""
-        self._used[slot] = 0
+        """Expect features of a new session."""
+        self._consumed[slot] = 0
 
     def drop_slot(self, slot: int) -> None:
-        """A session needs no features any more."""
-        self._used[slot] = _NOBODY
+        """Drop the features of a session that needs none any more."""
+        self._consumed[slot] = _CLOSED
         for message in self._messages:
             message.counts[message.slots == slot] = 0
-        self._tidy()
+        self._free_consumed()
 
     def add_rows(
         self, wire: WireTensor, slots: Indices, firsts: Indices, counts: Indices, offsets: Indices
     ) -> None:
-        """Keep a message's rows: entry e brings counts[e] of them, from row offsets[e] on, for
-        the positions from firsts[e] on of the session in slots[e]; all [E]."""
+        """Add the rows of a message.
+
+        Entry e has counts[e] rows from row offsets[e] on. They belong to the positions from
+        firsts[e] on of the session in slots[e]. The arrays are all [E].
+        """
         for message in self._messages:
             message.make_private_copy()
-        wanted = (self._used[slots] < _NOBODY) & (counts > 0)
+        wanted = (self._consumed[slots] < _CLOSED) & (counts > 0)
         if not bool(wanted.any()):
             return
         rows = self._convert(wire)
-        if self._last is None:
-            shape = (len(self._used), self.width)
-            # Address space only: the system backs what is written.
-            self._last = np.empty(shape, dtype=rows.dtype)
-        # Entries are struck out here when a session ends.
+        if self._last_consumed is None:
+            shape = (len(self._consumed), self.width)
+            # This only reserves address space: the system allocates pages when they are written.
+            self._last_consumed = np.empty(shape, dtype=rows.dtype)
+        # `drop_slot` sets counts to 0, so the message needs its own array.
         message = _FeatureMessage(rows, slots, firsts, counts.copy(), offsets)
         if not bool(wanted.all()):
             message = message.entries(np.flatnonzero(wanted))
         if not bool((slots[1:] > slots[:-1]).all()):
-            # In the order of batches.
+            # `first_rows` searches the slots by bisection.
             message = message.entries(np.argsort(message.slots))
         self._messages.append(message)
 
     def read_rows(self, slot: int, start: int, stop: int) -> NDArray[np.generic]:
-        """Rows [stop - start, H] of a session; they must be held, from the last used one on."""
-        used = int(self._used[slot])
-        assert used - 1 <= start <= stop, (used, start, stop)
+        """Rows [stop - start, H] of a session.
+
+        The rows must be in the buffer; `start` may be the newest consumed position.
+        """
+        consumed = int(self._consumed[slot])
+        assert consumed - 1 <= start <= stop, (consumed, start, stop)
         pieces: list[NDArray[np.generic]] = []
-        if start < used:
-            assert self._last is not None
-            pieces.append(self._last[slot][None])
+        if start < consumed:
+            assert self._last_consumed is not None
+            pieces.append(self._last_consumed[slot][None])
         for message in self._messages:
             for entry in np.flatnonzero(message.slots == slot).tolist():
                 first, offset = int(message.firsts[entry]), int(message.offsets[entry])
-                begin = max(start, used, first)
+                begin = max(start, consumed, first)
                 end = min(stop, first + int(message.counts[entry]))
                 if begin < end:
                     pieces.append(message.rows[offset + begin - first : offset + end - first])
@@ -145,20 +160,26 @@ class FeatureBuffer:
         assert len(rows) == stop - start, (slot, start, stop)
         return rows
 
-    def mark_used(self, slot: int, stop: int, last: NDArray[np.generic]) -> None:
-        """Positions below `stop` of a session were used; `last` [H] is the newest of them."""
-        assert self._last is not None
-        self._last[slot] = last
-        self._used[slot] = stop
-        self._tidy()
+    def mark_consumed(self, slot: int, stop: int, last: NDArray[np.generic]) -> None:
+        """Mark the positions below `stop` of a session as consumed.
+
+        `last` [H] is the newest feature of them.
+        """
+        assert self._last_consumed is not None
+        self._last_consumed[slot] = last
+        self._consumed[slot] = stop
+        self._free_consumed()
 
     def find_view(self, slots: Indices, starts: Indices, counts: Indices) -> FeatureView | None:
-        """Where counts[i] rows of the session in slots[i] lie, from position starts[i] on, all [B],
-        if one message in a shared-memory channel's memory brought just these: a device can read
-        them there. Who looks at them keeps their place from being written over."""
+        """View counts[i] rows of the session in slots[i], from position starts[i] on, for all i.
+
+        Returns None unless one message in the ring of a shared-memory channel has exactly these
+        rows of the sessions. A device can read the rows there. The sender does not overwrite them
+        while the view's array is referenced. All arguments are [B].
+        """
         for message in reversed(self._messages):
             if is_ring_view(message.rows):
-                offsets = message.row_indices(slots, starts, counts)
+                offsets = message.first_rows(slots, starts, counts)
                 if offsets is not None:
                     return FeatureView(message.rows, offsets)
         return None
@@ -166,20 +187,22 @@ class FeatureBuffer:
     def copy_rows(
         self, slots: Indices, starts: Indices, counts: Indices, out: NDArray[np.generic]
     ) -> None:
-        """Write counts[i] rows of the session in slots[i], from position starts[i] on, into
-        out[i]; slots, starts and counts [B], out [B, R, H]. What lies behind them in out[i] is
-        some feature of the same session, or what it was."""
+        """Write counts[i] rows of the session in slots[i], from position starts[i] on, into out[i].
+
+        slots, starts and counts are [B], out is [B, R, H]. The remaining rows of out[i] either
+        repeat the session's last row or keep their values.
+        """
         size, most, width = out.shape
         flat = out.reshape(size * most, width)
         for message in reversed(self._messages):
-            offsets = message.row_indices(slots, starts, counts)
+            offsets = message.first_rows(slots, starts, counts)
             if offsets is not None:
-                # One pass over its memory; behind its rows a session's last one is repeated.
+                # One pass over the output: the remaining rows of a session repeat its last row.
                 within = np.minimum(np.arange(most), counts[:, None] - 1)
                 source = (offsets[:, None] + within).reshape(-1)
                 np.take(message.rows, source, axis=0, out=flat, mode="clip")
                 return
-        row_of = np.full(len(self._used), -1, dtype=np.int64)
+        row_of = np.full(len(self._consumed), -1, dtype=np.int64)
         row_of[slots] = np.arange(size)
         for message in self._messages:
             rows = row_of[message.slots]
@@ -190,25 +213,30 @@ class FeatureBuffer:
             flat[(into * most + within)[fits]] = message.rows[
                 (message.offsets[owners] + places)[fits]
             ]
-        again = np.flatnonzero(starts < self._used[slots])
+        again = np.flatnonzero(starts < self._consumed[slots])
         if len(again):
-            assert self._last is not None
-            flat[again * most] = self._last[slots[again]]
+            assert self._last_consumed is not None
+            flat[again * most] = self._last_consumed[slots[again]]
 
-    def mark_batch_used(self, slots: Indices, stops: Indices, last: NDArray[np.generic]) -> None:
-        """Positions below stops[i] of the session in slots[i] were used, for all [B]; `last` [B, H]
-        are the newest of them."""
-        assert self._last is not None
-        self._last[slots] = last
-        self._used[slots] = stops
-        self._tidy()
+    def mark_batch_consumed(
+        self, slots: Indices, stops: Indices, last: NDArray[np.generic]
+    ) -> None:
+        """Mark the positions below stops[i] of the session in slots[i] as consumed, for all i.
 
-    def _tidy(self) -> None:
+        slots and stops are [B]; `last` [B, H] are the newest features of them.
+        """
+        assert self._last_consumed is not None
+        self._last_consumed[slots] = last
+        self._consumed[slots] = stops
+        self._free_consumed()
+
+    def _free_consumed(self) -> None:
+        """Free the messages whose rows are all consumed."""
         self._messages = [
             message
             for message in self._messages
             if bool(
-                (message.firsts + message.counts > self._used[message.slots])[
+                (message.firsts + message.counts > self._consumed[message.slots])[
                     message.counts > 0
                 ].any()
             )

@@ -26,15 +26,19 @@ from outrider.transport.tls import CertificateRole, RoleNames, TlsConfig, check_
 from outrider.wire.inference import ServerInfo
 
 WILDCARD_HOSTS: Final = frozenset({"", "0.0.0.0", "::"})
-"""Hosts to listen on that are no host to dial."""
-PROGRESS_INTERVAL_S: Final = 5.0
-"""Silence of a fleet before it is said what it waits for."""
+"""Hosts that a server can listen on and no client can dial."""
+PROGRESS_DELAY_S: Final = 5.0
+"""Wait for a healthy fleet after which progress is reported, in seconds."""
 _LOOK_S: Final = 0.05
 
 
 def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
-    """FailedPreconditionError unless the router's certificate in this folder is for all HOST:PORT,
-    or no good at all: WRONG_HOST, BAD_TLS."""
+    """Check that the router's certificate in `directory` names the host of every HOST:PORT;
+    hosts that no client can dial are skipped.
+
+    Raises FailedPreconditionError: WRONG_HOST for a host that it does not name, BAD_TLS for files
+    that cannot be used.
+    """
     tls = tls_from(directory, CertificateRole.ROUTER)
     for address in addresses:
         host, _ = split_address(address)
@@ -43,11 +47,11 @@ def check_hosts(directory: Path, addresses: Iterable[str]) -> None:
 
 
 def check_ports_free(*addresses: str | None) -> None:
-    """FailedPreconditionError (ADDRESS_IN_USE) where nobody can listen at all of these HOST:PORT
-    at once; None is left out.
+    """Check that one process could listen on all of these HOST:PORT at once; None is skipped.
 
-    Somebody else may: routers that share their ports would share them with other fleets of the
-    same user, too.
+    A port on which another process listens counts as taken, although routers can share ports:
+    routers would share them with other fleets of the same user, too. Raises FailedPreconditionError
+    (ADDRESS_IN_USE).
     """
     taken: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
@@ -74,9 +78,10 @@ def wait_healthy(
     progress: Callable[[str], None],
     stop: threading.Event,
 ) -> None:
-    """Wait until the router at `address` says that all it knows serve, or until `stop` is set.
+    """Wait until the router at `address` reports that all its peers are healthy, or until `stop` is
+    set. `progress` is called with the reason of a wait that lasts.
 
-    Raises UnavailableError when a process ends, or it takes too long.
+    Raises UnavailableError when a process ends, or when the wait is longer than `timeout_s`.
     """
     tls = None if tls_dir is None else _by_role(tls_dir)
     begin, said = time.monotonic(), ""
@@ -90,20 +95,20 @@ def wait_healthy(
                     f"the processes did not find each other in {timeout_s:g} s: {trouble}{words}",
                     reason="NOT_HEALTHY",
                 )
-            if waited_s > PROGRESS_INTERVAL_S and trouble != said:
+            if waited_s > PROGRESS_DELAY_S and trouble != said:
                 progress(f"waiting: {trouble}")
                 said = trouble
             stop.wait(_LOOK_S)
 
 
 def _by_role(directory: Path) -> TlsConfig:
-    # Its role is in every router's certificate; 0.0.0.0 is in none.
+    # Every router's certificate names its role, and none names 0.0.0.0.
     config = TlsConfig(ca=tls_from(directory, CertificateRole.ROUTER).ca)
     return TlsConfig(ca=config.ca, names=RoleNames(router=config.names_of(CertificateRole.ROUTER)))
 
 
 def _trouble(client: Client, address: str, tls: TlsConfig | None) -> str:
-    """What keeps requests from being served; "" when nothing does."""
+    """Return why requests cannot be served; "" if they can."""
     try:
         info: ServerInfo = client.server_info()
     except UnauthenticatedError:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from outrider.engine.device.device_timeline import DeviceRecorder
 from outrider.engine.device.drafting.grammar_drafts import GrammarDraftBuffer
 from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter
+from outrider.engine.device.drafting.round_drafter import RoundDrafter
 from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.device.graphs.shape_family import ShapeFamily
 from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind, RoundShape
@@ -89,7 +90,7 @@ class RoundLauncher:
         family: ShapeFamily,
         *,
         projection: FeatureProjection | None = None,
-        in_process_drafter: InProcessDrafter | None = None,
+        in_process_drafter: RoundDrafter | None = None,
         fused: bool = False,
         graphs: bool = True,
         simulated_rates: Sequence[float] | None = None,
@@ -116,8 +117,8 @@ class RoundLauncher:
         self._chunks: dict[int, PrefillChunkInputs] = {}
         self._downloads = Downloader(target.device)
         self.form_drafts: GrammarDraftBuffer | None = None
-        """Of the in-process drafter; None without one."""
-        if in_process_drafter is not None:
+        """Of the in-process drafter; None without one in this process."""
+        if isinstance(in_process_drafter, InProcessDrafter):
             self.form_drafts = GrammarDraftBuffer(
                 in_process_drafter,
                 self.graphs,
@@ -154,9 +155,9 @@ class RoundLauncher:
         shape = self.family.fit_shape(
             rows=len(rows.slots),
             nodes=1 + rows.max_nodes,
-            drafts=drafts,
-            judge=judge,
-            features=features,
+            draft_kind=drafts,
+            acceptance_mode=judge,
+            has_features=features,
             chunks=len(chunks),
         )
         inputs, added = self._inputs_of(shape)
@@ -209,7 +210,7 @@ class RoundLauncher:
         verified = self._verify(shape, inputs, chunks, alone=alone)
         if alone:
             self._draft(shape, inputs, chunks, verified)
-        if shape.can_be_undrafted:
+        if shape.can_be_undrafted and self.form_drafts is not None:
             verified = self._verify(shape, inputs, chunks, alone=True)
             self._draft(shape, inputs, chunks, verified, undrafted=True)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows
 from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter
+from outrider.engine.device.drafting.round_drafter import RoundDrafter
 from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, AcceptanceMode, DraftKind, RoundShape
 from outrider.engine.device.inputs.prefill_chunks import PrefillChunkInputs
 from outrider.engine.device.inputs.round_inputs import RoundInputs
@@ -36,7 +37,7 @@ from outrider.engine.kernels.finite import find_finite_rows
 from outrider.engine.kernels.logits_processor.draft_path import OutputPath
 from outrider.engine.kernels.logits_processor.process import count_tokens, process_logits
 from outrider.engine.kernels.sampling import choose_tokens
-from outrider.engine.kernels.token_rows import assemble_rows
+from outrider.engine.kernels.token_rows import build_verify_inputs
 from outrider.engine.target import TargetModel
 
 
@@ -78,7 +79,7 @@ class RoundProgram:
         slots: DeviceSessionSlots,
         *,
         projection: FeatureProjection | None,
-        in_process_drafter: InProcessDrafter | None,
+        in_process_drafter: RoundDrafter | None,
         simulated_rates: Sequence[float] | None,
         max_token_rows: int,
     ) -> None:
@@ -146,11 +147,13 @@ class RoundProgram:
         """The token rows of the sessions that decode."""
         sequence, slots, nodes = self._slots.sequence, inputs.slots, shape.nodes
         head = self._in_process_drafter if shape.draft_kind is DraftKind.IN_PROCESS else None
+        if head is not None:
+            head.receive_drafts(slots)
         parents = inputs.parents if shape.draft_kind is DraftKind.TREE else None
         if head is not None and head.parents is not None:
             parents = head.parents.index_select(0, slots)
         drafts, own = (inputs.drafts, False) if head is None else (head.tokens, True)
-        tokens, context = assemble_rows(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
+        tokens, context = build_verify_inputs(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
         layout = tree_layout(
             parents,
             context,
@@ -237,8 +240,8 @@ class RoundProgram:
         """The first `counts` int32 [B] of tokens int32 [B, n] are history from now on, for the
         head's logits processor too."""
         count_tokens(tokens, counts, self._slots.warp.state, slots)
-        if self._in_process_drafter is not None:
-            warp = self._in_process_drafter.warp
+        warp = None if self._in_process_drafter is None else self._in_process_drafter.logits_slots
+        if warp is not None:
             count_tokens(tokens, counts, warp.state, slots, columns=warp.draft_columns)
 
     def _accept(
@@ -328,7 +331,7 @@ class RoundProgram:
         verified: VerifyOutput,
     ) -> None:
         """What in-process drafts of these sessions begin from, which are made later."""
-        assert self._in_process_drafter is not None
+        assert isinstance(self._in_process_drafter, InProcessDrafter)
         self._in_process_drafter.store_catch_up(
             self._rows_to_draft(shape, inputs, chunks, verified)
         )
@@ -344,12 +347,13 @@ class RoundProgram:
         head has written those before them."""
         head = self._in_process_drafter
         assert head is not None and verified.features is not None
+        head.begin_rows()
         rows = None if inputs is None else self._new_rows(shape, inputs, verified)
         if chunks is not None:
             assert verified.first is not None
             features = verified.features[shape.rows * shape.nodes :]
             features = features.view(shape.chunks, CHUNK_TOKENS, -1)
-            head.program.forward.write_rows(self._dead_rows(chunks, features))
+            head.write_rows(self._dead_rows(chunks, features))
             rows = self._with_live_rows(rows, chunks, features, verified.first)
         assert rows is not None
         return rows

@@ -19,6 +19,6 @@ sampling.py                Token sampling from logits on the device: argmax or G
                            argmax, by session.
 session_tensors.py         Per-session tensors that the device keeps between rounds, one row a
                            session slot.
-token_rows.py              Assembly of the token rows of a round: each session's root, then its
+token_rows.py              Builds the verify input of a round: token ids of each session's root and
                            drafts.
 """

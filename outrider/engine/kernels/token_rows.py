@@ -1,7 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Assembly of the token rows of a round: each session's root, then its drafts.
+"""Builds the verify input of a round: token ids of each session's root and drafts.
 
-B rows, N nodes a row, X session slots.
+The root is the newest committed token of a session; the target has not run it yet. A row is the
+root and the draft tokens of one session. A slot is a session's index in the per-session device
+tensors (`session_tensors`). B rows, N nodes a row, X session slots.
 """
 
 from __future__ import annotations
@@ -15,21 +17,23 @@ from outrider.engine.kernels.runtime import next_power_of_2
 from outrider.engine.kernels.session_tensors import SequenceState
 
 
-def assemble_rows(
+def build_verify_inputs(
     sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
-    """Tokens int32 [B * N] and the context int32 [B] (K/V slots written) of every row.
+    """Gather the input token ids int32 [B * N] and the context lengths int32 [B] of a round.
 
-    drafts: int32 [B, >= N - 1], or [X, >= N - 1] addressed by slot where `by_slot`.
+    The context length of a row is the number of K/V slots that are written for its session: those
+    of its committed tokens without the root. slots: int32 [B]. drafts: int32 [B, >= N - 1] by row,
+    or [X, >= N - 1] by slot if `by_slot`.
     """
-    function = assemble_triton if slots.is_cuda else assemble_torch
+    function = build_verify_inputs_triton if slots.is_cuda else build_verify_inputs_torch
     return function(sequence, slots, drafts, num_nodes=num_nodes, by_slot=by_slot)
 
 
-def assemble_torch(
+def build_verify_inputs_torch(
     sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
-    """The PyTorch reference of `assemble_triton`."""
+    """The PyTorch reference of `build_verify_inputs_triton`."""
     roots = sequence.roots.index_select(0, slots)
     if by_slot:
         drafts = drafts.index_select(0, slots)
@@ -37,14 +41,14 @@ def assemble_torch(
     return tokens.reshape(-1), sequence.lengths.index_select(0, slots) - 1
 
 
-def assemble_triton(
+def build_verify_inputs_triton(
     sequence: SequenceState, slots: Tensor, drafts: Tensor, *, num_nodes: int, by_slot: bool
 ) -> tuple[Tensor, Tensor]:
-    """One program a row."""
+    """`build_verify_inputs` in one kernel, one program a row."""
     rows = slots.shape[0]
     tokens = torch.empty(rows * num_nodes, dtype=torch.int32, device=slots.device)
     context = torch.empty(rows, dtype=torch.int32, device=slots.device)
-    _assemble[(rows,)](
+    _build_verify_inputs_kernel[(rows,)](
         sequence.roots,
         sequence.lengths,
         slots,
@@ -61,7 +65,7 @@ def assemble_triton(
 
 
 @triton.jit
-def _assemble(
+def _build_verify_inputs_kernel(
     roots,
     lengths,
     slots,

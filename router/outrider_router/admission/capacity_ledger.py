@@ -15,25 +15,33 @@ from outrider_router.admission.wait_order import AdmissionRequest
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CapacityReservation:
-    """Capacity on a verifier; given back with `AdmissionQueue.release_capacity`."""
+    """KV-cache tokens of one verifier that are reserved for one session.
+
+    `AdmissionQueue.release_capacity` ends a reservation.
+    """
 
     admission_request: AdmissionRequest
     verifier_id: VerifierId
-    generation: int
-    """Start of the verifier that it is valid for; a lost verifier voids its leases."""
+    verifier_generation: int
+    """Number of times that the verifier had been lost when this reservation was made. Losing the
+    verifier again voids the reservation."""
     tokens: int
-    """Tokens of KV that the session is expected to hold, in whole blocks."""
+    """Tokens of KV that the session is expected to hold, rounded up to whole blocks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Budget:
+    """KV-cache budget of one verifier."""
+
     load: VerifierLoad
-    generation: int = 0
+    verifier_generation: int = 0
+    """Number of times that the verifier was lost."""
     healthy: bool = True
     others_tokens: int = 0
-    """Tokens that sessions of other routers seemed to hold at the last look."""
-    leases: dict[CapacityReservation, None] = field(default_factory=dict)
-    """Those of this generation."""
+    """Estimate, from the verifier's latest info, of the KV tokens that sessions of other routers
+    hold."""
+    reservations: dict[CapacityReservation, None] = field(default_factory=dict)
+    """Reservations made since the verifier was last lost."""
 
 
 class CapacityLedger:
@@ -46,7 +54,12 @@ class CapacityLedger:
         overcommit: float,
         emitted: Callable[[RequestId], int],
     ) -> None:
-        """`emitted` counts the tokens of a request so far."""
+        """Create a ledger without verifiers.
+
+        `lengths` estimates how long answers become. Reservations on a verifier may add up to
+        `overcommit` times its KV cache. `emitted` returns the number of tokens that a request has
+        emitted so far.
+        """
         self._lengths = lengths
         self._overcommit = overcommit
         self._emitted = emitted
@@ -54,26 +67,26 @@ class CapacityLedger:
 
     @property
     def loads(self) -> tuple[VerifierLoad, ...]:
-        """The healthy verifiers."""
+        """Loads of the healthy verifiers."""
         return tuple(budget.load for budget in self._budgets.values() if budget.healthy)
 
     @property
     def tokens(self) -> int:
-        """KV tokens given away, over all verifiers."""
+        """KV tokens reserved on all verifiers."""
         return sum(budget.load.tokens for budget in self._budgets.values())
 
     @property
     def sessions(self) -> int:
-        """Sessions placed, over all verifiers."""
-        return sum(len(budget.leases) for budget in self._budgets.values())
+        """Reservations on all verifiers; each is for one session."""
+        return sum(len(budget.reservations) for budget in self._budgets.values())
 
     def sessions_on(self, verifier_id: VerifierId) -> int:
-        """Sessions placed on one verifier."""
+        """Reservations on one verifier; each is for one session."""
         budget = self._budgets.get(verifier_id)
-        return len(budget.leases) if budget is not None else 0
+        return len(budget.reservations) if budget is not None else 0
 
     def expected_tokens(self, admission_request: AdmissionRequest) -> int:
-        """Tokens of KV that a session is expected to hold at its end."""
+        """Tokens of KV that a session is expected to hold when it ends."""
         emitted = self._emitted(admission_request.request_id)
         unused = admission_request.max_new_tokens - self._lengths.expected_len(
             admission_request.max_new_tokens, emitted
@@ -81,8 +94,11 @@ class CapacityLedger:
         return admission_request.kv_tokens - max(0, unused)
 
     def update_verifier(self, info: VerifierInfo) -> None:
-        """A verifier is healthy; its budget counts as it says. What was given away stays, and
-        counts with what it has grown to."""
+        """Set the budget of a healthy verifier from its latest info.
+
+        Its reservations stay valid. Those whose sessions are now expected to hold more tokens than
+        reserved grow to the new estimate.
+        """
         budget = self._budgets.get(info.verifier_id)
         if budget is None:
             load = VerifierLoad(verifier_id=info.verifier_id, total_tokens=0, max_sessions=0)
@@ -99,44 +115,53 @@ class CapacityLedger:
             free_tokens=info.kv_free_blocks * block,
             is_draining=info.draining,
         )
-        self._regrow(budget)
-        # One look may see sessions of this router that have just ended; two in a row do not.
+        self._grow_reservations(budget)
+        # One report may still count sessions of this router that have just ended. Two reports in a
+        # row do not.
         before, budget.others_tokens = budget.others_tokens, self._others(budget, info)
         others = min(before, budget.others_tokens)
         budget.load = replace(budget.load, others_tokens=others)
 
     def drop_verifier(self, verifier_id: VerifierId) -> None:
-        """A verifier is lost, and with it everything that was placed there."""
+        """Mark a verifier as lost and void all reservations on it."""
         budget = self._budgets.get(verifier_id)
         if budget is None:
             return
-        budget.generation += 1
+        budget.verifier_generation += 1
         budget.healthy = False
-        budget.leases.clear()
+        budget.reservations.clear()
         budget.load = replace(budget.load, assigned_by_priority={}, not_before=0.0)
 
-    def assign_request(
+    def reserve_capacity(
         self, admission_request: AdmissionRequest, verifier_id: VerifierId
     ) -> CapacityReservation:
-        """Give a place away."""
+        """Reserve capacity for a session on a verifier."""
         budget = self._budgets[verifier_id]
         budget.load = budget.load.with_session(admission_request)
-        lease = CapacityReservation(
+        reservation = CapacityReservation(
             admission_request=admission_request,
             verifier_id=verifier_id,
-            generation=budget.generation,
+            verifier_generation=budget.verifier_generation,
             tokens=budget.load.round_to_blocks(admission_request.counted_tokens),
         )
-        budget.leases[lease] = None
-        return lease
+        budget.reservations[reservation] = None
+        return reservation
 
-    def release_capacity(self, lease: CapacityReservation, now: float, *, refused: bool) -> None:
-        """Take a place back. `refused`: the verifier had no room although the ledger said so."""
-        budget = self._budgets[lease.verifier_id]
-        if budget.generation != lease.generation:
+    def release_capacity(
+        self, reservation: CapacityReservation, now: float, *, refused: bool
+    ) -> None:
+        """End a reservation, unless it is void already.
+
+        `refused`: the verifier refused the session because it was full. The ledger then reserves
+        nothing on that verifier for `FULL_BACKOFF_S` from the clock time `now`.
+        """
+        budget = self._budgets[reservation.verifier_id]
+        if budget.verifier_generation != reservation.verifier_generation:
             return
-        del budget.leases[lease]
-        budget.load = budget.load.with_change(lease.admission_request.priority, -1, -lease.tokens)
+        del budget.reservations[reservation]
+        budget.load = budget.load.with_change(
+            reservation.admission_request.priority, -1, -reservation.tokens
+        )
         if refused:
             budget.load = replace(budget.load, not_before=now + FULL_BACKOFF_S)
 
@@ -145,8 +170,11 @@ class CapacityLedger:
         return any(load.could_ever_fit(kv_tokens) for load in self.loads)
 
     def check_group(self, size: int, queue_limit: int) -> None:
-        """Requests that come together must find places or wait: InvalidRequestError where the
-        healthy verifiers and the queue are too few for them even when nobody else is there."""
+        """Check that `size` requests of one group fit on the healthy verifiers and in the queue.
+
+        The check assumes that no other requests exist. Raises InvalidRequestError
+        (TOO_MANY_ANSWERS) if the group does not fit. Without healthy verifiers it passes.
+        """
         most = sum(load.max_sessions for load in self.loads if not load.is_draining)
         if most and size > most + queue_limit:
             raise InvalidRequestError(
@@ -156,26 +184,32 @@ class CapacityLedger:
                 param="n",
             )
 
-    def _regrow(self, budget: _Budget) -> None:
-        for lease in budget.leases:
+    def _grow_reservations(self, budget: _Budget) -> None:
+        """Raise reservations to the tokens that their sessions are now expected to hold."""
+        for reservation in budget.reservations:
             more = (
-                budget.load.round_to_blocks(self.expected_tokens(lease.admission_request))
-                - lease.tokens
+                budget.load.round_to_blocks(self.expected_tokens(reservation.admission_request))
+                - reservation.tokens
             )
             if more > 0:
-                budget.load = budget.load.with_change(lease.admission_request.priority, 0, more)
-                lease.tokens += more
+                budget.load = budget.load.with_change(
+                    reservation.admission_request.priority, 0, more
+                )
+                reservation.tokens += more
 
     def _others(self, budget: _Budget, info: VerifierInfo) -> int:
-        if info.sessions <= len(budget.leases):
+        """KV tokens in use on a verifier beyond those that this router's sessions hold."""
+        if info.sessions <= len(budget.reservations):
             return 0
         used = (info.kv_total_blocks - info.kv_free_blocks) * info.kv_block_tokens
-        return max(0, used - sum(self._held(budget.load, budget.leases)))
+        return max(0, used - sum(self._held(budget.load, budget.reservations)))
 
-    def _held(self, load: VerifierLoad, leases: Iterable[CapacityReservation]) -> Iterable[int]:
-        """Tokens that sessions hold now."""
-        for lease in leases:
-            admission_request = lease.admission_request
+    def _held(
+        self, load: VerifierLoad, reservations: Iterable[CapacityReservation]
+    ) -> Iterable[int]:
+        """KV tokens that the session of each reservation holds now."""
+        for reservation in reservations:
+            admission_request = reservation.admission_request
             yield load.round_to_blocks(
                 admission_request.prompt_tokens + self._emitted(admission_request.request_id)
             )

@@ -35,34 +35,34 @@ from outrider_router.config import RouterConfig
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueueEntry:
-    """A request between its arrival and `leave`."""
+    """A request between its arrival and `AdmissionQueue.remove_request`."""
 
     admission_request: AdmissionRequest
     tenant: Tenant
     charged: int
     """Tokens that its tenant was charged."""
-    lease_future: asyncio.Future[CapacityReservation] | None = None
+    reservation_future: asyncio.Future[CapacityReservation] | None = None
     """While it waits."""
-    leases: list[CapacityReservation] = field(default_factory=list)
-    """Its places: one, or two while it leaves one for the other."""
+    reservations: list[CapacityReservation] = field(default_factory=list)
+    """Its reservations: one, or two while its session moves to another verifier."""
     placed_at: float | None = None
     """Clock time at which it was placed first, seconds."""
 
     @property
     def is_pending(self) -> bool:
         """Whether it waits and nothing was decided."""
-        return self.lease_future is not None and not self.lease_future.done()
+        return self.reservation_future is not None and not self.reservation_future.done()
 
     @property
     def error(self) -> OutriderError | None:
-        """Why it gets no place, where that was decided."""
+        """The error that ended its wait without a reservation; None otherwise."""
         if (
-            self.lease_future is None
-            or not self.lease_future.done()
-            or self.lease_future.cancelled()
+            self.reservation_future is None
+            or not self.reservation_future.done()
+            or self.reservation_future.cancelled()
         ):
             return None
-        found = self.lease_future.exception()
+        found = self.reservation_future.exception()
         return found if isinstance(found, OutriderError) else None
 
 
@@ -111,33 +111,33 @@ class AdmissionQueue:
 
     @property
     def reserved_tokens(self) -> int:
-        """KV tokens given away, over all verifiers."""
+        """KV tokens reserved on all verifiers."""
         return self._capacity_ledger.tokens
 
     @property
     def num_running(self) -> int:
-        """Sessions placed, over all verifiers."""
+        """Reservations on all verifiers; each is for one session."""
         return self._capacity_ledger.sessions
 
     def update_verifier(self, info: VerifierInfo) -> None:
-        """A verifier is healthy, and says what it has."""
+        """Set the budget of a healthy verifier from its latest info."""
         self._capacity_ledger.update_verifier(info)
         self._pump()
 
     def drop_verifier(self, verifier_id: VerifierId) -> None:
-        """A verifier is lost, and with it all that was placed there."""
+        """Mark a verifier as lost and void all reservations on it."""
         self._capacity_ledger.drop_verifier(verifier_id)
         self._pump()
 
     async def reserve_capacity(
         self, admission_request: AdmissionRequest, group: RequestGroup | None = None
     ) -> CapacityReservation:
-        """Wait for a place. `group`: whom it comes with.
+        """Wait for a reservation. `group`: the request group that the request belongs to, if any.
 
-        The first call for a request charges its tenant; more may follow until `leave`, none of
-        which is refused for want of room in the queue. Raises ResourceExhaustedError when the
-        tenant's rate is exceeded or the queue is full, UnavailableError without a healthy
-        verifier, DeadlineExceededError. Cancelling the wait leaves the queue.
+        The first call for a request charges its tenant. More calls may follow until
+        `remove_request`; a full queue refuses none of them. Raises ResourceExhaustedError when the
+        tenant's rate is exceeded or the queue is full, UnavailableError without a healthy verifier,
+        DeadlineExceededError. Cancelling the wait removes the request from the queue.
         """
         queue_entry = self._guests.get(admission_request.request_id)
         if queue_entry is not None:
@@ -147,18 +147,18 @@ class AdmissionQueue:
         else:
             await self._come_with(group, admission_request)
         queue_entry = self._guests[admission_request.request_id]
-        future = queue_entry.lease_future
+        future = queue_entry.reservation_future
         assert future is not None, "it waits"
         try:
             return await future
         except asyncio.CancelledError:
-            # A cancel may arrive after the place was given but before it was taken.
+            # The wait may be cancelled after the reservation was made but before it was returned.
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.release_capacity(future.result())
             raise
         finally:
             self._remove(queue_entry)
-            if not queue_entry.leases:
+            if not queue_entry.reservations:
                 self.remove_request(admission_request.request_id)
 
     def fail_request(self, request_id: RequestId, error: OutriderError) -> None:
@@ -168,18 +168,21 @@ class AdmissionQueue:
         queue_entry = self._waiting.get(request_id)
         if (
             queue_entry is not None
-            and queue_entry.lease_future is not None
+            and queue_entry.reservation_future is not None
             and queue_entry.is_pending
         ):
-            queue_entry.lease_future.set_exception(error)
+            queue_entry.reservation_future.set_exception(error)
 
-    def release_capacity(self, lease: CapacityReservation, *, refused: bool = False) -> None:
-        """Give a place back. `refused`: the verifier had no room although the ledger said so."""
-        self._take_back(lease, refused=refused)
+    def release_capacity(self, reservation: CapacityReservation, *, refused: bool = False) -> None:
+        """End a reservation. `refused`: the verifier refused its session because it was full."""
+        self._take_back(reservation, refused=refused)
         self._pump()
 
     def remove_request(self, request_id: RequestId) -> None:
-        """A request is over and holds no place; idempotent. Its tenant pays for what it was."""
+        """Remove a request that has ended and holds no reservation; idempotent.
+
+        Its tenant is charged for the tokens that it used, in place of those that were expected.
+        """
         queue_entry = self._guests.pop(request_id, None)
         if queue_entry is None:
             return
@@ -198,7 +201,7 @@ class AdmissionQueue:
         self._metrics.tenant_tokens.labels(self.tenants.metrics_label(tenant.name)).inc(used)
 
     def sessions_on(self, verifier_id: VerifierId) -> int:
-        """Sessions placed on one verifier."""
+        """Reservations on one verifier; each is for one session."""
         return self._capacity_ledger.sessions_on(verifier_id)
 
     def could_fit(self, kv_tokens: int) -> bool:
@@ -237,17 +240,17 @@ class AdmissionQueue:
             return
         group.admit()
         for queue_entry in guests:
-            if queue_entry.leases:
+            if queue_entry.reservations:
                 self.tenants.advance_time(queue_entry.admission_request.virtual_start)
 
     def _dismiss(self, guests: Sequence[QueueEntry]) -> None:
-        """They leave before anybody could take a place: it is as if they had not come."""
+        """Remove entries before their reservations are used, as if they had never arrived."""
         for queue_entry in guests:
             self._unqueue(queue_entry)
-            for lease in tuple(queue_entry.leases):
-                self._take_back(lease)
-            if queue_entry.lease_future is not None:
-                queue_entry.lease_future.cancel()
+            for reservation in tuple(queue_entry.reservations):
+                self._take_back(reservation)
+            if queue_entry.reservation_future is not None:
+                queue_entry.reservation_future.cancel()
             queue_entry.placed_at = None
             self.remove_request(queue_entry.admission_request.request_id)
         self._pump()
@@ -290,7 +293,7 @@ class AdmissionQueue:
     def _enter_again(
         self, queue_entry: QueueEntry, admission_request: AdmissionRequest
     ) -> QueueEntry:
-        """A request needs another place; it keeps its turn."""
+        """Prepare the entry of a request that needs another reservation; it keeps its turn."""
         before = queue_entry.admission_request
         queue_entry.admission_request = replace(
             admission_request,
@@ -303,9 +306,9 @@ class AdmissionQueue:
         return queue_entry
 
     def _line_up(self, guests: Sequence[QueueEntry]) -> None:
-        """Have queue entries wait for places; who gets none in the queue has an error at once."""
+        """Queue entries for reservations; those that the full queue refuses fail at once."""
         for queue_entry in guests:
-            queue_entry.lease_future = asyncio.get_running_loop().create_future()
+            queue_entry.reservation_future = asyncio.get_running_loop().create_future()
             self._waiting[queue_entry.admission_request.request_id] = queue_entry
             self._count(queue_entry, 1)
         self._pump()
@@ -408,11 +411,11 @@ class AdmissionQueue:
 
     def _admit(self, action: AdmitRequest) -> None:
         queue_entry = self._waiting[action.request_id]
-        assert queue_entry.lease_future is not None, "it waits"
-        lease = self._capacity_ledger.assign_request(
+        assert queue_entry.reservation_future is not None, "it waits"
+        reservation = self._capacity_ledger.reserve_capacity(
             queue_entry.admission_request, action.verifier_id
         )
-        queue_entry.leases.append(lease)
+        queue_entry.reservations.append(reservation)
         if queue_entry.placed_at is None:
             queue_entry.placed_at = self._clock()
             self._places.forget_request(action.request_id)
@@ -423,18 +426,18 @@ class AdmissionQueue:
         if action.needs_preemption:
             self._metrics.preempting_placements.inc()
         self._remove(queue_entry)
-        queue_entry.lease_future.set_result(lease)
+        queue_entry.reservation_future.set_result(reservation)
 
-    def _take_back(self, lease: CapacityReservation, *, refused: bool = False) -> None:
-        queue_entry = self._guests.get(lease.admission_request.request_id)
-        if queue_entry is not None and lease in queue_entry.leases:
-            queue_entry.leases.remove(lease)
+    def _take_back(self, reservation: CapacityReservation, *, refused: bool = False) -> None:
+        queue_entry = self._guests.get(reservation.admission_request.request_id)
+        if queue_entry is not None and reservation in queue_entry.reservations:
+            queue_entry.reservations.remove(reservation)
             queue_entry.tenant.num_running -= 1
-        self._capacity_ledger.release_capacity(lease, self._clock(), refused=refused)
+        self._capacity_ledger.release_capacity(reservation, self._clock(), refused=refused)
 
     def _remove(self, queue_entry: QueueEntry) -> None:
         if self._unqueue(queue_entry) and (
-            queue_entry.lease_future is None or queue_entry.lease_future.done()
+            queue_entry.reservation_future is None or queue_entry.reservation_future.done()
         ):
             self._pump()
 

@@ -84,7 +84,7 @@ class _InferenceServicer(pb_grpc.InferenceServiceServicer):
             )
 
     def _caller(self, context: Context) -> Caller:
-        return self._service.gate.identify_caller(context.invocation_metadata() or ())
+        return self._service.access_control.identify_caller(context.invocation_metadata() or ())
 
     @asynccontextmanager
     async def _timely(

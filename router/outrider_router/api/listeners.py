@@ -31,7 +31,11 @@ MAX_POOL_BYTES = 64 << 10
 
 def make_client_server(service: RouterService) -> GrpcServer:
     """The client API."""
-    access_control, metrics, tls = service.gate, service.metrics, service.config.client_tls
+    access_control, metrics, tls = (
+        service.access_control,
+        service.metrics,
+        service.config.client_tls,
+    )
     if access_control.requires_keys and tls.cert is None:
         logger.warning("API keys cross the network in plain text, unless somebody in front has TLS")
     access = AccessRules(
@@ -66,7 +70,7 @@ def make_pool_server(service: RouterService) -> GrpcServer | None:
     """Where operators add and remove drafters, if they may."""
     if not service.config.pool_listen:
         return None
-    access_control = service.gate
+    access_control = service.access_control
 
     def check(metadata: Metadata) -> None:
         access_control.authorize_operator(authorization_of(metadata))
@@ -93,5 +97,5 @@ def serve_router_metrics(service: RouterService) -> str:
         config.metrics_host,
         config.metrics_port,
         tls=config.tls,
-        check=service.gate.authorize_operator,
+        check=service.access_control.authorize_operator,
     )

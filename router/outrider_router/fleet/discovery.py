@@ -1,8 +1,9 @@
 """DNS discovery of peers: `dns:///HOST:PORT` stands for every address that HOST resolves to.
 
-The name of a headless Kubernetes Service resolves to the pods behind it. Addresses that it lists
-are polled; an address that it no longer lists is forgotten once its peer does not answer either.
-So a peer that drains is kept for as long as it serves, and a failing resolver removes nobody.
+The name of a headless Kubernetes Service resolves to the pods behind it. Every address that the
+name resolves to is added to the peer registry. An address that the name no longer resolves to is
+removed once its peer is not healthy. A draining peer is therefore kept for as long as it serves,
+and a failing resolver removes no peer.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from outrider_router.fleet.registry import PeerRegistry
 logger = logging.getLogger(__name__)
 
 RESOLVE_TIMEOUT_S = 10.0
-"""Longest wait for an answer of the resolver."""
+"""Timeout of one DNS query."""
 
 Resolve = Callable[[str, int], Awaitable[frozenset[str]]]
-"""All addresses (HOST:PORT) of a host. Raises OSError, and UnicodeError for what is no name."""
+"""Resolves a host and a port to all addresses (HOST:PORT). Raises OSError, and UnicodeError for an
+invalid host name."""
 PeerT = TypeVar("PeerT", VerifierPeer, DrafterPeer)
 
 
 async def resolve(host: str, port: int) -> frozenset[str]:
-    """Ask the system's resolver. Raises OSError, and UnicodeError for what is no name."""
+    """Resolve a host with the system's resolver.
+
+    Raises OSError, and UnicodeError for a host that is not a valid name.
+    """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(RESOLVE_TIMEOUT_S):
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -41,7 +46,7 @@ async def resolve(host: str, port: int) -> frozenset[str]:
 
 
 class PeerDiscovery:
-    """Follows the DNS names among the configured addresses; a task for each."""
+    """Polls the DNS names among the configured addresses, one task for each name."""
 
     def __init__(
         self,
@@ -50,24 +55,24 @@ class PeerDiscovery:
         *,
         resolve: Resolve = resolve,
     ) -> None:
-        """Raises InvalidRequestError for names that cannot be any."""
+        """Parse the configured addresses. Raises InvalidRequestError for an invalid one."""
         self._registry = registry
         self._interval_s = config.discovery_interval_s
         self._resolve = resolve
         self._names = [
-            *((*name, self._verifiers) for name in split_addresses(config.verifiers)[1]),
-            *((*name, self._drafters) for name in split_addresses(config.drafters)[1]),
+            *((*name, self._update_verifiers) for name in split_addresses(config.verifiers)[1]),
+            *((*name, self._update_drafters) for name in split_addresses(config.drafters)[1]),
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self.on_forgotten: Callable[[str], Awaitable[None]] = _nothing
-        """Hears of each address that is looked at no more."""
+        """Called with each address whose peer was removed from the registry."""
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start polling DNS."""
         self._tasks = [asyncio.create_task(self._follow(*name)) for name in self._names]
 
     async def stop(self) -> None:
-        """Look no more; the peers stay."""
+        """Stop polling DNS; the peers stay in the registry."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -79,52 +84,52 @@ class PeerDiscovery:
         port: int,
         update: Callable[[ResolvedName, frozenset[str]], Awaitable[None]],
     ) -> None:
-        named, problem = ResolvedName(), ""
+        resolved, problem = ResolvedName(), ""
         while True:
             try:
-                joined = named.update_addresses(await self._resolve(host, port))
+                joined = resolved.update_addresses(await self._resolve(host, port))
                 problem = ""
             except (OSError, UnicodeError) as error:
-                # No answer is not the answer that nobody is there.
+                # A failed query does not mean that the name has no addresses: keep the peers.
                 joined = frozenset()
                 if str(error) != problem:
                     problem = str(error) or "no answer in time"
                     facts = {"host": host, "problem": problem}
                     logger.warning("a name of peers is not resolved", extra=facts)
             try:
-                await update(named, joined)
+                await update(resolved, joined)
             except Exception:
                 logger.exception("following a name of peers failed", extra={"host": host})
             await asyncio.sleep(self._interval_s)
 
-    async def _verifiers(self, named: ResolvedName, joined: frozenset[str]) -> None:
+    async def _update_verifiers(self, resolved: ResolvedName, joined: frozenset[str]) -> None:
         registry = self._registry
-        _add(named, joined, registry.add_verifier)
-        await self._forget(named, registry.verifiers, registry.forget_verifier)
+        _add(resolved, joined, registry.add_verifier)
+        await self._forget(resolved, registry.verifiers, registry.forget_verifier)
 
-    async def _drafters(self, named: ResolvedName, joined: frozenset[str]) -> None:
+    async def _update_drafters(self, resolved: ResolvedName, joined: frozenset[str]) -> None:
         registry = self._registry
-        _add(named, joined, partial(registry.add_drafter, recall=False))
-        await self._forget(named, registry.drafters, registry.forget_drafter)
+        _add(resolved, joined, partial(registry.add_drafter, recall=False))
+        await self._forget(resolved, registry.drafters, registry.forget_drafter)
 
     async def _forget(
         self,
-        named: ResolvedName,
+        resolved: ResolvedName,
         peers: Mapping[str, PeerT],
         forget: Callable[[PeerT], Awaitable[None]],
     ) -> None:
-        for address in sorted(named.removed_addresses):
+        for address in sorted(resolved.removed_addresses):
             peer = peers.get(address)
             if peer is not None and peer.state is PeerState.HEALTHY:
-                # It serves, or drains; when it has ended it is forgotten.
+                # It still serves, or drains. It is removed once it is not healthy any more.
                 continue
             if peer is not None:
                 await forget(peer)
                 await self.on_forgotten(address)
-            named.removed_addresses.discard(address)
+            resolved.removed_addresses.discard(address)
 
 
-def _add(named: ResolvedName, joined: frozenset[str], add: Callable[[str], None]) -> None:
+def _add(resolved: ResolvedName, joined: frozenset[str], add: Callable[[str], None]) -> None:
     for address in sorted(joined):
         try:
             add(address)
@@ -132,9 +137,9 @@ def _add(named: ResolvedName, joined: frozenset[str], add: Callable[[str], None]
             logger.warning(
                 "a peer is not added", extra={"address": address, "problem": error.message}
             )
-            # Tried again at the next look.
-            named.addresses -= {address}
+            # The next poll tries again.
+            resolved.addresses -= {address}
 
 
 async def _nothing(_address: str) -> None:
-    """Nobody wants to know."""
+    """Do nothing."""

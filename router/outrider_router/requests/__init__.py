@@ -1,4 +1,4 @@
-"""The life of a request: validation, journal, verifier sessions, output, resumption, failover. It
+"""The life of a request: validation, registry, verifier sessions, output, resumption, failover. It
 may import `base`, `admission` and `fleet`.
 
 drafter_rebalancer.py      Rebalancer: moves running sessions off drafters that are lost, leaving or
@@ -7,7 +7,7 @@ durable_log.py             Durable log of resumable requests: the file from whic
                            resumes them.
 failover.py                Failover policy: retry, finish or fail a request whose session was lost.
 grammar_check.py           Grammar check: compiles a request's grammar before the request is queued.
-intake.py                  Request intake: access check, validation and the journal entry of a new
+intake.py                  Request intake: access check, validation and the registry entry of a new
                            request.
 log_records.py             Record format of the durable log of resumable requests.
 output_assembler.py        Output assembler: turns a session's token ids into text, cut at the first
@@ -25,7 +25,7 @@ resumable_answers.py       Resumable answers: output that a client can resume re
                            connection.
 resumable_requests.py      Resumable requests of one router: tasks of their own, their answers, and
                            the durable log.
-running_requests.py        Journal of the running requests and their emitted tokens, from which a
+running_requests.py        Registry of the running requests and their emitted tokens, from which a
                            failover resumes.
 service.py                 RouterService: the life of a request, from tokenizing and admission to
                            stream and cleanup.

@@ -21,7 +21,7 @@ from outrider_router.fleet.drafter_assignment import (
 )
 from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
-from outrider_router.requests.running_requests import JournalEntry, RunningRequests
+from outrider_router.requests.running_requests import RequestEntry, RunningRequests
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ class DrafterRebalancer:
     def __init__(
         self,
         config: RouterConfig,
-        journal: RunningRequests,
+        running_requests: RunningRequests,
         registry: PeerRegistry,
         metrics: RouterMetrics,
         *,
         clock: Callable[[], float],
     ) -> None:
         """`clock` is monotonic, in seconds."""
-        self._journal = journal
+        self._running_requests = running_requests
         self._registry = registry
         self._metrics = metrics
         self._clock = clock
@@ -73,7 +73,7 @@ class DrafterRebalancer:
         """A drafter was lost or is to leave: look soon."""
         self._woken.set()
 
-    def choose_drafter(self, peer: VerifierPeer, entry: JournalEntry) -> DrafterId | None:
+    def choose_drafter(self, peer: VerifierPeer, entry: RequestEntry) -> DrafterId | None:
         """The drafter of a session that is about to be opened on this verifier, or None for plain
         decoding until there is one."""
         assert peer.info is not None and entry.method is not None
@@ -93,7 +93,7 @@ class DrafterRebalancer:
         if peer.info is None:
             return RemovedDrafter(0, 0)
         drafter_id = peer.info.drafter_id
-        mine = [entry for entry in self._journal if entry.drafter_id == drafter_id]
+        mine = [entry for entry in self._running_requests if entry.drafter_id == drafter_id]
         end = self._clock() + timeout_s
         while self._clock() < end:
             moved = self.rebalance_now()
@@ -119,7 +119,7 @@ class DrafterRebalancer:
         return len(moves)
 
     def _perform(self, move: MoveSession) -> None:
-        entry = self._journal.get_entry(move.request_id)
+        entry = self._running_requests.get_entry(move.request_id)
         assert entry is not None and entry.move is not None
         self._metrics.session_moves.labels(move.reason).inc()
         logger.info(
@@ -154,9 +154,9 @@ class DrafterRebalancer:
             for entry, verifier_id, method in self._seated()
         ]
 
-    def _seated(self) -> Iterator[tuple[JournalEntry, VerifierId, DraftMethod]]:
+    def _seated(self) -> Iterator[tuple[RequestEntry, VerifierId, DraftMethod]]:
         """Running sessions that a drafter is to draft for, where they are, and how."""
-        for entry in self._journal:
+        for entry in self._running_requests:
             if (
                 entry.move is not None
                 and entry.method is not None
@@ -179,11 +179,11 @@ class DrafterRebalancer:
             self._woken.clear()
 
 
-def _drafter_of(entry: JournalEntry) -> DrafterId | None:
+def _drafter_of(entry: RequestEntry) -> DrafterId | None:
     """Who drafts for a session, or is to soon."""
     return entry.moving_to or entry.drafter_id
 
 
-def _is_with(entry: JournalEntry, drafter_id: DrafterId, *, moving: bool = False) -> bool:
+def _is_with(entry: RequestEntry, drafter_id: DrafterId, *, moving: bool = False) -> bool:
     """Whether the drafter drafts for a running session; `moving`: and another one is asked to."""
     return entry.drafter_id == drafter_id and (entry.moving_to is not None or not moving)

@@ -1,4 +1,4 @@
-"""Request intake: access check, validation and the journal entry of a new request."""
+"""Request intake: access check, validation and the registry entry of a new request."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from outrider_router.requests.request import (
     tokenize_prompt,
     validate_request,
 )
-from outrider_router.requests.running_requests import JournalEntry, RunningRequests
+from outrider_router.requests.running_requests import RequestEntry, RunningRequests
 
 
 class RequestIntake:
-    """Validates new requests and opens their journal entries; one for each router."""
+    """Validates new requests and opens their registry entries; one for each router."""
 
     def __init__(
         self,
         config: RouterConfig,
-        journal: RunningRequests,
+        running_requests: RunningRequests,
         tokenizer: Tokenizer,
         *,
         access_control: AccessControl,
@@ -42,7 +42,7 @@ class RequestIntake:
         self._config = config
         self._tokenizer = tokenizer
         self._access_control = access_control
-        self._journal = journal
+        self._running_requests = running_requests
         self._admission = admission
         self._registry = registry
         self._forms = GrammarChecker(
@@ -65,20 +65,22 @@ class RequestIntake:
         timeout_s: float | None,
         caller: Caller,
         passed: AccessGrant | None = None,
-    ) -> tuple[JournalEntry, GenerateRequest]:
-        """The entry of a new request, which leaves the gate at its end, and the request as its
-        caller may have it. Without a name it gets one. `passed`: the gate has let it in already.
+    ) -> tuple[RequestEntry, GenerateRequest]:
+        """The entry of a new request, and the request as its caller may have it.
 
-        Raises InvalidRequestError, AlreadyExistsError, and what the gate raises.
+        The entry gives its access grant back when it ends. A request without a name gets one.
+        `passed`: the grant of a request that access control has let in already.
+
+        Raises InvalidRequestError, AlreadyExistsError, and what access control raises.
         """
         if request.request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
         name = name or RequestId(f"req-{secrets.token_hex(8)}")
-        entry = self._journal.open_entry(name, self._clock(), caller)
+        entry = self._running_requests.open_entry(name, self._clock(), caller)
         try:
             passed = passed or self._access_control.enter_requests(caller, (request,))[0]
         except OutriderError:
-            self._journal.close_entry(entry)
+            self._running_requests.close_entry(entry)
             raise
         entry.release = passed.release
         entry.deadline = None if timeout_s is None else entry.arrived_at + timeout_s

@@ -7,13 +7,13 @@ import logging
 from outrider.errors import InternalError, OutriderError
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.requests.request_spans import end_request_span
-from outrider_router.requests.running_requests import JournalEntry
+from outrider_router.requests.running_requests import RequestEntry
 
 logger = logging.getLogger(__name__)
 
 
 def log_request_end(
-    entry: JournalEntry, outcome: str, problem: Exception | None, metrics: RouterMetrics, now: float
+    entry: RequestEntry, outcome: str, problem: Exception | None, metrics: RouterMetrics, now: float
 ) -> None:
     """Note that a request ended at `now`, seconds, as `outcome`: how it finished, or the code of
     its error. An InternalError is logged as an error, with its message."""

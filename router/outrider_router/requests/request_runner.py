@@ -47,7 +47,7 @@ from outrider_router.requests.log_records import EmittedRow
 from outrider_router.requests.request import ValidatedRequest
 from outrider_router.requests.request_options import needs_no_drafter, plan_for_verifier
 from outrider_router.requests.request_spans import queue_span, start_session_span
-from outrider_router.requests.running_requests import JournalEntry, RunningRequests
+from outrider_router.requests.running_requests import RequestEntry, RunningRequests
 from outrider_router.requests.session_output import (
     ClientReply,
     SessionFeed,
@@ -62,7 +62,7 @@ from outrider_router.requests.verifier_streams import VerifierStreams
 class RequestState:
     """A request, the session that serves it now, and its history."""
 
-    entry: JournalEntry
+    entry: RequestEntry
     job: ValidatedRequest
     admission_request: AdmissionRequest
     reply: ClientReply
@@ -79,16 +79,16 @@ class RequestState:
     """Clock time since which it has lost sessions and emitted nothing, seconds."""
     emitted_before: int = 0
     """Tokens that were emitted when its session was opened."""
-    lease: CapacityReservation | None = None
-    next_lease: CapacityReservation | None = None
-    """A place elsewhere, for when it leaves a verifier that is about to stop."""
+    reservation: CapacityReservation | None = None
+    next_reservation: CapacityReservation | None = None
+    """Reservation on another verifier, for a session whose verifier is about to stop."""
     peer: VerifierPeer | None = None
     """Where its session is."""
     session_feed: SessionFeed | None = None
     opened: OpenedSession | None = None
     """Its session on the verifier's stream."""
     relocation: asyncio.Task[None] | None = None
-    """Looks for that place."""
+    """Task that waits for `next_reservation`."""
 
     @property
     def prompt_info(self) -> PromptInfo:
@@ -116,7 +116,7 @@ class RequestRunner:
     def __init__(
         self,
         config: RouterConfig,
-        journal: RunningRequests,
+        running_requests: RunningRequests,
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
         *,
@@ -127,7 +127,7 @@ class RequestRunner:
         on_emitted: Callable[[list[EmittedRow]], None],
     ) -> None:
         """`on_emitted` logs ids of entries with a number, before anybody is told of them."""
-        self._journal = journal
+        self._running_requests = running_requests
         self._admission = admission
         self._registry = registry
         self._rebalancer = rebalancer
@@ -150,7 +150,7 @@ class RequestRunner:
         """Requests that have a session."""
 
     async def run_request(
-        self, entry: JournalEntry, job: ValidatedRequest, deadline: float | None
+        self, entry: RequestEntry, job: ValidatedRequest, deadline: float | None
     ) -> AsyncGenerator[StreamEvent, None]:
         """What the client of a request hears; closing it frees all that the request holds.
 
@@ -175,7 +175,7 @@ class RequestRunner:
         yield finish
 
     def _request_run(
-        self, entry: JournalEntry, job: ValidatedRequest, deadline: float | None
+        self, entry: RequestEntry, job: ValidatedRequest, deadline: float | None
     ) -> RequestState:
         number = next(self._numbers)
         entry.top_logprobs, entry.max_new_tokens = job.top_logprobs, job.max_new_tokens
@@ -203,7 +203,7 @@ class RequestRunner:
             cause=FailoverCause.ROUTER_LOST if entry.emitted or entry.epoch else None,
         )
 
-    def _stop_checker(self, entry: JournalEntry, job: ValidatedRequest) -> StopChecker | None:
+    def _stop_checker(self, entry: RequestEntry, job: ValidatedRequest) -> StopChecker | None:
         """The search for the request's stop strings, behind what the entry has emitted; ids behind
         a stop that is among these are dropped from it."""
         checker, ids = job.stop_checker(self._tokenizer), entry.emitted
@@ -240,15 +240,15 @@ class RequestRunner:
                 for known in reply.catch_up(request_run.implied_finish):
                     yield known
 
-    # ---- places --------------------------------------------------------------------------------
+    # ---- reservations --------------------------------------------------------------------------
 
     async def _admit(self, request_run: RequestState) -> None:
-        """Wait for a place.
+        """Wait for a reservation.
 
         Raises what admission raises; an error that says so where part of the answer was emitted.
         """
-        request_run.lease, request_run.next_lease = request_run.next_lease, None
-        if request_run.lease is not None:
+        request_run.reservation, request_run.next_reservation = request_run.next_reservation, None
+        if request_run.reservation is not None:
             return
         entry, admission_request = request_run.entry, request_run.admission_request
         if request_run.cause is not None:
@@ -256,27 +256,27 @@ class RequestRunner:
             since = self._clock() if request_run.stuck_since is None else request_run.stuck_since
             admission_request = replace(admission_request, waits_until=since + self._failover_s)
         try:
-            request_run.lease = await self._acquire(entry, admission_request)
+            request_run.reservation = await self._acquire(entry, admission_request)
         except UnavailableError as error:
             if error.reason == NO_VERIFIER and request_run.cause is not None and entry.emitted:
                 raise incomplete_error(request_run.cause, self._past(request_run)) from error
             raise
 
     async def _acquire(
-        self, entry: JournalEntry, admission_request: AdmissionRequest
+        self, entry: RequestEntry, admission_request: AdmissionRequest
     ) -> CapacityReservation:
         if entry.end_error is not None:
             raise entry.end_error
         entry.on_fail = lambda error: self._admission.fail_request(entry.request_id, error)
         try:
             with queue_span(entry, admission_request.priority) as span:
-                lease = await self._admission.reserve_capacity(admission_request, entry.group)
-                span.set_attributes({"outrider.verifier": lease.verifier_id})
-                return lease
+                reservation = await self._admission.reserve_capacity(admission_request, entry.group)
+                span.set_attributes({"outrider.verifier": reservation.verifier_id})
+                return reservation
         finally:
             entry.on_fail = None
 
-    async def _pause(self, entry: JournalEntry, seconds: float) -> None:
+    async def _pause(self, entry: RequestEntry, seconds: float) -> None:
         """Let some time pass, unless the request ends first."""
         if seconds <= 0 or entry.end_error is not None:
             return
@@ -295,10 +295,10 @@ class RequestRunner:
         self._give_back(request_run)
 
     def _give_back(self, request_run: RequestState) -> None:
-        """The place of a session that has ended, before a slow client has heard of it."""
-        if request_run.lease is not None:
-            self._admission.release_capacity(request_run.lease)
-            request_run.lease = None
+        """End the reservation of a session that has ended, before a slow client has heard of it."""
+        if request_run.reservation is not None:
+            self._admission.release_capacity(request_run.reservation)
+            request_run.reservation = None
 
     def _interrupt(
         self,
@@ -314,9 +314,9 @@ class RequestRunner:
 
     def _free(self, request_run: RequestState) -> None:
         """Give back what a request holds that is over."""
-        for lease in (request_run.lease, request_run.next_lease):
-            if lease is not None:
-                self._admission.release_capacity(lease)
+        for reservation in (request_run.reservation, request_run.next_reservation):
+            if reservation is not None:
+                self._admission.release_capacity(reservation)
         self._admission.remove_request(request_run.entry.request_id)
 
     # ---- what becomes of it --------------------------------------------------------------------
@@ -352,30 +352,31 @@ class RequestRunner:
                 },
             )
         request_run.cause = cause
-        if request_run.lease is not None:
+        if request_run.reservation is not None:
             self._admission.release_capacity(
-                request_run.lease, refused=cause is FailoverCause.REFUSED
+                request_run.reservation, refused=cause is FailoverCause.REFUSED
             )
-            request_run.lease = None
+            request_run.reservation = None
 
     def _past(self, request_run: RequestState) -> RequestHistory:
-        lease, since = request_run.lease, request_run.stuck_since
+        reservation, since = request_run.reservation, request_run.stuck_since
         return RequestHistory(
             losses=request_run.losses,
             refusals=request_run.refusals,
             emitted=len(request_run.entry.emitted),
-            is_alone=lease is not None and self._admission.sessions_on(lease.verifier_id) <= 1,
+            is_alone=reservation is not None
+            and self._admission.sessions_on(reservation.verifier_id) <= 1,
             is_in_time=since is None or self._clock() < since + self._failover_s,
         )
 
     # ---- sessions ------------------------------------------------------------------------------
 
     async def _session(self, request_run: RequestState) -> AsyncGenerator[StreamEvent, None]:
-        entry, lease = request_run.entry, request_run.lease
-        assert lease is not None, "a session needs a place"
-        peer = self._registry.healthy_verifier(lease.verifier_id)
+        entry, reservation = request_run.entry, request_run.reservation
+        assert reservation is not None, "a session needs a reservation"
+        peer = self._registry.healthy_verifier(reservation.verifier_id)
         if peer is None or peer.info is None or peer.control is None:
-            raise verifier_lost_error(lease.verifier_id)
+            raise verifier_lost_error(reservation.verifier_id)
         feed = SessionFeed(
             entry,
             self.streams.pacer,
@@ -453,17 +454,17 @@ class RequestRunner:
                 request_run.relocation = asyncio.create_task(self._move_away(request_run, until))
 
     async def _move_away(self, request_run: RequestState, until: float) -> None:
-        """Have a session end when there is a place elsewhere; until then it goes on."""
+        """Wait for a reservation on another verifier, then end the session on this one."""
         admission_request = replace(request_run.admission_request, waits_until=until)
         with contextlib.suppress(OutriderError):
-            request_run.next_lease = await self._admission.reserve_capacity(admission_request)
+            request_run.next_reservation = await self._admission.reserve_capacity(admission_request)
             assert request_run.session_feed is not None
             request_run.session_feed.fail_session(
                 UnavailableError("the verifier is about to stop", reason=DRAINING)
             )
 
     async def _stay(self, request_run: RequestState) -> None:
-        """Look for no place elsewhere any more; one that was found is kept."""
+        """Stop waiting for a reservation on another verifier; one that was made is kept."""
         moving, request_run.relocation = request_run.relocation, None
         if moving is not None:
             moving.cancel()

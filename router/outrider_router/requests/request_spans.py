@@ -12,7 +12,7 @@ from outrider.ids import RequestId
 from outrider.spans import NO_SPAN, Attributes, RequestSpan
 from outrider.wire.messages import SessionSpec
 from outrider_router.requests.request import ValidatedRequest
-from outrider_router.requests.running_requests import JournalEntry
+from outrider_router.requests.running_requests import RequestEntry
 
 
 def request_span(request_id: RequestId, traceparent: str) -> RequestSpan:
@@ -38,12 +38,12 @@ def describe_request(span: RequestSpan, job: ValidatedRequest) -> None:
         )
 
 
-def queue_span(entry: JournalEntry, priority: int) -> RequestSpan:
+def queue_span(entry: RequestEntry, priority: int) -> RequestSpan:
     """The span of a wait for a place."""
     return entry.span.child("outrider.queue", {"outrider.priority": priority})
 
 
-def start_session_span(entry: JournalEntry, spec: SessionSpec) -> tuple[RequestSpan, SessionSpec]:
+def start_session_span(entry: RequestEntry, spec: SessionSpec) -> tuple[RequestSpan, SessionSpec]:
     """The span of a request's new session, and what its verifier is told, whose own span is a child
     of it."""
     if not entry.span.is_sampled:
@@ -59,7 +59,7 @@ def start_session_span(entry: JournalEntry, spec: SessionSpec) -> tuple[RequestS
     return span, replace(spec, traceparent=span.traceparent)
 
 
-def end_request_span(entry: JournalEntry, outcome: str, error: Exception | None) -> None:
+def end_request_span(entry: RequestEntry, outcome: str, error: Exception | None) -> None:
     """The request is over."""
     if not entry.span.is_sampled:
         return

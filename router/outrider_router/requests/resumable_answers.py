@@ -27,7 +27,7 @@ from outrider.wire.inference import (
     StreamEvent,
     StreamPosition,
 )
-from outrider_router.requests.running_requests import JournalEntry
+from outrider_router.requests.running_requests import RequestEntry
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class _AnswerListener:
 class ResumableAnswer:
     """Output of a resumable request so far, and the client call that listens to it."""
 
-    def __init__(self, entry: JournalEntry, *, grace_s: float) -> None:
+    def __init__(self, entry: RequestEntry, *, grace_s: float) -> None:
         """`grace_s`: without a listener for this many seconds the request is cancelled."""
         self.entry = entry
         entry.on_ended = self._interrupt
@@ -274,7 +274,7 @@ class AnswerStore:
         self,
         *,
         grace_s: float,
-        on_forgotten: Callable[[JournalEntry], None],
+        on_forgotten: Callable[[RequestEntry], None],
         max_kept: int = MAX_FINISHED_ANSWERS,
         max_kept_bytes: int = MAX_FINISHED_BYTES,
     ) -> None:
@@ -294,7 +294,7 @@ class AnswerStore:
         """The answer of a request that runs, or has ended of late."""
         return self._answers.get(request_id)
 
-    def add_answer(self, entry: JournalEntry) -> ResumableAnswer:
+    def add_answer(self, entry: RequestEntry) -> ResumableAnswer:
         """Begin an answer; an ended one of the same id is forgotten."""
         previous = self._answers.get(entry.request_id)
         if previous is not None:

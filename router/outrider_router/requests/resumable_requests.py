@@ -24,12 +24,12 @@ from outrider_router.requests.durable_log import DurableLog
 from outrider_router.requests.log_records import EmittedRow, LoggedRequest, OpenedRequest
 from outrider_router.requests.request import ValidatedRequest
 from outrider_router.requests.resumable_answers import AnswerStore, ResumableAnswer
-from outrider_router.requests.running_requests import JournalEntry, RunningRequests
+from outrider_router.requests.running_requests import RequestEntry, RunningRequests
 
 logger = logging.getLogger(__name__)
 
 RequestFactory = Callable[[], Awaitable[ValidatedRequest]]
-RequestHandler = Callable[[JournalEntry, RequestFactory], AsyncGenerator[StreamEvent, None]]
+RequestHandler = Callable[[RequestEntry, RequestFactory], AsyncGenerator[StreamEvent, None]]
 """Everything that a request says; closing it frees what it holds."""
 
 UNWANTED_REASONS = ("ABORTED", "ABANDONED")
@@ -44,7 +44,7 @@ class ResumableRequests:
     def __init__(
         self,
         config: RouterConfig,
-        journal: RunningRequests,
+        running_requests: RunningRequests,
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
         *,
@@ -54,7 +54,7 @@ class ResumableRequests:
     ) -> None:
         """`clock` is monotonic, `wall` is not; both in seconds."""
         self._config = config
-        self._journal = journal
+        self._running_requests = running_requests
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._run = run
@@ -73,7 +73,7 @@ class ResumableRequests:
         """The answer of a request that runs, or has ended of late."""
         return self._answers.get_answer(request_id)
 
-    def start_request(self, entry: JournalEntry, make: RequestFactory) -> ResumableAnswer:
+    def start_request(self, entry: RequestEntry, make: RequestFactory) -> ResumableAnswer:
         """Run a request in a task of its own."""
         answer = self._answers.add_answer(entry)
         task = asyncio.create_task(self._follow(answer, make), name="resumable-request")
@@ -82,9 +82,9 @@ class ResumableRequests:
         answer.set_task(task)
         return answer
 
-    def survives_restart(self, entry: JournalEntry) -> bool:
+    def survives_restart(self, entry: RequestEntry) -> bool:
         """Whether a request goes on where this router is started again."""
-        return entry.number != 0 and self._log is not None and not self._log.is_failing
+        return entry.log_number != 0 and self._log is not None and not self._log.is_failing
 
     # ---- the log -------------------------------------------------------------------------------
 
@@ -116,9 +116,13 @@ class ResumableRequests:
         contents.requests.clear()
         self._log.start_writing()
 
-    def log_opened(self, entry: JournalEntry, job: ValidatedRequest) -> None:
+    def log_opened(self, entry: RequestEntry, job: ValidatedRequest) -> None:
         """A request was accepted. One that came out of the log is in there already."""
-        if self._log is None or entry.number or self._answers.get_answer(entry.request_id) is None:
+        if (
+            self._log is None
+            or entry.log_number
+            or self._answers.get_answer(entry.request_id) is None
+        ):
             return
         left = None if entry.deadline is None else entry.deadline - self._clock()
         opened = OpenedRequest(
@@ -127,17 +131,17 @@ class ResumableRequests:
             deadline=None if left is None else self._wall() + left,
             tokenizer_hash=self._tokenizer.hash,
         )
-        entry.number = self._log.append_opened(opened, entry.emitted, entry.logprobs)
+        entry.log_number = self._log.append_opened(opened, entry.emitted, entry.logprobs)
 
     def log_emitted(self, rows: Sequence[EmittedRow]) -> None:
         """Ids that were appended to entries with a number; nobody has been told of them yet."""
         if self._log is not None:
             self._log.append_emitted(rows)
 
-    def log_finished(self, entry: JournalEntry, finish: FinishInfo) -> None:
+    def log_finished(self, entry: RequestEntry, finish: FinishInfo) -> None:
         """A request has come to its end, of which nobody has been told yet."""
-        if self._log is not None and entry.number:
-            self._log.append_ended(entry.number, finish)
+        if self._log is not None and entry.log_number:
+            self._log.append_ended(entry.log_number, finish)
 
     def prepare_close(self) -> None:
         """From now on requests that fail stay in the log: whoever starts again goes on with them.
@@ -168,16 +172,16 @@ class ResumableRequests:
         if self._closing:
             return
         if error is not None and self._log is not None:
-            self._log.append_ended(answer.entry.number, None)
+            self._log.append_ended(answer.entry.log_number, None)
         # An error before anything was said is no answer: its client asks anew.
         if answer.info is None or (error is not None and error.reason in UNWANTED_REASONS):
             self._answers.drop_answer(answer)
         else:
             self._answers.keep_finished(answer)
 
-    def _forgotten(self, entry: JournalEntry) -> None:
+    def _forgotten(self, entry: RequestEntry) -> None:
         if self._log is not None:
-            self._log.forget_request(entry.number)
+            self._log.forget_request(entry.log_number)
 
     # ---- after a restart -----------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class ResumableRequests:
         """Run a restored request behind what it has emitted; `left_s` until its deadline."""
         job = logged.opened.job
         caller = Caller(tenant=job.tenant)
-        entry = self._journal.open_entry(logged.opened.request_id, self._clock(), caller)
+        entry = self._running_requests.open_entry(logged.opened.request_id, self._clock(), caller)
         self._fill(entry, logged)
         entry.epoch = 1
         if left_s is not None:
@@ -217,7 +221,7 @@ class ResumableRequests:
 
     def _keep_ended(self, logged: LoggedRequest, finish: FinishInfo, left_s: float) -> None:
         job = logged.opened.job
-        entry = JournalEntry(
+        entry = RequestEntry(
             request_id=logged.opened.request_id,
             arrived_at=self._clock(),
             caller=Caller(tenant=job.tenant),
@@ -236,8 +240,8 @@ class ResumableRequests:
         answer.finish_answer(None)
         self._answers.keep_finished(answer, left_s)
 
-    def _fill(self, entry: JournalEntry, logged: LoggedRequest) -> None:
-        entry.number, entry.emitted = logged.number, logged.emitted
+    def _fill(self, entry: RequestEntry, logged: LoggedRequest) -> None:
+        entry.log_number, entry.emitted = logged.number, logged.emitted
         entry.logprobs, entry.top_logprobs = logged.logprobs, logged.opened.job.top_logprobs
         # A record may lack its end.
         del entry.logprobs[len(entry.emitted) :]

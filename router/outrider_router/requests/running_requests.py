@@ -1,4 +1,7 @@
-"""Journal of the running requests and their emitted tokens, from which a failover resumes."""
+"""Registry of the running requests and their emitted tokens, from which a failover resumes.
+
+It is in memory; the durable log of `--journal` is `durable_log`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from outrider.errors import AlreadyExistsError, OutriderError
 from outrider.ids import DrafterId, RequestId, SessionId, VerifierId
@@ -20,75 +23,80 @@ from outrider_router.requests.spec_counters import SpecCounters
 
 MadeT = TypeVar("MadeT")
 
+UNBOUNDED_TOKENS: Final = MAX_VOCAB_SIZE
+"""Token limit of a request whose own limit is not known yet: more than any request may emit."""
 
-def _nothing() -> None:
-    """It holds nothing."""
+
+def _release_nothing() -> None:
+    """Release nothing, for a request that holds no place of its caller's key."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class JournalEntry:
-    """One request from its arrival to its last message."""
+class RequestEntry:
+    """State of one request from its arrival to its last message."""
 
     request_id: RequestId
     arrived_at: float
-    """Clock time of arrival, seconds."""
+    """Clock time of the arrival, in seconds."""
     caller: Caller = ANONYMOUS
-    """Who asked; others of its tenant may go on with it and abort it, nobody else."""
-    release: Callable[[], None] = _nothing
-    """Gives back the place that its caller's key has for it."""
+    """Caller of the request. Only callers of its tenant may resume or abort it."""
+    release: Callable[[], None] = _release_nothing
+    """Releases the place that the request takes among those of its caller's API key."""
     group: RequestGroup | None = None
-    """With whom it is let into the queue, or not at all; None: it came alone."""
+    """Requests of the same call, admitted to the queue together or not at all; None: there is no
+    other one."""
     deadline: float | None = None
-    """Clock time at which it ends with an error, seconds."""
+    """Clock time at which the request ends with an error, in seconds; None: it has no deadline."""
     emitted: list[int] = field(default_factory=list)
-    """Ids that the verifier committed, in order; appended to where they arrive."""
+    """Token ids that the verifier committed, in order; appended to as they arrive."""
     top_logprobs: int | None = None
-    """Most probable ids that come with each of them; None: they come without log-probabilities."""
-    max_new_tokens: int = MAX_VOCAB_SIZE
-    """Ids that it may emit at most."""
+    """Number of most probable ids that come with each token; None: no log-probabilities come."""
+    max_new_tokens: int = UNBOUNDED_TOKENS
+    """Maximum number of tokens that the request may emit."""
     vocab_size: int = MAX_VOCAB_SIZE
-    """Ids of the verifier that serves it are below this."""
+    """Vocabulary size of its verifier: all token ids are below this."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One for each of `emitted`, where they are asked for."""
-    number: int = 0
-    """Its number in the durable log; 0: it is not in there."""
+    """Log-probabilities of each token of `emitted`, if the request asked for them."""
+    log_number: int = 0
+    """Number of the request in the durable log; 0: it is not logged."""
     epoch: int = 0
+    """Epoch of the newest session; a session that replaces a lost one has a higher epoch."""
     first_token: float | None = None
-    """Clock time of the first token, seconds."""
+    """Clock time of the first token, in seconds."""
     last_token: float = 0.0
-    """Clock time of the newest token, seconds."""
+    """Clock time of the newest token, in seconds."""
     verifier_id: VerifierId | None = None
     prompt_tokens: int = 0
     method: DraftMethod | None = None
-    """How a drafter is to draft for it; None: it needs none."""
+    """Draft method of its drafter; None: it needs no drafter."""
     drafter_id: DrafterId | None = None
-    """Who drafts for it, as far as the verifier has said."""
+    """Drafter chosen for the session, or the one that the verifier last reported; None: none."""
     moving_to: DrafterId | None = None
-    """Who is to, while the verifier has not said whether it could be done."""
+    """Drafter of a requested move that the verifier has not answered yet."""
     move_asked_at: float = -math.inf
-    """Clock time of the last wish, seconds."""
+    """Clock time of the last requested move, in seconds."""
     refused_moves: int = 0
-    """How often it could not be done."""
+    """Number of requested moves that the verifier did not carry out."""
     move: Callable[[DrafterId | None], None] | None = None
-    """Asks the verifier for another drafter, or for none, while there is a session."""
+    """Asks the verifier to move the session to another drafter, or to none; None: no session."""
     drafter_attached: bool = False
-    """What the session's newest event said."""
+    """Whether a drafter is attached, by the session's newest event."""
     counters: SpecCounters = field(default_factory=SpecCounters)
     """Speculation counters."""
     span: RequestSpan = NO_SPAN
-    """What is traced of it."""
+    """Trace span of the request."""
     session_id: SessionId | None = None
-    """Its newest session."""
+    """Id of the newest session."""
     end_error: OutriderError | None = None
-    """Why the request must end although its verifier said nothing of the kind."""
+    """Error with which the request must end, although its verifier has not ended it."""
     on_fail: Callable[[OutriderError], None] | None = None
-    """Wakes the request, wherever it waits."""
+    """Wakes the request's task wherever it waits, with the error of `fail_request`."""
     on_ended: Callable[[OutriderError], None] | None = None
-    """Hears of the same; has the request wait no more for a client that takes nothing."""
+    """Called with the same error after `on_fail`; stops a write to a client that does not read."""
 
     def accepts(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> bool:
-        """Whether a verifier may say these ids of it next, with these log-probabilities: no more
-        than the request may have, of the vocabulary, and what is asked for beside them."""
+        """Return whether these are valid next tokens of the request: not too many, inside the
+        vocabulary, and with the log-probabilities that were asked for."""
         count, top, vocab_size = len(ids), self.top_logprobs, self.vocab_size
         if count:
             if len(self.emitted) + count > self.max_new_tokens:
@@ -104,7 +112,7 @@ class JournalEntry:
 
     @property
     def log_ids(self) -> dict[str, str]:
-        """What its lines in the log are found by, here and in the other processes."""
+        """Return the ids that the request's log lines have in all processes."""
         ids = {"request_id": str(self.request_id)}
         if self.session_id is not None:
             ids["session_id"] = self.session_id
@@ -113,13 +121,13 @@ class JournalEntry:
         return ids
 
     def leave_session(self) -> None:
-        """Its session is over, or has not begun."""
+        """Clear the fields of the session, which has ended or was not opened."""
         self.on_fail = self.verifier_id = self.drafter_id = None
         self.move = self.moving_to = self.method = None
         self.refused_moves = 0
 
     def fail_request(self, error: OutriderError) -> None:
-        """End the request with `error`, wherever it is; the first error counts."""
+        """End the request with `error`, wherever it is. Only the first call has an effect."""
         if self.end_error is not None:
             return
         self.end_error = error
@@ -130,45 +138,46 @@ class JournalEntry:
 
 
 class RunningRequests:
-    """Journal entries of all running requests of one router."""
+    """Registry of all running requests of one router, in memory."""
 
     def __init__(self) -> None:
-        self._entries: dict[RequestId, JournalEntry] = {}
+        self._entries: dict[RequestId, RequestEntry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[JournalEntry]:
+    def __iter__(self) -> Iterator[RequestEntry]:
         return iter(list(self._entries.values()))
 
-    def get_entry(self, request_id: RequestId) -> JournalEntry | None:
-        """The entry of a running request."""
+    def get_entry(self, request_id: RequestId) -> RequestEntry | None:
+        """Return the entry of a running request; None if it is not running."""
         return self._entries.get(request_id)
 
     def num_emitted(self, request_id: RequestId) -> int:
-        """Tokens that a request has emitted; 0 for one that is not running."""
+        """Return the number of tokens that a request has emitted; 0 if it is not running."""
         entry = self._entries.get(request_id)
         return len(entry.emitted) if entry is not None else 0
 
     def open_entry(
         self, request_id: RequestId, now: float, caller: Caller = ANONYMOUS
-    ) -> JournalEntry:
-        """Start an entry; AlreadyExistsError while another request has this id."""
+    ) -> RequestEntry:
+        """Add and return a new entry. Raises AlreadyExistsError if a request of this id is
+        running."""
         if request_id in self._entries:
             raise AlreadyExistsError(
                 f"request {request_id!r} is running already", reason="REQUEST_EXISTS"
             )
-        entry = JournalEntry(request_id=request_id, arrived_at=now, caller=caller)
+        entry = RequestEntry(request_id=request_id, arrived_at=now, caller=caller)
         self._entries[request_id] = entry
         return entry
 
-    def close_entry(self, entry: JournalEntry) -> None:
-        """Forget a request that is over."""
+    def close_entry(self, entry: RequestEntry) -> None:
+        """Remove the entry of a request that has ended."""
         if self._entries.get(entry.request_id) is entry:
             del self._entries[entry.request_id]
 
     def sessions_by_drafter(self) -> dict[DrafterId, int]:
-        """Running sessions by drafter."""
+        """Return the number of running sessions by drafter; a requested move counts as done."""
         counts: dict[DrafterId, int] = {}
         for entry in self._entries.values():
             drafter_id = entry.moving_to or entry.drafter_id
@@ -177,8 +186,9 @@ class RunningRequests:
         return counts
 
 
-async def run_unless_ended(entry: JournalEntry, making: Awaitable[MadeT]) -> MadeT:
-    """What is made for a request; raises its error as soon as it ends. A long prompt takes long."""
+async def run_unless_ended(entry: RequestEntry, making: Awaitable[MadeT]) -> MadeT:
+    """Return the result of `making`. If the request fails meanwhile, cancel it and raise the
+    request's error at once: tokenizing a long prompt takes long."""
     task = asyncio.ensure_future(making)
 
     def stop(_error: OutriderError) -> None:

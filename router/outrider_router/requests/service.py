@@ -50,7 +50,7 @@ from outrider_router.requests.request_spans import describe_request, request_spa
 from outrider_router.requests.resumable_answers import EventWriter
 from outrider_router.requests.resumable_requests import RequestFactory, ResumableRequests
 from outrider_router.requests.running_requests import (
-    JournalEntry,
+    RequestEntry,
     RunningRequests,
     run_unless_ended,
 )
@@ -82,12 +82,12 @@ class RouterService:
         self.metrics = metrics
         self.tokenizer = tokenizer
         self._clock = clock
-        self.gate = AccessControl(config, metrics, clock=clock)
+        self.access_control = AccessControl(config, metrics, clock=clock)
         self.arrivals = ArrivalQueue()
         """Where both fronts let new requests in, one a turn of the event loop."""
-        self.journal = RunningRequests()
+        self.running_requests = RunningRequests()
         self.admission = AdmissionQueue(
-            config, metrics, clock=clock, emitted=self.journal.num_emitted
+            config, metrics, clock=clock, emitted=self.running_requests.num_emitted
         )
         self.registry = PeerRegistry(
             config,
@@ -95,23 +95,25 @@ class RouterService:
             dialer,
             metrics,
             clock=clock,
-            placed=self.journal.sessions_by_drafter,
+            placed=self.running_requests.sessions_by_drafter,
             on_verifier_up=self._on_verifier_up,
             on_verifier_lost=self._on_verifier_lost,
             on_drafters_changed=lambda: self.mover.wake_up(),
         )
         self.discovery = PeerDiscovery(config, self.registry)
-        self.mover = DrafterRebalancer(config, self.journal, self.registry, metrics, clock=clock)
+        self.mover = DrafterRebalancer(
+            config, self.running_requests, self.registry, metrics, clock=clock
+        )
         self._intake = RequestIntake(
             config,
-            self.journal,
+            self.running_requests,
             tokenizer,
-            access_control=self.gate,
+            access_control=self.access_control,
             admission=self.admission,
             registry=self.registry,
             clock=clock,
         )
-        common = (config, self.journal, tokenizer, metrics)
+        common = (config, self.running_requests, tokenizer, metrics)
         self.resumables = ResumableRequests(*common, run=self._events, clock=clock, wall=time.time)
         self.serving = RequestRunner(
             *common,
@@ -153,7 +155,7 @@ class RouterService:
         """End every request with UnavailableError and stop; those in the journal stay there."""
         self._draining = True
         self.resumables.prepare_close()
-        for entry in self.journal:
+        for entry in self.running_requests:
             entry.fail_request(_stopping())
         await self.resumables.close()
         await self.mover.stop()
@@ -168,11 +170,13 @@ class RouterService:
         self._draining = True
         self._note_readiness()
         end = self._clock() + timeout_s
-        while self._clock() < end and not all(map(self.resumables.survives_restart, self.journal)):
+        while self._clock() < end and not all(
+            map(self.resumables.survives_restart, self.running_requests)
+        ):
             if enough is not None and enough.is_set():
                 return False
             await asyncio.sleep(0.05)
-        return all(map(self.resumables.survives_restart, self.journal))
+        return all(map(self.resumables.survives_restart, self.running_requests))
 
     async def generate(
         self,
@@ -250,9 +254,9 @@ class RouterService:
         """Serve a request to whom `write` reaches. Cancelling this cancels the request, unless it
         is resumable: then it goes on for a while without a client. Raises as `stream` does.
 
-        `own_id` names a request whose client chose no id; by default one is made. `passed`: the
-        gate has let it in already, along with others; without one it is admitted now. `group`: with
-        whom it comes.
+        `own_id` names a request whose client chose no id; by default one is made. `passed`:
+        the grant of access control, where the request was let in along with others; without one it
+        is admitted now. `group`: the request group that it belongs to.
         """
         opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)
         opened[0].group = group
@@ -291,7 +295,7 @@ class RouterService:
         """Cancel requests of the caller's tenant by id; those that were queued or running."""
         aborted: list[RequestId] = []
         for request_id in dict.fromkeys(request_ids):
-            entry = self.journal.get_entry(request_id)
+            entry = self.running_requests.get_entry(request_id)
             own = entry is not None and entry.caller.tenant == caller.tenant
             if entry is not None and own and entry.end_error is None:
                 entry.fail_request(
@@ -301,7 +305,7 @@ class RouterService:
         return tuple(aborted)
 
     async def _events(
-        self, entry: JournalEntry, make: RequestFactory
+        self, entry: RequestEntry, make: RequestFactory
     ) -> AsyncGenerator[StreamEvent, None]:
         """What a request says; however it ends, everything is freed."""
         timer = self._arm(entry)
@@ -324,7 +328,7 @@ class RouterService:
         finally:
             if timer is not None:
                 timer.cancel()
-            self.journal.close_entry(entry)
+            self.running_requests.close_entry(entry)
             entry.release()
             log_request_end(entry, outcome, problem, self.metrics, self._clock())
 
@@ -336,7 +340,7 @@ class RouterService:
         traceparent: str,
         own_id: RequestId | None = None,
         passed: AccessGrant | None = None,
-    ) -> tuple[JournalEntry, RequestFactory]:
+    ) -> tuple[RequestEntry, RequestFactory]:
         """The entry of a new request, and what makes its job."""
         if self._draining:
             raise _stopping()
@@ -352,7 +356,7 @@ class RouterService:
         if answer is not None and answer.entry.caller.tenant != caller.tenant:
             raise AlreadyExistsError(f"request {name!r} is there already", reason="REQUEST_EXISTS")
 
-    def _arm(self, entry: JournalEntry) -> asyncio.TimerHandle | None:
+    def _arm(self, entry: RequestEntry) -> asyncio.TimerHandle | None:
         if entry.deadline is None:
             return None
         error = DeadlineExceededError("the deadline passed", reason="DEADLINE")

@@ -26,7 +26,7 @@ from outrider.wire.messages import (
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.requests.log_records import EmittedRow
 from outrider_router.requests.output_assembler import OutputAssembler
-from outrider_router.requests.running_requests import JournalEntry
+from outrider_router.requests.running_requests import RequestEntry
 from outrider_router.requests.stop_checker import StopChecker
 from outrider_router.requests.wakeup_pacer import WakeupPacer
 
@@ -50,7 +50,7 @@ class SessionFeed:
 
     def __init__(
         self,
-        entry: JournalEntry,
+        entry: RequestEntry,
         pacer: WakeupPacer,
         on_finish: Callable[[FinishReason], None] = lambda reason: None,
         end: Callable[[], FinishReason | None] = lambda: None,
@@ -158,8 +158,8 @@ class _MessageUpdates:
     def add_row(self, feed: SessionFeed, tokens: list[int], told: list[TokenLogprobs]) -> None:
         """Append a row's ids to its entry, and wake the reader of the first one."""
         entry, now = feed.entry, self._now
-        if entry.number:
-            self.logged.append(EmittedRow(entry.number, len(entry.emitted), tokens, told))
+        if entry.log_number:
+            self.logged.append(EmittedRow(entry.log_number, len(entry.emitted), tokens, told))
         entry.emitted += tokens
         entry.logprobs += told
         if entry.first_token is None:
@@ -265,7 +265,7 @@ class EventDispatcher:
         self._metrics.time_to_first_token.observe_values(*news.waits)
         self._metrics.inter_token_latency.observe_values(*news.gaps)
 
-    def _note_drafter(self, entry: JournalEntry) -> None:
+    def _note_drafter(self, entry: RequestEntry) -> None:
         entry.drafter_attached = not entry.drafter_attached
         if not entry.drafter_attached and entry.drafter_id is not None:
             self._metrics.drafter_detached_sessions.inc()
@@ -300,7 +300,7 @@ class ClientReply:
     """Text stream to the client of one request, continued over all of its sessions."""
 
     def __init__(
-        self, entry: JournalEntry, assembler: OutputAssembler, *, prompt_tokens: int
+        self, entry: RequestEntry, assembler: OutputAssembler, *, prompt_tokens: int
     ) -> None:
         self._entry = entry
         self._assembler = assembler

@@ -1,4 +1,4 @@
-"""Timelines: gaps, alignment, the trace file and the picture."""
+"""Timelines of rounds: idle gaps, alignment of the tracks, the trace file and the SVG picture."""
 
 from __future__ import annotations
 

@@ -66,7 +66,11 @@ async def client(address: str) -> AsyncGenerator[AsyncClient]:
 
 
 def idle(router: RouterService, verifier: FakeVerifier) -> bool:
-    return not verifier.live and len(router.journal) == 0 and router.admission.num_running == 0
+    return (
+        not verifier.live
+        and len(router.running_requests) == 0
+        and router.admission.num_running == 0
+    )
 
 
 async def test_every_kind_of_prompt_is_answered(

@@ -143,7 +143,7 @@ async def test_a_stream_survives_its_connection_again_and_again(
         assert stream.finish is not None and stream.finish.usage.completion_tokens == 200
     assert proxy.connections >= 3
     assert sample(router, "outrider_resumed_streams_total") >= 2
-    await until(lambda: not len(router.journal))
+    await until(lambda: not len(router.running_requests))
 
 
 async def test_a_stream_finds_its_router_among_several_at_one_address(
@@ -194,7 +194,7 @@ async def test_without_resuming_the_end_of_the_connection_ends_the_request(
         proxy.cut()
         with pytest.raises(ConnectionLostError):
             await stream.result()
-    await until(lambda: not verifier.live and not len(router.journal))
+    await until(lambda: not verifier.live and not len(router.running_requests))
 
 
 async def test_whoever_stops_waiting_ends_the_request_at_once(
@@ -231,4 +231,4 @@ async def test_the_synchronous_client_survives_its_connection_too(
             return stream.text
 
     assert await asyncio.to_thread(use) == ("abc" * 34)[:100]
-    await until(lambda: not verifier.live and not len(router.journal))
+    await until(lambda: not verifier.live and not len(router.running_requests))

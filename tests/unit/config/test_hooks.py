@@ -1,4 +1,4 @@
-"""Hooks: which modules are imported, what they are given, and how a mistake is named."""
+"""The setting `hooks`: its syntax, the import of hook modules, their options, and its errors."""
 
 from __future__ import annotations
 

@@ -138,7 +138,9 @@ def test_manifests_are_said_as_an_older_kubernetes_knows_it() -> None:
         {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "p"}},
         {"apiVersion": "keda.sh/v1alpha1", "kind": "ScaledObject", "metadata": {"name": "k"}},
     ]
-    (space, deployment, budget), left = load("for_1_20").convert(documents, "other")
+    (space, deployment, budget), left = load("downgrade_manifests_to_1_20").convert(
+        documents, "other"
+    )
     assert left == ["ScaledObject"] and budget["apiVersion"] == "policy/v1beta1"
     assert space["metadata"] == {"name": "other"}
     assert deployment["metadata"]["namespace"] == "other"

@@ -124,7 +124,7 @@ def test_what_reserves_nothing_still_has_a_bundle() -> None:
     assert list(sliver) == ["CPU"] and 0.0 < sliver["CPU"] < 0.01
 
 
-def test_object_refs_are_not_bypassed_by_lanes() -> None:
+def test_object_refs_are_not_bypassed_by_shared_memory() -> None:
     for exchange, shm_channels in (("grpc", True), ("refs", False)):
         config = config_of(exchange=exchange)
         drafter = drafter_config(config)

@@ -147,20 +147,20 @@ def repeating(name: str = "s") -> Script:
 
 
 def make_engine(
-    sources: Sequence[Proposer],
+    proposers: Sequence[Proposer],
     *,
     max_sessions: int = 64,
     max_context: int = 4096,
     in_time: bool = False,
 ) -> DraftEngine:
-    """An engine over some sources. in_time: whether this machine's speed decides how far it looks
+    """An engine over some proposers. in_time: whether this machine's speed decides how far it looks
     ahead."""
-    sizes = [s.feature_size for s in sources if s.feature_size]
+    sizes = [p.feature_size for p in proposers if p.feature_size]
     limits = VerdictLimits(
         vocab_size=VOCAB, feature_size=sizes[0] if sizes else 0, max_context=max_context
     )
     return DraftEngine(
-        sources,
+        proposers,
         limits=limits,
         max_sessions=max_sessions,
         metrics=DrafterMetrics(),

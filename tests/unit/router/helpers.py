@@ -31,7 +31,7 @@ def text_request(
 async def assert_all_freed(service: RouterService, verifier: FakeVerifier) -> None:
     """The router holds nothing, and the verifier nothing that it has not been told to free."""
     await until(lambda: not verifier.live)
-    assert len(service.journal) == 0
+    assert len(service.running_requests) == 0
     assert service.admission.num_running == service.admission.num_waiting == 0
     assert service.admission.reserved_tokens == service.admission.num_entries == 0
 
@@ -72,7 +72,7 @@ async def pair(directory: Path, **config: Any) -> AsyncGenerator[Pair]:
 
 async def emitted(router: RouterService, count: int) -> None:
     """Wait until the one running request has emitted so many tokens."""
-    await until(lambda: any(len(entry.emitted) >= count for entry in router.journal))
+    await until(lambda: any(len(entry.emitted) >= count for entry in router.running_requests))
 
 
 def ticket(number: int, kv_tokens: int = 10, **changes: object) -> AdmissionRequest:

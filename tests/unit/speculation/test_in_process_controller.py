@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.speculation.in_process_controller import InProcessDraftController
 
 PLAIN_S = 0.004
@@ -40,7 +40,7 @@ def run(
         squares = float((emitted**2).sum())
         own.observe_round(rows, float(emitted.sum()), squares, load=LOAD, host_s=beyond_s)
         own.evaluate(LOAD, PLAIN_S, cost * PLAIN_S, now, nodes=4, seen_s=seen_s)
-        if own.choose_mode(LOAD, now) is Mode.PLAIN:
+        if own.choose_mode(LOAD, now) is DecodingMode.PLAIN:
             return count
     return None
 
@@ -68,23 +68,23 @@ def test_drafts_that_lose_are_given_up_the_sooner_the_more_rows_tell(
 def test_a_verdict_holds_for_a_while_and_then_for_longer() -> None:
     own = InProcessDraftController()
     run(own, tokens=1.1, cost=1.6)
-    assert own.choose_mode(LOAD, 30.0) is Mode.PLAIN
-    assert own.choose_mode(LOAD, 40.0) is Mode.SPECULATE
+    assert own.choose_mode(LOAD, 30.0) is DecodingMode.PLAIN
+    assert own.choose_mode(LOAD, 40.0) is DecodingMode.SPECULATE
     assert run(own, tokens=1.1, cost=1.6, start=40.0) is not None
-    assert own.choose_mode(LOAD, 95.0) is Mode.PLAIN
+    assert own.choose_mode(LOAD, 95.0) is DecodingMode.PLAIN
 
 
 def test_what_one_load_found_is_no_verdict_at_another_but_evidence() -> None:
     own = InProcessDraftController()
     assert run(own, tokens=1.3, cost=2.0) is not None
     now = own._until[LOAD] - 1.0
-    assert own.choose_mode(LOAD, now) is Mode.PLAIN
-    assert own.choose_mode(0, now) is Mode.SPECULATE
+    assert own.choose_mode(LOAD, now) is DecodingMode.PLAIN
+    assert own.choose_mode(0, now) is DecodingMode.SPECULATE
     # At a load where drafts cost little the same tokens are worth it.
     for _ in range(20):
         own.observe_round(8, 10.0, 14.0, load=0, host_s=0.0)
         own.evaluate(0, PLAIN_S, 1.05 * PLAIN_S, now, nodes=4)
-    assert own.choose_mode(0, now) is Mode.SPECULATE
+    assert own.choose_mode(0, now) is DecodingMode.SPECULATE
     assert own.gain > 1.1
 
 
@@ -93,7 +93,7 @@ def test_rounds_without_rows_tell_nothing() -> None:
     own.observe_round(0, 0.0, 0.0, load=LOAD)
     own.evaluate(LOAD, PLAIN_S, PLAIN_S, 0.0, nodes=4)
     assert math.isnan(own.gain)
-    assert own.choose_mode(LOAD, 0.0) is Mode.SPECULATE
+    assert own.choose_mode(LOAD, 0.0) is DecodingMode.SPECULATE
 
 
 def test_a_host_that_is_slow_makes_drafts_worth_more() -> None:
@@ -118,15 +118,15 @@ def test_nothing_is_tried_at_a_load_that_has_not_lasted_or_before_rounds_have_to
             own.observe_round(64, 90.0, 150.0, load=LOAD, host_s=host_s)
             keeps = own is not passing
             own.evaluate(LOAD, PLAIN_S, 1.3 * PLAIN_S, 1.0, nodes=16, lasting=keeps)
-    assert passing.choose_mode(LOAD, 1.1) is Mode.SPECULATE
-    assert unheard.choose_mode(LOAD, 1.1) is Mode.SPECULATE
-    assert lasting.choose_mode(LOAD, 1.1) is Mode.PLAIN
+    assert passing.choose_mode(LOAD, 1.1) is DecodingMode.SPECULATE
+    assert unheard.choose_mode(LOAD, 1.1) is DecodingMode.SPECULATE
+    assert lasting.choose_mode(LOAD, 1.1) is DecodingMode.PLAIN
 
 
 def test_a_host_whose_work_plain_rounds_hide_makes_them_worth_less() -> None:
     own = InProcessDraftController()
     assert run(own, tokens=1.8, cost=1.6, host_s=0.004, seen_s=PLAIN_S) is not None
-    assert own.choose_mode(LOAD, own._until[LOAD] - 1.0) is Mode.PLAIN
+    assert own.choose_mode(LOAD, own._until[LOAD] - 1.0) is DecodingMode.PLAIN
     assert own.gain < 0.9
 
 
@@ -136,8 +136,8 @@ def test_plain_rounds_are_run_for_a_moment_where_the_hosts_share_in_them_decides
     assert began is not None
     until = own._until[LOAD]
     assert (
-        own.choose_mode(LOAD, until - 0.2) is Mode.PLAIN
-        and own.choose_mode(LOAD, until) is Mode.SPECULATE
+        own.choose_mode(LOAD, until - 0.2) is DecodingMode.PLAIN
+        and own.choose_mode(LOAD, until) is DecodingMode.SPECULATE
     )
     # They were not seen, perhaps because the load changed; it is not tried for ever.
     for _ in range(2):
@@ -158,7 +158,7 @@ def test_the_hosts_share_of_many_sessions_says_nothing_of_few() -> None:
         # Fewer of them: the host has next to nothing to do.
         own.observe_round(2, 3.6, 7.0, load=1, host_s=0.0)
         own.evaluate(1, PLAIN_S, 1.2 * PLAIN_S, 10.0, nodes=4, seen_s=PLAIN_S)
-    assert own.choose_mode(1, 10.0) is Mode.SPECULATE and own.gain > 1.4
+    assert own.choose_mode(1, 10.0) is DecodingMode.SPECULATE and own.gain > 1.4
 
 
 def test_slow_rounds_have_time_for_as_many() -> None:
@@ -167,7 +167,8 @@ def test_slow_rounds_have_time_for_as_many() -> None:
         own.observe_round(8, 16.0, 40.0, load=LOAD, host_s=0.3)
     own.evaluate(LOAD, 0.05, 0.1, 10.0, nodes=4)
     assert (
-        own.choose_mode(LOAD, 13.0) is Mode.PLAIN and own.choose_mode(LOAD, 14.0) is Mode.SPECULATE
+        own.choose_mode(LOAD, 13.0) is DecodingMode.PLAIN
+        and own.choose_mode(LOAD, 14.0) is DecodingMode.SPECULATE
     )
 
 
@@ -183,10 +184,10 @@ def test_a_host_that_is_held_up_for_a_moment_ends_no_drafts_that_win() -> None:
             now += 0.002 + host_s
             own.observe_round(256, 256 * 2.5, 256 * 7.0, load=8, host_s=host_s)
             own.evaluate(8, 0.001, 0.002, now, nodes=3, seen_s=0.002)
-        assert (own.choose_mode(8, now) is Mode.PLAIN) == ends
+        assert (own.choose_mode(8, now) is DecodingMode.PLAIN) == ends
     # What has never won is given up as soon as that is known.
     own, now = InProcessDraftController(), 0.0
-    while own.choose_mode(8, now) is Mode.SPECULATE:
+    while own.choose_mode(8, now) is DecodingMode.SPECULATE:
         now += 0.008
         own.observe_round(256, 256 * 2.5, 256 * 7.0, load=8, host_s=0.006)
         own.evaluate(8, 0.001, 0.002, now, nodes=3, seen_s=0.002)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.speculation.look_ahead_controller import LookAheadController
 from outrider.speculation.measurements import RoundObservation
 from outrider.speculation.speculation_controller import SpeculationController
@@ -110,30 +110,30 @@ def test_another_load_begins_with_what_was_found_at_the_nearest() -> None:
 def test_lock_step_gets_its_turn_before_speculation_is_left() -> None:
     look, speculation = (
         LookAheadController(first=True),
-        SpeculationController(active_mode=Mode.PLAIN),
+        SpeculationController(active_mode=DecodingMode.PLAIN),
     )
-    look.follow_speculation(speculation, Mode.SPECULATE, 0)
+    look.follow_speculation(speculation, DecodingMode.SPECULATE, 0)
     assert not look.is_active(0)
-    assert speculation.current_mode is Mode.SPECULATE
+    assert speculation.current_mode is DecodingMode.SPECULATE
     # It had its turn: the next time speculation is left for good.
-    speculation.active_mode = Mode.PLAIN
-    look.follow_speculation(speculation, Mode.SPECULATE, 0)
-    assert speculation.current_mode is Mode.PLAIN
+    speculation.active_mode = DecodingMode.PLAIN
+    look.follow_speculation(speculation, DecodingMode.SPECULATE, 0)
+    assert speculation.current_mode is DecodingMode.PLAIN
 
 
 def test_while_nobody_speculates_both_ways_are_tried_in_turn() -> None:
     look, speculation = (
         LookAheadController(first=False),
-        SpeculationController(active_mode=Mode.PLAIN),
+        SpeculationController(active_mode=DecodingMode.PLAIN),
     )
     ways = []
     plain = RoundObservation(rows=1, tokens=1.0, squares=1.0, seconds=0.004, sessions=1)
     drafted = RoundObservation(rows=1, tokens=1.0, squares=1.0, seconds=0.01, sessions=1)
     for _ in range(6000):
         before, was = speculation.current_mode, speculation.active_mode
-        speculation.observe_round(before, drafted if before is Mode.SPECULATE else plain)
+        speculation.observe_round(before, drafted if before is DecodingMode.SPECULATE else plain)
         if speculation.current_mode is not before:
             look.follow_speculation(speculation, was, 0)
-            if speculation.current_mode is Mode.SPECULATE:
+            if speculation.current_mode is DecodingMode.SPECULATE:
                 ways.append(look.is_active(0))
     assert ways[:4] == [True, False, True, False]

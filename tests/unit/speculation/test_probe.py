@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.speculation.measurements import RoundObservation
 from outrider.speculation.probe import LONG_PROBE_ROUNDS, MAX_LOSS_ROUNDS, PROBE_ROUNDS, ModeProbe
 
@@ -25,7 +25,7 @@ def seen(
 
 
 def lost(*rounds: RoundObservation) -> ModeProbe:
-    probe = ModeProbe(Mode.SPECULATE, PROBE_ROUNDS)
+    probe = ModeProbe(DecodingMode.SPECULATE, PROBE_ROUNDS)
     for each in rounds:
         probe.add_loss(each, USUAL_S, 1.0)
         probe.count_round(each)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.decoding_mode import DecodingModeReason, Mode
+from outrider.spec.decoding_mode import DecodingMode, DecodingModeReason
 from outrider.speculation.measurements import RoundObservation
 from outrider.speculation.speculation_controller import SpeculationController
 from tests.grids import thorough
@@ -31,12 +31,12 @@ class World:
         self.tokens = 0
         self.seconds = 0.0
         self.drafted = 0
-        self.before: Mode | None = None
+        self.before: DecodingMode | None = None
 
-    def round(self, contest: SpeculationController) -> Mode:
+    def round(self, contest: SpeculationController) -> DecodingMode:
         """One round in the mode in force. A change of mode costs four more."""
         mode = contest.current_mode
-        drafts = mode is Mode.SPECULATE
+        drafts = mode is DecodingMode.SPECULATE
         stood = self.rng.random(DRAFT) < self.rate
         tokens = 1 + (int(np.argmin(stood)) if not stood.all() else DRAFT) * drafts
         seconds = PLAIN_S * (self.cost if drafts else 1.0)
@@ -113,14 +113,14 @@ def test_no_cell_falls_below_plain_and_gains_are_had(
 
 
 @pytest.mark.parametrize(
-    ("cost", "rate", "mode"), [(1.2, 0.8, Mode.SPECULATE), (10, 0.2, Mode.PLAIN)]
+    ("cost", "rate", "mode"), [(1.2, 0.8, DecodingMode.SPECULATE), (10, 0.2, DecodingMode.PLAIN)]
 )
 def test_it_begins_with_speculation_and_settles_within_a_few_rounds(
-    cost: float, rate: float, mode: Mode
+    cost: float, rate: float, mode: DecodingMode
 ) -> None:
     contest, world = SpeculationController(), World(cost, rate)
     for _ in range(8):
-        assert contest.current_mode is Mode.SPECULATE
+        assert contest.current_mode is DecodingMode.SPECULATE
         assert contest.decision_reason is DecodingModeReason.MEASURING
         world.round(contest)
     for _ in range(24):
@@ -134,24 +134,24 @@ def test_hopeless_drafts_cost_little_time_where_it_is_known_what_plain_rounds_ta
     cost: float,
 ) -> None:
     contest, world = told(), World(cost, 0.0)
-    while contest.current_mode is Mode.SPECULATE:
+    while contest.current_mode is DecodingMode.SPECULATE:
         world.round(contest)
     # As many rounds as lose so much, but two at least behind the first: one may have been a stall.
     assert world.drafted <= 3 + 6.0 / (cost - 1.0)
     for _ in range(18):
         world.round(contest)
-    assert contest.current_mode is Mode.PLAIN
+    assert contest.current_mode is DecodingMode.PLAIN
     assert contest.decision_reason is DecodingModeReason.FASTER
 
 
 def test_one_stalled_round_ends_nothing() -> None:
     contest = told()
     for seconds in (0.0012, 1.0, *[0.0012] * 30, 1.0, *[0.0012] * 200):
-        if contest.current_mode is Mode.PLAIN:
-            contest.observe_round(Mode.PLAIN, seen(1, PLAIN_S))
+        if contest.current_mode is DecodingMode.PLAIN:
+            contest.observe_round(DecodingMode.PLAIN, seen(1, PLAIN_S))
         else:
-            contest.observe_round(Mode.SPECULATE, seen(2, seconds))
-        assert contest.active_mode is Mode.SPECULATE
+            contest.observe_round(DecodingMode.SPECULATE, seen(2, seconds))
+        assert contest.active_mode is DecodingMode.SPECULATE
 
 
 @pytest.mark.parametrize("begun", [8, 40])
@@ -159,34 +159,34 @@ def test_a_stall_that_sessions_meet_in_two_halves_ends_nothing(begun: int) -> No
     # Three tokens in 2.5 plain rounds: 1.2 of plain decoding, nothing to be proud of yet.
     contest = told()
     for seconds in (*[0.0025] * begun, 0.04, 0.03, *[0.0025] * 60):
-        if contest.current_mode is Mode.PLAIN:
-            contest.observe_round(Mode.PLAIN, seen(1, PLAIN_S))
+        if contest.current_mode is DecodingMode.PLAIN:
+            contest.observe_round(DecodingMode.PLAIN, seen(1, PLAIN_S))
         for _ in range(2):
             half = RoundObservation(
                 rows=32, tokens=96, squares=288, seconds=32 * seconds, sessions=64
             )
-            contest.observe_round(Mode.SPECULATE, half)
-        assert contest.active_mode is Mode.SPECULATE
+            contest.observe_round(DecodingMode.SPECULATE, half)
+        assert contest.active_mode is DecodingMode.SPECULATE
 
 
 def test_rounds_that_have_become_long_are_no_stall() -> None:
     contest, long = told(), 0
     for seconds in (*[0.0025] * 60, *[0.01] * 60):
-        drafts = contest.current_mode is Mode.SPECULATE
+        drafts = contest.current_mode is DecodingMode.SPECULATE
         contest.observe_round(
             contest.current_mode, seen(3, seconds) if drafts else seen(1, PLAIN_S)
         )
         long += drafts and seconds > 0.0025
-    assert contest.active_mode is Mode.PLAIN
+    assert contest.active_mode is DecodingMode.PLAIN
     assert long <= 6
 
 
 def test_an_expectation_that_is_wrong_costs_one_comparison() -> None:
     # Plain rounds take twice as long as the tables say, so drafts win after all.
     world, contest = World(1.5, 0.7), SpeculationController(expected_plain_s=PLAIN_S / 2.5)
-    plain = [world.round(contest) is Mode.PLAIN for _ in range(150)]
+    plain = [world.round(contest) is DecodingMode.PLAIN for _ in range(150)]
     assert sum(plain) <= 20
-    assert contest.current_mode is Mode.SPECULATE
+    assert contest.current_mode is DecodingMode.SPECULATE
     assert contest.plain_round_s == pytest.approx(PLAIN_S, rel=0.5)
 
 
@@ -199,7 +199,7 @@ def test_drafts_that_win_only_by_an_expectation_that_is_too_long_are_soon_left(
     assert world.gain < 0.6
     for _ in range(150):
         world.round(contest)
-    assert contest.active_mode is Mode.PLAIN
+    assert contest.active_mode is DecodingMode.PLAIN
     assert world.drafted <= (40 if wrong < 3.0 else 110)
 
 
@@ -207,30 +207,30 @@ def test_drafts_that_win_only_by_an_expectation_that_is_too_long_are_soon_left(
 def test_drafts_of_which_nothing_stands_are_left_however_cheap(cost: float) -> None:
     world, contest = World(cost, 0.0), told()
     modes = [world.round(contest) for _ in range(3000)]
-    assert modes.index(Mode.PLAIN) < 200
-    assert modes[300:].count(Mode.SPECULATE) < 0.1 * len(modes)
+    assert modes.index(DecodingMode.PLAIN) < 200
+    assert modes[300:].count(DecodingMode.SPECULATE) < 0.1 * len(modes)
     # Once they stand, that is found.
     world.rate = 0.6
     modes = [world.round(contest) for _ in range(2500)]
-    assert modes[-100:].count(Mode.SPECULATE) > 90
+    assert modes[-100:].count(DecodingMode.SPECULATE) > 90
 
 
 def test_plain_rounds_are_hardly_measured_where_drafts_win_by_far() -> None:
     world, contest = World(1.1, 0.8), told()
     assert world.gain > 2.0
     modes = [world.round(contest) for _ in range(200)]
-    assert modes.index(Mode.PLAIN) > 60
-    assert modes.count(Mode.PLAIN) <= 8
+    assert modes.index(DecodingMode.PLAIN) > 60
+    assert modes.count(DecodingMode.PLAIN) <= 8
 
 
 def test_rounds_whose_time_tells_nothing_still_tell_of_tokens() -> None:
     contest = told()
     for _ in range(40):
-        contest.observe_round(Mode.SPECULATE, seen(2, 1.0, timed=False))
-    assert contest.current_mode is Mode.SPECULATE
+        contest.observe_round(DecodingMode.SPECULATE, seen(2, 1.0, timed=False))
+    assert contest.current_mode is DecodingMode.SPECULATE
     for _ in range(3):
-        contest.observe_round(Mode.SPECULATE, seen(1, 0.009))
-    assert contest.current_mode is Mode.PLAIN
+        contest.observe_round(DecodingMode.SPECULATE, seen(1, 0.009))
+    assert contest.current_mode is DecodingMode.PLAIN
 
 
 # Sixteen times 6,000 rounds find with 95 % what happens once in 32,000.
@@ -242,7 +242,7 @@ def test_speculation_that_wins_clearly_is_never_left_but_for_probes(seed: int) -
     for _ in range(3 * ROUNDS):
         if world.rng.random() < 0.002:
             contest.observe_round(contest.current_mode, seen(1, world.rng.uniform(0.01, 1.0)))
-        plain = world.round(contest) is Mode.PLAIN
+        plain = world.round(contest) is DecodingMode.PLAIN
         longest = longest + 1 if plain else 0
         assert longest <= 17
         paused += plain
@@ -253,14 +253,17 @@ def test_speculation_that_recovers_is_used_again_and_one_that_fails_is_left() ->
     contest, world = SpeculationController(), World(1.3, 0.0)
     for _ in range(300):
         world.round(contest)
-    assert contest.current_mode is Mode.PLAIN or contest.decision_reason is DecodingModeReason.PROBE
+    assert (
+        contest.current_mode is DecodingMode.PLAIN
+        or contest.decision_reason is DecodingModeReason.PROBE
+    )
     world.rate = 0.9
-    assert _rounds_until(contest, world, Mode.SPECULATE) < 3000
+    assert _rounds_until(contest, world, DecodingMode.SPECULATE) < 3000
     world.rate = 0.0
-    assert _rounds_until(contest, world, Mode.PLAIN) < 120
+    assert _rounds_until(contest, world, DecodingMode.PLAIN) < 120
 
 
-def _rounds_until(contest: SpeculationController, world: World, mode: Mode) -> int:
+def _rounds_until(contest: SpeculationController, world: World, mode: DecodingMode) -> int:
     for count in range(5000):
         world.round(contest)
         if contest.current_mode is mode and contest.decision_reason is DecodingModeReason.FASTER:
@@ -274,28 +277,32 @@ def test_a_load_begins_with_what_the_nearest_one_found() -> None:
         world.round(contest)
     higher = SpeculationController.from_other_load(contest, -1)
     assert (higher.current_mode, higher.decision_reason) == (
-        Mode.SPECULATE,
+        DecodingMode.SPECULATE,
         DecodingModeReason.FASTER,
     )
     losing = World(4.0, 0.1)
     for _ in range(200):
         losing.round(contest)
     for halvings in (0, 1, -1):
-        assert SpeculationController.from_other_load(contest, halvings).current_mode is Mode.PLAIN
+        assert (
+            SpeculationController.from_other_load(contest, halvings).current_mode
+            is DecodingMode.PLAIN
+        )
 
 
 @pytest.mark.parametrize(
-    ("tokens", "cost", "mode"), [(3, 3.2, Mode.SPECULATE), (1, 1.1, Mode.PLAIN), (3, 9, Mode.PLAIN)]
+    ("tokens", "cost", "mode"),
+    [(3, 3.2, DecodingMode.SPECULATE), (1, 1.1, DecodingMode.PLAIN), (3, 9, DecodingMode.PLAIN)],
 )
 def test_drafts_that_lose_by_little_are_tried_where_there_is_less_to_do(
-    tokens: int, cost: float, mode: Mode
+    tokens: int, cost: float, mode: DecodingMode
 ) -> None:
     contest, rows = told(), 64
     while (
-        contest.current_mode is Mode.SPECULATE
+        contest.current_mode is DecodingMode.SPECULATE
         or contest.decision_reason is not DecodingModeReason.FASTER
     ):
-        drafts = contest.current_mode is Mode.SPECULATE
+        drafts = contest.current_mode is DecodingMode.SPECULATE
         stood = tokens if drafts else 1
         took = rows * PLAIN_S * (cost if drafts else 1.0)
         many = RoundObservation(
@@ -310,7 +317,10 @@ def test_drafts_that_lose_by_little_are_tried_where_there_is_less_to_do(
         is mode
     )
     for halvings in (0, -1):
-        assert SpeculationController.from_other_load(contest, halvings).current_mode is Mode.PLAIN
+        assert (
+            SpeculationController.from_other_load(contest, halvings).current_mode
+            is DecodingMode.PLAIN
+        )
 
 
 def test_drafts_that_lost_by_far_are_not_tried_before_their_probe_is_paid_for() -> None:
@@ -330,30 +340,32 @@ def _plain_rounds_before_a_try(contest: SpeculationController, sessions: int) ->
     )
     rounds = 0
     while not contest.is_probing:
-        contest.observe_round(Mode.PLAIN, plain)
+        contest.observe_round(DecodingMode.PLAIN, plain)
         rounds += 1
     return rounds
 
 
 def test_a_first_try_is_the_dearer_the_more_sessions_have_to_come_back_for_it() -> None:
     one, many = (
-        _plain_rounds_before_a_try(SpeculationController(active_mode=Mode.PLAIN), sessions)
+        _plain_rounds_before_a_try(SpeculationController(active_mode=DecodingMode.PLAIN), sessions)
         for sessions in (1, 64)
     )
     assert one < 500 < 2000 < many
 
 
 def test_what_a_try_has_lost_is_known_at_the_next_load_too() -> None:
-    contest = SpeculationController(active_mode=Mode.PLAIN)
+    contest = SpeculationController(active_mode=DecodingMode.PLAIN)
     _plain_rounds_before_a_try(contest, 64)
     while contest.is_probing:
         contest.observe_round(
-            Mode.SPECULATE,
+            DecodingMode.SPECULATE,
             RoundObservation(rows=64, tokens=64.0, squares=64.0, seconds=64 * 0.2, sessions=64),
         )
     halved = SpeculationController.from_other_load(contest, 1)
     assert _plain_rounds_before_a_try(halved, 32) > 5000
-    assert _plain_rounds_before_a_try(SpeculationController(active_mode=Mode.PLAIN), 32) < 2000
+    assert (
+        _plain_rounds_before_a_try(SpeculationController(active_mode=DecodingMode.PLAIN), 32) < 2000
+    )
 
 
 @pytest.mark.parametrize(("cost", "rate"), [(1.2, 0.8), (4.0, 0.3), (1.05, 0.0)])
@@ -383,7 +395,7 @@ def test_a_session_that_ended_speculation_does_not_speak_for_the_next_one() -> N
     # What was won is spent on the next texts, and not on all that follow.
     assert 20 < world.drafted - left < 200
     contest.begin_session()
-    assert contest.current_mode is Mode.PLAIN
+    assert contest.current_mode is DecodingMode.PLAIN
 
 
 @pytest.mark.parametrize("seed", [*range(4), *map(thorough, range(4, 12))])
@@ -419,8 +431,8 @@ def test_observations_without_time_are_ignored() -> None:
     contest = SpeculationController()
     for rows, seconds in ((0, 1.0), (1, 0.0), (1, math.nan)):
         nothing = RoundObservation(rows=rows, tokens=1.0, squares=1.0, seconds=seconds, sessions=1)
-        contest.observe_round(Mode.PLAIN, nothing)
-        contest.observe_round(Mode.SPECULATE, nothing)
+        contest.observe_round(DecodingMode.PLAIN, nothing)
+        contest.observe_round(DecodingMode.SPECULATE, nothing)
     assert math.isnan(contest.gain)
 
 
@@ -446,9 +458,11 @@ def test_never_slower_than_plain(cost: float, rate: float, noise: float, seed: i
 def test_one_stall_does_not_take_away_what_speculation_has_won(settled: bool, timed: bool) -> None:
     contest = told()
     for _ in range(60):
-        contest.observe_round(Mode.SPECULATE, seen(4, 1.2 * PLAIN_S))
-    contest.observe_round(Mode.SPECULATE, seen(1, 1000.0 * PLAIN_S, settled=settled, timed=timed))
+        contest.observe_round(DecodingMode.SPECULATE, seen(4, 1.2 * PLAIN_S))
+    contest.observe_round(
+        DecodingMode.SPECULATE, seen(1, 1000.0 * PLAIN_S, settled=settled, timed=timed)
+    )
     # Were it all lost, the next text of a lone session would begin without drafts.
-    contest.active_mode = Mode.PLAIN
+    contest.active_mode = DecodingMode.PLAIN
     contest.begin_session()
-    assert contest.active_mode is Mode.SPECULATE
+    assert contest.active_mode is DecodingMode.SPECULATE

@@ -1,4 +1,5 @@
-"""Certificates: their files, the roles in them, and what Python's own servers make of them."""
+"""TLS settings: certificate files, the roles that certificates name, and the contexts of
+servers."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class Noted:
         self.forwards: list[int] = []
         self.launches: list[RoundShape] = []
 
-    def delay_forward(self, rows: int, began: float) -> None:
+    def delay_forward(self, num_tokens: int, began: float) -> None:
         assert began > 0.0
-        self.forwards.append(rows)
+        self.forwards.append(num_tokens)
 
     def calibrate(self, measured: Mapping[RoundShape, float]) -> Mapping[RoundShape, float]:
         return {shape: 2.0 * seconds for shape, seconds in measured.items()}

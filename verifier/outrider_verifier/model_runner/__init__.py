@@ -13,5 +13,5 @@ kv_headroom.py             Number of K/V slots that rounds may write past a sess
                            ones.
 results.py                 Commits the results of a round to its sessions; row results for
                            accounting and verdicts.
-swapped_sessions.py        K/V of preempted sessions that was swapped to host memory.
+swapped_sessions.py        K/V copies of preempted sessions in host memory.
 """

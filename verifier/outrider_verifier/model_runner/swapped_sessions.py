@@ -1,4 +1,4 @@
-"""K/V of preempted sessions that was swapped to host memory."""
+"""K/V copies of preempted sessions in host memory."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from outrider_verifier.state.session import Session
 
 
 class SwappedSessions:
-    """Swapped K/V by session: swaps it out, prefetches it and swaps it in."""
+    """Swaps the K/V of preempted sessions out, prefetches it and swaps it in."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[SwapSpace, SavedKV]] = {}
-        """By the session's ticket."""
+        """Swap space and copy of each swapped session, by `Session.ticket`."""
 
     def __len__(self) -> int:
         return len(self._copies)
 
     def swap_out(self, session: Session, swap: SwapSpace | None) -> bool:
-        """Copy a session's K/V if there is room for it, and give its blocks back in any case;
-        whether it was copied."""
+        """Copy a session's K/V to host memory and free its blocks; returns whether it was copied.
+
+        Nothing is copied without a swap space, without K/V, or if the swap space is full. The
+        blocks are freed in any case.
+        """
         saved = swap.swap_out_sequence(session.kv) if swap is not None and session.kv.len else None
         if swap is not None and saved is not None:
             self._copies[session.ticket] = (swap, saved)
@@ -26,12 +29,16 @@ class SwappedSessions:
         return saved is not None
 
     def prefetch(self, session: Session) -> bool:
-        """See `SwapSpace.prefetch`; True without a copy."""
+        """Start to copy a session's K/V back to the device, in parallel with the rounds.
+
+        Returns whether `swap_in` would delay no round; True for a session without a copy. Call this
+        again until it returns True (see `SwapSpace.prefetch`).
+        """
         held = self._copies.get(session.ticket)
         return held is None or held[0].prefetch(held[1])
 
     def swap_in(self, session: Session) -> bool:
-        """Put a copy back into the session's K/V; whether there was one."""
+        """Restore a session's K/V from its copy and drop the copy; returns whether one existed."""
         held = self._copies.get(session.ticket)
         if held is None:
             return False
@@ -41,7 +48,7 @@ class SwappedSessions:
         return True
 
     def drop_copy(self, session: Session) -> None:
-        """Forget a session's copy, if there is one."""
+        """Drop a session's copy, if there is one."""
         held = self._copies.pop(session.ticket, None)
         if held is not None:
             held[0].drop_copy(held[1])

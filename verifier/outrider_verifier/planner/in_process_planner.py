@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.speculation.in_process_controller import InProcessDraftController
 from outrider_verifier.model_runner.results import PlainRows, RowResult
 from outrider_verifier.planner.load_stats import LoadStats, RoundSample, prefill_weight
@@ -77,7 +77,7 @@ class InProcessDraftPlanner:
         loads = self._loads
         load = loads.load if loads.is_load_steady else loads.peak
         return any(
-            own.choose_mode(load, now) is Mode.PLAIN
+            own.choose_mode(load, now) is DecodingMode.PLAIN
             and (loads.is_load_steady or not own.is_active_above(load, now))
             for _, own in self._concerned()
         )
@@ -120,7 +120,7 @@ class InProcessDraftPlanner:
             lasting=loads.is_load_steady,
         )
 
-    def summaries(self, now: float) -> Iterator[tuple[str, Mode, float]]:
+    def summaries(self, now: float) -> Iterator[tuple[str, DecodingMode, float]]:
         """Of each kind being served: its name, what it is to do, and what drafts gain."""
         for kind, own in self._concerned():
             name = "own drafts of several kinds" if kind is None else f"own drafts, {kind}"

@@ -70,12 +70,12 @@ class NgramFallback:
                 continue
             ngram_fallback.lookup.update(session.tokens, session.length)
             if verified is not None and verified.nodes and not verified.ngram_fallback:
-                known = ngram_fallback.drafters
+                mean = ngram_fallback.drafter_tokens_per_round
                 count = float(len(row.tokens))
-                ngram_fallback.drafters = (
-                    count if known is None else known + DRAFTER_GAIN * (count - known)
+                ngram_fallback.drafter_tokens_per_round = (
+                    count if mean is None else mean + DRAFTER_GAIN * (count - mean)
                 )
-            ngram_fallback.better = _outdoes(session, ngram_fallback)
+            ngram_fallback.lookup_is_better = _outdoes(session, ngram_fallback)
 
     def _draft(
         self, session: Session, ngram_fallback: NgramFallbackState, most: int
@@ -105,9 +105,9 @@ def _longest(session: Session) -> int:
 
 
 def _outdoes(session: Session, ngram_fallback: NgramFallbackState) -> bool:
-    if ngram_fallback.drafters is None:
+    if ngram_fallback.drafter_tokens_per_round is None:
         return False
     expected = 1.0 + float(
         ngram_fallback.lookup.acceptance_by_depth(max(0, _longest(session))).sum()
     )
-    return expected > MARGIN * ngram_fallback.drafters
+    return expected > MARGIN * ngram_fallback.drafter_tokens_per_round

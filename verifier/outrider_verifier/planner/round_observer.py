@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.speculation.cost_table import CostTable
 from outrider.speculation.measurements import RoundObservation
 from outrider.speculation.speculation_controller import SpeculationController
@@ -252,7 +252,7 @@ class RoundObserver:
                 self._lengths.observe_host_time(seconds - forward_s)
         self.plain = count > 0 and not (own or nodes)
         for tally in touched:
-            if tally.mode is Mode.PLAIN and longer > 1.0:
+            if tally.mode is DecodingMode.PLAIN and longer > 1.0:
                 tally.seconds /= longer
             if self._automatic:
                 self._judge(tally, stands_for)
@@ -280,7 +280,7 @@ class RoundObserver:
         if controller.is_probe_due:
             self._calm = False
             feature_retention.collect_features(known, self._loads)
-        known.rounds_since_review += tally.mode is Mode.SPECULATE
+        known.rounds_since_review += tally.mode is DecodingMode.SPECULATE
         other = self._lengths.review_length(known, self._loads.load, self._loads.sessions)
         self.turned = self.turned or other
 
@@ -291,7 +291,7 @@ class RoundObserver:
         whether rounds like these only try the way that is not in force, and so tell nothing of
         what speculation gives."""
         look, load = tally.workload.look_ahead, self._loads.load
-        if look is None or tally.mode is Mode.PLAIN or controller.is_probing:
+        if look is None or tally.mode is DecodingMode.PLAIN or controller.is_probing:
             return False
         before, tried = look.is_active(load), look.is_trial(load)
         if look.observe_round(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from outrider.ids import DrafterId
-from outrider.spec.decoding_mode import DecodingModeReason, Mode
+from outrider.spec.decoding_mode import DecodingMode, DecodingModeReason
 from outrider.speculation.cost_table import CostTable
 from outrider.speculation.estimates import MIN_WAIT_ROUNDS, proposal_timeout_s
 from outrider.wire.messages import PAUSED
@@ -356,8 +356,8 @@ class SpeculationPolicy:
                 known.arrival, self._round_s, bound_s=math.inf, ceiling_s=self._ceiling_s
             )
             controller = self._workload_classes.get_controller(known, self._loads)
-            known.is_plain = controller.current_mode is Mode.PLAIN
-            if controller.active_mode is Mode.PLAIN:
+            known.is_plain = controller.current_mode is DecodingMode.PLAIN
+            if controller.active_mode is DecodingMode.PLAIN:
                 controller.preparation_s = feature_retention.preparation_s(known, self._loads)
             update_hold(known, controller, self._loads)
             lets_go = feature_retention.should_drop_features(known, controller, self._loads)

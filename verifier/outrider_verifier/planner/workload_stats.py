@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from outrider.ids import DrafterId
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.speculation.estimates import AcceptanceEstimate, ArrivalEstimate
@@ -89,7 +89,7 @@ class RoundTally:
     """What sessions of one kind and mode got in a round; cleared when it has been judged."""
 
     workload: WorkloadStats
-    mode: Mode
+    mode: DecodingMode
     is_looking_ahead: bool
     """Whether the drafter had been told to look ahead."""
     is_load_steady: bool
@@ -186,7 +186,11 @@ class WorkloadStats:
     """Flags of `accounting.REASON_FLAGS`."""
 
     def __post_init__(self) -> None:
-        ways = ((Mode.SPECULATE, False), (Mode.SPECULATE, True), (Mode.PLAIN, False))
+        ways = (
+            (DecodingMode.SPECULATE, False),
+            (DecodingMode.SPECULATE, True),
+            (DecodingMode.PLAIN, False),
+        )
         self.tallies = tuple(
             RoundTally(self, mode, ahead, settled)
             for mode, ahead in ways
@@ -269,7 +273,7 @@ def start_controller(
         return SpeculationController.from_other_load(held[near], near - load)
     for other in others:
         found = other.controllers.get(load)
-        if found is None or not found.is_decided or found.current_mode is not Mode.PLAIN:
+        if found is None or not found.is_decided or found.current_mode is not DecodingMode.PLAIN:
             continue
         if other is not known and known.workload_class.is_at_least_as_hard(other.workload_class):
             return SpeculationController.from_other_load(found)

@@ -1,4 +1,10 @@
-"""Prometheus metrics of a verifier, and the rolling medians that `VerifierInfo` reports."""
+"""Prometheus metrics of a verifier, and the rolling medians that `VerifierInfo` reports.
+
+A round is one batched forward pass of the target. A session round is the part of one decoding
+session in a round; prefill does not count. Under look-ahead a session round is a hit if its
+proposal arrived before the proposal's prefix was known, fresh if the proposal arrived later, and a
+miss if it has no proposal.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +21,11 @@ from outrider_verifier.state.effects import RoundReport
 from outrider_verifier.state.preemption_mode import PreemptionMode
 
 WINDOW = 512
-"""Rounds over which the medians run."""
+"""Number of recent rounds over which the medians are computed."""
 _BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _IDLE_BUCKETS = (25e-6, 50e-6, 75e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 0.001, 0.002, 0.005)
 _PARTS = ("forward", "accept", "draft", "other", "wait")
+"""Parts of a round's time. The time of the feature projection is in none of them."""
 _PROPOSALS = (
     "used",
     "stored",
@@ -29,8 +36,8 @@ _PROPOSALS = (
     "unknown",
 )
 _COUNTERS = {
-    "sessions": "Sessions taken in",
-    "finished": "Sessions that ended by a stop token or their length",
+    "sessions": "Sessions opened",
+    "finished": "Sessions finished by a stop token or at their maximum length",
     "cancelled": "Sessions closed before their end",
     "failed": "Sessions ended by an error",
     "rounds": "Rounds run",
@@ -38,55 +45,55 @@ _COUNTERS = {
     "failed_rounds": "Rounds that raised an error",
     "device_losses": "Devices that stopped working; the process ends with the first",
     "emitted_tokens": "Tokens emitted",
-    "prefill_tokens": "Prompt tokens processed",
-    "prefix_cache_query_tokens": "Tokens of sessions that were let in without K/V",
-    "prefix_cache_hit_tokens": "Of these, tokens whose K/V other sessions had left behind",
+    "prefill_tokens": "Tokens prefilled, including recomputation after preemption",
+    "prefix_cache_query_tokens": "Tokens looked up in the prefix cache, for sessions without K/V",
+    "prefix_cache_hit_tokens": "Tokens whose K/V was found in the prefix cache",
     "proposed_tokens": "Draft nodes verified",
     "accepted_tokens": "Draft nodes accepted",
-    "fallback_rounds": "Session rounds without a proposal although one was wanted",
-    "sessions_lost_by_drafters": "Sessions that a drafter could not follow any more",
-    "sessions_moved": "Sessions that were given to another drafter while they ran",
-    "moves_refused": "Sessions that their routers wanted moved and that could not be",
-    "ngram_fallback_rounds": "Session rounds that verified a lookup in the session's own text",
-    "ngram_fallback_accepted_tokens": "Tokens of these lookups that stood",
-    "proposal_timeouts": "Session rounds whose wait for a proposal ran into the proposal timeout",
-    "paused_rounds": "Session rounds decoded plainly because the planner had found that faster",
-    "look_ahead_rounds": "Session rounds with look-ahead that used a proposal or wanted one",
-    "hit_rounds": "Look-ahead rounds whose proposal had come before its prefix did",
-    "hit_accepted_tokens": "Draft nodes accepted in hit rounds",
-    "fresh_rounds": "Look-ahead rounds whose proposal was made for a prefix that was there",
-    "fresh_accepted_tokens": "Draft nodes accepted in fresh rounds",
-    "speculation_paused": "Sessions whose speculation the planner paused",
-    "features_dropped_sessions": "Sessions whose features were dropped by the planner",
-    "speculation_resumed": "Sessions whose speculation the planner resumed",
-    "look_ahead_started": "Sessions that the planner had drafted for ahead of their verdicts",
-    "look_ahead_ended": "Sessions that the planner had drafted for in lock-step again",
+    "fallback_rounds": "Session rounds that wanted a draft and had none",
+    "sessions_lost_by_drafters": "Sessions that their drafters reported as lost",
+    "sessions_moved": "Running sessions moved to another drafter, or to none",
+    "moves_refused": "Moves of running sessions that were requested and not possible",
+    "ngram_fallback_rounds": "Session rounds that verified an n-gram draft",
+    "ngram_fallback_accepted_tokens": "N-gram draft tokens accepted",
+    "proposal_timeouts": "Waits for a proposal that ended by the proposal timeout",
+    "paused_rounds": "Session rounds without speculation by decision of the planner",
+    "look_ahead_rounds": "Session rounds under look-ahead: hits, fresh ones and misses",
+    "hit_rounds": "Hits: session rounds whose proposal arrived before its prefix was known",
+    "hit_accepted_tokens": "Draft nodes accepted in hits",
+    "fresh_rounds": "Fresh session rounds under look-ahead, whose proposal arrived later",
+    "fresh_accepted_tokens": "Draft nodes accepted in fresh session rounds",
+    "speculation_paused": "Sessions whose speculation the planner turned off",
+    "features_dropped_sessions": "Sessions whose features the planner dropped",
+    "speculation_resumed": "Sessions whose speculation the planner turned on again",
+    "look_ahead_started": "Sessions whose look-ahead the planner turned on",
+    "look_ahead_ended": "Sessions whose look-ahead the planner turned off",
     "messages_invalid": "Messages of drafters and routers that failed validation",
     "drafters_attached": "Drafter connections accepted",
     "drafters_lost": "Drafter connections that ended",
-    "drafters_stalled": "Times that nobody waited any longer for a drafter that said nothing",
+    "drafters_stalled": "Drafters declared stalled after a proposal timeout",
     "drafters_disconnected_flooding": "Drafters disconnected because they flooded the verifier",
-    "drafters_overflowed": "Drafters disconnected because they did not read",
-    "routers_overflowed": "Routers disconnected because they did not read",
+    "drafters_overflowed": "Drafters disconnected because they did not read their messages",
+    "routers_overflowed": "Routers disconnected because they did not read their messages",
     "commands_refused": "Requests and proposals refused because the engine thread was behind",
 }
 _GAUGES = {
     "sessions_running": "Sessions with K/V",
-    "sessions_waiting": "Sessions without K/V: preempted, or not begun",
-    "swapped_bytes": "Host memory that the K/V of preempted sessions takes",
-    "kv_blocks": "K/V blocks that sessions can have",
-    "kv_blocks_free": "K/V blocks that nobody has",
+    "sessions_waiting": "Sessions without K/V: preempted, or not started",
+    "swapped_bytes": "Host memory of the swapped K/V of preempted sessions",
+    "kv_blocks": "K/V blocks of the pool",
+    "kv_blocks_free": "K/V blocks that no session holds",
     "kv_cache_usage_ratio": "Share of the K/V blocks in use",
-    "prefix_blocks": "K/V blocks that sessions may begin with, those in use included",
-    "prefix_feature_bytes": "Host memory that the features of these take",
-    "drafters_connected": "Drafters attached now",
-    "pending_proposals": "Proposals held for rounds to come",
-    "feature_bytes": "Host memory that the features of live sessions take",
+    "prefix_blocks": "K/V blocks in the prefix cache, including those in use",
+    "prefix_feature_bytes": "Host memory of the features of prefix cache blocks",
+    "drafters_connected": "Drafters attached",
+    "pending_proposals": "Proposals held for later rounds",
+    "feature_bytes": "Host memory of the features of open sessions",
 }
 
 
 class RoundMedians:
-    """Rolling medians of the recent rounds, milliseconds; asyncio thread only."""
+    """Rolling medians over the recent rounds without prefill; asyncio thread only."""
 
     def __init__(self) -> None:
         self._total: deque[float] = deque(maxlen=WINDOW)
@@ -95,7 +102,7 @@ class RoundMedians:
         self._hit_idle: deque[float] = deque(maxlen=WINDOW)
 
     def add_report(self, report: RoundReport) -> None:
-        """Take in a round; rounds with prompt tokens are left out, they measure the prompt."""
+        """Record a round, unless it prefilled tokens: its times would measure the prompt."""
         if report.prefill_tokens:
             return
         self._total.append(report.total_s)
@@ -106,27 +113,28 @@ class RoundMedians:
 
     @property
     def round_ms(self) -> float:
-        """Median wall time of a round."""
+        """Median wall time of a round, in milliseconds."""
         return _median_ms(self._total)
 
     @property
     def forward_ms(self) -> float:
-        """Median time in the target's forward."""
+        """Median time of the target's forward, in milliseconds."""
         return _median_ms(self._forward)
 
     @property
     def overhead_ms(self) -> float:
-        """Median time of a round outside the two models' forwards."""
+        """Median time of a round, its wait included, in which no model ran, in milliseconds."""
         return _median_ms(self._overhead)
 
     @property
     def hit_idle_us(self) -> float:
-        """Median time, microseconds, between a round's end and a round of hits alone."""
+        """Median idle time before a round in which all sessions have hits, in microseconds."""
         return _median_ms(self._hit_idle) * 1000.0
 
 
 def stats_of(counters: Mapping[str, int]) -> SpecStats:
-    """Speculation of all sessions; depths are not counted here."""
+    """Return the speculation counters summed over all sessions; the verifier does not count
+    acceptance by depth."""
 
     def count(name: str) -> int:
         return counters.get(name, 0)
@@ -148,16 +156,16 @@ def stats_of(counters: Mapping[str, int]) -> SpecStats:
 
 
 def _preempted(counts: Mapping[str, int]) -> Iterator[Metric]:
-    """Sessions that lost their K/V, and those that have it again."""
+    """Yield the counters of preempted sessions, and of those that resumed."""
     preemptions = CounterMetricFamily(
         "outrider_preemptions", "Sessions preempted, by how they get their K/V back", None, ["kind"]
     )
-    for way in PreemptionMode:
-        preemptions.add_metric([way.value], float(counts.get(f"preemptions_{way.value}", 0)))
+    for mode in PreemptionMode:
+        preemptions.add_metric([mode.value], float(counts.get(f"preemptions_{mode.value}", 0)))
     yield preemptions
     resumed = CounterMetricFamily(
         "outrider_resumed_sessions",
-        "Sessions that go on, by what had stopped them",
+        "Sessions resumed, by what had stopped them",
         None,
         ["cause"],
     )
@@ -170,7 +178,8 @@ def _median_ms(window: deque[float]) -> float:
 
 
 class VerifierMetrics(Collector):
-    """Histograms of round times; counts and gauges are read when scraped."""
+    """Collector of a verifier's metrics: histograms of rounds, and counters and gauges that are
+    read when they are scraped."""
 
     def __init__(
         self,
@@ -183,7 +192,7 @@ class VerifierMetrics(Collector):
         self._gauges = gauges
         self._round = Histogram(
             "outrider_verifier_round_seconds",
-            "Time of a round by part",
+            "Time of a round by part, without the feature projection",
             ["part"],
             buckets=_BUCKETS,
             registry=self.registry,
@@ -197,14 +206,14 @@ class VerifierMetrics(Collector):
         )
         self._hit_idle = Histogram(
             "outrider_verifier_hit_idle_seconds",
-            "Time from the end of a round to the submission of the next one, where all are hits",
+            "Idle time before a round in which all sessions have hits",
             buckets=_IDLE_BUCKETS,
             registry=self.registry,
         )
         self.registry.register(self)
 
     def observe_report(self, report: RoundReport) -> None:
-        """Take in a round."""
+        """Record a round."""
         self.medians.add_report(report)
         self._parts["forward"].observe(report.forward_s)
         self._parts["accept"].observe(report.accept_s)
@@ -216,7 +225,7 @@ class VerifierMetrics(Collector):
             self._hit_idle.observe(report.hit_idle_s)
 
     def collect(self) -> Iterator[Metric]:
-        """Counters and gauges at this moment."""
+        """Yield the counters and gauges at this moment."""
         counts = self._counts()
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(
@@ -224,7 +233,7 @@ class VerifierMetrics(Collector):
             )
         proposals = CounterMetricFamily(
             "outrider_verifier_proposals",
-            "Proposals received, by what became of them",
+            "Proposals received, by outcome",
             None,
             ["outcome"],
         )
@@ -237,5 +246,5 @@ class VerifierMetrics(Collector):
             yield GaugeMetricFamily(f"outrider_verifier_{name}", text, gauges[name])
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: registering must not read state that is still being built."""
+        """Yield nothing: registration must not read state that is still being built."""
         return iter(())

@@ -152,34 +152,34 @@ class RoundReport:
     forward_s: float
     accept_s: float
     project_s: float
-    """In the draft head's `fc`."""
+    """Time of the feature projection (the draft head's `fc`)."""
     draft_s: float = 0.0
-    """In this process's in-process drafter."""
+    """Time of the in-process drafter."""
     waited_s: float
-    """Idle time before the round in which some session awaited its proposal."""
+    """Idle time before the round in which a session waited for its proposal."""
     drafted_s: float
-    """Part of `total_wait_s` that the drafter reports as its own work on the proposals used."""
+    """Part of `waited_s` that the drafters report as their own work on the proposals used."""
     rows: int
-    """Token rows of the forward."""
+    """Token rows of the target's forward."""
     verify_rows: int
-    """Sessions that decoded."""
+    """Sessions that decoded in the round."""
     prefill_tokens: int
     emitted: int
     hit_idle_s: float | None = None
-    """If all of it were hits: how long nothing ran between the end of the round before it and its
-    submission."""
+    """Idle time between the end of the previous round and the submission of this one; None unless
+    all rows of this one are hits."""
 
     @property
     def other_s(self) -> float:
-        """Time of the round outside forwards and acceptance."""
+        """Time of the round outside the models' forwards and acceptance."""
         inside = self.forward_s + self.project_s + self.draft_s + self.accept_s
         # A device's clock and the host's may disagree by a little.
         return max(0.0, self.total_s - inside)
 
     @property
     def overhead_s(self) -> float:
-        """Time of the round, its wait included, outside the two models' forwards: the target's,
-        and the head's with the `fc` that runs here."""
+        """Time of the round and of the wait before it that no model used: neither the target, nor
+        the feature projection, nor a drafter."""
         models_s = self.forward_s + self.project_s + self.draft_s + self.drafted_s
         return max(0.0, self.total_s + self.waited_s - models_s)
 

@@ -221,13 +221,13 @@ class Session:
             return False
         ngram_fallback = self.ngram_fallback
         return self.plan.is_speculative and (
-            ngram_fallback is None or ngram_fallback.drafters is None
+            ngram_fallback is None or ngram_fallback.drafter_tokens_per_round is None
         )
 
     @property
     def prefers_ngram_fallback(self) -> bool:
         """Whether a lookup is expected to emit more than its drafter's drafts."""
-        return self.ngram_fallback is not None and self.ngram_fallback.better
+        return self.ngram_fallback is not None and self.ngram_fallback.lookup_is_better
 
     @property
     def in_process_depth(self) -> int:

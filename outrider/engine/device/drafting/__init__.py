@@ -22,6 +22,8 @@ look_ahead_program.py      Look-ahead drafting on static device tensors: drafts 
                            unverified proposal.
 recent_rows.py             Newest draft rows of every session, kept on the device as input of later
                            drafts.
+round_drafter.py           RoundDrafter protocol: what a round's graphs ask of whoever drafts on a
+                           device for its sessions.
 small_model_forward.py     Forward of a small draft model: rows are tokens, and all its K/V is
                            exact.
 """

@@ -96,7 +96,7 @@ class InProcessDrafter:
         self.distribution: DenseChainDistribution | None = None
         """The distributions that chains were drawn from, kept with the session until they are used.
         Trees have none: the rejection rule judges them target-only."""
-        self.warp = LogitsSlots(
+        self.logits_slots = LogitsSlots(
             count, config.draft_vocab_size, device, draft_columns=weights.draft_columns
         )
         """What the sessions do to the head's logits."""
@@ -127,7 +127,7 @@ class InProcessDrafter:
             kept=self.kept,
             tokens=self.tokens,
             distribution=self.distribution,
-            warp=self.warp,
+            warp=self.logits_slots,
         )
 
     def forget_draft(self, slot: int) -> None:
@@ -135,6 +135,16 @@ class InProcessDrafter:
         self.tokens[slot].fill_(-1)
         if self.parents is not None:
             self.parents[slot].fill_(PADDING_NODE)
+
+    def receive_drafts(self, slots: Tensor) -> None:
+        """Drafts were written where the next round reads them."""
+
+    def begin_rows(self) -> None:
+        """Rows need no preparation."""
+
+    def write_rows(self, rows: NewRows) -> None:
+        """Write the K/V of rows whose prediction nobody wants."""
+        self.program.forward.write_rows(rows)
 
     def draft_round(self, rows: NewRows, *, sampled: bool) -> None:
         """Catch up on real rows and draft for each of their sessions. sampled: whether any session
@@ -148,7 +158,7 @@ class InProcessDrafter:
             rows,
             length=self.shape.num_nodes,
             state=self._slots.sampling,
-            warp=self.warp.state if sampled else None,
+            warp=self.logits_slots.state if sampled else None,
             draft_distributions=self.distribution.probs
             if sampled and self.distribution is not None
             else None,
@@ -176,7 +186,7 @@ class InProcessDrafter:
             num_nodes=self.shape.num_nodes,
             top_k=self.shape.top_k,
             depth=self.shape.levels,
-            warp=self.warp.state if sampled else None,
+            warp=self.logits_slots.state if sampled else None,
             coupled=True,
             allowed_tokens=allowed_tokens,
         )

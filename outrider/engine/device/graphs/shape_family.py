@@ -30,27 +30,41 @@ class ShapeFamily:
     """Batch shapes of one engine, all captured at startup."""
 
     def __init__(
-        self, *, max_rows: int, max_nodes: int, in_process_nodes: int, features: bool, judges: bool
+        self,
+        *,
+        max_rows: int,
+        max_nodes: int,
+        in_process_nodes: int,
+        has_features: bool,
+        has_sampled_acceptance: bool,
     ) -> None:
-        """`max_rows`: most sessions of a round; `max_nodes`: most nodes of a row with drafts from
-        outside, the root included, 1 if there are none; `in_process_nodes`: nodes of a row with own
-        drafts, 0 without. With them drafts from outside (a lookup's, say) are the exception, and
-        have few sizes; `features`: whether a projection is there; `judges`: whether rules that
-        toss random draws are served."""
+        """Define the shapes of one engine.
+
+        max_rows: maximum number of sessions of a round.
+        max_nodes: maximum number of nodes of a row whose drafts come from the host (the drafter
+            process or an n-gram lookup), the root included; 1 without such drafts.
+        in_process_nodes: nodes of a row with drafts from the in-process drafter, the root included;
+            0 without that drafter. With it, drafts from the host are rare and get few bucket sizes.
+        has_features: whether the engine projects features for a drafter.
+        has_sampled_acceptance: whether the engine serves acceptance rules that draw random numbers
+            (`AcceptanceMode.SAMPLED`).
+        """
         self._max_rows = max_rows
         self._max_nodes = max_nodes
         self._in_process_nodes = in_process_nodes
         self._chain_sizes = FEW_CHAIN_BUCKETS if in_process_nodes else CHAIN_BUCKETS
         self._tree_sizes = FEW_TREE_BUCKETS if in_process_nodes else TREE_BUCKETS
-        self._features = features
-        self._judges = (
-            (AcceptanceMode.MATCH, AcceptanceMode.SAMPLED) if judges else (AcceptanceMode.MATCH,)
+        self._has_features = has_features
+        self._acceptance_modes = (
+            (AcceptanceMode.MATCH, AcceptanceMode.SAMPLED)
+            if has_sampled_acceptance
+            else (AcceptanceMode.MATCH,)
         )
         self._most_rows: dict[int, int] = {}
-        self._found: dict[tuple[int, int, DraftKind, AcceptanceMode, bool, int], RoundShape] = {}
+        self._cache: dict[tuple[int, int, DraftKind, AcceptanceMode, bool, int], RoundShape] = {}
 
     def max_rows(self, nodes: int) -> int:
-        """Rows with drafts from outside, of up to `nodes` nodes each, that one launch may have."""
+        """Maximum rows of one launch with drafts from the host and up to `nodes` nodes each."""
         most = self._most_rows.get(nodes)
         if most is None:
             most = self._most_rows[nodes] = self._max_rows_of(nodes)
@@ -59,84 +73,94 @@ class ShapeFamily:
     def _max_rows_of(self, nodes: int) -> int:
         if nodes == 1:
             return self._max_rows
-        _, size = self._drafted(DraftKind.TREE, nodes, mixed=False)
+        _, size = self._draft_bucket(DraftKind.TREE, nodes, mixed=False)
         fitting = [rows for rows in self._row_sizes() if rows * size <= MAX_TOKEN_ROWS]
         return min(fitting[-1] if fitting else 1, self._max_rows)
 
-    def allows_prefill(self, drafts: DraftKind) -> bool:
-        """Whether prompts may share a launch with rows of such drafts."""
-        return not self._in_process_nodes or drafts in (DraftKind.NONE, DraftKind.IN_PROCESS)
+    def allows_prefill(self, draft_kind: DraftKind) -> bool:
+        """Whether prefill chunks may share a launch with rows whose drafts are of this kind."""
+        return not self._in_process_nodes or draft_kind in (DraftKind.NONE, DraftKind.IN_PROCESS)
 
     def fit_shape(
         self,
         *,
         rows: int,
         nodes: int,
-        drafts: DraftKind,
-        judge: AcceptanceMode,
-        features: bool,
+        draft_kind: DraftKind,
+        acceptance_mode: AcceptanceMode,
+        has_features: bool,
         chunks: int,
     ) -> RoundShape:
-        """The shape of a round of so many rows and prefill chunks; `nodes`: the most of any row,
-        `features`: whether any is to be kept."""
-        key = (rows, nodes, drafts, judge, features, chunks)
-        shape = self._found.get(key)
+        """The captured shape in which a round runs.
+
+        rows, chunks: decoding sessions and prefill chunks of the round.
+        nodes: maximum number of nodes of a row, the root included.
+        has_features: whether the features of any row are kept.
+        """
+        key = (rows, nodes, draft_kind, acceptance_mode, has_features, chunks)
+        shape = self._cache.get(key)
         if shape is None:
-            shape = self._found[key] = self._fit(rows, nodes, drafts, judge, features, chunks)
+            shape = self._cache[key] = self._fit(
+                rows, nodes, draft_kind, acceptance_mode, has_features, chunks
+            )
         return shape
 
     def _fit(
         self,
         rows: int,
         nodes: int,
-        drafts: DraftKind,
-        judge: AcceptanceMode,
-        features: bool,
+        draft_kind: DraftKind,
+        acceptance_mode: AcceptanceMode,
+        has_features: bool,
         chunks: int,
     ) -> RoundShape:
         mixed = rows > 0 and chunks > 0
-        piece_sizes = MIXED_CHUNK_BUCKETS if mixed else CHUNK_BUCKETS
-        drafts, nodes = self._drafted(drafts, nodes, mixed=mixed)
-        # Judging any rule costs next to nothing where all compare tokens; in-process draft
-        # distributions do cost.
-        if drafts is not DraftKind.IN_PROCESS or judge not in self._judges:
-            judge = self._judges[-1]
+        chunk_sizes = MIXED_CHUNK_BUCKETS if mixed else CHUNK_BUCKETS
+        draft_kind, nodes = self._draft_bucket(draft_kind, nodes, mixed=mixed)
+        # A SAMPLED graph accepts by comparing tokens at nearly no extra cost, so one graph serves
+        # both modes. Rounds with in-process drafts have a graph for each mode, because SAMPLED ones
+        # also compute draft distributions.
+        if draft_kind is not DraftKind.IN_PROCESS or acceptance_mode not in self._acceptance_modes:
+            acceptance_mode = self._acceptance_modes[-1]
         if rows:
             rows = bucket_for(rows, MIXED_ROW_BUCKETS if mixed else ROW_BUCKETS)
-        elif drafts is not DraftKind.IN_PROCESS:
-            nodes, drafts = 1, DraftKind.NONE
-        # Features are projected wherever sessions may keep them: it costs little, graphs are few.
-        tapped = self._features and (features or chunks > 0 or drafts is not DraftKind.NONE)
+        elif draft_kind is not DraftKind.IN_PROCESS:
+            nodes, draft_kind = 1, DraftKind.NONE
+        # Features are projected in every shape whose sessions may keep them: the projection is
+        # cheap, and this saves graphs.
+        projects = self._has_features and (
+            has_features or chunks > 0 or draft_kind is not DraftKind.NONE
+        )
         return RoundShape(
             rows=rows,
             nodes=nodes,
-            draft_kind=drafts,
-            acceptance_mode=judge,
-            has_features=tapped or drafts is DraftKind.IN_PROCESS,
-            chunks=bucket_for(chunks, piece_sizes) if chunks else 0,
+            draft_kind=draft_kind,
+            acceptance_mode=acceptance_mode,
+            has_features=projects or draft_kind is DraftKind.IN_PROCESS,
+            chunks=bucket_for(chunks, chunk_sizes) if chunks else 0,
         )
 
     def all_shapes(self) -> Iterator[RoundShape]:
         """All shapes; no two are equal."""
         seen: set[RoundShape] = set()
-        for shape in self._every():
+        for shape in self._enumerate_shapes():
             if shape not in seen:
                 seen.add(shape)
                 yield shape
 
-    def _every(self) -> Iterator[RoundShape]:
-        for judge in self._judges:
-            for drafts, nodes in self._kinds():
-                for rows in self._row_sizes(drafts, nodes):
-                    yield self._fit(rows, nodes, drafts, judge, False, 0)
-                    yield self._fit(rows, nodes, drafts, judge, True, 0)
-                    for chunks in MIXED_CHUNK_BUCKETS if self.allows_prefill(drafts) else ():
-                        yield self._fit(rows, nodes, drafts, judge, False, chunks)
+    def _enumerate_shapes(self) -> Iterator[RoundShape]:
+        for acceptance_mode in self._acceptance_modes:
+            for draft_kind, nodes in self._draft_buckets():
+                for rows in self._row_sizes(draft_kind, nodes):
+                    yield self._fit(rows, nodes, draft_kind, acceptance_mode, False, 0)
+                    yield self._fit(rows, nodes, draft_kind, acceptance_mode, True, 0)
+                    for chunks in MIXED_CHUNK_BUCKETS if self.allows_prefill(draft_kind) else ():
+                        yield self._fit(rows, nodes, draft_kind, acceptance_mode, False, chunks)
                 for chunks in CHUNK_BUCKETS:
-                    yield self._fit(0, nodes, drafts, judge, False, chunks)
+                    yield self._fit(0, nodes, draft_kind, acceptance_mode, False, chunks)
 
-    def _kinds(self) -> Iterator[tuple[DraftKind, int]]:
-        """Where a row's drafts come from, and its nodes."""
+    def _draft_buckets(self) -> Iterator[tuple[DraftKind, int]]:
+        """(kind of drafts, nodes of a row) of every captured shape."""
         yield DraftKind.NONE, 1
         if self._in_process_nodes:
             yield DraftKind.IN_PROCESS, self._in_process_nodes
@@ -148,20 +172,22 @@ class ShapeFamily:
             for nodes in buckets_up_to(self._tree_sizes, self._max_nodes):
                 yield DraftKind.TREE, nodes
 
-    def _drafted(self, drafts: DraftKind, nodes: int, *, mixed: bool) -> tuple[DraftKind, int]:
-        """The bucket of a row's nodes, and the kind of drafts that it is run as."""
-        match drafts:
+    def _draft_bucket(
+        self, draft_kind: DraftKind, nodes: int, *, mixed: bool
+    ) -> tuple[DraftKind, int]:
+        """(kind of drafts, node bucket) as which a row of `nodes` nodes runs."""
+        match draft_kind:
             case DraftKind.NONE:
-                return drafts, 1
+                return draft_kind, 1
             case DraftKind.IN_PROCESS:
-                return drafts, self._in_process_nodes
+                return draft_kind, self._in_process_nodes
             case DraftKind.CHAIN if nodes <= self._chain_sizes[-1]:
-                return drafts, bucket_for(
+                return draft_kind, bucket_for(
                     nodes, MIXED_CHAIN_BUCKETS if mixed else self._chain_sizes
                 )
             case _:
                 return DraftKind.TREE, bucket_for(nodes, self._tree_sizes)
 
-    def _row_sizes(self, drafts: DraftKind = DraftKind.NONE, nodes: int = 1) -> tuple[int, ...]:
-        most = self.max_rows(nodes) if drafts is DraftKind.TREE else self._max_rows
+    def _row_sizes(self, draft_kind: DraftKind = DraftKind.NONE, nodes: int = 1) -> tuple[int, ...]:
+        most = self.max_rows(nodes) if draft_kind is DraftKind.TREE else self._max_rows
         return buckets_up_to(ROW_BUCKETS, most)

@@ -1,8 +1,8 @@
 """Batch shapes (buckets) of rounds, the keys of CUDA graphs. Pure.
 
-Every bucket has a captured graph, so there are few. A round's rows are sessions that decode, N
-nodes each, and prefill chunks: up to PREFILL_CHUNK_TOKENS consecutive tokens of one session, which
-may have several in one round.
+Every bucket has a captured graph, so there are few buckets. The rows of a round are decoding
+sessions, with N nodes each, and prefill chunks. A prefill chunk has up to CHUNK_TOKENS consecutive
+prompt tokens of one session; a session may have several chunks in one round.
 """
 
 from __future__ import annotations
@@ -14,34 +14,37 @@ from enum import StrEnum
 from typing import Final
 
 ROW_BUCKETS: Final = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Sessions of a round; unused rows work for the padding slot."""
+"""Numbers of decoding sessions of a round; unused rows compute for the padding slot."""
 CHAIN_BUCKETS: Final = (2, 3, 4, 5, 6, 8)
+"""Numbers of nodes of a row with a chain, the root included; unused nodes are absent. A longer
+chain runs as a tree."""
 TREE_BUCKETS: Final = (8, 17, 33, 64, 65, 129)
-"""Nodes of a row, the root included; unused ones are absent nodes. Chains that are longer than the
-last of theirs run as trees."""
+"""Numbers of nodes of a row with a tree, the root included."""
 CHUNK_TOKENS: Final = 32
-"""Prompt tokens of a prefill chunk. Beside many sessions each row counts, those of a prefill
-chunk's free end too.
-"""
+"""Prompt tokens of a prefill chunk. It is small, because the unused rows of a chunk take time, too,
+which matters beside many sessions."""
 CHUNK_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
-"""Pieces of prompts in a round of nothing else; unused ones are absent."""
+"""Numbers of prefill chunks of a round without decoding sessions; unused chunks are absent."""
 MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
+"""Numbers of decoding sessions of a round with prefill chunks. There are few, because each is
+captured with every number of prefill chunks."""
 MIXED_CHAIN_BUCKETS: Final = (4, 5, 6, 8)
-"""Sessions that decode in a round with prefill chunks, and nodes of their chains: few, for each is
-captured with every size of prefill chunks."""
+"""Numbers of nodes of a row with a chain in a round with prefill chunks; few for the same
+reason."""
 FEW_CHAIN_BUCKETS: Final = (5, 8)
+"""Chain buckets of a verifier with an in-process drafter, where few sessions have drafts from the
+host. Prefill chunks never share a launch with these."""
 FEW_TREE_BUCKETS: Final = (17, 65, 129)
-"""Nodes of a row with drafts from outside where an in-process drafter drafts for nearly all: few
-sizes, and prompts never share their launch."""
+"""Tree buckets of a verifier with an in-process drafter."""
 MIXED_CHUNK_BUCKETS: Final = (1, 2, 3, 5, 8, 16)
-"""Pieces in a round in which sessions decode: six sizes. 1 is what is left of a prompt that begins
-like one before it; the others leave few rows unused where chat prompts of 42 to 243 tokens come in
-all the time."""
+"""Numbers of prefill chunks of a round with decoding sessions. A prompt whose beginning is in the
+prefix cache needs 1; the other sizes leave few rows unused for chat prompts of 42 to 243 tokens."""
 MIN_MIXED_CHUNKS: Final = 2
-"""What such a round takes of prompts if there are any, whatever it lasts."""
+"""Prefill chunks that a round with decoding sessions takes if there are any, whatever it lasts."""
 MAX_MIXED_CHUNKS: Final = MIXED_CHUNK_BUCKETS[-1]
+"""Maximum number of prefill chunks of a round with decoding sessions."""
 MAX_TOKEN_ROWS: Final = 2048
-"""Rows times nodes of a bucket; one row may have more."""
+"""Maximum of rows times nodes of a bucket; a bucket of one row may have more."""
 
 
 class DraftKind(StrEnum):
@@ -49,11 +52,11 @@ class DraftKind(StrEnum):
 
     NONE = "none"
     CHAIN = "chain"
-    """The host, without branches."""
+    """Drafts without branches, from the host."""
     TREE = "tree"
-    """The host, with branches."""
+    """Drafts with branches, from the host."""
     IN_PROCESS = "own"
-    """The in-process drafter; they never leave the device."""
+    """Drafts of the in-process drafter, which never leave the device."""
 
 
 class AcceptanceMode(StrEnum):
@@ -71,19 +74,19 @@ class RoundShape:
     """A bucket: the key of a graph."""
 
     rows: int
-    """B; 0 in a round of nothing but prefill chunks."""
+    """B, the number of decoding sessions; 0 in a round of prefill chunks alone."""
     nodes: int
-    """N, the root included."""
+    """N, the number of nodes of each row, the root included."""
     draft_kind: DraftKind
     acceptance_mode: AcceptanceMode
     has_features: bool
     """Whether projected features are computed."""
     chunks: int = 0
-    """Q prefill chunks, of P = PREFILL_CHUNK_TOKENS rows each."""
+    """Q, the number of prefill chunks, of P = CHUNK_TOKENS token rows each."""
 
     @property
     def has_distributions(self) -> bool:
-        """Whether rows may bring draft distributions from outside."""
+        """Whether rows may have draft distributions from the host."""
         return self.acceptance_mode is AcceptanceMode.SAMPLED and self.draft_kind in (
             DraftKind.CHAIN,
             DraftKind.TREE,
@@ -91,7 +94,7 @@ class RoundShape:
 
     @property
     def can_be_undrafted(self) -> bool:
-        """Whether in-process drafts may be left until the host has seen the outcome."""
+        """Whether in-process drafting may be postponed until the host has seen the outcome."""
         return (
             self.draft_kind is DraftKind.IN_PROCESS
             and self.acceptance_mode is AcceptanceMode.SAMPLED
@@ -99,22 +102,22 @@ class RoundShape:
 
     @property
     def token_rows(self) -> int:
-        """M: rows of the target's forward."""
+        """M, the number of token rows of the target's forward."""
         return self.rows * self.nodes + self.chunks * CHUNK_TOKENS
 
     @property
     def result_words(self) -> int:
-        """int32 words of the outcome of a row that the device judges."""
+        """int32 words of the outcome of a row whose acceptance runs on the device."""
         return 2 + 2 * self.nodes
 
 
 def bucket_for(value: int, sizes: Sequence[int]) -> int:
-    """The smallest size that holds `value`; beyond the largest one, `value` itself."""
+    """Return the smallest size that holds `value`; beyond the largest size, `value` itself."""
     place = bisect_left(sizes, value)
     return sizes[place] if place < len(sizes) else value
 
 
 def buckets_up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """The buckets that everything up to `most` runs in."""
+    """Return the buckets in which all values up to `most` run."""
     smaller = [size for size in sizes if size < most]
     return (*smaller, bucket_for(most, sizes))

@@ -1,8 +1,8 @@
 """Prefill chunks of a round, batched with the decoding sessions.
 
-Q prefill chunks of a bucket, P = PREFILL_CHUNK_TOKENS rows a prefill chunk, X session slots, T
-blocks of a table. Several prefill chunks of one prompt in a round are consecutive: each attends to
-the K/V that the chunks before it write.
+Shapes: Q prefill chunks of a bucket, P = CHUNK_TOKENS token rows of a prefill chunk, X session
+slots, T blocks of a block table. Several prefill chunks of one prompt in a round are consecutive:
+each attends to the K/V that the chunks before it write.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from outrider.engine.kernels.attention.layout import RoundLayout, tree_layout
 from outrider.engine.kernels.session_tensors import SequenceState
 
 _FIELDS = 4
-"""Words of a prefill chunk beside its tokens: slot, start, count, whether its prompt ends with
-it."""
+"""Number of int32 fields of a prefill chunk beside its tokens: slot, start, count, and whether its
+prompt ends with it."""
 
 
 class PrefillChunkInput(NamedTuple):
-    """Up to PREFILL_CHUNK_TOKENS consecutive prompt tokens of one session."""
+    """Up to CHUNK_TOKENS consecutive prompt tokens of one session."""
 
     slot: int
     start: int
-    """Position of the first one."""
+    """Position of the first token."""
     tokens: NDArray[np.int32]
     following: int
-    """The prompt token after them; NO_TOKEN where the prompt ends, so that one is sampled."""
+    """Prompt token after the chunk; NO_TOKEN where the prompt ends, so that a token is sampled."""
     allowed: NDArray[np.uint32] | None = None
-    """[1, W]: what a grammar allows after them, where one is sampled; None: anything."""
+    """[1, W]: allowed-token mask of the sampled token; None: every token is allowed."""
 
 
 def cut_chunks(
     slot: int, prompt: NDArray[np.int32], start: int, end: int
 ) -> list[PrefillChunkInput]:
-    """The prefill chunks of prompt tokens `start` .. `end`."""
+    """Return the prefill chunks of the prompt tokens from `start` up to `end`, `end` excluded."""
     chunks: list[PrefillChunkInput] = []
     for first in range(start, end, CHUNK_TOKENS):
         stop = min(first + CHUNK_TOKENS, end)
@@ -56,7 +56,7 @@ class PrefillChunkInputs:
     """Static tensors of a bucket's prefill chunks; unused chunks are padding."""
 
     def __init__(self, chunks: int, *, padding: int, device: torch.device) -> None:
-        """`padding`: the slot of absent prefill chunks."""
+        """`padding` is the slot of absent prefill chunks."""
         self.num_chunks, self._padding = chunks, padding
         fields, cells = _FIELDS * chunks, chunks * CHUNK_TOKENS
         self._buffer = int32_zeros(fields + 2 * cells, device)
@@ -85,7 +85,7 @@ class PrefillChunkInputs:
         self._uploader.start_upload(self._buffer)
 
     def row_group(self, tables: Tensor, *, block_tokens: int) -> RowGroup:
-        """The prefill chunks as rows of a forward; tables int32 [X, T]."""
+        """Return the prefill chunks as rows of a forward; `tables` is int32 [X, T]."""
         layout = tree_layout(
             None,
             self.starts,
@@ -94,7 +94,8 @@ class PrefillChunkInputs:
             num_nodes=CHUNK_TOKENS,
             block_tokens=block_tokens,
         )
-        # What a prefill chunk leaves free may belong to another session by its table's stale end.
+        # Unused rows of a chunk must not write: the stale end of its table may name blocks of
+        # others.
         slots = layout.write_slots.view(self.tokens.shape).masked_fill(self.tokens < 0, -1)
         layout = RoundLayout(layout.positions, slots.flatten(), None)
         return RowGroup(self.slots, self.starts, layout, CHUNK_TOKENS)

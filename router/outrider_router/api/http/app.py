@@ -32,7 +32,7 @@ DESCRIPTION = "OpenAI's API, served by speculative decoding."
 def make_app(service: RouterService) -> ASGIApp:
     """Everything that the router serves over HTTP."""
     options = service.config.http_options
-    guard = RequestMiddleware(make_api(service), service.gate, options, service.arrivals)
+    guard = RequestMiddleware(make_api(service), service.access_control, options, service.arrivals)
     if not options.cors_origins:
         return guard
     # Outside of the guard: browsers ask without a key whether they may ask.

@@ -117,7 +117,7 @@ async def _serve_choices(
 
     # All at once: of places and rates, some choices would keep the others out for ever.
     group = RequestGroup(len(choices)) if len(choices) > 1 else None
-    passes = service.gate.enter_requests(asked.caller, asked.requests)
+    passes = service.access_control.enter_requests(asked.caller, asked.requests)
     try:
         await _all([partial(serve, *pair) for pair in zip(choices, passes, strict=True)])
     finally:

@@ -1,7 +1,7 @@
 """FastAPI dependencies of the routes: router service, caller and operator of a request.
 
-Routes look at credentials nowhere else. Where API keys are required, the middleware has identified
-the caller before.
+Routes check credentials only through these dependencies. Where API keys are required, the
+middleware identifies the caller before a route runs.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ from outrider_router.base import api_keys
 from outrider_router.requests.service import RouterService
 
 
-def service_of(request: Request) -> RouterService:
-    """The router that a request came to."""
+def get_service(request: Request) -> RouterService:
+    """The router service that handles a request."""
     service: RouterService = request.app.state.service
     return service
 
 
 async def caller(request: Request) -> api_keys.Caller:
-    """Whoever sends a request, as over gRPC. Raises InvalidRequestError."""
-    access_control = service_of(request).gate
+    """The caller that sent a request, identified as over gRPC. Raises InvalidRequestError."""
+    access_control = get_service(request).access_control
     if access_control.requires_keys:
-        # Looked up where the request came in.
+        # The middleware has looked the key up.
         known: api_keys.Caller = request.scope[CALLER]
         return known
     return access_control.identify_caller(request.headers.items())
 
 
 async def operator(request: Request) -> None:
-    """Let operators in alone, where API keys are asked for. Raises UnauthenticatedError,
-    PermissionDeniedError."""
-    service_of(request).gate.authorize_operator(request.headers.get("authorization"))
+    """Check that the caller is an operator, where API keys are required.
+
+    Raises UnauthenticatedError, PermissionDeniedError.
+    """
+    get_service(request).access_control.authorize_operator(request.headers.get("authorization"))
 
 
 Caller = Annotated[api_keys.Caller, Depends(caller)]
 Operator = Annotated[None, Depends(operator)]
-Service = Annotated[RouterService, Depends(service_of)]
+Service = Annotated[RouterService, Depends(get_service)]

@@ -97,7 +97,7 @@ async def get_model(model: str, service: Service, request: Request, _caller: Cal
 async def tokenize(body: TokenizeRequest, service: Service, caller: Caller) -> Response:
     """Token ids of a text, or of a conversation in the model's chat template."""
     info = _served_model(service, body.model)
-    with service.gate.limit_call(caller):
+    with service.access_control.limit_call(caller):
         ids = await _ids(body, service)
         return await asyncio.to_thread(
             _tokenized, ids, info, service.tokenizer if body.return_token_strs else None
@@ -177,7 +177,7 @@ def _conversation(body: TokenizeRequest) -> ChatPrompt:
 async def detokenize(body: DetokenizeRequest, service: Service, caller: Caller) -> Response:
     """The text of token ids, special ones included."""
     info = _served_model(service, body.model)
-    with service.gate.limit_call(caller):
+    with service.access_control.limit_call(caller):
         return await asyncio.to_thread(_detokenized, body.tokens, info, service.tokenizer)
 
 

@@ -63,7 +63,7 @@ def test_every_session_gets_the_hosts_drafts_round_after_round(model: TargetMode
             validate_tree(proposal.tree, vocab_size=VOCAB, max_nodes=12)
     for engine in engines:
         for session in engine._table.sessions_of_connection(1):
-            engine._sources[DraftMethod.MODEL].release_session(session)
+            engine._proposers[DraftMethod.MODEL].release_session(session)
 
 
 def test_candidates_and_branches_are_the_hosts(model: TargetModel) -> None:

@@ -18,7 +18,7 @@ from outrider_drafter.state.session import FollowedSession
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.wire.messages import Proposals, SessionStart
 from tests.unit.drafter.helpers import Script, make_engine, name_of, repeating
-from tests.unit.drafter.scripted_look_ahead import AHEAD, Scripted, counting
+from tests.unit.drafter.scripted_look_ahead import AHEAD, ScriptedProposer, counting
 
 NGRAM = SpeculationPlan(method=DraftMethod.NGRAM, draft_tokens=3)
 
@@ -82,16 +82,16 @@ class Asking(NgramProposer):
         self.modes.append(torch.is_inference_mode_enabled())
 
 
-def test_all_drafting_is_in_inference_mode_whatever_a_source_says_of_itself() -> None:
-    script, source = Script(), Asking()
+def test_all_drafting_is_in_inference_mode_whatever_a_proposer_says_of_itself() -> None:
+    script, proposer = Script(), Asking()
     found: queue.Queue[OutgoingProposals] = queue.Queue()
-    worker = DraftLoop(make_engine([source]), found.put_nowait, on_lost=_never)
+    worker = DraftLoop(make_engine([proposer]), found.put_nowait, on_lost=_never)
     worker.submit_messages(1, script.start(plan=NGRAM))
     worker.submit_messages(1, script.verdict(10))
     worker.start()
     found.get(timeout=10)
     worker.stop()
-    assert source.modes and all(source.modes)
+    assert proposer.modes and all(proposer.modes)
 
 
 class Counting(NgramProposer):
@@ -107,9 +107,9 @@ class Counting(NgramProposer):
 
 
 def test_verdicts_submitted_together_are_drafted_and_delivered_together() -> None:
-    source, scripts = Counting(), [repeating(name) for name in "abc"]
+    proposer, scripts = Counting(), [repeating(name) for name in "abc"]
     found: queue.Queue[OutgoingProposals] = queue.Queue()
-    worker = DraftLoop(make_engine([source]), found.put_nowait, on_lost=_never)
+    worker = DraftLoop(make_engine([proposer]), found.put_nowait, on_lost=_never)
     worker.start()
     worker.submit_messages(1, *[script.start(plan=NGRAM) for script in scripts])
     for end in (10, 12):
@@ -119,7 +119,7 @@ def test_verdicts_submitted_together_are_drafted_and_delivered_together() -> Non
             (1, name, end) for name in "abc"
         ]
     worker.stop()
-    assert source.sizes == [3, 3] and found.empty()
+    assert proposer.sizes == [3, 3] and found.empty()
 
 
 class OneByOne(NgramProposer):
@@ -203,9 +203,9 @@ def test_metrics_are_written_once_nobody_waits() -> None:
 
 
 def test_outcomes_are_drafted_for_when_nothing_else_waits() -> None:
-    script, source = counting(), Scripted()
+    script, proposer = counting(), ScriptedProposer()
     found: queue.Queue[OutgoingProposals] = queue.Queue()
-    worker = DraftLoop(make_engine([source]), found.put_nowait, on_lost=_never)
+    worker = DraftLoop(make_engine([proposer]), found.put_nowait, on_lost=_never)
     worker.submit_messages(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
     worker.start()
     assert lengths_of(found.get(timeout=10)) == [10]
@@ -214,13 +214,13 @@ def test_outcomes_are_drafted_for_when_nothing_else_waits() -> None:
     worker.submit_messages(1, script.verdict(13, with_features=False))
     assert 16 in lengths_of(found.get(timeout=10))
     worker.stop()
-    assert found.empty() and len(source.scored) == 2
+    assert found.empty() and len(proposer.scored) == 2
 
 
 def test_a_message_that_waits_ends_a_look_ahead() -> None:
-    script, source = counting(), Scripted()
+    script, proposer = counting(), ScriptedProposer()
     script.tokens[11:] += 50
-    source.batch = 1
+    proposer.batch = 1
     found: list[list[int]] = []
     done = threading.Event()
 
@@ -232,7 +232,7 @@ def test_a_message_that_waits_ends_a_look_ahead() -> None:
         if len(found) == 6:
             done.set()
 
-    worker = DraftLoop(make_engine([source]), deliver, on_lost=_never)
+    worker = DraftLoop(make_engine([proposer]), deliver, on_lost=_never)
     worker.submit_messages(1, script.start(plan=AHEAD), script.verdict(10, with_features=False))
     worker.start()
     assert done.wait(10)
@@ -254,18 +254,18 @@ def _never() -> None:
     raise AssertionError("no device was lost")
 
 
-class SlowToScore(Scripted):
+class SlowToScore(ScriptedProposer):
     """Scores take far longer than its verdicts."""
 
-    def score_proposals(self, lives: Sequence[PendingProposal]) -> OutcomeScores:
+    def score_proposals(self, pending: Sequence[PendingProposal]) -> OutcomeScores:
         time.sleep(0.1)
-        return super().score_proposals(lives)
+        return super().score_proposals(pending)
 
 
 def test_look_ahead_that_verdicts_never_wait_for_is_left() -> None:
-    script, source = counting(), SlowToScore()
+    script, proposer = counting(), SlowToScore()
     script.tokens[11:] += 50
-    engine = make_engine([source], in_time=True)
+    engine = make_engine([proposer], in_time=True)
     left = engine.metrics.cut_look_aheads.labels("pass")._value
     lengths: list[int] = []
     over = threading.Event()
@@ -283,4 +283,4 @@ def test_look_ahead_that_verdicts_never_wait_for_is_left() -> None:
     worker.start()
     assert over.wait(30)
     worker.stop()
-    assert left.get() > 10 and len(source.scored) < 30
+    assert left.get() > 10 and len(proposer.scored) < 30

@@ -80,7 +80,7 @@ def test_every_row_is_read_at_its_place(steps: list[list[int] | str]) -> None:
             for slot, start, stop in zip(slots, starts, stops, strict=True):
                 rows = held.read_rows(slot, start, stop)
                 assert rows.tolist() == [feature(slot, p) for p in range(start, stop)]
-                held.mark_used(slot, stop, rows[-1])
+                held.mark_consumed(slot, stop, rows[-1])
         elif slots:
             counts = np.array(stops) - np.array(starts)
             out = np.full((len(slots), MOST, WIDTH), -1, dtype=np.float32)
@@ -91,7 +91,7 @@ def test_every_row_is_read_at_its_place(steps: list[list[int] | str]) -> None:
                 spare = out[index, stop - start :].tolist()
                 assert all(row == [-1.0, -1.0] or row[0] == slot for row in spare)
             newest = out[np.arange(len(slots)), counts - 1]
-            held.mark_batch_used(np.array(slots), np.array(stops), newest)
+            held.mark_batch_consumed(np.array(slots), np.array(stops), newest)
         for slot, stop in zip(slots, stops, strict=True):
             script.used[slot] = stop
     assert len(held) == 0 or script.used != script.ends
@@ -103,7 +103,7 @@ def test_a_message_is_let_go_when_its_last_session_needs_it_no_more() -> None:
     script = Scripted()
     script.tell([2, 0, 1])
     rows = script.held.read_rows(0, 0, 2)
-    script.held.mark_used(0, 2, rows[-1])
+    script.held.mark_consumed(0, 2, rows[-1])
     assert len(script.held) == 1
     script.held.drop_slot(2)
     assert len(script.held) == 0

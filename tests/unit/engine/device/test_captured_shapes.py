@@ -16,15 +16,15 @@ from outrider.engine.device.graphs.shapes import (
 )
 
 FAMILIES = {
-    "plain": {"max_nodes": 1, "in_process_nodes": 0, "features": False},
-    "separate": {"max_nodes": 65, "in_process_nodes": 0, "features": True},
-    "own": {"max_nodes": 65, "in_process_nodes": 4, "features": True},
+    "plain": {"max_nodes": 1, "in_process_nodes": 0, "has_features": False},
+    "separate": {"max_nodes": 65, "in_process_nodes": 0, "has_features": True},
+    "own": {"max_nodes": 65, "in_process_nodes": 4, "has_features": True},
 }
 
 
 def family(name: str, max_rows: int = 64) -> ShapeFamily:
     """The family of a placement."""
-    return ShapeFamily(max_rows=max_rows, judges=True, **FAMILIES[name])
+    return ShapeFamily(max_rows=max_rows, has_sampled_acceptance=True, **FAMILIES[name])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -46,9 +46,9 @@ def test_every_round_has_its_shape_in_the_family(
     shape = shapes.fit_shape(
         rows=rows,
         nodes=nodes,
-        drafts=drafts,
-        judge=data.draw(st.sampled_from([AcceptanceMode.MATCH, AcceptanceMode.SAMPLED])),
-        features=data.draw(st.booleans()) and bool(FAMILIES[name]["features"]),
+        draft_kind=drafts,
+        acceptance_mode=data.draw(st.sampled_from([AcceptanceMode.MATCH, AcceptanceMode.SAMPLED])),
+        has_features=data.draw(st.booleans()) and bool(FAMILIES[name]["has_features"]),
         chunks=chunks,
     )
     assert shape in set(shapes.all_shapes())
@@ -74,9 +74,9 @@ def test_trees_from_outside_never_fill_more_than_a_launch_takes() -> None:
         shape = shapes.fit_shape(
             rows=shapes.max_rows(nodes),
             nodes=nodes,
-            drafts=DraftKind.TREE,
-            judge=AcceptanceMode.MATCH,
-            features=True,
+            draft_kind=DraftKind.TREE,
+            acceptance_mode=AcceptanceMode.MATCH,
+            has_features=True,
             chunks=0,
         )
         assert shape.rows * shape.nodes <= MAX_TOKEN_ROWS

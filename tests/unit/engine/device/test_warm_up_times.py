@@ -14,7 +14,11 @@ from outrider.engine.device.warm_up import smooth_times
 
 FAMILY = list(
     ShapeFamily(
-        max_rows=16, max_nodes=9, in_process_nodes=0, features=True, judges=False
+        max_rows=16,
+        max_nodes=9,
+        in_process_nodes=0,
+        has_features=True,
+        has_sampled_acceptance=False,
     ).all_shapes()
 )
 TRUE = {shape: 4e-3 + 20e-6 * shape.token_rows for shape in FAMILY}

@@ -8,7 +8,7 @@ import torch
 from outrider.engine.kernels.embedding import embed, embed_torch, embed_triton
 from outrider.engine.kernels.norm import rms_norm
 from outrider.engine.kernels.session_tensors import SequenceState
-from outrider.engine.kernels.token_rows import assemble_torch, assemble_triton
+from outrider.engine.kernels.token_rows import build_verify_inputs_torch, build_verify_inputs_triton
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 8])
@@ -22,13 +22,15 @@ def test_a_row_is_its_sessions_root_and_its_drafts(num_nodes: int, by_slot: bool
     sequence = SequenceState(tables=ints(7, 3), lengths=ints(7), roots=ints(7))
     slots = torch.tensor([5, 0, 6], dtype=torch.int32)
     drafts = ints(7 if by_slot else 3, num_nodes - 1)
-    tokens, context = assemble_torch(sequence, slots, drafts, num_nodes=num_nodes, by_slot=by_slot)
+    tokens, context = build_verify_inputs_torch(
+        sequence, slots, drafts, num_nodes=num_nodes, by_slot=by_slot
+    )
     rows = tokens.view(3, num_nodes)
     for row, slot in enumerate(slots.tolist()):
         assert rows[row, 0] == sequence.roots[slot]
         assert context[row] == sequence.lengths[slot] - 1
         assert torch.equal(rows[row, 1:], drafts[slot if by_slot else row])
-    got = assemble_triton(sequence, slots, drafts, num_nodes=num_nodes, by_slot=by_slot)
+    got = build_verify_inputs_triton(sequence, slots, drafts, num_nodes=num_nodes, by_slot=by_slot)
     assert torch.equal(got[0], tokens)
     assert torch.equal(got[1], context)
 

@@ -35,7 +35,7 @@ class Bench:
     now: float = 0.0
 
     async def place(self, wanted: AdmissionRequest) -> CapacityReservation:
-        """A place that must be free."""
+        """A reservation that must be free at once."""
         return await soon(self.queue.reserve_capacity(wanted))
 
     async def wait(self, wanted: AdmissionRequest) -> asyncio.Task[CapacityReservation]:
@@ -45,11 +45,11 @@ class Bench:
             await asyncio.sleep(0)
         return task
 
-    def end(self, lease: CapacityReservation, emitted: int) -> None:
+    def end(self, reservation: CapacityReservation, emitted: int) -> None:
         """A request has ended with so many tokens."""
-        self.emitted[lease.admission_request.request_id] = emitted
-        self.queue.release_capacity(lease)
-        self.queue.remove_request(lease.admission_request.request_id)
+        self.emitted[reservation.admission_request.request_id] = emitted
+        self.queue.release_capacity(reservation)
+        self.queue.remove_request(reservation.admission_request.request_id)
 
     def look(self, *, used: int = 0, **changes: object) -> None:
         """The verifier says that so many of its blocks are used."""
@@ -116,12 +116,12 @@ async def test_four_times_as_many_are_served_at_once_as_if_max_tokens_were_reser
 async def test_the_ledger_grows_with_sessions_that_outgrow_what_was_expected() -> None:
     bed = bench(prior_answer_tokens=100)
     bed.look(kv_total_blocks=2000)
-    lease = await bed.place(request(1, bound=1000))
+    reservation = await bed.place(request(1, bound=1000))
     assert bed.queue.reserved_tokens == 200
     bed.emitted["r1"] = 300
     bed.look(kv_total_blocks=2000)
     assert bed.queue.reserved_tokens == 700
-    bed.end(lease, 300)
+    bed.end(reservation, 300)
     assert bed.queue.reserved_tokens == 0
 
 
@@ -141,12 +141,12 @@ async def test_what_others_hold_counts_when_two_looks_have_seen_it() -> None:
 async def test_a_lost_verifier_voids_its_places() -> None:
     bed = bench()
     bed.look()
-    lease = await bed.place(request(1))
+    reservation = await bed.place(request(1))
     bed.queue.drop_verifier(VerifierId("v0"))
     bed.look()
     assert bed.queue.num_running == 0
     again = await bed.place(request(1))
-    bed.queue.release_capacity(lease)
+    bed.queue.release_capacity(reservation)
     assert bed.queue.num_running == 1
     bed.end(again, 5)
     assert bed.queue.num_entries == bed.queue.num_running == 0

@@ -45,9 +45,9 @@ def assert_nobody(made: Bench) -> None:
 async def test_a_rate_counts_all_of_them_before_any_has_a_place() -> None:
     made = bench(tenants={"default": TenantLimits(requests_per_s=1.0, requests_burst=4.0)})
     made.look()
-    leases = [task.result() for task in await together(made, [ticket(n) for n in range(3)])]
-    for lease in leases:
-        made.end(lease, 1)
+    reservations = [task.result() for task in await together(made, [ticket(n) for n in range(3)])]
+    for reservation in reservations:
+        made.end(reservation, 1)
     refused = await together(made, [ticket(n) for n in range(3, 6)])
     assert reasons(refused) == ["RATE_LIMITED"] * 3
     assert_nobody(made)
@@ -154,9 +154,9 @@ async def test_who_leaves_leaves_nothing(size: int) -> None:
     for task in tasks:
         task.cancel()
     found = await asyncio.gather(*tasks, return_exceptions=True)
-    for lease in found:
-        if isinstance(lease, CapacityReservation):
-            made.end(lease, 0)
+    for reservation in found:
+        if isinstance(reservation, CapacityReservation):
+            made.end(reservation, 0)
     assert_nobody(made)
 
 

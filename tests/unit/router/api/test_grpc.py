@@ -96,7 +96,7 @@ async def test_malformed_requests_are_typed_errors_and_leave_nothing_behind(
                 seen.add(await outcome(channel, name, data))
         assert await outcome(channel, "ListModels", b"") == "OK"
     assert {"OK", "INVALID_ARGUMENT"} <= seen <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND"}
-    assert len(router.journal) == router.admission.num_running == 0
+    assert len(router.running_requests) == router.admission.num_running == 0
 
 
 async def test_the_tenant_is_told_by_metadata_and_refused_with_a_retry_delay(
@@ -165,8 +165,8 @@ async def test_a_stream_that_is_aborted_while_its_first_message_leaves_hears_of_
         for pause_s in (0.0, 0.0, 0.001, 0.002):
             call = method(stream_request_to_pb(request).SerializeToString(), timeout=10)
             reading = asyncio.create_task(end_of(call))
-            await until(lambda: len(router.journal) == 1)
+            await until(lambda: len(router.running_requests) == 1)
             await asyncio.sleep(pause_s)
             assert router.abort_requests([RequestId("early")])
             assert await soon(reading) is grpc.StatusCode.CANCELLED
-            await until(lambda: len(router.journal) == 0)
+            await until(lambda: len(router.running_requests) == 0)

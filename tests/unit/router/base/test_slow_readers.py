@@ -106,7 +106,7 @@ async def test_streams_that_nobody_reads_end_and_hold_up_no_other(tmp_path: Path
         await asyncio.gather(*(call.read() for call in slow))
         await soon(router.generate(text_request(max_tokens=500)))
         assert len([1 async for _ in opened(others, max_tokens=500)]) > 1
-        await until(lambda: len(router.journal) == 0)
+        await until(lambda: len(router.running_requests) == 0)
         await assert_all_freed(router, verifier)
         assert sample(router, "outrider_refusals_total", reason="SLOW_READER") == 8
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -130,9 +130,9 @@ async def test_an_answer_that_nobody_reads_gives_its_place_to_others_once_it_is_
         await call.read()
         result = await soon(router.generate(text_request(max_tokens=5)))
         assert len(result.token_ids) == 5
-        assert len(router.journal) == 1, "the unread answer is kept"
+        assert len(router.running_requests) == 1, "the unread answer is kept"
         call.cancel()
-        await until(lambda: len(router.journal) == 0)
+        await until(lambda: len(router.running_requests) == 0)
         await assert_all_freed(router, verifier)
 
 
@@ -148,14 +148,14 @@ async def test_a_request_that_is_aborted_ends_at_the_verifier_although_its_clien
         verifier.round_s = 0.005
         call = opened(channel, max_tokens=60_000, request_id=RequestId("unread"))
         await call.read()
-        (entry,) = router.journal
+        (entry,) = router.running_requests
         await until(lambda: len(entry.emitted) > 6000)
         assert router.abort_requests([RequestId("unread")])
         await until(lambda: not verifier.live)
         assert len(entry.emitted) < 60_000
         assert router.admission.num_running == 0
         call.cancel()
-        await until(lambda: len(router.journal) == 0)
+        await until(lambda: len(router.running_requests) == 0)
         await assert_all_freed(router, verifier)
 
 

@@ -53,7 +53,7 @@ class Pool:
         ]
         await until(lambda: len(self.verifier.live) == before + count)
         # Every session has begun.
-        await until(lambda: all(e.first_token is not None for e in self.router.journal))
+        await until(lambda: all(e.first_token is not None for e in self.router.running_requests))
 
     def sessions(self) -> Counter[str | None]:
         return Counter(spec.drafter_id for spec in self.verifier.live.values())
@@ -61,7 +61,7 @@ class Pool:
     async def settle(self, **expected: int) -> None:
         await until(lambda: self.sessions() == expected)
         # The router knows it too.
-        await until(lambda: self.router.journal.sessions_by_drafter() == expected)
+        await until(lambda: self.router.running_requests.sessions_by_drafter() == expected)
 
     def lose(self, name: str) -> None:
         self.known[name].lost = True

@@ -45,7 +45,7 @@ async def test_a_session_goes_on_where_it_is_until_there_is_a_place_for_it(tmp_p
         await until(lambda: both.first.live)
         fills = asyncio.create_task(both.router.generate(text_request(max_tokens=60)))
         await until(lambda: both.second.live)
-        (entry, _) = both.router.journal
+        (entry, _) = both.router.running_requests
         await both.first.drain(10.0)
         before = len(entry.emitted)
         await until(lambda: len(entry.emitted) > before + 5)

@@ -100,7 +100,7 @@ async def test_a_request_that_ends_while_its_prompt_is_tokenized_hears_of_it_at_
     monkeypatch.setattr("outrider_router.requests.intake.tokenize_prompt", slow)
     aborted = asyncio.create_task(router.generate(text_request(request_id=RequestId("long"))))
     cancelled = asyncio.create_task(router.generate(text_request()))
-    await until(lambda: len(router.journal) == 2)
+    await until(lambda: len(router.running_requests) == 2)
     with pytest.raises(DeadlineExceededError):
         await soon(router.generate(text_request(), timeout_s=0.05))
     router.abort_requests([RequestId("long")])

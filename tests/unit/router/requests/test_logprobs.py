@@ -100,7 +100,7 @@ async def test_a_stream_that_goes_on_has_them_behind_what_its_client_has(
     verifier = FakeVerifier(round_s=0.002)
     async with running_router(tmp_path, {"v": verifier}) as router:
         first = Reader(seen).begin(router, resumable(40, top_logprobs=2))
-        await until(lambda: len(first.events) >= seen and len(router.journal))
+        await until(lambda: len(first.events) >= seen and len(router.running_requests))
         await first.cut()
         second = Reader().resume(router, len(first.ids), len(first.text))
         assert second.task is not None

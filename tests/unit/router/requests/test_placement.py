@@ -44,8 +44,8 @@ async def test_a_lost_verifier_without_another_is_a_typed_error_in_time_that_say
     verifier = FakeVerifier(round_s=0.01)
     async with running_router(tmp_path, {"v": verifier}, failover_timeout_s=0.5) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=1000)))
-        await until(lambda: any(len(entry.emitted) >= 3 for entry in router.journal))
-        (entry,) = router.journal
+        await until(lambda: any(len(entry.emitted) >= 3 for entry in router.running_requests))
+        (entry,) = router.running_requests
         kill(verifier)
         with pytest.raises(UnavailableError, match="incomplete") as caught:
             await soon(task)
@@ -67,10 +67,10 @@ async def test_a_restart_between_two_looks_is_a_pause_of_its_sessions(
     verifier.gate = asyncio.Event()
     task = asyncio.create_task(router.generate(text_request()))
     await until(lambda: verifier.live)
-    verifier.gate, access_control = None, verifier.gate
+    verifier.gate, gate = None, verifier.gate
     verifier.change_info(incarnation="2")
     assert (await soon(task)).text == "abcabc"
-    access_control.set()
+    gate.set()
     assert [spec.epoch for spec in verifier.specs] == [0, 1]
     await assert_all_freed(router, verifier)
 
@@ -80,7 +80,7 @@ async def test_the_loss_of_the_drafter_is_counted_and_the_stream_goes_on(tmp_pat
     drafter = FakeDrafter({"v": verifier})
     async with running_router(tmp_path, {"v": verifier}, {"d": drafter}) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=60)))
-        await until(lambda: any(entry.drafter_attached for entry in router.journal))
+        await until(lambda: any(entry.drafter_attached for entry in router.running_requests))
         assert verifier.specs[0].drafter_id == "d0"
         drafter.lost = True
         verifier.drafters_alive = False

@@ -174,7 +174,7 @@ async def test_what_is_not_resumable_is_not_restored_nor_what_was_aborted(tmp_pa
         plain.cancel()
         await asyncio.gather(plain, return_exceptions=True)
     async with journalled(tmp_path, verifier, tmp_path / "left") as router:
-        assert len(router.journal) == len(router.resumables) == 0
+        assert len(router.running_requests) == len(router.resumables) == 0
 
 
 async def test_a_stop_hands_resumable_requests_over_and_waits_for_the_others(
@@ -186,7 +186,7 @@ async def test_a_stop_hands_resumable_requests_over_and_waits_for_the_others(
         plain = asyncio.create_task(router.generate(text_request(max_tokens=30)))
         await until(lambda: len(verifier.live) == 2 and reader.ids)
         assert await router.drain(10.0)
-        assert plain.done() and len(router.journal) == 1
+        assert plain.done() and len(router.running_requests) == 1
         await router.close()
         error = await reader.error()
         assert isinstance(error, UnavailableError) and error.reason == "SHUTDOWN"
@@ -214,12 +214,12 @@ async def test_restored_requests_wait_for_a_verifier_and_end_without_their_clien
     config = {"journal": tmp_path / "left", "resume_grace_s": 3.0}
     async with running_router(tmp_path, {"v": verifier}, wait=False, **config) as router:
         await asyncio.sleep(0.2)
-        assert len(router.journal) == 1
+        assert len(router.running_requests) == 1
         # It does not end before the time is up.
         verifier.round_s = 0.05
         verifier.lost.clear()
         await until(lambda: verifier.live)
-        await until(lambda: not len(router.journal))
+        await until(lambda: not len(router.running_requests))
         await assert_all_freed(router, verifier)
         assert sample(router, "outrider_requests_total", outcome="CANCELLED") == 1
 
@@ -233,7 +233,7 @@ async def test_a_request_of_another_tokenizer_is_not_taken_up(tmp_path: Path) ->
     ]
     (tmp_path / "log").write_bytes(encode_file(records))
     async with journalled(tmp_path, FakeVerifier(), tmp_path / "log") as router:
-        assert len(router.journal) == 0
+        assert len(router.running_requests) == 0
         assert sample(router, "outrider_restored_requests_total", state="dropped") == 2
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from outrider_router.requests.resumable_answers import AnswerStore
-from outrider_router.requests.running_requests import JournalEntry
+from outrider_router.requests.running_requests import RequestEntry
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import (
@@ -120,7 +120,7 @@ async def test_a_stream_goes_on_exactly_behind_what_its_client_has(
 ) -> None:
     verifier.script = lambda spec: router.tokenizer.encode("h\u20ac\U0001f680llo " * 9)
     first = Reader(taken if stuck else 1 << 30).begin(router, resumable(90))
-    await until(lambda: len(first.events) >= taken and len(router.journal))
+    await until(lambda: len(first.events) >= taken and len(router.running_requests))
     await first.cut()
     told = list(first.events)
     await asyncio.sleep(0.02)
@@ -230,7 +230,7 @@ async def test_without_its_client_a_request_ends_after_the_grace_time(
         await until(lambda: len(reader.events) > 2)
         await reader.cut()
         cut = loop.time()
-        await until(lambda: not len(router.journal))
+        await until(lambda: not len(router.running_requests))
         assert loop.time() - cut >= 0.9 * SHORT_S
         await assert_all_freed(router, verifier)
         await until(lambda: not len(router.resumables))
@@ -270,7 +270,7 @@ async def test_a_reader_that_takes_nothing_does_not_keep_a_request_from_ending(
         async with asyncio.timeout(PATIENCE_S):
             await router.close()
     assert (await reader.error()).reason in ("ABORTED", "DEADLINE", "SHUTDOWN")
-    await until(lambda: not len(router.journal))
+    await until(lambda: not len(router.running_requests))
     await assert_all_freed(router, verifier)
 
 
@@ -308,7 +308,7 @@ async def test_ended_answers_are_kept_within_bounds() -> None:
     )
     for name, ids in (("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 12), ("f", 1)):
         answer = answers.add_answer(
-            JournalEntry(request_id=RequestId(name), arrived_at=0.0, emitted=[0] * ids)
+            RequestEntry(request_id=RequestId(name), arrived_at=0.0, emitted=[0] * ids)
         )
         answer.finish_answer(None)
         answers.keep_finished(answer)

@@ -43,13 +43,13 @@ async def taken_up(
     router: RouterService, request: GenerateRequest, emitted: list[int]
 ) -> list[StreamEvent]:
     job = await job_of(router, request)
-    entry = router.journal.open_entry(RequestId("old"), 0.0)
+    entry = router.running_requests.open_entry(RequestId("old"), 0.0)
     entry.emitted = emitted
     try:
         async with aclosing(router.serving.run_request(entry, job, None)) as events:
             return [event async for event in events]
     finally:
-        router.journal.close_entry(entry)
+        router.running_requests.close_entry(entry)
 
 
 def text_of(events: list[StreamEvent]) -> str:

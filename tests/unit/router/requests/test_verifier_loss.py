@@ -1,4 +1,4 @@
-"""What the loss of a verifier is to its requests: a pause, and then the same text."""
+"""Requests whose verifier is lost resume on another verifier, with the same text."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def is_in_a_grammar(session: Session) -> None:
 
 def is_outdone(session: Session) -> None:
     session.ngram_fallback = NgramFallbackState()
-    session.ngram_fallback.better = True
+    session.ngram_fallback.lookup_is_better = True
 
 
 def is_paused(session: Session) -> None:

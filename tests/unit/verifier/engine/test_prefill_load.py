@@ -23,7 +23,13 @@ ROUNDS_OF_AN_ANSWER = 21
 FEW_ROUNDS = 14
 """Of answers of 42."""
 PROMPTS = (60, 110, 90, 190, 130, 70, 240, 120)
-FAMILY = ShapeFamily(max_rows=64, max_nodes=1, in_process_nodes=NODES, features=False, judges=False)
+FAMILY = ShapeFamily(
+    max_rows=64,
+    max_nodes=1,
+    in_process_nodes=NODES,
+    has_features=False,
+    has_sampled_acceptance=False,
+)
 SECONDS = {shape: 5.3e-3 + 19e-6 * shape.token_rows for shape in FAMILY.all_shapes()}
 
 

@@ -178,7 +178,7 @@ async def test_the_heads_drafts_are_warped_too(
 
     def compare(self: InProcessDrafter, *args: Any, **options: Any) -> None:
         ids = self.weights.target_ids
-        assert torch.equal(self.warp.state.counts, self._slots.warp.state.counts[:, ids])
+        assert torch.equal(self.logits_slots.state.counts, self._slots.warp.state.counts[:, ids])
         draft(self, *args, **options)
 
     monkeypatch.setattr("outrider.engine.device.drafting.draft_program.process_draft_logits", spy)

@@ -199,7 +199,11 @@ def test_what_a_message_says_of_laws_and_cuts_is_told_row_by_row() -> None:
 def with_prompt(groups: list[LaunchGroup], *, in_process_nodes: int) -> LaunchGroup:
     """The launch that a prompt of a session without in-process drafts joins."""
     family = ShapeFamily(
-        max_rows=8, max_nodes=9, in_process_nodes=in_process_nodes, features=False, judges=True
+        max_rows=8,
+        max_nodes=9,
+        in_process_nodes=in_process_nodes,
+        has_features=False,
+        has_sampled_acceptance=True,
     )
     prompt = PrefillRow.from_next_tokens(row().session, 2)
     device_slot = DeviceSlot.create(prompt.session, 7, warped=False)

@@ -17,7 +17,7 @@ from outrider_verifier.state.commands import SetDrafter
 from outrider_verifier.state.session import Session
 
 from outrider.ids import DrafterId
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.speculation.cost_table import CostTable
@@ -209,9 +209,9 @@ def loads(features_us: float | None) -> LoadStats:
 
 def left() -> SpeculationController:
     """One in which plain rounds were seen and are in force."""
-    made = SpeculationController(active_mode=Mode.PLAIN)
+    made = SpeculationController(active_mode=DecodingMode.PLAIN)
     made.observe_round(
-        Mode.PLAIN, RoundObservation(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8)
+        DecodingMode.PLAIN, RoundObservation(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8)
     )
     return made
 
@@ -279,23 +279,24 @@ def test_sessions_gather_for_a_trial_only_so_long() -> None:
         seen = RoundObservation(
             rows=8, tokens=8, squares=8, seconds=0.012, sessions=8, eligible_share=0.5
         )
-        controller.observe_round(Mode.PLAIN, seen)
+        controller.observe_round(DecodingMode.PLAIN, seen)
         due += controller.is_probe_due
-        assert controller.current_mode is Mode.PLAIN
+        assert controller.current_mode is DecodingMode.PLAIN
     assert 256 <= due < 0.5 * 4000
 
 
 def test_a_trial_for_which_nobody_is_left_is_over() -> None:
     controller = left()
-    while controller.current_mode is Mode.PLAIN:
+    while controller.current_mode is DecodingMode.PLAIN:
         controller.observe_round(
-            Mode.PLAIN, RoundObservation(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8)
+            DecodingMode.PLAIN,
+            RoundObservation(rows=8, tokens=8, squares=8, seconds=0.012, sessions=8),
         )
     few = RoundObservation(
         rows=8, tokens=8, squares=8, seconds=0.012, sessions=8, eligible_share=0.0
     )
-    controller.observe_round(Mode.PLAIN, few)
-    assert controller.current_mode is controller.active_mode is Mode.PLAIN
+    controller.observe_round(DecodingMode.PLAIN, few)
+    assert controller.current_mode is controller.active_mode is DecodingMode.PLAIN
 
 
 def test_what_features_take_is_no_part_of_a_plain_round() -> None:

@@ -9,7 +9,7 @@ from outrider_verifier.planner.load_stats import LOWER_LOAD_ROUNDS, RoundSample
 from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.session import Session
 
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.speculation.speculation_controller import SpeculationController
 from tests.fakes.target import NO_BLOCKS
 from tests.unit.verifier.harness import LONG, make_spec
@@ -18,7 +18,7 @@ MANY, FEW = 6, 3
 """Loads: 64 sessions and 8."""
 
 
-def judged(mode: Mode) -> SpeculationController:
+def judged(mode: DecodingMode) -> SpeculationController:
     """A speculation controller that ended so at its load."""
     controller = SpeculationController(active_mode=mode)
     controller._decided = controller._found = True
@@ -29,7 +29,7 @@ class Stage:
     """A planner that has found plain decoding to be faster under many sessions, and drafts under
     few."""
 
-    def __init__(self, found: dict[int, Mode]) -> None:
+    def __init__(self, found: dict[int, DecodingMode]) -> None:
         self.policy: Any = SpeculationPolicy(automatic=True, ceiling_s=0.04)
         self.sessions: list[Session] = []
         self.open()
@@ -67,7 +67,7 @@ class Stage:
 
 
 def test_who_was_paused_resumes_once_fewer_sessions_have_lasted() -> None:
-    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    stage = Stage({MANY: DecodingMode.PLAIN, FEW: DecodingMode.SPECULATE})
     for _ in range(3):
         stage.open()
     assert stage.rounds(64, 40)[-1] == 4
@@ -80,8 +80,8 @@ def test_who_was_paused_resumes_once_fewer_sessions_have_lasted() -> None:
 
 
 def test_who_begins_in_a_burst_begins_plainly_where_its_end_is_plain() -> None:
-    for most, plainly in ((Mode.PLAIN, True), (Mode.SPECULATE, False)):
-        stage = Stage({MANY: most, FEW: Mode.SPECULATE})
+    for most, plainly in ((DecodingMode.PLAIN, True), (DecodingMode.SPECULATE, False)):
+        stage = Stage({MANY: most, FEW: DecodingMode.SPECULATE})
         stage.rounds(1, 2 * LOWER_LOAD_ROUNDS)
         stage.rounds(8, 1)
         assert stage.open().is_speculation_off is plainly
@@ -92,7 +92,7 @@ def test_who_begins_in_a_burst_begins_plainly_where_its_end_is_plain() -> None:
 
 
 def test_sessions_that_come_and_go_by_twos_are_no_burst() -> None:
-    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    stage = Stage({MANY: DecodingMode.PLAIN, FEW: DecodingMode.SPECULATE})
     stage.rounds(1, 2 * LOWER_LOAD_ROUNDS)
     for sessions in (2, 1, 2, 4, 2, 3) * 4:
         stage.rounds(sessions, 9)
@@ -101,7 +101,7 @@ def test_sessions_that_come_and_go_by_twos_are_no_burst() -> None:
 
 
 def test_a_trial_of_plain_rounds_holds_nobody_afterwards() -> None:
-    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    stage = Stage({MANY: DecodingMode.PLAIN, FEW: DecodingMode.SPECULATE})
     stage.rounds(1, 2 * LOWER_LOAD_ROUNDS)
     stage.rounds(8, 1)
     stage.policy.record_pause(stage.sessions[0], paused=True)
@@ -110,8 +110,10 @@ def test_a_trial_of_plain_rounds_holds_nobody_afterwards() -> None:
 
 
 def test_verdicts_of_other_loads_hold_nobody() -> None:
-    stage = Stage({FEW: Mode.SPECULATE})
-    stage.known.controllers[MANY] = SpeculationController.from_other_load(judged(Mode.PLAIN))
+    stage = Stage({FEW: DecodingMode.SPECULATE})
+    stage.known.controllers[MANY] = SpeculationController.from_other_load(
+        judged(DecodingMode.PLAIN)
+    )
     stage.rounds(64, 1)
     stage.policy.record_pause(stage.sessions[0], paused=True)
     stage.policy.changed = True
@@ -119,14 +121,14 @@ def test_verdicts_of_other_loads_hold_nobody() -> None:
 
 
 def test_a_planner_that_decides_nothing_holds_nobody() -> None:
-    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    stage = Stage({MANY: DecodingMode.PLAIN, FEW: DecodingMode.SPECULATE})
     stage.policy._automatic = False
     stage.rounds(8, 1)
     assert not stage.open().is_speculation_off
 
 
 def test_who_is_about_to_end_stays_as_it_is() -> None:
-    stage = Stage({MANY: Mode.PLAIN, FEW: Mode.SPECULATE})
+    stage = Stage({MANY: DecodingMode.PLAIN, FEW: DecodingMode.SPECULATE})
     last = stage.open()
     assert stage.rounds(64, 40)[-1] == 2
     last.emitted = last.spec.max_new_tokens - MIN_TOKENS_LEFT + 1
@@ -135,7 +137,7 @@ def test_who_is_about_to_end_stays_as_it_is() -> None:
 
 
 def test_who_comes_after_a_rest_is_not_one_of_those_who_were_left() -> None:
-    stage = Stage({MANY: Mode.PLAIN, 0: Mode.SPECULATE})
+    stage = Stage({MANY: DecodingMode.PLAIN, 0: DecodingMode.SPECULATE})
     stage.rounds(64, 40)
     policy, loads = stage.policy, stage.policy._loads
     policy._ended_at = 10.0
@@ -146,7 +148,7 @@ def test_who_comes_after_a_rest_is_not_one_of_those_who_were_left() -> None:
 
 
 def test_a_session_that_opens_after_a_rest_finds_a_load_that_has_lasted() -> None:
-    stage = Stage({MANY: Mode.PLAIN, 0: Mode.SPECULATE})
+    stage = Stage({MANY: DecodingMode.PLAIN, 0: DecodingMode.SPECULATE})
     stage.rounds(64, 40)
     policy, loads = stage.policy, stage.policy._loads
     policy._now = 12.0

@@ -11,7 +11,9 @@ from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, MAX_MIXED_CHUNKS,
 ROUND_S = 4e-3
 ROW_S = 10e-6
 """Of each row of the forward: a piece takes .32 ms."""
-FAMILY = ShapeFamily(max_rows=8, max_nodes=9, in_process_nodes=0, features=False, judges=False)
+FAMILY = ShapeFamily(
+    max_rows=8, max_nodes=9, in_process_nodes=0, has_features=False, has_sampled_acceptance=False
+)
 MEASURED = {shape: ROUND_S + ROW_S * shape.token_rows for shape in FAMILY.all_shapes()}
 
 

@@ -26,7 +26,7 @@ from outrider_verifier.state.session import Session
 
 from outrider.engine.kv_cache import KVPool
 from outrider.ids import SessionId
-from outrider.spec.decoding_mode import Mode
+from outrider.spec.decoding_mode import DecodingMode
 from outrider.spec.sampling import SamplingParams
 from outrider.speculation.speculation_controller import SpeculationController
 from tests.fakes.model_runner import FakeRunner
@@ -168,7 +168,7 @@ def test_kinds_are_told_apart_and_their_sessions_counted() -> None:
     )
     cold[0].speculation_state.workload.controllers[2] = SpeculationController()
     warm.speculation_state.workload.controllers[2] = SpeculationController(
-        active_mode=Mode.PLAIN, _decided=True
+        active_mode=DecodingMode.PLAIN, _decided=True
     )
     assert [policy.should_pause(s) for s in (*cold, warm)] == [False, False, True]
     assert policy.describe().count(";") == 1
@@ -352,7 +352,7 @@ def test_of_sessions_that_nobody_drafts_for_nothing_is_learnt() -> None:
         ):
             assert session is paused
             observe_row(_row(session), RoundMark(0.01 * number, 0.0, 0.0), touched, 0.0)
-    assert {tally.mode for tally in touched} == {Mode.PLAIN}
+    assert {tally.mode for tally in touched} == {DecodingMode.PLAIN}
     assert sum(tally.rows for tally in touched) < 8
     # It takes part again as soon as somebody drafts for it, from its last round on.
     assert lost.speculation_state is not None and lost.speculation_state.last_round is not None

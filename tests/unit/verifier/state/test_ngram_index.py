@@ -60,14 +60,14 @@ def test_the_rate_is_learnt_from_what_came_true() -> None:
     periodic, lookup = np.tile(np.arange(5, dtype=np.int32), 40), NgramIndex()
     for length in range(10, 200, 3):
         lookup.update(periodic, length)
-    assert lookup.rate > 0.95
+    assert lookup.acceptance_rate > 0.95
     broken = np.concatenate((periodic, text(3, 200, ids=3) + 10)).astype(np.int32)
     for length in range(200, 400, 3):
         lookup.update(broken, length)
     # Of three ids a third comes true by chance.
-    assert lookup.rate < 0.6
+    assert lookup.acceptance_rate < 0.6
     assert lookup.acceptance_by_depth(3).tolist() == pytest.approx(
-        [lookup.rate**d for d in (1, 2, 3)]
+        [lookup.acceptance_rate**d for d in (1, 2, 3)]
     )
 
 
@@ -76,4 +76,4 @@ def test_a_text_without_repetition_teaches_nothing() -> None:
     tokens = np.arange(100, dtype=np.int32)
     for length in range(10, 100, 4):
         lookup.update(tokens, length)
-    assert lookup.rate == PRIOR_ACCEPTANCE
+    assert lookup.acceptance_rate == PRIOR_ACCEPTANCE

@@ -60,7 +60,9 @@ class DeviceSlotTable:
     ) -> None:
         self._slots, self._in_process_drafter = slots, in_process_drafter
         self._warps = (
-            [slots.warp] if in_process_drafter is None else [slots.warp, in_process_drafter.warp]
+            [slots.warp]
+            if in_process_drafter is None
+            else [slots.warp, in_process_drafter.logits_slots]
         )
         self._device_slots: dict[int, DeviceSlot] = {}
         """By the session's ticket."""

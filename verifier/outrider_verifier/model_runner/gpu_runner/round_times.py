@@ -85,9 +85,9 @@ class MeasuredRoundTimes:
         shape = self._family.fit_shape(
             rows=rows,
             nodes=nodes,
-            drafts=drafts,
-            judge=AcceptanceMode.MATCH,
-            features=featured,
+            draft_kind=drafts,
+            acceptance_mode=AcceptanceMode.MATCH,
+            has_features=featured,
             chunks=chunks,
         )
         return self._seconds.get(shape)

@@ -9,15 +9,15 @@ from outrider_verifier.config import VerifierConfig
 def shape_family_for(
     config: VerifierConfig, *, in_process_nodes: int, features: bool
 ) -> ShapeFamily:
-    """The shapes of a verifier's rounds; as `ShapeFamily`."""
+    """The shapes of a verifier's rounds; see `ShapeFamily` for the arguments."""
     return ShapeFamily(
         max_rows=config.max_sessions,
-        # Beside an in-process drafter, too: a lookup drafts for whom its plan says so. Unless it
-        # is simulated what stands, which is for that head's chains.
+        # Sessions may use n-gram drafts beside an in-process drafter too. Simulated acceptance is
+        # only for chains of the in-process drafter.
         max_nodes=1
         if in_process_nodes and config.simulated_acceptance
         else 1 + config.max_tree_nodes,
         in_process_nodes=in_process_nodes,
-        features=features,
-        judges=not config.simulated_acceptance,
+        has_features=features,
+        has_sampled_acceptance=not config.simulated_acceptance,
     )

@@ -1,4 +1,4 @@
-"""What allowed ids and bad words come to before a verifier hears of them."""
+"""Allowed ids and bad words of a request, as the router sends them to verifiers."""
 
 from __future__ import annotations
 

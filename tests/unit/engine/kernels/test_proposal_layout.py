@@ -1,5 +1,7 @@
-"""Given trees: where their nodes are accepted and what they see, against plain walks up to the
-root."""
+"""Positions, attention mask and source indices of draft trees (`layout_proposals_*`).
+
+The reference walks from each node up to the root.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from outrider.engine.kernels.runtime import INTERPRETED
 from outrider.spec.tree import path
 from tests.unit.engine.kernels.trees import ROOT, random_parents
 
-ways = pytest.mark.parametrize(
+layouts = pytest.mark.parametrize(
     "layout",
     [
         pytest.param(layout_proposals_torch, id="torch"),
@@ -28,9 +30,9 @@ ways = pytest.mark.parametrize(
 )
 
 
-@ways
+@layouts
 @pytest.mark.parametrize(("batch", "count"), [(1, 1), (3, 5), (2, 8), (1, 33)])
-def test_nodes_stand_and_see_as_their_paths_say(layout: object, batch: int, count: int) -> None:
+def test_positions_and_mask_follow_the_paths(layout: object, batch: int, count: int) -> None:
     rng = np.random.default_rng(count)
     trees = [random_parents(rng, count) for _ in range(batch)]
     if batch > 1:

@@ -1,10 +1,13 @@
-"""Manifests as Kubernetes 1.20 takes them, the newest whose source a distribution ships whole.
+"""Converts Kubernetes manifests to the API of Kubernetes 1.20, for checks with its API server.
 
-    kubectl kustomize deploy/k8s/overlays/pools | python deploy/tools/for_1_20.py > old.yaml
+Kubernetes 1.20 is the newest version whose complete source a distribution (Debian) ships.
 
-Says the same with what that version knows: gRPC probes become open ports, preStop.sleep a `sleep`,
-and API groups the betas that they had. Kinds of other projects are left out; --namespace puts
-everything into one namespace, so that sets can stand beside each other.
+    kubectl kustomize deploy/k8s/overlays/pools \\
+        | python deploy/tools/downgrade_manifests_to_1_20.py > old.yaml
+
+Features that 1.20 lacks are replaced: gRPC probes become TCP probes, preStop.sleep becomes a
+`sleep` command, and API groups become the beta groups of 1.20. Kinds of other projects are omitted.
+--namespace puts all objects into one namespace, so that several overlays can run in one cluster.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def convert(documents: list[Document], namespace: str = "") -> tuple[list[Document], list[str]]:
-    """What 1.20 takes, and the kinds of what it does not know."""
-    made, left = [], []
+    """Convert manifests; returns (manifests for 1.20, kinds of the omitted ones).
+
+    `namespace`: namespace for all objects; empty keeps theirs. The input is not changed.
+    """
+    made, omitted = [], []
     for document in copy.deepcopy(documents):
         if document["apiVersion"] not in _OWN_GROUPS:
-            left.append(document["kind"])
+            omitted.append(document["kind"])
             continue
         document["apiVersion"] = _BETAS.get(
             (document["apiVersion"], document["kind"]), document["apiVersion"]
@@ -40,9 +46,9 @@ def convert(documents: list[Document], namespace: str = "") -> tuple[list[Docume
             place = "name" if document["kind"] == "Namespace" else "namespace"
             document["metadata"][place] = namespace
         for container in _containers(document):
-            _age(container)
+            _downgrade_container(container)
         made.append(document)
-    return made, left
+    return made, omitted
 
 
 def _containers(document: Document) -> Iterator[Document]:
@@ -50,7 +56,8 @@ def _containers(document: Document) -> Iterator[Document]:
     yield from (*spec.get("initContainers", ()), *spec.get("containers", ()))
 
 
-def _age(container: Document) -> None:
+def _downgrade_container(container: Document) -> None:
+    """Replace the gRPC probes and the preStop.sleep hook of a container, in place."""
     for name in _PROBES:
         probe = container.get(name, {})
         if "grpc" in probe:
@@ -61,13 +68,13 @@ def _age(container: Document) -> None:
 
 
 def main() -> int:
-    """The exit status."""
-    parser = argparse.ArgumentParser(description="Manifests for Kubernetes 1.20.")
-    parser.add_argument("--namespace", default="", help="put everything there")
+    """Convert the manifests on stdin and write them to stdout; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Convert manifests to Kubernetes 1.20.")
+    parser.add_argument("--namespace", default="", help="namespace for all objects")
     arguments = parser.parse_args()
     documents = [document for document in yaml.safe_load_all(sys.stdin) if document]
-    made, left = convert(documents, arguments.namespace)
-    for kind in left:
+    made, omitted = convert(documents, arguments.namespace)
+    for kind in omitted:
         sys.stderr.write(f"left out: {kind}\n")
     yaml.safe_dump_all(made, sys.stdout, sort_keys=False)
     return 0

@@ -1,0 +1,53 @@
+"""RoundDrafter protocol: what a round's graphs ask of whoever drafts on a device for its sessions.
+
+X session slots, n drafts, B sessions of a launch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from outrider.engine.device.drafting.draft_forward import NewRows
+from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution
+
+
+class RoundDrafter(Protocol):
+    """A drafter whose drafts lie on the verifier's device, by session slot. Its functions are part
+    of graphs: they launch kernels and look at no value on the host."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
+        ...
+
+    @property
+    def parents(self) -> Tensor | None:
+        """int32 [X, n]: their parents; None: chains."""
+        ...
+
+    @property
+    def distribution(self) -> DenseChainDistribution | None:
+        """The distributions that chains were drawn from; None: the rejection rule judges drafts
+        target-only."""
+        ...
+
+    @property
+    def logits_slots(self) -> LogitsSlots | None:
+        """What the sessions do to draft logits, where that is known on this device."""
+        ...
+
+    def receive_drafts(self, slots: Tensor) -> None:
+        """Have the drafts of sessions, int32 [B], in `tokens` before their round reads them."""
+
+    def begin_rows(self) -> None:
+        """The rows of a launch follow: those of prompts, then those to draft behind."""
+
+    def write_rows(self, rows: NewRows) -> None:
+        """Take in rows whose prediction nobody wants."""
+
+    def draft_round(self, rows: NewRows, *, sampled: bool) -> None:
+        """Take in rows and draft behind the last one of each session. sampled: whether any session
+        may process its logits or need the distributions of its drafts."""
