@@ -1,0 +1,12 @@
+"""Exchange between the devices of a drafter and a verifier of one host: buffers that both processes
+map, and what each side's graphs do with them.
+
+draft_replica.py           Draft model of one verifier on another GPU: it follows the verifier's
+                           rounds by exchange buffers.
+layout.py                  Layout of exchange buffers: what lies where in the memory that drafter
+                           and verifier share.
+memory.py                  Memory that two processes of one host share, and that kernels of both
+                           their devices reach.
+remote_drafter.py          Drafter on another GPU, as the verifier's graphs see it: drafts come in,
+                           accepted rows go out.
+"""

@@ -1,0 +1,270 @@
+"""Draft model of one verifier on another GPU: it follows the verifier's rounds by exchange buffers.
+
+It has the slots, block tables and K/V slots of the verifier's sessions, so that the verifier's host
+manages both, and does what an in-process drafter does behind each round. Its host only launches:
+first what the verifier's host says of slots and blocks, then the graphs of a round, which wait for
+that round on the device.
+
+X session slots, S K/V slots, T blocks of a table, n drafts, G key/value heads, d head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.device.drafting.draft_forward import DraftForward, NewRows
+from outrider.engine.device.drafting.draft_program import DraftProgram
+from outrider.engine.device.exchange.layout import ExchangeShape
+from outrider.engine.device.exchange.memory import SharedMemory, attach_buffer, new_buffer
+from outrider.engine.device.graphs.graph_cache import GraphCache
+from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS, new_state
+from outrider.engine.kernels.exchange.drafts import put_drafts
+from outrider.engine.kernels.exchange.numbers import publish_number, wait_round
+from outrider.engine.kernels.exchange.verdicts import (
+    NO_SLOT,
+    FollowedSlots,
+    TakenRows,
+    new_taken_rows,
+    take_rows,
+)
+from outrider.engine.kernels.session_tensors import (
+    NUM_STREAMS,
+    RULE_NUMBERS,
+    SamplingState,
+    stream_key_row,
+)
+from outrider.errors import InvalidMessageError
+from outrider.spec.sampling import SamplingParams
+
+
+class ReplicaSlots(NamedTuple):
+    """Sizes of what a replica mirrors."""
+
+    num_blocks: int
+    """K/V blocks of the verifier's pool."""
+    block_tokens: int
+    """K/V slots of a block."""
+    table_blocks: int
+    """T."""
+
+
+class ReplicaRound(NamedTuple):
+    """A round as the verifier's host announces it."""
+
+    rows: int
+    """Rows to draft behind, padding of the bucket included; 0: none."""
+    chunks: int
+    """Prefill chunks, padding of the bucket included; 0: none."""
+    is_sampled: bool
+    """Whether any session processes its draft logits or draws its drafts."""
+
+
+class DraftReplica:
+    """Follows one verifier's rounds and drafts a chain for each of its sessions."""
+
+    def __init__(
+        self,
+        make_forward: Callable[[Tensor, int], DraftForward],
+        kv_shape: tuple[int, int, int],
+        shape: ExchangeShape,
+        slots: ReplicaSlots,
+        *,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        cuda_graphs: bool = True,
+        timeout_us: int = 5_000_000,
+    ) -> None:
+        """`make_forward` makes the draft model over a storage [2, L, G, S, d] and for so many rows
+        of a session; `kv_shape`: L, G, d. `timeout_us`: microseconds that a round that was
+        announced is waited for."""
+        self.exchange_shape, self._sizes = shape, slots
+        self._vocab_size, self._device = vocab_size, device
+        count, self._padding = shape.num_slots, shape.num_slots - 1
+        layers, heads, dim = kv_shape
+        # One block more than the verifier has: what is written past a table's end goes there.
+        pool = (slots.num_blocks + 1) * slots.block_tokens
+        with torch.inference_mode(False):
+            self.storage = torch.zeros((2, layers, heads, pool, dim), dtype=dtype, device=device)
+            self.tables = torch.full(
+                (count, slots.table_blocks), slots.num_blocks, dtype=torch.int32, device=device
+            )
+            self._sampling = SamplingState(
+                stream_keys=torch.zeros((count, NUM_STREAMS), dtype=torch.int64, device=device),
+                temperatures=torch.zeros(count, dtype=torch.float32, device=device),
+                rules=torch.zeros(count, dtype=torch.int32, device=device),
+            )
+            own = torch.arange(count, dtype=torch.int32, device=device)
+            self._followed = FollowedSlots(
+                slot_of=torch.full_like(own, NO_SLOT),
+                num_rows=torch.zeros_like(own),
+                max_rows=torch.zeros_like(own),
+            )
+        forward = make_forward(self.storage, slots.table_blocks * slots.block_tokens)
+        self._program = DraftProgram(forward)
+        vocabulary = forward.vocabulary
+        self._warp = LogitsSlots(
+            count, len(vocabulary.target_ids), device, draft_columns=vocabulary.draft_columns
+        )
+        self._verdicts = new_buffer(shape.verdict_layout(), device)
+        self._drafts = new_buffer(shape.draft_layout(), device)
+        self.state = new_state(device)
+        self.state.host_control[1] = timeout_us
+        self.graphs = GraphCache(device, enabled=cuda_graphs)
+        self._rows: dict[int, TakenRows] = {}
+        self._chunks: dict[int, TakenRows] = {}
+
+    def attach(self, own: SharedMemory, peer: SharedMemory) -> None:
+        """Exchange with a verifier: rounds in `own` memory, drafts in the `peer`'s, in the order of
+        the stream."""
+        attach_buffer(self._verdicts, self.exchange_shape.verdict_layout(), own)
+        attach_buffer(self._drafts, self.exchange_shape.draft_layout(), peer)
+        self.state.words.copy_(torch.tensor([0, 1, 0, 1], dtype=torch.int32))
+
+    def detach(self) -> None:
+        """Exchange with nobody any more, in the order of the stream."""
+        self.state.words[1].fill_(0)
+
+    def cancel(self) -> None:
+        """End the wait of whatever was launched; any thread."""
+        self.state.host_control[0] = 1
+
+    @torch.inference_mode()
+    def begin_session(
+        self, slot: int, blocks: Sequence[int], sampling: SamplingParams, *, num_rows: int
+    ) -> None:
+        """A session begins in a slot, of whose draft rows `num_rows` are in these blocks already.
+        Raises InvalidMessageError for a slot or blocks that there are not."""
+        self._check(slot, 0, blocks)
+        held = len(blocks) * self._sizes.block_tokens
+        if not 0 <= num_rows <= held:
+            raise InvalidMessageError(f"num_rows must be in [0, {held}], got {num_rows}")
+        self.tables[slot].fill_(self._sizes.num_blocks)
+        self.tables[slot, : len(blocks)].copy_(torch.tensor(blocks, dtype=torch.int32))
+        state = self._sampling
+        state.stream_keys[slot].copy_(torch.from_numpy(stream_key_row(sampling)))
+        state.temperatures[slot] = sampling.temperature
+        state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
+        self._warp.begin_session(slot, sampling)
+        followed = self._followed
+        followed.num_rows[slot], followed.max_rows[slot] = num_rows, held
+        followed.slot_of[slot] = slot
+
+    @torch.inference_mode()
+    def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """A session holds these blocks, too, from place `first` of its table on. Raises
+        InvalidMessageError as `begin_session`."""
+        self._check(slot, first, blocks)
+        end = first + len(blocks)
+        self.tables[slot, first:end].copy_(torch.tensor(blocks, dtype=torch.int32))
+        self._followed.max_rows[slot] = end * self._sizes.block_tokens
+
+    @torch.inference_mode()
+    def end_session(self, slot: int) -> None:
+        """Nobody is in a slot any more. Raises InvalidMessageError for one that there is not."""
+        self._check(slot, 0, ())
+        self._followed.slot_of[slot] = NO_SLOT
+
+    def _check(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        sizes = self._sizes
+        if not 0 <= slot < self._padding:
+            raise InvalidMessageError(f"slot must be in [0, {self._padding}), got {slot}")
+        if first < 0 or first + len(blocks) > sizes.table_blocks:
+            raise InvalidMessageError(
+                f"a table has {sizes.table_blocks} blocks, got {len(blocks)} from {first} on"
+            )
+        given = np.asarray(blocks, dtype=np.int64)
+        if len(given) and not 0 <= int(given.min()) <= int(given.max()) < sizes.num_blocks:
+            raise InvalidMessageError(f"blocks must be in [0, {sizes.num_blocks})")
+
+    @torch.inference_mode()
+    def launch_round(self, announced: ReplicaRound) -> None:
+        """Launch what follows a round of the verifier; its graphs wait for it. Raises
+        InvalidMessageError for a round that the buffers cannot hold."""
+        shape = self.exchange_shape
+        if not (
+            0 <= announced.rows <= shape.max_rows and 0 <= announced.chunks <= shape.max_chunks
+        ):
+            raise InvalidMessageError(
+                f"a round has up to {shape.max_rows} rows and {shape.max_chunks} chunks, got "
+                f"{announced.rows} and {announced.chunks}"
+            )
+        if announced.chunks:
+            chunks = announced.chunks
+            self.graphs.run_graph(("chunks", chunks), lambda: self._run_chunks(chunks))
+        rows, waits = announced.rows, not announced.chunks
+        sampled = announced.is_sampled and rows > 0
+        self.graphs.run_graph(
+            ("drafts", rows, waits, sampled),
+            lambda: self._run_drafts(rows, waits=waits, sampled=sampled),
+        )
+
+    def _run_chunks(self, count: int) -> None:
+        """Wait for the round and write the K/V of its prefill chunks."""
+        wait_round(self._verdicts, self.state)
+        shape = self.exchange_shape
+        taken = self._taken(self._chunks, count, shape.chunk_tokens)
+        self._take(CHUNK_ROWS, taken, rows_ahead=0)
+        self._program.forward.write_rows(self._new_rows(taken))
+
+    def _run_drafts(self, count: int, *, waits: bool, sampled: bool) -> None:
+        """Take the rows of the round, draft behind them and say that the round was taken."""
+        if waits:
+            wait_round(self._verdicts, self.state)
+        if count:
+            shape = self.exchange_shape
+            taken = self._taken(self._rows, count, shape.num_nodes)
+            self._take(DECODE_ROWS, taken, rows_ahead=shape.draft_length)
+            drafted = self._program.draft_chain(
+                self._new_rows(taken),
+                length=shape.draft_length,
+                state=self._sampling,
+                warp=self._warp.state if sampled else None,
+            )
+            put_drafts(
+                self._drafts,
+                self.state,
+                taken,
+                drafted.tokens,
+                None,
+                length=shape.draft_length,
+                entries=shape.distribution_entries,
+            )
+        publish_number(self._drafts, self.state, step=0)
+
+    def _take(self, first: int, taken: TakenRows, *, rows_ahead: int) -> None:
+        take_rows(
+            self._verdicts,
+            self.state,
+            self._followed,
+            taken,
+            first=first,
+            padding=self._padding,
+            vocab_size=self._vocab_size,
+            rows_ahead=rows_ahead,
+        )
+
+    def _taken(self, known: dict[int, TakenRows], count: int, width: int) -> TakenRows:
+        taken = known.get(count)
+        if taken is None:
+            shape = self.exchange_shape
+            taken = known[count] = new_taken_rows(
+                count, width, shape.feature_size, shape.feature_dtype, self._device
+            )
+        return taken
+
+    def _new_rows(self, taken: TakenRows) -> NewRows:
+        return NewRows(
+            slots=taken.slots,
+            tables=self.tables,
+            tokens=taken.tokens,
+            features=taken.features,
+            counts=taken.counts,
+            starts=taken.starts,
+        )

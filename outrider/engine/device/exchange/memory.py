@@ -1,0 +1,351 @@
+"""Memory that two processes of one host share, and that kernels of both their devices reach.
+
+*Device memory* lies on one process's device and is mapped by the other's, over NVLink or PCIe peer
+access; it is allocated by CUDA's virtual memory management and passed on as a file descriptor, so
+it outlives whichever process made it. *Host memory* lies in pinned pages that both devices map,
+where there is no peer access. On a CPU it is plain shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_ushort, c_void_p
+from functools import cache
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from outrider.engine.device.exchange.layout import NUMBER_BYTES, BufferLayout
+from outrider.engine.kernels.exchange.buffers import ExchangeBuffer
+from outrider.errors import InvalidMessageError, UnavailableError
+
+_LIBRARY: Final = "libcuda.so.1"
+_PINNED: Final = 1
+"""CU_MEM_ALLOCATION_TYPE_PINNED."""
+_ON_DEVICE: Final = 1
+"""CU_MEM_LOCATION_TYPE_DEVICE."""
+_FILE_DESCRIPTOR: Final = 1
+"""CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR."""
+_READ_WRITE: Final = 3
+"""CU_MEM_ACCESS_FLAGS_PROT_READWRITE."""
+_PORTABLE_MAPPED: Final = 1 | 2
+"""CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP."""
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SharedMemory(Protocol):
+    """Memory of a pair, as one of its processes sees it."""
+
+    @property
+    def address(self) -> int:
+        """Where kernels of this process's device (on a CPU: its threads) find it."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        ...
+
+    def make_descriptor(self) -> int:
+        """A new file descriptor to pass to the peer; the caller closes it. Only the side that
+        allocated the memory can make one."""
+        ...
+
+    def close(self) -> None:
+        """Give this side's mapping back; nothing that reads or writes it may be running.
+        Idempotent."""
+        ...
+
+
+def allocate_on_device(num_bytes: int, device: torch.device) -> SharedMemory:
+    """Zeroed memory of `device` for a peer to write into. Raises UnavailableError where the driver
+    cannot allocate or share it."""
+    return _DeviceMemory.allocate(num_bytes, device)
+
+
+def map_device_memory(descriptor: int, num_bytes: int, device: torch.device) -> SharedMemory:
+    """Map memory of another device, or process, for kernels of `device`. The descriptor stays the
+    caller's. Raises UnavailableError where `device` has no access to it, or it is smaller."""
+    return _DeviceMemory.from_descriptor(descriptor, num_bytes, device)
+
+
+def allocate_on_host(num_bytes: int, device: torch.device) -> SharedMemory:
+    """Zeroed memory of the host that `device` and a peer's device map. Raises UnavailableError."""
+    descriptor = os.memfd_create("outrider-exchange", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, _whole_pages(num_bytes))
+        # A peer must not be able to take the pages away under a read.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return _HostMemory(os.dup(descriptor), num_bytes, device)
+    finally:
+        os.close(descriptor)
+
+
+def map_host_memory(descriptor: int, num_bytes: int, device: torch.device) -> SharedMemory:
+    """Map host memory that a peer allocated; the descriptor stays the caller's. Raises
+    InvalidMessageError for memory of another size, or that the peer could shrink, and
+    UnavailableError where `device` cannot map it."""
+    try:
+        size = os.fstat(descriptor).st_size
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise InvalidMessageError(f"no memory to exchange by: {error}") from None
+    if size < num_bytes or not seals & fcntl.F_SEAL_SHRINK:
+        raise InvalidMessageError(
+            f"memory to exchange by must have {num_bytes} bytes or more and a seal against "
+            f"shrinking, got {size} bytes and seals {seals}"
+        )
+    return _HostMemory(os.dup(descriptor), num_bytes, device)
+
+
+def new_buffer(layout: BufferLayout, device: torch.device) -> ExchangeBuffer:
+    """A buffer that lies nowhere yet."""
+    with torch.inference_mode(False):
+        addresses = torch.zeros(1 + len(layout.fields), dtype=torch.int64, device=device)
+    return ExchangeBuffer(addresses, layout.depth, layout.bank_bytes)
+
+
+def attach_buffer(buffer: ExchangeBuffer, layout: BufferLayout, memory: SharedMemory) -> None:
+    """Have kernels find a buffer in `memory` from here on, in the order of the current stream.
+    On a CPU the views of it must not be used once the memory is closed."""
+    start = memory.address
+    first = start + NUMBER_BYTES
+    words = [start, *(first + each.offset for each in layout.fields)]
+    buffer.addresses.copy_(torch.tensor(words, dtype=torch.int64))
+    buffer.views.clear()
+    if buffer.addresses.is_cuda:
+        return
+    pages = (ctypes.c_ubyte * memory.num_bytes).from_address(start)
+    whole = torch.from_numpy(np.frombuffer(memoryview(pages), np.uint8))
+    for bank in range(layout.depth):
+        arrays = [whole[:4].view(torch.int32)]
+        for each in layout.fields:
+            begin = NUMBER_BYTES + bank * layout.bank_bytes + each.offset
+            part = whole[begin : begin + each.num_bytes]
+            arrays.append(part.view(each.dtype).view(each.shape))
+        buffer.views.append(tuple(arrays))
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = (
+        ("compression", c_ubyte),
+        ("gpu_direct", c_ubyte),
+        ("usage", c_ushort),
+        ("reserved", c_ubyte * 4),
+    )
+
+
+class _AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", _Location),
+        ("win32", c_void_p),
+        ("flags", _AllocationFlags),
+    )
+
+
+class _AccessDescription(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", c_int))
+
+
+class _Driver:
+    """Calls of CUDA's driver by name, which raise UnavailableError when they fail."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL(_LIBRARY)
+        except OSError as error:
+            raise UnavailableError(
+                f"no CUDA driver: {error}", reason="NO_DEVICE_EXCHANGE"
+            ) from None
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a function of the driver."""
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise UnavailableError(f"the CUDA driver has no {name}", reason="NO_DEVICE_EXCHANGE")
+        code: int = function(*args)
+        if code:
+            raise UnavailableError(
+                f"{name} failed with CUDA error {code}", reason="NO_DEVICE_EXCHANGE"
+            )
+
+
+@cache
+def _driver() -> _Driver:
+    return _Driver()
+
+
+class _DeviceMemory:
+    """Memory by cuMemCreate, mapped into this process's addresses."""
+
+    def __init__(self, handle: c_ulonglong, num_bytes: int, size: int, device: int) -> None:
+        """Takes the handle over. `size`: that of the allocation, whole granules."""
+        self.num_bytes, self._size, self._handle = num_bytes, size, handle
+        self._address, self._is_mapped = c_ulonglong(), False
+        self._is_closed = False
+        driver = _driver()
+        try:
+            driver.call(
+                "cuMemAddressReserve",
+                byref(self._address),
+                c_size_t(size),
+                c_size_t(0),
+                c_ulonglong(0),
+                c_ulonglong(0),
+            )
+            driver.call(
+                "cuMemMap", self._address, c_size_t(size), c_size_t(0), handle, c_ulonglong(0)
+            )
+            self._is_mapped = True
+            access = _AccessDescription(_Location(_ON_DEVICE, device), _READ_WRITE)
+            driver.call("cuMemSetAccess", self._address, c_size_t(size), byref(access), c_size_t(1))
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def allocate(cls, num_bytes: int, device: torch.device) -> _DeviceMemory:
+        """See `allocate_on_device`."""
+        index = _index(device)
+        handle, properties = c_ulonglong(), _properties(index)
+        size = _whole_granules(num_bytes, properties)
+        driver = _driver()
+        driver.call("cuMemCreate", byref(handle), c_size_t(size), byref(properties), c_ulonglong(0))
+        memory = cls(handle, num_bytes, size, index)
+        driver.call("cuMemsetD8_v2", memory._address, c_ubyte(0), c_size_t(size))
+        torch.cuda.synchronize(device)
+        return memory
+
+    @classmethod
+    def from_descriptor(
+        cls, descriptor: int, num_bytes: int, device: torch.device
+    ) -> _DeviceMemory:
+        """See `map_device_memory`."""
+        index, handle = _index(device), c_ulonglong()
+        _driver().call(
+            "cuMemImportFromShareableHandle",
+            byref(handle),
+            c_void_p(descriptor),
+            c_int(_FILE_DESCRIPTOR),
+        )
+        return cls(handle, num_bytes, _whole_granules(num_bytes, _properties(index)), index)
+
+    @property
+    def address(self) -> int:
+        """See `SharedMemory`."""
+        return self._address.value
+
+    def make_descriptor(self) -> int:
+        """See `SharedMemory`."""
+        descriptor = c_int(-1)
+        _driver().call(
+            "cuMemExportToShareableHandle",
+            byref(descriptor),
+            self._handle,
+            c_int(_FILE_DESCRIPTOR),
+            c_ulonglong(0),
+        )
+        return descriptor.value
+
+    def close(self) -> None:
+        """See `SharedMemory`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        driver, size = _driver(), c_size_t(self._size)
+        with contextlib.suppress(UnavailableError):
+            if self._is_mapped:
+                driver.call("cuMemUnmap", self._address, size)
+            if self._address.value:
+                driver.call("cuMemAddressFree", self._address, size)
+        with contextlib.suppress(UnavailableError):
+            driver.call("cuMemRelease", self._handle)
+
+
+class _HostMemory:
+    """A mapping of a memory file, pinned and mapped for a CUDA device."""
+
+    def __init__(self, descriptor: int, num_bytes: int, device: torch.device) -> None:
+        """Takes the descriptor over."""
+        self.num_bytes, self._descriptor = num_bytes, descriptor
+        self._size = _whole_pages(num_bytes)
+        self._pages: mmap.mmap | None = None
+        self._is_registered = False
+        try:
+            self._pages = mmap.mmap(descriptor, self._size)
+            self._host = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+            self.address = self._host
+            if device.type == "cuda":
+                self.address = self._register()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError | ValueError):
+                raise UnavailableError(
+                    f"memory of the host could not be mapped: {error}", reason="NO_DEVICE_EXCHANGE"
+                ) from None
+            raise
+
+    def _register(self) -> int:
+        driver, found = _driver(), c_ulonglong()
+        driver.call(
+            "cuMemHostRegister_v2",
+            c_void_p(self._host),
+            c_size_t(self._size),
+            c_uint(_PORTABLE_MAPPED),
+        )
+        self._is_registered = True
+        driver.call("cuMemHostGetDevicePointer_v2", byref(found), c_void_p(self._host), c_uint(0))
+        return found.value
+
+    def make_descriptor(self) -> int:
+        """See `SharedMemory`."""
+        return os.dup(self._descriptor)
+
+    def close(self) -> None:
+        """See `SharedMemory`. The pages themselves stay mapped for as long as a tensor looks at
+        them."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._is_registered:
+            self._is_registered = False
+            with contextlib.suppress(UnavailableError):
+                _driver().call("cuMemHostUnregister", c_void_p(self._host))
+
+
+def _index(device: torch.device) -> int:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    # The driver's calls need the context that torch makes when it is used first.
+    torch.cuda.synchronize(index)
+    return index
+
+
+def _properties(device: int) -> _AllocationProperties:
+    return _AllocationProperties(
+        type=_PINNED, handle_types=_FILE_DESCRIPTOR, location=_Location(_ON_DEVICE, device)
+    )
+
+
+def _whole_granules(num_bytes: int, properties: _AllocationProperties) -> int:
+    granule = c_size_t()
+    _driver().call("cuMemGetAllocationGranularity", byref(granule), byref(properties), c_int(0))
+    return -(-num_bytes // granule.value) * granule.value
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE

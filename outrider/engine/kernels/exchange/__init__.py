@@ -1,0 +1,12 @@
+"""Kernels of the exchange between the devices of a drafter and a verifier, each beside a PyTorch
+reference.
+
+buffers.py                 Exchange buffers as kernels take them: addresses in device memory, looked
+                           up at each launch.
+drafts.py                  Draft chains and their distributions, from the drafter's device to the
+                           verifier's.
+numbers.py                 Round numbers between two devices: wait for the peer's, publish one's
+                           own.
+verdicts.py                Accepted tokens and features of a round, from the verifier's device to
+                           the drafter's.
+"""

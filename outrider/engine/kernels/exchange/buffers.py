@@ -1,0 +1,94 @@
+"""Exchange buffers as kernels take them: addresses in device memory, looked up at each launch.
+
+A pair of processes has two buffers. The *verdict buffer* lies in the drafter's memory, and only the
+verifier writes it: accepted tokens and features of a round, then its number. It is a ring of banks,
+one a round. The *draft buffer* lies in the verifier's memory, and only the drafter writes it:
+drafts by the verifier's session slot, then the number of the round that they follow.
+
+Addresses are read from device memory, so that a graph that was captured before a peer joined works
+with whichever peer has joined since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+VERDICT_FIELDS: Final = (
+    "number",
+    "slots",
+    "counts",
+    "starts",
+    "digests",
+    "tokens",
+    "features",
+    "chunk_slots",
+    "chunk_counts",
+    "chunk_starts",
+    "chunk_digests",
+    "chunk_tokens",
+    "chunk_features",
+)
+"""Arrays of a verdict buffer, in the order of their addresses. `number`, int32, is not part of a
+bank. Decode rows and prefill chunks have the same arrays: slots int32 [capacity], -1: no row;
+counts int32 [capacity]: tokens; starts int32 [capacity]: position of the first one; digests int64
+[capacity]: of the prefix that ends with the last one; tokens int32 [capacity, W]; features
+[capacity, W, H]."""
+DRAFT_FIELDS: Final = ("number", "digests", "tokens", "sizes", "entry_ids", "entry_counts")
+"""Arrays of a draft buffer: number int32; digests int64 [X]: of the prefixes that drafts continue;
+tokens int32 [X, K], negative: no further node; sizes int32 [X, K]: entries of the distribution that
+a token was drawn from; entry_ids and entry_counts int32 [X, K, E]."""
+DECODE_ROWS: Final = VERDICT_FIELDS.index("slots")
+"""Place of the first array of the decode rows."""
+CHUNK_ROWS: Final = VERDICT_FIELDS.index("chunk_slots")
+"""The same of the prefill chunks."""
+
+
+@dataclass(slots=True, eq=False)
+class ExchangeBuffer:
+    """A buffer that kernels of this process's device read or write; static, whoever has joined."""
+
+    addresses: Tensor
+    """int64 [fields]: where the number is, and where the arrays of the first bank begin."""
+    depth: int
+    """Banks; that of round n is n % depth."""
+    bank_bytes: int
+    """Distance of two banks."""
+    views: list[tuple[Tensor, ...]] = field(default_factory=list)
+    """On a CPU: the number and the arrays of each bank as tensors, in their order."""
+
+    def bank(self, number: int) -> tuple[Tensor, ...]:
+        """On a CPU: the arrays of a round."""
+        return self.views[number % self.depth]
+
+
+class ExchangeState(NamedTuple):
+    """Where one side of a pair stands; private memory of its device."""
+
+    words: Tensor
+    """int32 [4]: number of the last round that this side has put (verifier) or taken (drafter);
+    1 while the exchange is open; polls of the last wait; 1 if the last wait found what it waited
+    for."""
+    stamps: Tensor
+    """int64 [4]: nanoseconds of the device's clock at the begin and end of the last wait, and when
+    this side last published a number; unused."""
+    control: Tensor
+    """int64 [1]: address of int32 [2] in memory of the host, which it writes at any time: not 0
+    ends a wait; microseconds that a wait lasts at most."""
+    host_control: Tensor
+    """int32 [2]: that memory."""
+
+
+def new_state(device: torch.device) -> ExchangeState:
+    """The state of a side that is not open yet."""
+    with torch.inference_mode(False):
+        host = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return ExchangeState(
+            torch.zeros(4, dtype=torch.int32, device=device),
+            torch.zeros(4, dtype=torch.int64, device=device),
+            torch.tensor([host.data_ptr()], dtype=torch.int64, device=device),
+            host,
+        )

@@ -1,0 +1,279 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""Round numbers between two devices: wait for the peer's, publish one's own.
+
+All that a side writes into its peer's memory is there before its number is, and is read behind a
+wait for that number. Numbers wrap around at 2^32.
+
+A verifier does not need its drafter: a wait that ends without drafts only means that the round has
+none, and until the drafter has caught up no further wait takes any time. It puts rounds all the
+same, as long as the ring has a bank for them. A round that finds none closes the exchange, because
+the drafter would miss its tokens; so does a drafter's wait that ends without a round. A closed side
+reads and writes nothing any more.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.exchange.buffers import ExchangeBuffer, ExchangeState
+from outrider.engine.kernels.runtime import INTERPRETED
+
+_POLL_S: Final = 20e-6
+
+
+def wait_drafts(drafts: ExchangeBuffer, state: ExchangeState) -> None:
+    """Wait, on the verifier, until the drafts of the last round that it put are there.
+
+    drafts: the draft buffer, in this side's memory. `state.words[3]` says whether they are: the
+    wait ends at its bound, when the host cancels it, or at once where the last one ended without
+    drafts.
+    """
+    if state.words.is_cuda:
+        wait_drafts_triton(drafts, state)
+    else:
+        wait_drafts_torch(drafts, state)
+
+
+def wait_drafts_torch(drafts: ExchangeBuffer, state: ExchangeState) -> None:
+    """PyTorch reference of `wait_drafts`, for the CPU only."""
+    words, begun = state.words, time.monotonic_ns()
+    found, polls = False, 0
+    if int(words[1]):
+        found, polls = _poll(drafts.bank(0)[0], words[0], state, begun, bound=bool(words[3]))
+    words[2], words[3] = polls, int(found)
+    state.stamps[0], state.stamps[1] = begun, time.monotonic_ns()
+
+
+def wait_drafts_triton(drafts: ExchangeBuffer, state: ExchangeState) -> None:
+    """Triton launch of `wait_drafts`: one warp."""
+    _wait_drafts[(1,)](drafts.addresses, state.words, state.stamps, state.control, num_warps=1)
+
+
+def wait_round(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
+    """Wait, on the drafter, for the round behind the last one that it took.
+
+    verdicts: the verdict buffer, in this side's memory. A wait that ends at its bound, or when the
+    host cancels it, closes the exchange.
+    """
+    if state.words.is_cuda:
+        wait_round_triton(verdicts, state)
+    else:
+        wait_round_torch(verdicts, state)
+
+
+def wait_round_torch(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
+    """PyTorch reference of `wait_round`, for the CPU only."""
+    words, begun = state.words, time.monotonic_ns()
+    found, polls = False, 0
+    if int(words[1]):
+        found, polls = _poll(verdicts.bank(0)[0], words[0] + 1, state, begun, bound=True)
+        words[0] += int(found)
+    words[1], words[2], words[3] = int(found), polls, int(found)
+    state.stamps[0], state.stamps[1] = begun, time.monotonic_ns()
+
+
+def wait_round_triton(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
+    """Triton launch of `wait_round`: one warp."""
+    _wait_round[(1,)](verdicts.addresses, state.words, state.stamps, state.control, num_warps=1)
+
+
+def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
+    """See, on the verifier, whether the ring of `depth` banks has one for the next round: its
+    drafter must have taken the round that is in it. Else close the exchange.
+
+    drafts: the draft buffer, whose number says how far the drafter is.
+    """
+    if state.words.is_cuda:
+        reserve_bank_triton(drafts, state, depth=depth)
+    else:
+        reserve_bank_torch(drafts, state, depth=depth)
+
+
+def reserve_bank_torch(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
+    """PyTorch reference of `reserve_bank`, for the CPU only."""
+    words = state.words
+    if int(words[1]) and int(words[0] + 1 - drafts.bank(0)[0][0]) > depth:
+        words[1] = 0
+
+
+def reserve_bank_triton(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
+    """Triton launch of `reserve_bank`."""
+    _reserve_bank[(1,)](drafts.addresses, state.words, DEPTH=depth, num_warps=1)
+
+
+def publish_number(buffer: ExchangeBuffer, state: ExchangeState, *, step: int) -> None:
+    """Write this side's number, moved on by `step`, into the peer's memory, behind all that was
+    launched before. Nothing is written once the exchange is closed.
+
+    `step`: 1 for a verifier, whose rounds have consecutive numbers; 0 for a drafter, which answers
+    with the number that it took.
+    """
+    if state.words.is_cuda:
+        publish_number_triton(buffer, state, step=step)
+    else:
+        publish_number_torch(buffer, state, step=step)
+
+
+def publish_number_torch(buffer: ExchangeBuffer, state: ExchangeState, *, step: int) -> None:
+    """PyTorch reference of `publish_number`, for the CPU only."""
+    if not int(state.words[1]):
+        return
+    state.words[0] += step
+    state.stamps[2] = time.monotonic_ns()
+    buffer.bank(0)[0][0] = state.words[0]
+
+
+def publish_number_triton(buffer: ExchangeBuffer, state: ExchangeState, *, step: int) -> None:
+    """Triton launch of `publish_number`. The launch before it is complete when it begins, and what
+    it releases covers that."""
+    _publish[(1,)](buffer.addresses, state.words, state.stamps, STEP=step, num_warps=1)
+
+
+def _poll(
+    number: Tensor, wanted: Tensor, state: ExchangeState, begun: int, *, bound: bool
+) -> tuple[bool, int]:
+    """Whether the number has come, and after how many looks; without `bound` it is looked at
+    once."""
+    polls = 0
+    while int(number[0] - wanted) < 0:
+        polls += 1
+        late = time.monotonic_ns() - begun > int(state.host_control[1]) * 1000
+        if late or not bound or int(state.host_control[0]):
+            return False, polls
+        time.sleep(_POLL_S)
+    return True, polls
+
+
+if INTERPRETED:
+
+    @triton.jit
+    def _clock():
+        return tl.full((), 0, tl.int64)
+
+    @triton.jit
+    def load_acquire(pointer):
+        """The word at `pointer`; nothing behind this is read before it."""
+        return tl.load(pointer)
+
+    @triton.jit
+    def store_release(pointer, value):
+        """Write a word, behind all that was written before."""
+        tl.store(pointer, value)
+
+else:
+
+    @triton.jit
+    def _clock():
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+    @triton.jit
+    def load_acquire(pointer):
+        """The word at `pointer`, of any device's memory; nothing behind this is read before it."""
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.u32 $0, [$1];",
+            "=r,l",
+            [pointer],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def store_release(pointer, value):
+        """Write a word into any device's memory, behind all that was written before."""
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [pointer, value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def array_at(addresses, place: tl.constexpr, dtype: tl.constexpr):
+    """The array of a buffer at this place of its addresses, in the first bank."""
+    return tl.load(addresses + place).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _wait(number, wanted, control, begun, lasts):
+    """Whether the number has come, and after how many looks; `lasts` 0: it is looked at once."""
+    host = tl.load(control).to(tl.pointer_type(tl.int32))
+    bound = load_acquire(host + 1).to(tl.int64) * 1000
+    found = 0
+    polls = 0
+    waiting = 1
+    while waiting != 0:
+        if load_acquire(number) - wanted >= 0:
+            found = 1
+            waiting = 0
+        else:
+            polls += 1
+            waiting = lasts
+            # The host's words lie across the bus: they are looked at now and then.
+            if polls % 64 == 0:
+                if _clock() - begun > bound:
+                    waiting = 0
+                if load_acquire(host) != 0:
+                    waiting = 0
+    return found, polls
+
+
+@triton.jit
+def _wait_drafts(addresses, words, stamps, control):
+    begun = _clock()
+    found = 0
+    polls = 0
+    if tl.load(words + 1) != 0:
+        number = array_at(addresses, 0, tl.int32)
+        found, polls = _wait(number, tl.load(words), control, begun, tl.load(words + 3))
+    tl.store(words + 2, polls)
+    tl.store(words + 3, found)
+    tl.store(stamps, begun)
+    tl.store(stamps + 1, _clock())
+
+
+@triton.jit
+def _wait_round(addresses, words, stamps, control):
+    begun = _clock()
+    found = 0
+    polls = 0
+    if tl.load(words + 1) != 0:
+        number = array_at(addresses, 0, tl.int32)
+        wanted = tl.load(words) + 1
+        found, polls = _wait(number, wanted, control, begun, 1)
+        if found != 0:
+            tl.store(words, wanted)
+    tl.store(words + 1, found)
+    tl.store(words + 2, polls)
+    tl.store(words + 3, found)
+    tl.store(stamps, begun)
+    tl.store(stamps + 1, _clock())
+
+
+@triton.jit
+def _reserve_bank(addresses, words, DEPTH: tl.constexpr):
+    if tl.load(words + 1) != 0:
+        taken = load_acquire(array_at(addresses, 0, tl.int32))
+        if tl.load(words) + 1 - taken > DEPTH:
+            tl.store(words + 1, 0)
+
+
+@triton.jit
+def _publish(addresses, words, stamps, STEP: tl.constexpr):
+    if tl.load(words + 1) != 0:
+        mine = tl.load(words) + STEP
+        tl.store(words, mine)
+        tl.store(stamps + 2, _clock())
+        store_release(array_at(addresses, 0, tl.int32), mine)

@@ -1,0 +1,511 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""Accepted tokens and features of a round, from the verifier's device to the drafter's.
+
+The drafter copies what it was given into private memory and checks the copy: what lies in an
+exchange buffer may change at any time.
+
+R rows of a launch (decode rows or prefill chunks), W tokens of a row, H width of a feature, X
+session slots of the verifier, Y session slots of the drafter.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.exchange.buffers import ExchangeBuffer, ExchangeState
+from outrider.engine.kernels.runtime import next_power_of_2
+
+NO_SLOT: Final = -1
+"""In place of a slot: there is no row."""
+FAULT_NONE: Final = 0
+FAULT_ABSENT: Final = 1
+"""There is no row, or the exchange is closed."""
+FAULT_SLOT: Final = 2
+"""A slot that the drafter does not follow."""
+FAULT_COUNT: Final = 3
+"""A number of tokens that no row has."""
+FAULT_START: Final = 4
+"""The first token does not continue the rows that the drafter has."""
+FAULT_ROOM: Final = 5
+"""Rows for which no K/V is reserved."""
+FAULT_TOKEN: Final = 6
+"""A token outside the vocabulary."""
+_BLOCK: Final = 2048
+"""Values of a feature that one program copies at a time."""
+
+
+class FollowedSlots(NamedTuple):
+    """What a drafter's device knows of the sessions that it follows."""
+
+    slot_of: Tensor
+    """int32 [X]: the drafter's slot of each of the verifier's; `NO_SLOT`: not followed."""
+    num_rows: Tensor
+    """int32 [Y]: draft rows whose K/V is there; the next row begins here."""
+    max_rows: Tensor
+    """int32 [Y]: rows that K/V is reserved for, drafts included."""
+
+
+class TakenRows(NamedTuple):
+    """Checked rows in private memory of the drafter's device; static tensors."""
+
+    source_slots: Tensor
+    """int32 [R]: the verifier's slot; `NO_SLOT` for rows with a fault."""
+    slots: Tensor
+    """int32 [R]: the drafter's slot; the padding slot for rows with a fault."""
+    counts: Tensor
+    """int32 [R]: tokens; 0 for rows with a fault."""
+    starts: Tensor
+    """int32 [R]: the draft row of the first one."""
+    digests: Tensor
+    """int64 [R]: digest of the prefix that ends with the last one."""
+    tokens: Tensor
+    """int32 [R, W]; -1 behind a row's tokens."""
+    features: Tensor
+    """[R, W, H]; anything behind a row's tokens."""
+    faults: Tensor
+    """int32 [R]: a FAULT_* number."""
+
+
+def new_taken_rows(
+    rows: int, width: int, feature_size: int, dtype: torch.dtype, device: torch.device
+) -> TakenRows:
+    """Static tensors for the rows of a launch."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    with torch.inference_mode(False):
+        return TakenRows(
+            zeros(rows),
+            zeros(rows),
+            zeros(rows),
+            zeros(rows),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+            zeros(rows, width),
+            torch.zeros((rows, width, feature_size), dtype=dtype, device=device),
+            zeros(rows),
+        )
+
+
+def put_rows(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    *,
+    first: int,
+    slots: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    digests: Tensor,
+    tokens: Tensor,
+    features: Tensor,
+    capacity: int,
+    width: int,
+    padding: int,
+) -> None:
+    """Write rows of a launch into the peer's buffer, and that there are no others.
+
+    slots, counts, starts: int32 [R]; R is at most `capacity`. digests: int64 [X], by slot. tokens:
+    int32 [R, w], features: [R, w, H] with w at most `width`, the buffer's W. Rows of the slot
+    `padding` count as no rows. first: `DECODE_ROWS` or `CHUNK_ROWS`. They go to the bank of the
+    next round; a number published behind them tells the peer. Nothing is written once the exchange
+    is closed.
+    """
+    function = put_rows_triton if slots.is_cuda else put_rows_torch
+    function(
+        buffer,
+        state,
+        first=first,
+        slots=slots,
+        counts=counts,
+        starts=starts,
+        digests=digests,
+        tokens=tokens,
+        features=features,
+        capacity=capacity,
+        width=width,
+        padding=padding,
+    )
+
+
+def put_rows_torch(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    *,
+    first: int,
+    slots: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    digests: Tensor,
+    tokens: Tensor,
+    features: Tensor,
+    capacity: int,
+    width: int,
+    padding: int,
+) -> None:
+    """PyTorch reference of `put_rows`, for the CPU only."""
+    if not int(state.words[1]):
+        return
+    peer = buffer.bank(int(state.words[0]) + 1)[first : first + 6]
+    peer_slots, peer_counts, peer_starts, peer_digests, peer_tokens, peer_features = peer
+    rows, given = tokens.shape
+    peer_slots[:capacity] = NO_SLOT
+    for row in range(rows):
+        count = min(max(int(counts[row]), 0), given)
+        if int(slots[row]) == padding:
+            continue
+        peer_counts[row], peer_starts[row] = count, starts[row]
+        peer_digests[row] = digests[int(slots[row])]
+        peer_tokens[row, :count] = tokens[row, :count]
+        peer_features[row, :count] = features[row, :count]
+        peer_slots[row] = slots[row]
+
+
+def put_rows_triton(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    *,
+    first: int,
+    slots: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    digests: Tensor,
+    tokens: Tensor,
+    features: Tensor,
+    capacity: int,
+    width: int,
+    padding: int,
+) -> None:
+    """Triton launch of `put_rows`: a program a row and token."""
+    rows, given, size = features.shape
+    _put_rows[(capacity, given)](
+        buffer.addresses,
+        buffer.bank_bytes,
+        state.words,
+        slots,
+        counts,
+        starts,
+        digests,
+        tokens,
+        tokens.stride(0),
+        features,
+        features.stride(0),
+        features.stride(1),
+        rows,
+        given,
+        width,
+        padding,
+        FIRST=first,
+        DEPTH=buffer.depth,
+        SIZE=size,
+        BLOCK=min(_BLOCK, next_power_of_2(size)),
+        NO_ROW=NO_SLOT,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def bank_offset(number, bank_bytes, DEPTH: tl.constexpr):
+    """Bytes from the first bank to that of a round, whose number may be negative."""
+    bank = number % DEPTH
+    bank = tl.where(bank < 0, bank + DEPTH, bank)
+    return bank.to(tl.int64) * bank_bytes
+
+
+@triton.jit
+def bank_array(addresses, place: tl.constexpr, offset, dtype: tl.constexpr):
+    """The array of a buffer at this place of its addresses, in the bank at `offset`."""
+    return (tl.load(addresses + place) + offset).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _put_rows(
+    addresses,
+    bank_bytes,
+    words,
+    slots,
+    counts,
+    starts,
+    digests,
+    tokens,
+    tokens_stride,
+    features,
+    row_stride,
+    token_stride,
+    rows,
+    given,
+    width,
+    padding,
+    FIRST: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NO_ROW: tl.constexpr,
+):
+    row = tl.program_id(0)
+    token = tl.program_id(1)
+    if tl.load(words + 1) != 0:
+        bank = bank_offset(tl.load(words) + 1, bank_bytes, DEPTH)
+        peer_slots = bank_array(addresses, FIRST, bank, tl.int32)
+        peer_counts = bank_array(addresses, FIRST + 1, bank, tl.int32)
+        peer_starts = bank_array(addresses, FIRST + 2, bank, tl.int32)
+        peer_digests = bank_array(addresses, FIRST + 3, bank, tl.int64)
+        peer_tokens = bank_array(addresses, FIRST + 4, bank, tl.int32)
+        peer_features = bank_array(addresses, FIRST + 5, bank, features.dtype.element_ty)
+        slot = NO_ROW
+        count = 0
+        if row < rows:
+            slot = tl.load(slots + row)
+            count = tl.minimum(tl.maximum(tl.load(counts + row), 0), given)
+            if slot == padding:
+                slot = NO_ROW
+                count = 0
+        if token == 0:
+            tl.store(peer_slots + row, slot)
+            if slot >= 0:
+                tl.store(peer_counts + row, count)
+                tl.store(peer_starts + row, tl.load(starts + row))
+                tl.store(peer_digests + row, tl.load(digests + slot))
+        if token < count:
+            tl.store(
+                peer_tokens + row * width + token,
+                tl.load(tokens + row.to(tl.int64) * tokens_stride + token),
+            )
+            source = features + row.to(tl.int64) * row_stride + token * token_stride
+            target = peer_features + (row * width + token).to(tl.int64) * SIZE
+            for start in range(0, SIZE, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                tl.store(target + at, tl.load(source + at, mask=at < SIZE), mask=at < SIZE)
+
+
+def take_rows(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    followed: FollowedSlots,
+    taken: TakenRows,
+    *,
+    first: int,
+    padding: int,
+    vocab_size: int,
+    rows_ahead: int,
+) -> None:
+    """Copy the first R rows of the round that was waited for, in this side's memory, into `taken`,
+    check the copies, and move `followed.num_rows` on by what is taken.
+
+    `first`: `DECODE_ROWS` or `CHUNK_ROWS`. `rows_ahead`: rows that drafting writes behind a
+    session's own, for which K/V must be reserved, too. A row that fails a check is the padding
+    slot's, with no token, and says why in `faults`.
+    """
+    function = take_rows_triton if taken.slots.is_cuda else take_rows_torch
+    function(
+        buffer,
+        state,
+        followed,
+        taken,
+        first=first,
+        padding=padding,
+        vocab_size=vocab_size,
+        rows_ahead=rows_ahead,
+    )
+
+
+def take_rows_torch(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    followed: FollowedSlots,
+    taken: TakenRows,
+    *,
+    first: int,
+    padding: int,
+    vocab_size: int,
+    rows_ahead: int,
+) -> None:
+    """PyTorch reference of `take_rows`, for the CPU only."""
+    own = buffer.bank(int(state.words[0]))[first : first + 6]
+    own_slots, own_counts, own_starts, own_digests, own_tokens, own_features = own
+    rows, width = taken.tokens.shape
+    for row in range(rows):
+        # Each word is read once: the peer may change it at any time.
+        source, count, start = int(own_slots[row]), int(own_counts[row]), int(own_starts[row])
+        digest, tokens = int(own_digests[row]), own_tokens[row].clone()
+        fault, slot = FAULT_NONE, padding
+        if not int(state.words[1]) or source == NO_SLOT:
+            fault = FAULT_ABSENT
+        elif not 0 <= source < len(followed.slot_of) or int(followed.slot_of[source]) < 0:
+            fault = FAULT_SLOT
+        else:
+            slot = int(followed.slot_of[source])
+            if not 0 <= count <= width:
+                fault = FAULT_COUNT
+            elif start != int(followed.num_rows[slot]):
+                fault = FAULT_START
+            elif start + count + rows_ahead > int(followed.max_rows[slot]):
+                fault = FAULT_ROOM
+            elif bool(((tokens[:count] < 0) | (tokens[:count] >= vocab_size)).any()):
+                fault = FAULT_TOKEN
+        if fault:
+            source, slot, count, start, digest = NO_SLOT, padding, 0, 0, 0
+        else:
+            followed.num_rows[slot] = start + count
+        taken.source_slots[row], taken.slots[row] = source, slot
+        taken.counts[row], taken.starts[row], taken.faults[row] = count, start, fault
+        taken.digests[row] = digest
+        taken.tokens[row] = -1
+        taken.tokens[row, :count] = tokens[:count]
+        taken.features[row, :count] = own_features[row, :count]
+
+
+def take_rows_triton(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    followed: FollowedSlots,
+    taken: TakenRows,
+    *,
+    first: int,
+    padding: int,
+    vocab_size: int,
+    rows_ahead: int,
+) -> None:
+    """Triton launches of `take_rows`: a program a row checks, then one a row and token copies."""
+    rows, width, size = taken.features.shape
+    if not rows:
+        return
+    _check_rows[(rows,)](
+        buffer.addresses,
+        buffer.bank_bytes,
+        state.words,
+        *followed,
+        len(followed.slot_of),
+        taken.source_slots,
+        taken.slots,
+        taken.counts,
+        taken.starts,
+        taken.digests,
+        taken.tokens,
+        taken.faults,
+        padding,
+        vocab_size,
+        rows_ahead,
+        FIRST=first,
+        DEPTH=buffer.depth,
+        WIDTH=width,
+        BLOCK=next_power_of_2(width),
+        num_warps=1,
+    )
+    _copy_features[(rows, width)](
+        buffer.addresses,
+        buffer.bank_bytes,
+        state.words,
+        taken.counts,
+        taken.features,
+        FIRST=first,
+        DEPTH=buffer.depth,
+        WIDTH=width,
+        SIZE=size,
+        BLOCK=min(_BLOCK, next_power_of_2(size)),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _check_rows(
+    addresses,
+    bank_bytes,
+    words,
+    slot_of,
+    num_rows,
+    max_rows,
+    num_slots,
+    source_slots,
+    slots,
+    counts,
+    starts,
+    digests,
+    tokens,
+    faults,
+    padding,
+    vocab_size,
+    rows_ahead,
+    FIRST: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    is_open = tl.load(words + 1) != 0
+    # A closed exchange may have no buffer any more.
+    at = tl.arange(0, BLOCK)
+    source = -1
+    count = 0
+    start = 0
+    digest = tl.full((), 0, tl.int64)
+    given = tl.zeros((BLOCK,), tl.int32)
+    if is_open:
+        bank = bank_offset(tl.load(words), bank_bytes, DEPTH)
+        source = tl.load(bank_array(addresses, FIRST, bank, tl.int32) + row)
+        count = tl.load(bank_array(addresses, FIRST + 1, bank, tl.int32) + row)
+        start = tl.load(bank_array(addresses, FIRST + 2, bank, tl.int32) + row)
+        digest = tl.load(bank_array(addresses, FIRST + 3, bank, tl.int64) + row)
+        own_tokens = bank_array(addresses, FIRST + 4, bank, tl.int32)
+        given = tl.load(own_tokens + row * WIDTH + at, mask=at < WIDTH, other=0)
+    is_there = is_open & (source != -1)
+    is_named = (source >= 0) & (source < num_slots)
+    slot = tl.load(slot_of + tl.where(is_named, source, 0))
+    is_named = is_named & (slot >= 0)
+    safe = tl.where(is_named, slot, padding)
+    known = tl.load(num_rows + safe)
+    room = tl.load(max_rows + safe)
+    has_count = (count >= 0) & (count <= WIDTH)
+    strange = ((given < 0) | (given >= vocab_size)) & (at < count) & (at < WIDTH)
+    is_strange = tl.sum(strange.to(tl.int32), axis=0) > 0
+    # Differences, for a sum of hostile numbers may wrap around.
+    has_room = count + rows_ahead <= room - start
+    fault = tl.where(is_strange, 6, 0)
+    fault = tl.where(has_room, fault, 5)
+    fault = tl.where(start == known, fault, 4)
+    fault = tl.where(has_count, fault, 3)
+    fault = tl.where(is_named, fault, 2)
+    fault = tl.where(is_there, fault, 1)
+    good = fault == 0
+    count = tl.where(good, count, 0)
+    start = tl.where(good, start, 0)
+    tl.store(source_slots + row, tl.where(good, source, -1))
+    tl.store(slots + row, tl.where(good, slot, padding))
+    tl.store(counts + row, count)
+    tl.store(starts + row, start)
+    tl.store(digests + row, tl.where(good, digest, 0))
+    tl.store(faults + row, fault)
+    tl.store(tokens + row * WIDTH + at, tl.where(at < count, given, -1), mask=at < WIDTH)
+    if good:
+        tl.store(num_rows + slot, start + count)
+
+
+@triton.jit
+def _copy_features(
+    addresses,
+    bank_bytes,
+    words,
+    counts,
+    features,
+    FIRST: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    token = tl.program_id(1)
+    if token < tl.load(counts + row):
+        bank = bank_offset(tl.load(words), bank_bytes, DEPTH)
+        own_features = bank_array(addresses, FIRST + 5, bank, features.dtype.element_ty)
+        base = (row * WIDTH + token).to(tl.int64) * SIZE
+        for start in range(0, SIZE, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(own_features + base + at, mask=at < SIZE)
+            tl.store(features + base + at, value, mask=at < SIZE)
