@@ -99,6 +99,8 @@ class RoundLauncher:
         """`simulated_rates`: SIMULATED acceptance, the chance of each draft position."""
         self._device = target.device
         self._slots = slots
+        self.drafter = in_process_drafter
+        """What drafts on the device, or has its drafts there."""
         self.family = family
         self._fused = fused
         self.graphs = GraphCache(target.device, enabled=graphs)
@@ -172,7 +174,7 @@ class RoundLauncher:
         endings = [piece.allowed for piece in chunks]
         if rows.allowed_tokens is not None or any(masks is not None for masks in endings):
             self._slots.allowed.fill_masks(rows.allowed_tokens or (), shape.nodes, endings)
-        undrafted = undrafted and shape.can_be_undrafted
+        undrafted = undrafted and shape.can_be_undrafted and self.form_drafts is not None
         alone = undrafted or self._drafts_behind(shape)
         verified = self._verify(shape, inputs, added, alone=alone)
         at = time.perf_counter()

@@ -69,6 +69,8 @@ class Driver:
     runner: ModelRunner
     pool: KVPool
     swap: SwapSpace | None = None
+    draft_length: int = 0
+    """Drafts a round of a drafter on another device; 0: there is none."""
     ahead: bool = False
     """Whether a round is submitted before the one before it is collected."""
     sessions: list[Session] = field(default_factory=list)
@@ -98,7 +100,7 @@ class Driver:
             now=0.0,
             keeps_features=False,
         )
-        session.in_process_draft_length = self.runner.in_process_draft_length
+        session.in_process_draft_length = self.runner.in_process_draft_length or self.draft_length
         self.runner.open_session(session)
         self.waiting.append(session)
         return session

@@ -20,7 +20,12 @@ from torch import Tensor
 from outrider.engine.device.drafting.draft_forward import DraftForward, NewRows
 from outrider.engine.device.drafting.draft_program import DraftProgram
 from outrider.engine.device.exchange.layout import ExchangeShape
-from outrider.engine.device.exchange.memory import SharedMemory, attach_buffer, new_buffer
+from outrider.engine.device.exchange.memory import (
+    SharedMemory,
+    attach_buffer,
+    detach_buffer,
+    new_buffer,
+)
 from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS, new_state
@@ -117,23 +122,32 @@ class DraftReplica:
         self.state = new_state(device)
         self.state.host_control[1] = timeout_us
         self.graphs = GraphCache(device, enabled=cuda_graphs)
+        self._memory: tuple[SharedMemory, ...] = ()
         self._rows: dict[int, TakenRows] = {}
         self._chunks: dict[int, TakenRows] = {}
 
     def attach(self, own: SharedMemory, peer: SharedMemory) -> None:
         """Exchange with a verifier: rounds in `own` memory, drafts in the `peer`'s, in the order of
-        the stream."""
+        the stream; both are closed with `detach`."""
         attach_buffer(self._verdicts, self.exchange_shape.verdict_layout(), own)
         attach_buffer(self._drafts, self.exchange_shape.draft_layout(), peer)
         self.state.words.copy_(torch.tensor([0, 1, 0, 1], dtype=torch.int32))
+        self._memory = (own, peer)
 
     def detach(self) -> None:
-        """Exchange with nobody any more, in the order of the stream."""
-        self.state.words[1].fill_(0)
-
-    def cancel(self) -> None:
-        """End the wait of whatever was launched; any thread."""
+        """Exchange with nobody any more, and close the buffers; waits for what was launched, whose
+        waits end at once."""
         self.state.host_control[0] = 1
+        self.state.words[1].fill_(0)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.state.host_control[0] = 0
+        self._followed.slot_of.fill_(NO_SLOT)
+        for buffer in (self._verdicts, self._drafts):
+            detach_buffer(buffer)
+        for memory in self._memory:
+            memory.close()
+        self._memory = ()
 
     @torch.inference_mode()
     def begin_session(

@@ -131,6 +131,13 @@ def attach_buffer(buffer: ExchangeBuffer, layout: BufferLayout, memory: SharedMe
         buffer.views.append(tuple(arrays))
 
 
+def detach_buffer(buffer: ExchangeBuffer) -> None:
+    """Have kernels find a buffer nowhere from here on, in the order of the current stream; whoever
+    uses it must be closed."""
+    buffer.addresses.zero_()
+    buffer.views.clear()
+
+
 class _Location(ctypes.Structure):
     _fields_ = (("type", c_int), ("id", c_int))
 

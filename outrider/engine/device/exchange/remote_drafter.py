@@ -8,12 +8,22 @@ X session slots, B rows of a bucket, n drafts, R rows of a launch, H width of a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows
+from outrider.engine.device.exchange.draft_replica import ReplicaRound
 from outrider.engine.device.exchange.layout import ExchangeShape
-from outrider.engine.device.exchange.memory import SharedMemory, attach_buffer, new_buffer
+from outrider.engine.device.exchange.memory import (
+    SharedMemory,
+    attach_buffer,
+    detach_buffer,
+    new_buffer,
+)
+from outrider.engine.device.graphs.shapes import AcceptanceMode, RoundShape
 from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS, new_state
@@ -24,6 +34,26 @@ from outrider.engine.kernels.exchange.drafts import (
 )
 from outrider.engine.kernels.exchange.numbers import publish_number, reserve_bank, wait_drafts
 from outrider.engine.kernels.exchange.verdicts import put_rows
+from outrider.spec.sampling import SamplingParams
+
+
+class ReplicaHost(Protocol):
+    """What the verifier's host tells the host of a `DraftReplica`, in order; nothing waits. See
+    there."""
+
+    def begin_session(
+        self, slot: int, blocks: Sequence[int], sampling: SamplingParams, *, num_rows: int
+    ) -> None:
+        """A session begins in a slot."""
+
+    def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """A session holds more K/V blocks."""
+
+    def end_session(self, slot: int) -> None:
+        """Nobody is in a slot any more."""
+
+    def launch_round(self, announced: ReplicaRound) -> None:
+        """The verifier has launched a round."""
 
 
 class RemoteDrafter:
@@ -56,25 +86,78 @@ class RemoteDrafter:
             self.digests = torch.zeros(shape.num_slots, dtype=torch.int64, device=device)
             """int64 [X]: digest of each session's prefix."""
         self._lengths: dict[int, Tensor] = {}
-        self.is_attached = False
+        self._host: ReplicaHost | None = None
+        self._memory: tuple[SharedMemory, ...] = ()
+        self._followed: set[int] = set()
+        """Slots whose sessions the drafter was told of."""
 
-    def attach(self, own: SharedMemory, peer: SharedMemory) -> None:
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a drafter to exchange with."""
+        return self._host is not None
+
+    def attach(self, own: SharedMemory, peer: SharedMemory, host: ReplicaHost) -> None:
         """Exchange with a drafter from the next round on: drafts in `own` memory, rounds in the
-        `peer`'s, in the order of the stream."""
+        `peer`'s, in the order of the stream; both are closed with `detach`. `host` hears what the
+        drafter's host must know."""
         attach_buffer(self._drafts, self.exchange_shape.draft_layout(), own)
         attach_buffer(self._verdicts, self.exchange_shape.verdict_layout(), peer)
         self.state.words.copy_(torch.tensor([0, 1, 0, 1], dtype=torch.int32))
-        self.is_attached = True
+        self._host, self._memory = host, (own, peer)
 
     def detach(self) -> None:
-        """Exchange with nobody any more, in the order of the stream; waits end at once."""
+        """Exchange with nobody any more, and close the buffers; waits for what was launched."""
+        self.state.host_control[0] = 1
         self.state.words[1].fill_(0)
-        self.is_attached = False
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.state.host_control[0] = 0
+        for buffer in (self._verdicts, self._drafts):
+            detach_buffer(buffer)
+        for memory in self._memory:
+            memory.close()
+        self._memory = ()
+        self._host = None
+        self._followed.clear()
 
-    def begin_session(self, slot: int, digest: int) -> None:
-        """A session begins, or comes back, with a prefix of this digest."""
-        signed = digest - (1 << 64) if digest >= 1 << 63 else digest
-        self.digests[slot].fill_(signed)
+    def begin_session(
+        self,
+        slot: int,
+        blocks: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        num_rows: int,
+        digest: int,
+    ) -> None:
+        """A session that is drafted for begins, or comes back, with a prefix of this digest, and
+        with K/V of so many draft rows in its blocks."""
+        if self._host is None:
+            return
+        self.digests[slot].fill_(digest - (1 << 64) if digest >= 1 << 63 else digest)
+        self._followed.add(slot)
+        self._host.begin_session(slot, blocks, sampling, num_rows=num_rows)
+
+    def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """A session holds these blocks, too, from place `first` of its table on."""
+        if self._host is not None and slot in self._followed:
+            self._host.add_blocks(slot, first, blocks)
+
+    def end_session(self, slot: int) -> None:
+        """Nobody is in a slot any more."""
+        if self._host is not None and slot in self._followed:
+            self._followed.discard(slot)
+            self._host.end_session(slot)
+
+    def follows(self, slot: int) -> bool:
+        """Whether the drafter was told of a slot's session."""
+        return slot in self._followed
+
+    def announce_round(self, shape: RoundShape) -> None:
+        """A round of this shape with drafts of this drafter was launched."""
+        if self._host is not None:
+            sampled = shape.acceptance_mode is AcceptanceMode.SAMPLED
+            rows = shape.rows + shape.chunks
+            self._host.launch_round(ReplicaRound(rows, shape.chunks, sampled))
 
     def receive_drafts(self, slots: Tensor) -> None:
         """Wait for the drafts of these sessions' next round, int32 [B], and take them."""

@@ -327,6 +327,15 @@ def take_rows_torch(
     rows_ahead: int,
 ) -> None:
     """PyTorch reference of `take_rows`, for the CPU only."""
+    if not int(state.words[1]):
+        # There may be no buffer any more.
+        taken.source_slots.fill_(NO_SLOT)
+        taken.slots.fill_(padding)
+        taken.tokens.fill_(-1)
+        taken.faults.fill_(FAULT_ABSENT)
+        for array in (taken.counts, taken.starts, taken.digests):
+            array.zero_()
+        return
     own = buffer.bank(int(state.words[0]))[first : first + 6]
     own_slots, own_counts, own_starts, own_digests, own_tokens, own_features = own
     rows, width = taken.tokens.shape
@@ -335,7 +344,7 @@ def take_rows_torch(
         source, count, start = int(own_slots[row]), int(own_counts[row]), int(own_starts[row])
         digest, tokens = int(own_digests[row]), own_tokens[row].clone()
         fault, slot = FAULT_NONE, padding
-        if not int(state.words[1]) or source == NO_SLOT:
+        if source == NO_SLOT:
             fault = FAULT_ABSENT
         elif not 0 <= source < len(followed.slot_of) or int(followed.slot_of[source]) < 0:
             fault = FAULT_SLOT

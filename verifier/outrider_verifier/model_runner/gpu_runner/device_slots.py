@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter
+from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
 from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
 from outrider.engine.swap import SwapSpace
+from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.sampling import Rule
 from outrider_verifier.model_runner.batch import PrefillRow
 from outrider_verifier.model_runner.swapped_sessions import SwappedSessions
@@ -56,9 +58,14 @@ class DeviceSlotTable:
     """
 
     def __init__(
-        self, slots: DeviceSessionSlots, in_process_drafter: InProcessDrafter | None
+        self,
+        slots: DeviceSessionSlots,
+        in_process_drafter: InProcessDrafter | None,
+        remote_drafter: RemoteDrafter | None = None,
     ) -> None:
+        """At most one of the drafters is there."""
         self._slots, self._in_process_drafter = slots, in_process_drafter
+        self._remote_drafter = remote_drafter
         self._warps = (
             [slots.warp]
             if in_process_drafter is None
@@ -116,6 +123,18 @@ class DeviceSlotTable:
                 self._in_process_drafter.forget_draft(slot)
                 self._blank.add(slot)
         self._were_whole.discard(session.ticket)
+        if self._remote_drafter is not None and session.in_process_draft_length:
+            # The drafter's K/V is not swapped: what it had of this session is lost.
+            device_slot.has_full_draft_kv = not kept
+            if not kept:
+                self._remote_drafter.begin_session(
+                    slot,
+                    session.kv.blocks,
+                    session.spec.sampling,
+                    num_rows=session.kv.len,
+                    digest=extend_digest(EMPTY_DIGEST, session.tokens[: session.length]),
+                )
+                device_slot.has_current_draft = begun
         return kept
 
     def suspend_session(self, session: Session, swap: SwapSpace | None) -> bool:
@@ -125,7 +144,7 @@ class DeviceSlotTable:
         self._grown.pop(session.ticket, None)
         if device_slot.has_full_draft_kv:
             self._were_whole.add(session.ticket)
-        self._slots.close_slot(device_slot.slot)
+        self._close_slot(device_slot.slot)
         return self._suspended.swap_out(session, swap)
 
     def prefetch_session(self, session: Session) -> bool:
@@ -140,7 +159,17 @@ class DeviceSlotTable:
         device_slot = self._device_slots.pop(session.ticket, None)
         if device_slot is not None:
             self._blank.discard(device_slot.slot)
-            self._slots.close_slot(device_slot.slot)
+            self._close_slot(device_slot.slot)
+
+    def _close_slot(self, slot: int) -> None:
+        self._slots.close_slot(slot)
+        if self._remote_drafter is not None:
+            self._remote_drafter.end_session(slot)
+
+    def forget_remote_drafts(self) -> None:
+        """The drafter on another device is gone: no session has drafts or draft K/V."""
+        for device_slot in self._device_slots.values():
+            device_slot.has_current_draft = device_slot.has_full_draft_kv = False
 
     def record_drafts(
         self, device_slots: Sequence[DeviceSlot], prompts: Sequence[PrefillRow], *, own: bool
@@ -148,7 +177,7 @@ class DeviceSlotTable:
         """A launch of these rows and prompts is submitted, with in-process drafts or without: note
         whose in-process draft follows their prefix behind it. Which of the rows have none to verify
         yet."""
-        if self._in_process_drafter is None:
+        if self._in_process_drafter is None and self._remote_drafter is None:
             return _NOBODY
         if not own:
             # The head misses what is written.
@@ -181,6 +210,9 @@ class DeviceSlotTable:
             if len(blocks) > s.uploaded_blocks
         ]
         self._slots.upload_changes(added)
+        if self._remote_drafter is not None:
+            for slot, first, blocks in added:
+                self._remote_drafter.add_blocks(slot, first, blocks)
         # Only now: what the device was not told of is told again.
         for device_slot, blocks in grown:
             device_slot.uploaded_blocks = max(device_slot.uploaded_blocks, len(blocks))

@@ -19,9 +19,13 @@ from numpy.typing import NDArray
 from outrider.engine.device.current_device import init_launching_thread, is_device_usable
 from outrider.engine.device.device_timeline import DeviceRecorder
 from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter, InProcessDraftShape
+from outrider.engine.device.exchange.layout import ExchangeShape
+from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
+from outrider.engine.device.graphs.shape_family import ShapeFamily
 from outrider.engine.device.graphs.shapes import (
     CHUNK_BUCKETS,
     CHUNK_TOKENS,
+    DraftKind,
     RoundShape,
 )
 from outrider.engine.device.round_launcher import LaunchedRound, RoundLauncher
@@ -83,6 +87,7 @@ class GpuModelRunner:
         slack: KVHeadroom,
         device: torch.device,
         in_process_drafter: InProcessDrafter | None,
+        remote_drafter: RemoteDrafter | None = None,
         feature_dtype: TensorDtype,
         max_prefill_slowdown: float,
         throttle: RoundThrottle | None = None,
@@ -91,11 +96,19 @@ class GpuModelRunner:
         self._slots = slots
         self.rounds = rounds
         self._in_process_drafter = in_process_drafter
+        self.remote_drafter = remote_drafter
+        """What drafts on another device, once a drafter is attached; None: nothing may."""
+        self._draft_length = 0
+        """Drafts of a round that verifies such as lie on this device."""
+        if in_process_drafter is not None:
+            self._draft_length = in_process_drafter.shape.num_nodes
+        elif remote_drafter is not None:
+            self._draft_length = remote_drafter.exchange_shape.draft_length
         self._feature_dtype = feature_dtype
         self._wire_dtype = to_wire_array(torch.empty(0), feature_dtype).dtype
         self._device = device
         self.slot_headroom = slack
-        self._device_slots = DeviceSlotTable(slots, in_process_drafter)
+        self._device_slots = DeviceSlotTable(slots, in_process_drafter, remote_drafter)
         self._throttle = throttle
         self._reserve: ShmAllocator | None = None
         """Places for features; None: there are none."""
@@ -105,7 +118,7 @@ class GpuModelRunner:
         """When the last round had been collected."""
         self._times = MeasuredRoundTimes(
             rounds.family,
-            drafts_itself=in_process_drafter is not None,
+            drafts_itself=self._draft_length > 0,
             max_prefill_slowdown=max_prefill_slowdown,
         )
 
@@ -119,13 +132,17 @@ class GpuModelRunner:
         *,
         recorder: DeviceRecorder | None = None,
         throttle: RoundThrottle | None = None,
+        exchange_timeout_ms: float = 0.0,
     ) -> GpuModelRunner:
         """The engine of a loaded target; `head` drafts in this process (colocated, fused) and
-        `throttle` makes rounds last longer."""
+        `throttle` makes rounds last longer. `exchange_timeout_ms`: how long a round waits for
+        drafts of a drafter on another device of this host; 0: there is none."""
+        is_exchanging = head is None and projection is not None and exchange_timeout_ms > 0.0
+        drafts_here = head is not None or is_exchanging
         shape = InProcessDraftShape(
-            config.draft_length if head is not None else 0, config.draft_top_k
+            config.draft_length if drafts_here else 0, config.draft_top_k if head else 1
         )
-        in_process_slots = shape.extra_slots if head is not None else 0
+        in_process_slots = shape.extra_slots if drafts_here else 0
         # The host's word on a session may be a round old.
         slack = KVHeadroom(config.max_tree_nodes, rounds=2, in_process_slots=in_process_slots)
         pool = target.pool
@@ -139,25 +156,31 @@ class GpuModelRunner:
             max_nodes=config.max_tree_nodes + 1,
             vocab_size=target.vocab_size,
             device=target.device,
-            in_process_nodes=1 + shape.num_nodes if head is not None else 0,
+            in_process_nodes=1 + shape.num_nodes if drafts_here else 0,
             graphs=config.cuda_graphs,
         )
         in_process_drafter = (
             InProcessDrafter(head, slots, pool, shape=shape, max_len=max_len) if head else None
         )
+        family = shape_family_for(
+            config,
+            in_process_nodes=1 + shape.num_nodes if drafts_here else 0,
+            features=projection is not None,
+        )
+        remote_drafter = None
+        if is_exchanging:
+            assert projection is not None
+            remote_drafter = _remote_drafter(
+                config, target, slots, projection, family, timeout_ms=exchange_timeout_ms
+            )
         rounds = RoundLauncher(
             target,
             slots,
-            shape_family_for(
-                config,
-                in_process_nodes=0
-                if in_process_drafter is None
-                else 1 + in_process_drafter.shape.num_nodes,
-                features=projection is not None,
-            ),
+            family,
             projection=projection,
-            in_process_drafter=in_process_drafter,
-            fused=config.placement == "fused",
+            in_process_drafter=in_process_drafter or remote_drafter,
+            # A remote drafter's part of a round is two small kernels.
+            fused=config.placement == "fused" or is_exchanging,
             graphs=config.cuda_graphs,
             simulated_rates=config.simulated_rates or None,
             recorder=recorder,
@@ -168,6 +191,7 @@ class GpuModelRunner:
             slack=slack,
             device=target.device,
             in_process_drafter=in_process_drafter,
+            remote_drafter=remote_drafter,
             feature_dtype=config.feature_dtype,
             max_prefill_slowdown=config.max_prefill_slowdown,
             throttle=throttle,
@@ -192,6 +216,18 @@ class GpuModelRunner:
     def in_process_draft_length(self) -> int:
         """Drafts of a round of the in-process drafter."""
         return 0 if self._in_process_drafter is None else self._in_process_drafter.shape.num_nodes
+
+    @property
+    def remote_draft_length(self) -> int:
+        """Drafts of a round of the drafter on another device; 0: there is none now."""
+        remote = self.remote_drafter
+        return self._draft_length if remote is not None and remote.is_attached else 0
+
+    def detach_remote_drafter(self) -> None:
+        """The drafter on another device is gone: no session has drafts of it any more."""
+        assert self.remote_drafter is not None
+        self.remote_drafter.detach()
+        self._device_slots.forget_remote_drafts()
 
     @property
     def chunk_tokens(self) -> int:
@@ -292,7 +328,7 @@ class GpuModelRunner:
                 (place, row, self._device_slots.get_slot(row.session))
                 for place, row in enumerate(prefill)
             ],
-            in_process_drafter=self._in_process_drafter is not None,
+            in_process_drafter=self._draft_length > 0,
             mixes=self.rounds.family.allows_prefill,
         )
         for group in groups:
@@ -314,6 +350,8 @@ class GpuModelRunner:
                 part=part,
                 place=self._shm_target_of(group) if len(groups) == 1 else None,
             )
+            if self.remote_drafter is not None and group.has_in_process_drafts:
+                self.remote_drafter.announce_round(group.launched.shape)
         return GpuInFlightRound(prefill, verify, groups, submitted)
 
     def _shm_target_of(
@@ -394,7 +432,7 @@ class GpuModelRunner:
         for row, count in zip(group.rows, counts, strict=True):
             if not row.session.is_ended:
                 row.session.kv.advance(count)
-        drafted = self.in_process_draft_length if group.has_in_process_drafts else 0
+        drafted = self._draft_length if group.has_in_process_drafts else 0
         features = self._wire_features(launched)
         # Features that had to be converted lie elsewhere.
         in_place = launched.is_in_place and features is launched.read_features()
@@ -421,3 +459,32 @@ class GpuModelRunner:
             return array
         assert launched.features is not None
         return to_wire_array(launched.features.wait_tensor(), self._feature_dtype)
+
+
+def _remote_drafter(
+    config: VerifierConfig,
+    target: TargetModel,
+    slots: DeviceSessionSlots,
+    projection: FeatureProjection,
+    family: ShapeFamily,
+    *,
+    timeout_ms: float,
+) -> RemoteDrafter:
+    """What exchanges with a drafter on another device; its buffers hold any round of `family`."""
+    shapes = [shape for shape in family.all_shapes() if shape.draft_kind is DraftKind.IN_PROCESS]
+    shape = ExchangeShape(
+        num_slots=slots.padding + 1,
+        max_rows=max(each.rows + each.chunks for each in shapes),
+        draft_length=config.draft_length,
+        max_chunks=max(each.chunks for each in shapes),
+        chunk_tokens=CHUNK_TOKENS,
+        feature_size=projection.hidden_size,
+        feature_dtype=target.dtype,
+        distribution_entries=0,
+    )
+    return RemoteDrafter(
+        shape,
+        vocab_size=target.vocab_size,
+        device=target.device,
+        timeout_us=int(timeout_ms * 1000),
+    )

@@ -147,6 +147,8 @@ def test_a_closed_exchange_puts_nothing(function: Callable[..., None]) -> None:
 def test_a_closed_exchange_takes_nothing(function: Callable[..., None]) -> None:
     arrays, followed = verdict_buffer(), followed_slots()
     put(put_rows_torch, arrays, launch(3))
+    arrays.views.clear()
+    arrays.addresses.zero_()
     taken = take(function, arrays, followed, 3, is_open=0)
     assert taken.faults.tolist() == [FAULT_ABSENT] * 3
     assert taken.counts.tolist() == [0] * 3
