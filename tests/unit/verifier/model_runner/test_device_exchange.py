@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,9 @@ from outrider.engine.device.drafting.eagle_weights import HeadWeights
 from outrider.engine.device.exchange.draft_replica import DraftReplica, ReplicaSlots
 from outrider.engine.device.exchange.memory import (
     SharedMemory,
+    allocate_on_device,
     allocate_on_host,
+    map_device_memory,
     map_host_memory,
 )
 from outrider.engine.heads import load_feature_projection, load_head
@@ -50,13 +52,22 @@ class Exchange(NamedTuple):
     replica: DraftReplica
 
 
-def exchanging(target_dir: Path, head_dir: Path, *, timeout_ms: float = 1000.0) -> Exchange:
+def exchanging(
+    target_dir: Path,
+    head_dir: Path,
+    *,
+    timeout_ms: float = 1000.0,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Exchange:
     """A runner and a replica, which has joined, in this process."""
-    target = load_target(target_dir, kv_tokens=16 * BLOCKS, packed=False)
-    projection = load_feature_projection(head_dir, num_target_layers=6)
+    place: dict[str, Any] = {"device": str(device), "dtype": dtype}
+    target = load_target(target_dir, kv_tokens=16 * BLOCKS, packed=False, **place)
+    projection = load_feature_projection(head_dir, num_target_layers=6, **place)
     config = VerifierConfig(
         model="tiny",
         max_sessions=4,
+        device=str(device),
         max_tree_nodes=MAX_NODES,
         feature_head=str(head_dir),
     )
@@ -64,7 +75,7 @@ def exchanging(target_dir: Path, head_dir: Path, *, timeout_ms: float = 1000.0) 
     remote = runner.remote_drafter
     assert remote is not None
     head = load_head(
-        head_dir, embedding=target.embedding, num_target_layers=6, make_linear=PlainLinear
+        head_dir, embedding=target.embedding, num_target_layers=6, make_linear=PlainLinear, **place
     )
     weights, shape = HeadWeights.from_head(head), remote.exchange_shape
     replica = DraftReplica(
@@ -75,22 +86,23 @@ def exchanging(target_dir: Path, head_dir: Path, *, timeout_ms: float = 1000.0) 
         shape,
         ReplicaSlots(BLOCKS, target.pool.block_tokens, BLOCKS),
         vocab_size=target.vocab_size,
-        dtype=torch.float32,
-        device=CPU,
+        dtype=dtype,
+        device=device,
     )
-    drafts, peers_drafts = both_sides(shape.draft_layout().num_bytes)
-    verdicts, peers_verdicts = both_sides(shape.verdict_layout().num_bytes)
+    drafts, peers_drafts = both_sides(shape.draft_layout().num_bytes, device)
+    verdicts, peers_verdicts = both_sides(shape.verdict_layout().num_bytes, device)
     replica.attach(verdicts, peers_drafts)
     remote.attach(drafts, peers_verdicts, replica)
     swap = runner.make_swap_space(1 << 22, target.pool)
     return Exchange(Driver(runner, target.pool, swap, draft_length=3), replica)
 
 
-def both_sides(num_bytes: int) -> tuple[SharedMemory, SharedMemory]:
+def both_sides(num_bytes: int, device: torch.device) -> tuple[SharedMemory, SharedMemory]:
     """Memory as the side that allocated it sees it, and as its peer does."""
-    own = allocate_on_host(num_bytes, CPU)
+    is_cuda = device.type == "cuda"
+    own = (allocate_on_device if is_cuda else allocate_on_host)(num_bytes, device)
     descriptor = own.make_descriptor()
-    peer = map_host_memory(descriptor, num_bytes, CPU)
+    peer = (map_device_memory if is_cuda else map_host_memory)(descriptor, num_bytes, device)
     os.close(descriptor)
     return own, peer
 
