@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
@@ -12,7 +14,12 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import ConnectionLostError, InvalidMessageError, OutriderError
+from outrider.errors import (
+    ConnectionLostError,
+    InvalidMessageError,
+    OutriderError,
+    UnavailableError,
+)
 from outrider.transport.shm.ring_buffer import RING_BYTES, RingBuffer
 from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import EncodedMessage
@@ -27,8 +34,10 @@ MAX_PART_BYTES: Final = RING_BYTES // 4
 """Larger frames cross in parts of this size: for these a ring has room again and again."""
 MAX_INLINE_BYTES: Final = 32 << 10
 """Frames up to this size cross in the packet itself."""
-_INLINE, _IN_RING, _GOES_ON = b"\0", b"\1", b"\2"
-"""A frame in the packet; a frame or its last part in the ring; a part that is not the last."""
+_INLINE, _IN_RING, _GOES_ON, _DESCRIPTOR = b"\0", b"\1", b"\2", b"\3"
+"""A frame in the packet; a frame or its last part in the ring; a part that is not the last; nothing
+but a file descriptor."""
+_ONE_DESCRIPTOR: Final = socket.CMSG_SPACE(array("i", [0]).itemsize)
 _PLACE: Final = struct.Struct("<QQ")
 """Offset and size of a frame in the ring."""
 RING_POLL_S: Final = 0.001
@@ -59,6 +68,8 @@ class ShmChannel:
         """Bytes of the first of these that have left in parts."""
         self._parts: list[bytes] = []
         """Of a frame that is not here as a whole yet; all are of PART_BYTES."""
+        self._descriptor = -1
+        """The file descriptor that came last, until it is taken."""
         self._broken: OutriderError | None = None
         """What ended what can be received, behind the frames before it."""
         self.ring_full = False
@@ -93,6 +104,28 @@ class ShmChannel:
                 self._unsent.append(frame.data if isinstance(frame, EncodedMessage) else frame)
                 self.unsent_bytes += size
         self.flush()
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Pass a file descriptor behind all frames so far; it stays the caller's. Raises
+        UnavailableError where frames wait for room, ConnectionLostError when the peer is gone."""
+        if self._unsent:
+            raise UnavailableError(
+                "frames wait for room in the shared-memory channel", reason="SHM_CHANNEL_BUSY"
+            )
+        try:
+            socket.send_fds(self._socket, [_DESCRIPTOR], [descriptor])
+        except (BlockingIOError, InterruptedError):
+            raise UnavailableError(
+                "the shared-memory channel takes no packet now", reason="SHM_CHANNEL_BUSY"
+            ) from None
+        except OSError as error:
+            raise _lost(str(error)) from None
+
+    def take_descriptor(self) -> int | None:
+        """The file descriptor that came before the frames received last, which is the caller's to
+        close from here on; None: none came since."""
+        descriptor, self._descriptor = self._descriptor, -1
+        return None if descriptor < 0 else descriptor
 
     def allow_reservations(self, pin: Callable[[NDArray[np.uint8]], bool]) -> None:
         """From here on places can be reserved, if `pin` can have the memory written to by whoever
@@ -159,7 +192,9 @@ class ShmChannel:
             raise self._broken.copy()
         while True:
             try:
-                packet = self._socket.recv(MAX_INLINE_BYTES + 1)
+                packet, ancillary, _, _ = self._socket.recvmsg(
+                    MAX_INLINE_BYTES + 1, _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC
+                )
             except (BlockingIOError, InterruptedError):
                 return None
             except ConnectionResetError:
@@ -167,11 +202,28 @@ class ShmChannel:
                 continue
             except OSError as error:
                 raise _lost(str(error)) from None
+            if ancillary or packet == _DESCRIPTOR:
+                self._keep_descriptor(packet, ancillary)
+                continue
             if not packet:
                 raise ShmClosedError(
                     "the peer closed its end of the shared-memory channel", reason=_LOST
                 )
             return packet
+
+    def _keep_descriptor(self, packet: bytes, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
+        """Raises ConnectionLostError unless the packet is one file descriptor, the only one that
+        waits."""
+        found = array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+        if packet == _DESCRIPTOR and len(found) == 1 and self._descriptor < 0:
+            self._descriptor = found[0]
+            return
+        for descriptor in found:
+            os.close(descriptor)
+        raise _lost("a file descriptor that was not asked for")
 
     def close(self) -> None:
         """Close this end; idempotent. The peer is told."""
@@ -180,6 +232,9 @@ class ShmChannel:
         self.closed = True
         with contextlib.suppress(OSError):
             self._socket.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
         self._unsent.clear()
         self._outgoing.close()
         self._incoming.close()

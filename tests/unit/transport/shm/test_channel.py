@@ -1,12 +1,15 @@
-"""A lane carries frames of any size in order, bounds nothing by blocking, and trusts nobody."""
+"""A shared-memory channel carries frames and file descriptors in order, bounds nothing by
+blocking, and trusts nobody."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import random
 import secrets
+import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 
@@ -353,3 +356,85 @@ def test_a_peer_that_breaks_its_lane_is_warned_of(caplog: pytest.LogCaptureFixtu
     assert [(each.levelname, each.message) for each in caplog.records] == [
         ("WARNING", "shared-memory channel lost")
     ]
+
+
+def memory_with(content: bytes) -> int:
+    """A descriptor of memory with this in it."""
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, content)
+    return descriptor
+
+
+def test_a_file_descriptor_crosses_behind_the_frames_before_it() -> None:
+    with lane_pair() as (left, right):
+        mine = memory_with(b"shared")
+        left.send(b"before")
+        left.send_descriptor(mine)
+        os.close(mine)
+        left.send(b"behind")
+        assert right.take_descriptor() is None
+        assert right.receive() == [b"before", b"behind"]
+        theirs = right.take_descriptor()
+        assert theirs is not None
+        assert os.pread(theirs, 6, 0) == b"shared"
+        os.close(theirs)
+        assert right.take_descriptor() is None
+
+
+def held_memories() -> int:
+    """Descriptors of this process that `memory_with` made, or that are copies of such."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += "memfd:test" in os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def test_a_descriptor_that_nobody_takes_is_closed_with_the_channel() -> None:
+    with lane_pair() as (left, right):
+        mine = memory_with(b"")
+        left.send_descriptor(mine)
+        os.close(mine)
+        assert right.receive() == []
+        assert held_memories() == 1
+        right.close()
+        assert held_memories() == 0
+
+
+@pytest.mark.parametrize("count", [2, 3, 200])
+def test_descriptors_that_were_not_asked_for_end_the_channel_and_stay_nobodys(count: int) -> None:
+    with hostile_peer() as (peer, shm_channel):
+        mine = memory_with(b"")
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(peer, [b"\3"], [mine] * count)
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError):
+                shm_channel.receive()
+        assert len(os.listdir("/proc/self/fd")) == before
+        os.close(mine)
+
+
+@pytest.mark.parametrize("packet", [b"\0frame", b"\3\3", b"\1"])
+def test_a_descriptor_beside_a_frame_ends_the_channel(packet: bytes) -> None:
+    with hostile_peer() as (peer, shm_channel):
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(peer, [packet], [0])
+        with pytest.raises(ConnectionLostError):
+            shm_channel.receive()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_second_descriptor_before_the_first_was_taken_ends_the_channel() -> None:
+    with hostile_peer() as (peer, shm_channel):
+        socket.send_fds(peer, [b"\3"], [0])
+        socket.send_fds(peer, [b"\3"], [0])
+        with pytest.raises(ConnectionLostError):
+            shm_channel.receive()
+
+
+def test_a_descriptor_does_not_overtake_frames() -> None:
+    with lane_pair() as (left, _):
+        left.send(*[bytes(3_000_000)] * 40)
+        assert left.num_unsent
+        with pytest.raises(UnavailableError):
+            left.send_descriptor(0)
