@@ -132,7 +132,13 @@ class DraftReplica:
         attach_buffer(self._verdicts, self.exchange_shape.verdict_layout(), own)
         attach_buffer(self._drafts, self.exchange_shape.draft_layout(), peer)
         self.state.words.copy_(torch.tensor([0, 1, 0, 1], dtype=torch.int32))
+        self.state.host_control[2:] = 1
         self._memory = (own, peer)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all rounds that were announced have come, as far as the device knows."""
+        return bool(self._memory) and bool(self.state.host_control[2])
 
     def detach(self) -> None:
         """Exchange with nobody any more, and close the buffers; waits for what was launched, whose

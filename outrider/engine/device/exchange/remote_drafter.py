@@ -96,6 +96,17 @@ class RemoteDrafter:
         """Whether there is a drafter to exchange with."""
         return self._host is not None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the drafter gets what rounds put, as far as the last round on the device
+        knows."""
+        return self.is_attached and bool(self.state.host_control[2])
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the last round on the device had to do without the drafter."""
+        return self.is_attached and not bool(self.state.host_control[3])
+
     def attach(self, own: SharedMemory, peer: SharedMemory, host: ReplicaHost) -> None:
         """Exchange with a drafter from the next round on: drafts in `own` memory, rounds in the
         `peer`'s, in the order of the stream; both are closed with `detach`. `host` hears what the
@@ -103,6 +114,7 @@ class RemoteDrafter:
         attach_buffer(self._drafts, self.exchange_shape.draft_layout(), own)
         attach_buffer(self._verdicts, self.exchange_shape.verdict_layout(), peer)
         self.state.words.copy_(torch.tensor([0, 1, 0, 1], dtype=torch.int32))
+        self.state.host_control[2:] = 1
         self._host, self._memory = host, (own, peer)
 
     def detach(self) -> None:

@@ -76,16 +76,17 @@ class ExchangeState(NamedTuple):
     """int64 [4]: nanoseconds of the device's clock at the begin and end of the last wait, and when
     this side last published a number; unused."""
     control: Tensor
-    """int64 [1]: address of int32 [2] in memory of the host, which it writes at any time: not 0
-    ends a wait; microseconds that a wait lasts at most."""
+    """int64 [1]: address of `host_control`."""
     host_control: Tensor
-    """int32 [2]: that memory."""
+    """int32 [4] in memory of the host. It writes two words at any time: not 0 ends a wait;
+    microseconds that a wait lasts at most. The device writes two: 1 while the exchange is open; 1
+    if the last wait found what it waited for."""
 
 
 def new_state(device: torch.device) -> ExchangeState:
     """The state of a side that is not open yet."""
     with torch.inference_mode(False):
-        host = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        host = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
         return ExchangeState(
             torch.zeros(4, dtype=torch.int32, device=device),
             torch.zeros(4, dtype=torch.int64, device=device),

@@ -48,6 +48,7 @@ def wait_drafts_torch(drafts: ExchangeBuffer, state: ExchangeState) -> None:
     if int(words[1]):
         found, polls = _poll(drafts.bank(0)[0], words[0], state, begun, bound=bool(words[3]))
     words[2], words[3] = polls, int(found)
+    state.host_control[2:] = words[[1, 3]]
     state.stamps[0], state.stamps[1] = begun, time.monotonic_ns()
 
 
@@ -76,6 +77,7 @@ def wait_round_torch(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
         found, polls = _poll(verdicts.bank(0)[0], words[0] + 1, state, begun, bound=True)
         words[0] += int(found)
     words[1], words[2], words[3] = int(found), polls, int(found)
+    state.host_control[2:] = words[[1, 3]]
     state.stamps[0], state.stamps[1] = begun, time.monotonic_ns()
 
 
@@ -100,12 +102,12 @@ def reserve_bank_torch(drafts: ExchangeBuffer, state: ExchangeState, *, depth: i
     """PyTorch reference of `reserve_bank`, for the CPU only."""
     words = state.words
     if int(words[1]) and int(words[0] + 1 - drafts.bank(0)[0][0]) > depth:
-        words[1] = 0
+        words[1] = state.host_control[2] = 0
 
 
 def reserve_bank_triton(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
     """Triton launch of `reserve_bank`."""
-    _reserve_bank[(1,)](drafts.addresses, state.words, DEPTH=depth, num_warps=1)
+    _reserve_bank[(1,)](drafts.addresses, state.words, state.control, DEPTH=depth, num_warps=1)
 
 
 def publish_number(buffer: ExchangeBuffer, state: ExchangeState, *, step: int) -> None:
@@ -207,6 +209,13 @@ def array_at(addresses, place: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _tell_host(control, is_open, found):
+    host = tl.load(control).to(tl.pointer_type(tl.int32))
+    tl.store(host + 2, is_open)
+    tl.store(host + 3, found)
+
+
+@triton.jit
 def _wait(number, wanted, control, begun, lasts):
     """Whether the number has come, and after how many looks; `lasts` 0: it is looked at once."""
     host = tl.load(control).to(tl.pointer_type(tl.int32))
@@ -238,6 +247,7 @@ def _wait_drafts(addresses, words, stamps, control):
     if tl.load(words + 1) != 0:
         number = array_at(addresses, 0, tl.int32)
         found, polls = _wait(number, tl.load(words), control, begun, tl.load(words + 3))
+    _tell_host(control, tl.load(words + 1), found)
     tl.store(words + 2, polls)
     tl.store(words + 3, found)
     tl.store(stamps, begun)
@@ -255,6 +265,7 @@ def _wait_round(addresses, words, stamps, control):
         found, polls = _wait(number, wanted, control, begun, 1)
         if found != 0:
             tl.store(words, wanted)
+    _tell_host(control, found, found)
     tl.store(words + 1, found)
     tl.store(words + 2, polls)
     tl.store(words + 3, found)
@@ -263,11 +274,12 @@ def _wait_round(addresses, words, stamps, control):
 
 
 @triton.jit
-def _reserve_bank(addresses, words, DEPTH: tl.constexpr):
+def _reserve_bank(addresses, words, control, DEPTH: tl.constexpr):
     if tl.load(words + 1) != 0:
         taken = load_acquire(array_at(addresses, 0, tl.int32))
         if tl.load(words) + 1 - taken > DEPTH:
             tl.store(words + 1, 0)
+            _tell_host(control, 0, 0)
 
 
 @triton.jit

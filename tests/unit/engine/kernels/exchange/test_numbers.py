@@ -65,6 +65,8 @@ def test_both_sides_count_the_same_rounds(call: Call, begun: int) -> None:
     call("wait_drafts", both.drafts, both.verifier)
     assert both.verifier.words[0] == both.drafter.words[0] == int32s([begun])[0] + 5
     assert both.verifier.words[[1, 3]].tolist() == both.drafter.words[[1, 3]].tolist() == [1, 1]
+    for state in (both.verifier, both.drafter):
+        assert state.host_control[2:].tolist() == [1, 1]
 
 
 def test_a_wait_ends_when_the_peer_has_come() -> None:
@@ -90,9 +92,10 @@ def test_a_drafter_without_its_round_is_closed(is_cancelled: bool) -> None:
     both.drafter.host_control[0] = int(is_cancelled)
     numbers.wait_round_torch(both.verdicts, both.drafter)
     assert both.drafter.words[[0, 1, 3]].tolist() == [3, 0, 0]
+    assert both.drafter.host_control[2:].tolist() == [0, 0]
     # The round comes too late.
     both.verdicts.bank(0)[0][0] = 4
-    both.drafter.host_control[:] = int32s([0, 60_000_000])
+    both.drafter.host_control[:2] = int32s([0, 60_000_000])
     numbers.wait_round_torch(both.verdicts, both.drafter)
     numbers.publish_number_torch(both.drafts, both.drafter, step=0)
     assert both.drafter.words[[0, 1, 3]].tolist() == [3, 0, 0]
@@ -108,7 +111,7 @@ def test_a_verifier_without_drafts_goes_on_and_waits_for_late_ones_no_more(
     both.drafts.bank(0)[0][0] = 2
     numbers.wait_drafts_torch(both.drafts, both.verifier)
     assert both.verifier.words[[0, 1, 3]].tolist() == [3, 1, 0]
-    both.verifier.host_control[:] = int32s([0, 60_000_000])
+    both.verifier.host_control[:2] = int32s([0, 60_000_000])
     begun = time.monotonic()
     numbers.publish_number_torch(both.verdicts, both.verifier, step=1)
     numbers.wait_drafts_torch(both.drafts, both.verifier)
@@ -125,6 +128,7 @@ def test_a_verifier_is_closed_where_the_ring_is_full(call: Call) -> None:
     for place in range(4):
         call("reserve_bank", both.drafts, both.verifier, depth=3)
         assert both.verifier.words[1] == int(place < 3)
+        assert place < 3 or both.verifier.host_control[2] == 0
         call("publish_number", both.verdicts, both.verifier, step=1)
     assert both.verdicts.bank(0)[0][0] == int32s([2**31 - 2])[0] + 3
     call("wait_drafts", both.drafts, both.verifier)
