@@ -13,6 +13,9 @@ common_codec.py            Codec of types that several messages share: enums, sa
                            statistics.
 control_codec.py           Codec of control RPCs: GetInfo, SetPlan, CloseSession, Drain, and Attach
                            and Detach of drafters.
+device_exchange.py         Messages about a replica: the draft model of one verifier on another GPU
+                           of the verifier's host.
+device_exchange_codec.py   Codec of the messages about a replica; decoding validates every field.
 exchange_codec.py          Codec of exchange messages (verifier and drafter); decoding validates
                            every field.
 inference.py               Public inference API as dataclasses: requests and answers of clients and

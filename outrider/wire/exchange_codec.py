@@ -37,6 +37,17 @@ from outrider.wire.common_codec import (
     token_limits_from_pb,
     token_limits_to_pb,
 )
+from outrider.wire.device_exchange_codec import (
+    replica_answer_to_pb,
+    replica_blocks_added_from_pb,
+    replica_command_to_pb,
+    replica_offer_from_pb,
+    replica_ready_from_pb,
+    replica_refused_from_pb,
+    replica_round_from_pb,
+    replica_session_begin_from_pb,
+    replica_session_end_from_pb,
+)
 from outrider.wire.limits import (
     MAX_BUNDLE_BYTES,
     MAX_HANDLES,
@@ -52,6 +63,13 @@ from outrider.wire.messages import (
     Hello,
     PlanChange,
     Proposals,
+    ReplicaBlocksAdded,
+    ReplicaOffer,
+    ReplicaReady,
+    ReplicaRefused,
+    ReplicaRoundLaunched,
+    ReplicaSessionBegin,
+    ReplicaSessionEnd,
     SessionEnd,
     SessionsLost,
     SessionStart,
@@ -92,6 +110,8 @@ def encode_drafter_message(message: DrafterMessage) -> bytes:
             frame = pb.ExchangeRequest(heartbeat=common_pb2.Heartbeat(sequence=message.sequence))
         case ShmAnswer():
             frame = pb.ExchangeRequest(shm_answer=pb.ShmAnswer(joined=message.is_joined))
+        case ReplicaReady() | ReplicaRefused():
+            frame = replica_answer_to_pb(message)
         case Hello():
             frame = pb.ExchangeRequest(hello=_hello_to_pb(message))
     return frame.SerializeToString(deterministic=True)
@@ -158,11 +178,16 @@ def _drafter_message(data: EncodedFrame) -> DrafterMessage:
             return SessionsLost(_handles(frame.sessions_lost))
         case "shm_answer":
             return ShmAnswer(frame.shm_answer.joined)
+        case "replica_ready":
+            return replica_ready_from_pb(frame.replica_ready)
+        case "replica_refused":
+            return replica_refused_from_pb(frame.replica_refused)
         case "hello":
             return _hello_from_pb(frame.hello)
         case _:
             raise_invalid(
-                "a drafter's message must hold hello, shm answer, proposals, losses or heartbeat"
+                "a drafter's message must hold hello, shm answer, proposals, losses, replica "
+                "answer or heartbeat"
             )
 
 
@@ -183,6 +208,14 @@ def encode_verifier_message(message: VerifierMessage) -> bytes:
             frame = pb.ExchangeResponse(
                 plan_change=pb.PlanChange(handle=message.handle, plan=plan_to_pb(message.plan))
             )
+        case (
+            ReplicaOffer()
+            | ReplicaSessionBegin()
+            | ReplicaBlocksAdded()
+            | ReplicaSessionEnd()
+            | ReplicaRoundLaunched()
+        ):
+            frame = replica_command_to_pb(message)
         case Welcome():
             frame = pb.ExchangeResponse(
                 welcome=pb.Welcome(
@@ -231,6 +264,16 @@ def _verifier_message(data: EncodedFrame) -> VerifierMessage:
                 handle=_handle(frame.plan_change.handle),
                 plan=plan_from_pb(frame.plan_change.plan),
             )
+        case "replica_round_launched":
+            return replica_round_from_pb(frame.replica_round_launched)
+        case "replica_blocks_added":
+            return replica_blocks_added_from_pb(frame.replica_blocks_added)
+        case "replica_session_begin":
+            return replica_session_begin_from_pb(frame.replica_session_begin)
+        case "replica_session_end":
+            return replica_session_end_from_pb(frame.replica_session_end)
+        case "replica_offer":
+            return replica_offer_from_pb(frame.replica_offer)
         case "welcome":
             return Welcome(
                 protocol_version=frame.welcome.protocol_version,

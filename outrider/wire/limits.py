@@ -46,4 +46,24 @@ MAX_ADDRESS_BYTES = 1024
 MAX_EVENT_ROWS = 1 << 16
 """Sessions of one message of events."""
 MAX_ERROR_BYTES = 8192
-"""Text of a session's error."""
+"""Text of a session's error, and of why a drafter refuses a replica."""
+MAX_REPLICA_SLOTS = 1 << 16
+"""Session slots of a replica, its padding slot left out."""
+MAX_ROUND_ROWS = 1 << 16
+"""Decode rows of a round that a replica follows."""
+MAX_ROUND_CHUNKS = 1024
+"""Prefill chunks of a round that a replica follows."""
+MAX_CHUNK_TOKENS = 1024
+"""Tokens of one of these prefill chunks."""
+MAX_DRAFT_LENGTH = 64
+"""Tokens of a draft chain of a replica."""
+MAX_SLOT_ENTRIES = 4096
+"""Entries of one draft distribution of a replica."""
+MAX_EXCHANGE_DEPTH = 64
+"""Rounds that a verifier may be ahead of a replica."""
+MAX_KV_BLOCKS = 1 << 24
+"""K/V blocks of a verifier's pool."""
+MAX_BLOCK_TOKENS = 1024
+"""K/V slots of a block."""
+MAX_TABLE_BLOCKS = 1 << 20
+"""Blocks of a session's block table."""

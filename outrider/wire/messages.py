@@ -22,6 +22,16 @@ from outrider.spec.token_limits import TokenLimits
 from outrider.wire.arrays import FeatureRows as FeatureRows
 from outrider.wire.arrays import TensorDtype as TensorDtype
 from outrider.wire.arrays import WireTensor as WireTensor
+from outrider.wire.device_exchange import MemoryKind as MemoryKind
+from outrider.wire.device_exchange import ReplicaAnswer as ReplicaAnswer
+from outrider.wire.device_exchange import ReplicaBlocksAdded as ReplicaBlocksAdded
+from outrider.wire.device_exchange import ReplicaCommand as ReplicaCommand
+from outrider.wire.device_exchange import ReplicaOffer as ReplicaOffer
+from outrider.wire.device_exchange import ReplicaReady as ReplicaReady
+from outrider.wire.device_exchange import ReplicaRefused as ReplicaRefused
+from outrider.wire.device_exchange import ReplicaRoundLaunched as ReplicaRoundLaunched
+from outrider.wire.device_exchange import ReplicaSessionBegin as ReplicaSessionBegin
+from outrider.wire.device_exchange import ReplicaSessionEnd as ReplicaSessionEnd
 from outrider.wire.logprobs import EventLogprobs as EventLogprobs
 from outrider.wire.logprobs import TokenLogprobs
 from outrider.wire.rounds import DraftDistributions as DraftDistributions
@@ -110,7 +120,9 @@ class EncodedMessage:
         return EncodedMessage((self.data,))
 
 
-DrafterMessage = Hello | ShmAnswer | Proposals | SessionsLost | Heartbeat | EncodedMessage
+DrafterMessage = (
+    Hello | ShmAnswer | Proposals | SessionsLost | Heartbeat | ReplicaAnswer | EncodedMessage
+)
 
 # ---- exchange: verifier -> drafter -------------------------------------------------------------
 
@@ -177,7 +189,14 @@ class SessionEnd:
 
 
 VerifierMessage = (
-    Welcome | SessionStart | Verdicts | PlanChange | SessionEnd | Heartbeat | EncodedMessage
+    Welcome
+    | SessionStart
+    | Verdicts
+    | PlanChange
+    | SessionEnd
+    | Heartbeat
+    | ReplicaCommand
+    | EncodedMessage
 )
 
 # ---- control: router -> verifier ---------------------------------------------------------------

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.spec.flat_trees import chain_parents
 from outrider.spec.mix64 import MASK64
-from outrider.wire.arrays import FeatureRows, TensorDtype
+from outrider.wire.arrays import FeatureRows
 from outrider.wire.bundles import (
     LENGTH_DELIMITED,
     Encoded,
@@ -40,7 +40,7 @@ from outrider.wire.rounds import (
     Proposals,
     Verdicts,
 )
-from outrider.wire.tensors import DTYPES_FROM_PB, DTYPES_TO_PB, NUMPY_DTYPES
+from outrider.wire.tensors import DTYPES_FROM_PB, DTYPES_TO_PB, FLOAT_DTYPES, NUMPY_DTYPES
 from outrider.wire.v1 import exchange_pb2 as pb
 
 VERDICTS_FIELD: Final = pb.ExchangeResponse.VERDICTS_FIELD_NUMBER
@@ -53,7 +53,6 @@ _DISTRIBUTION_FIELDS: Final = (
     pb.Proposals.DISTRIBUTION_TOKEN_IDS_FIELD_NUMBER,
     pb.Proposals.DISTRIBUTION_COUNTS_FIELD_NUMBER,
 )
-_FEATURE_DTYPES = (TensorDtype.FLOAT32, TensorDtype.FLOAT16, TensorDtype.BFLOAT16)
 _UINT8, _UINT16, _UINT32, _UINT64 = (np.dtype(f"<u{size}") for size in (1, 2, 4, 8))
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
@@ -280,7 +279,7 @@ def _features(content: _Contents, counts: Indices, offsets: Indices) -> FeatureR
     if not len(offsets) and not counts.any() and not len(data):
         return None
     dtype = DTYPES_FROM_PB.get(tag)
-    if dtype is None or dtype not in _FEATURE_DTYPES:
+    if dtype is None or dtype not in FLOAT_DTYPES:
         raise_invalid(f"features must be floating point, got element type {tag}")
     check_number(width, "feature_width", low=1, high=MAX_FEATURE_WIDTH)
     held = NUMPY_DTYPES[dtype]

@@ -28,6 +28,8 @@ DTYPES_TO_PB: dict[TensorDtype, common_pb2.TensorDtype] = {
 DTYPES_FROM_PB: dict[int, TensorDtype] = {
     int(value): dtype for dtype, value in DTYPES_TO_PB.items()
 }
+FLOAT_DTYPES = (TensorDtype.FLOAT32, TensorDtype.FLOAT16, TensorDtype.BFLOAT16)
+"""What features may be."""
 
 FLOAT32 = np.dtype("<f4")
 INT32 = np.dtype("<i4")

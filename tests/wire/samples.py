@@ -138,6 +138,22 @@ HELLO = m.Hello(
     feature_layout=m.FeatureLayout.PROJECTED,
     feature_fingerprint="cd" * 8,
 )
+REPLICA_OFFER = m.ReplicaOffer(
+    num_slots=65537,
+    max_rows=256,
+    draft_length=7,
+    max_chunks=16,
+    chunk_tokens=512,
+    feature_size=4096,
+    feature_dtype=m.TensorDtype.BFLOAT16,
+    distribution_entries=32,
+    depth=4,
+    num_blocks=2**24,
+    block_tokens=16,
+    table_blocks=8192,
+    vocab_size=49152,
+    memory=m.MemoryKind.DEVICE,
+)
 SAMPLES: dict[str, tuple[str, Any]] = {
     "proposals": ("drafter", m.Proposals.of_proposals([CHAIN, PROPOSAL], draft_us=1234)),
     "chains": ("drafter", m.Proposals.of_proposals([CHAIN])),
@@ -205,6 +221,24 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "plan_change": ("verifier", m.PlanChange(handle=70000, plan=SpeculationPlan())),
     "session_end": ("verifier", m.SessionEnd(handle=2**20 - 1)),
     "verifier_heartbeat": ("verifier", m.Heartbeat(2**64 - 1)),
+    "replica_offer": ("verifier", REPLICA_OFFER),
+    "replica_session_begin": (
+        "verifier",
+        m.ReplicaSessionBegin(
+            slot=65535, blocks=(3, 0, 2**24 - 1), sampling=SAMPLING.for_drafter(), num_rows=40
+        ),
+    ),
+    "replica_blocks_added": (
+        "verifier",
+        m.ReplicaBlocksAdded(slot=7, first=2**20, blocks=(300,)),
+    ),
+    "replica_session_end": ("verifier", m.ReplicaSessionEnd(slot=65535)),
+    "replica_round_launched": (
+        "verifier",
+        m.ReplicaRoundLaunched(rows=65536, chunks=3, is_sampled=True),
+    ),
+    "replica_ready": ("drafter", m.ReplicaReady(memory=m.MemoryKind.HOST)),
+    "replica_refused": ("drafter", m.ReplicaRefused(reason="out of device memory: K\u00f6ln")),
     "session_open": (
         "sessions_request",
         m.SessionOpen(

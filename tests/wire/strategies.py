@@ -201,8 +201,54 @@ LANES = st.builds(
 )
 LOST = st.builds(messages.SessionsLost, st.lists(HANDLES, min_size=1, max_size=5).map(tuple))
 HEARTBEATS = st.builds(messages.Heartbeat, UINT64)
+SLOTS = st.integers(0, 2**16 - 1)
+BLOCKS = st.lists(IDS, max_size=40).map(tuple)
+MEMORY_KINDS = st.sampled_from(messages.MemoryKind)
+REPLICA_ANSWERS: st.SearchStrategy[messages.ReplicaAnswer] = st.builds(
+    messages.ReplicaReady, memory=MEMORY_KINDS
+) | st.builds(messages.ReplicaRefused, reason=NAMES)
+REPLICA_COMMANDS: st.SearchStrategy[messages.ReplicaCommand] = st.one_of(
+    st.builds(
+        messages.ReplicaOffer,
+        num_slots=st.integers(2, 65537),
+        max_rows=st.integers(1, 65536),
+        draft_length=st.integers(1, 64),
+        max_chunks=st.integers(0, 1024),
+        chunk_tokens=st.integers(1, 1024),
+        feature_size=st.integers(1, 65536),
+        feature_dtype=st.sampled_from(
+            [
+                messages.TensorDtype.FLOAT32,
+                messages.TensorDtype.FLOAT16,
+                messages.TensorDtype.BFLOAT16,
+            ]
+        ),
+        distribution_entries=st.integers(0, 4096),
+        depth=st.integers(1, 64),
+        num_blocks=st.integers(1, 2**24),
+        block_tokens=st.integers(1, 1024),
+        table_blocks=st.integers(1, 2**20),
+        vocab_size=st.integers(1, 2**24),
+        memory=MEMORY_KINDS,
+    ),
+    st.builds(
+        messages.ReplicaSessionBegin,
+        slot=SLOTS,
+        blocks=BLOCKS,
+        sampling=SAMPLING.map(SamplingParams.for_drafter),
+        num_rows=LENGTHS,
+    ),
+    st.builds(messages.ReplicaBlocksAdded, slot=SLOTS, first=st.integers(0, 2**20), blocks=BLOCKS),
+    st.builds(messages.ReplicaSessionEnd, slot=SLOTS),
+    st.builds(
+        messages.ReplicaRoundLaunched,
+        rows=st.integers(0, 65536),
+        chunks=st.integers(0, 1024),
+        is_sampled=st.booleans(),
+    ),
+)
 DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = (
-    proposals() | HELLOS | HEARTBEATS | LOST | SHM_ANSWERS
+    proposals() | HELLOS | HEARTBEATS | LOST | SHM_ANSWERS | REPLICA_ANSWERS
 )
 VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
     verdicts(),
@@ -230,6 +276,7 @@ VERIFIER_MESSAGES: st.SearchStrategy[messages.VerifierMessage] = st.one_of(
     ),
     st.builds(messages.PlanChange, handle=HANDLES, plan=PLANS),
     st.builds(messages.SessionEnd, handle=HANDLES),
+    REPLICA_COMMANDS,
 )
 
 

@@ -36,12 +36,18 @@ from outrider.wire.messages import (
     FeatureLayout,
     Heartbeat,
     Hello,
+    ReplicaCommand,
     Welcome,
 )
 from outrider_drafter.config import DrafterConfig
 from outrider_drafter.metrics import DrafterMetrics
 from outrider_drafter.proposers.interface import Proposer
-from outrider_drafter.server.draft_engine import ConnectionClosed, DraftEngine, OutgoingProposals
+from outrider_drafter.server.draft_engine import (
+    ConnectionClosed,
+    DraftEngine,
+    OutgoingProposals,
+    SessionMessage,
+)
 from outrider_drafter.server.draft_loop import DraftLoop
 from outrider_drafter.server.handshake import connect_to_verifier
 from outrider_drafter.state.session import VerdictLimits
@@ -354,7 +360,13 @@ class DrafterService:
                 logger.warning("malformed message", extra={"reason": error.message})
                 continue
             together = (message, *connection.receive_ready())
-            told = [m for m in together if not isinstance(m, Heartbeat | Welcome | EncodedMessage)]
+            told: list[SessionMessage] = []
+            for each in together:
+                if isinstance(each, ReplicaCommand):
+                    # Drafters have no replicas.
+                    self.metrics.ignored_messages.labels("replica").inc()
+                elif not isinstance(each, Heartbeat | Welcome | EncodedMessage):
+                    told.append(each)
             if told:
                 self._worker.submit_messages(number, *told)
             while self._worker.backlog(number) > self._config.max_backlog:

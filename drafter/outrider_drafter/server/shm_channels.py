@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from outrider.errors import InvalidMessageError
 from outrider.transport.shm import ShmChannel, ShmChannelSet
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
-from outrider.wire.messages import EncodedMessage, Heartbeat, Welcome
+from outrider.wire.messages import EncodedMessage, Heartbeat, ReplicaCommand, Welcome
 from outrider_drafter.metrics import DrafterMetrics
 from outrider_drafter.server.draft_engine import OutgoingProposals, SessionMessage
 
@@ -67,6 +67,9 @@ class VerifierShmChannels(ShmChannelSet):
                 if isinstance(message, InvalidMessageError):
                     self._metrics.ignored_messages.labels("malformed").inc()
                     logger.warning("malformed message", extra={"reason": message.message})
+                elif isinstance(message, ReplicaCommand):
+                    # Drafters have no replicas.
+                    self._metrics.ignored_messages.labels("replica").inc()
                 elif not isinstance(message, Heartbeat | Welcome | EncodedMessage):
                     found.append((connection, message))
         return found

@@ -25,37 +25,53 @@ _sym_db = _symbol_database.Default()
 from outrider.wire.v1 import common_pb2 as outrider_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/wire/v1/exchange.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\xc9\x02\n\x0f\x45xchangeRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.outrider.wire.v1.HelloH\x00\x12\x30\n\tproposals\x18\x02 \x01(\x0b\x32\x1b.outrider.wire.v1.ProposalsH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x37\n\rsessions_lost\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionsLostH\x00\x12\x31\n\nshm_answer\x18\x05 \x01(\x0b\x32\x1b.outrider.wire.v1.ShmAnswerH\x00\x12\x31\n\x06\x62undle\x18\x0f \x03(\x0b\x32!.outrider.wire.v1.ExchangeRequestB\t\n\x07message\"\x84\x03\n\x10\x45xchangeResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.outrider.wire.v1.WelcomeH\x00\x12\x37\n\rsession_start\x18\x02 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionStartH\x00\x12.\n\x08verdicts\x18\x03 \x01(\x0b\x32\x1a.outrider.wire.v1.VerdictsH\x00\x12\x33\n\x0bplan_change\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.PlanChangeH\x00\x12\x33\n\x0bsession_end\x18\x05 \x01(\x0b\x32\x1c.outrider.wire.v1.SessionEndH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x32\n\x06\x62undle\x18\x0f \x03(\x0b\x32\".outrider.wire.v1.ExchangeResponseB\t\n\x07message\"\xab\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ndrafter_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12.\n\x07methods\x18\x06 \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x37\n\x0e\x66\x65\x61ture_layout\x18\x07 \x01(\x0e\x32\x1f.outrider.wire.v1.FeatureLayout\x12\x1b\n\x13\x66\x65\x61ture_fingerprint\x18\x08 \x01(\t\x12\x14\n\x0csupports_shm\x18\t \x01(\x08\x12\x17\n\x0f\x66\x65\x61ture_offsets\x18\n \x01(\x08\"\xe4\x01\n\tProposals\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0f\n\x07parents\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x18\n\x10has_distribution\x18\x06 \x01(\x0c\x12\x19\n\x11\x64istribution_lens\x18\x07 \x01(\x0c\x12\x1e\n\x16\x64istribution_token_ids\x18\x08 \x01(\x0c\x12\x1b\n\x13\x64istribution_counts\x18\t \x01(\x0c\x12\x10\n\x08\x64raft_us\x18\n \x01(\x04\"\x1f\n\x0cSessionsLost\x12\x0f\n\x07handles\x18\x01 \x03(\r\"|\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12-\n\tshm_offer\x18\x04 \x01(\x0b\x32\x1a.outrider.wire.v1.ShmOffer\"\'\n\x08ShmOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x1b\n\tShmAnswer\x12\x0e\n\x06joined\x18\x01 \x01(\x08\"\xdb\x02\n\x0cSessionStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04plan\x18\x03 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.outrider.wire.v1.Sampling\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x12\n\nprompt_len\x18\x06 \x01(\r\x12\x0e\n\x06handle\x18\x07 \x01(\r\x12=\n\x11structured_output\x18\x08 \x01(\x0b\x32\".outrider.wire.v1.StructuredOutput\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x33\n\x0ctoken_limits\x18\x0f \x01(\x0b\x32\x1d.outrider.wire.v1.TokenLimits\"\xb4\x01\n\x08Verdicts\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x34\n\rfeature_dtype\x18\x04 \x01(\x0e\x32\x1d.outrider.wire.v1.TensorDtype\x12\x15\n\rfeature_width\x18\x05 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x01(\x0c\x12\x17\n\x0f\x66\x65\x61ture_offsets\x18\x07 \x01(\x0c\"B\n\nPlanChange\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\"\x1c\n\nSessionEnd\x12\x0e\n\x06handle\x18\x01 \x01(\r2h\n\x0f\x45xchangeService\x12U\n\x08\x45xchange\x12!.outrider.wire.v1.ExchangeRequest\x1a\".outrider.wire.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/wire/v1/exchange.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\xbf\x03\n\x0f\x45xchangeRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.outrider.wire.v1.HelloH\x00\x12\x30\n\tproposals\x18\x02 \x01(\x0b\x32\x1b.outrider.wire.v1.ProposalsH\x00\x12\x30\n\theartbeat\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x37\n\rsessions_lost\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionsLostH\x00\x12\x31\n\nshm_answer\x18\x05 \x01(\x0b\x32\x1b.outrider.wire.v1.ShmAnswerH\x00\x12\x37\n\rreplica_ready\x18\x06 \x01(\x0b\x32\x1e.outrider.wire.v1.ReplicaReadyH\x00\x12;\n\x0freplica_refused\x18\x07 \x01(\x0b\x32 .outrider.wire.v1.ReplicaRefusedH\x00\x12\x31\n\x06\x62undle\x18\x0f \x03(\x0b\x32!.outrider.wire.v1.ExchangeRequestB\t\n\x07message\"\xd9\x05\n\x10\x45xchangeResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.outrider.wire.v1.WelcomeH\x00\x12\x37\n\rsession_start\x18\x02 \x01(\x0b\x32\x1e.outrider.wire.v1.SessionStartH\x00\x12.\n\x08verdicts\x18\x03 \x01(\x0b\x32\x1a.outrider.wire.v1.VerdictsH\x00\x12\x33\n\x0bplan_change\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.PlanChangeH\x00\x12\x33\n\x0bsession_end\x18\x05 \x01(\x0b\x32\x1c.outrider.wire.v1.SessionEndH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.outrider.wire.v1.HeartbeatH\x00\x12\x37\n\rreplica_offer\x18\x07 \x01(\x0b\x32\x1e.outrider.wire.v1.ReplicaOfferH\x00\x12\x46\n\x15replica_session_begin\x18\x08 \x01(\x0b\x32%.outrider.wire.v1.ReplicaSessionBeginH\x00\x12\x44\n\x14replica_blocks_added\x18\t \x01(\x0b\x32$.outrider.wire.v1.ReplicaBlocksAddedH\x00\x12\x42\n\x13replica_session_end\x18\n \x01(\x0b\x32#.outrider.wire.v1.ReplicaSessionEndH\x00\x12H\n\x16replica_round_launched\x18\x0b \x01(\x0b\x32&.outrider.wire.v1.ReplicaRoundLaunchedH\x00\x12\x32\n\x06\x62undle\x18\x0f \x03(\x0b\x32\".outrider.wire.v1.ExchangeResponseB\t\n\x07message\"\xab\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ndrafter_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12.\n\x07methods\x18\x06 \x03(\x0e\x32\x1d.outrider.wire.v1.DraftMethod\x12\x37\n\x0e\x66\x65\x61ture_layout\x18\x07 \x01(\x0e\x32\x1f.outrider.wire.v1.FeatureLayout\x12\x1b\n\x13\x66\x65\x61ture_fingerprint\x18\x08 \x01(\t\x12\x14\n\x0csupports_shm\x18\t \x01(\x08\x12\x17\n\x0f\x66\x65\x61ture_offsets\x18\n \x01(\x08\"\xe4\x01\n\tProposals\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0f\n\x07parents\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x18\n\x10has_distribution\x18\x06 \x01(\x0c\x12\x19\n\x11\x64istribution_lens\x18\x07 \x01(\x0c\x12\x1e\n\x16\x64istribution_token_ids\x18\x08 \x01(\x0c\x12\x1b\n\x13\x64istribution_counts\x18\t \x01(\x0c\x12\x10\n\x08\x64raft_us\x18\n \x01(\x04\"\x1f\n\x0cSessionsLost\x12\x0f\n\x07handles\x18\x01 \x03(\r\"|\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bverifier_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12-\n\tshm_offer\x18\x04 \x01(\x0b\x32\x1a.outrider.wire.v1.ShmOffer\"\'\n\x08ShmOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x1b\n\tShmAnswer\x12\x0e\n\x06joined\x18\x01 \x01(\x08\"\xdb\x02\n\x0cSessionStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04plan\x18\x03 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.outrider.wire.v1.Sampling\x12\x0f\n\x07max_len\x18\x05 \x01(\r\x12\x12\n\nprompt_len\x18\x06 \x01(\r\x12\x0e\n\x06handle\x18\x07 \x01(\r\x12=\n\x11structured_output\x18\x08 \x01(\x0b\x32\".outrider.wire.v1.StructuredOutput\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x33\n\x0ctoken_limits\x18\x0f \x01(\x0b\x32\x1d.outrider.wire.v1.TokenLimits\"\xb4\x01\n\x08Verdicts\x12\x0f\n\x07\x63olumns\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x34\n\rfeature_dtype\x18\x04 \x01(\x0e\x32\x1d.outrider.wire.v1.TensorDtype\x12\x15\n\rfeature_width\x18\x05 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x01(\x0c\x12\x17\n\x0f\x66\x65\x61ture_offsets\x18\x07 \x01(\x0c\"B\n\nPlanChange\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12$\n\x04plan\x18\x02 \x01(\x0b\x32\x16.outrider.wire.v1.Plan\"\x1c\n\nSessionEnd\x12\x0e\n\x06handle\x18\x01 \x01(\r\"\xee\x02\n\x0cReplicaOffer\x12\x11\n\tnum_slots\x18\x01 \x01(\r\x12\x10\n\x08max_rows\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_length\x18\x03 \x01(\r\x12\x12\n\nmax_chunks\x18\x04 \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x06 \x01(\r\x12\x34\n\rfeature_dtype\x18\x07 \x01(\x0e\x32\x1d.outrider.wire.v1.TensorDtype\x12\x1c\n\x14\x64istribution_entries\x18\x08 \x01(\r\x12\r\n\x05\x64\x65pth\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x0b \x01(\r\x12\x14\n\x0ctable_blocks\x18\x0c \x01(\r\x12\x12\n\nvocab_size\x18\r \x01(\r\x12,\n\x06memory\x18\x0e \x01(\x0e\x32\x1c.outrider.wire.v1.MemoryKind\"s\n\x13ReplicaSessionBegin\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x0c\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.outrider.wire.v1.Sampling\x12\x10\n\x08num_rows\x18\x04 \x01(\r\"A\n\x12ReplicaBlocksAdded\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x0c\"!\n\x11ReplicaSessionEnd\x12\x0c\n\x04slot\x18\x01 \x01(\r\"E\n\x14ReplicaRoundLaunched\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x0e\n\x06\x63hunks\x18\x02 \x01(\r\x12\x0f\n\x07sampled\x18\x03 \x01(\x08\"<\n\x0cReplicaReady\x12,\n\x06memory\x18\x01 \x01(\x0e\x32\x1c.outrider.wire.v1.MemoryKind\" \n\x0eReplicaRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t*W\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12MEMORY_KIND_DEVICE\x10\x01\x12\x14\n\x10MEMORY_KIND_HOST\x10\x02\x32h\n\x0f\x45xchangeService\x12U\n\x08\x45xchange\x12!.outrider.wire.v1.ExchangeRequest\x1a\".outrider.wire.v1.ExchangeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.wire.v1.exchange_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_MEMORYKIND']._serialized_start=3414
+  _globals['_MEMORYKIND']._serialized_end=3501
   _globals['_EXCHANGEREQUEST']._serialized_start=85
-  _globals['_EXCHANGEREQUEST']._serialized_end=414
-  _globals['_EXCHANGERESPONSE']._serialized_start=417
-  _globals['_EXCHANGERESPONSE']._serialized_end=805
-  _globals['_HELLO']._serialized_start=808
-  _globals['_HELLO']._serialized_end=1107
-  _globals['_PROPOSALS']._serialized_start=1110
-  _globals['_PROPOSALS']._serialized_end=1338
-  _globals['_SESSIONSLOST']._serialized_start=1340
-  _globals['_SESSIONSLOST']._serialized_end=1371
-  _globals['_WELCOME']._serialized_start=1373
-  _globals['_WELCOME']._serialized_end=1497
-  _globals['_SHMOFFER']._serialized_start=1499
-  _globals['_SHMOFFER']._serialized_end=1538
-  _globals['_SHMANSWER']._serialized_start=1540
-  _globals['_SHMANSWER']._serialized_end=1567
-  _globals['_SESSIONSTART']._serialized_start=1570
-  _globals['_SESSIONSTART']._serialized_end=1917
-  _globals['_VERDICTS']._serialized_start=1920
-  _globals['_VERDICTS']._serialized_end=2100
-  _globals['_PLANCHANGE']._serialized_start=2102
-  _globals['_PLANCHANGE']._serialized_end=2168
-  _globals['_SESSIONEND']._serialized_start=2170
-  _globals['_SESSIONEND']._serialized_end=2198
-  _globals['_EXCHANGESERVICE']._serialized_start=2200
-  _globals['_EXCHANGESERVICE']._serialized_end=2304
+  _globals['_EXCHANGEREQUEST']._serialized_end=532
+  _globals['_EXCHANGERESPONSE']._serialized_start=535
+  _globals['_EXCHANGERESPONSE']._serialized_end=1264
+  _globals['_HELLO']._serialized_start=1267
+  _globals['_HELLO']._serialized_end=1566
+  _globals['_PROPOSALS']._serialized_start=1569
+  _globals['_PROPOSALS']._serialized_end=1797
+  _globals['_SESSIONSLOST']._serialized_start=1799
+  _globals['_SESSIONSLOST']._serialized_end=1830
+  _globals['_WELCOME']._serialized_start=1832
+  _globals['_WELCOME']._serialized_end=1956
+  _globals['_SHMOFFER']._serialized_start=1958
+  _globals['_SHMOFFER']._serialized_end=1997
+  _globals['_SHMANSWER']._serialized_start=1999
+  _globals['_SHMANSWER']._serialized_end=2026
+  _globals['_SESSIONSTART']._serialized_start=2029
+  _globals['_SESSIONSTART']._serialized_end=2376
+  _globals['_VERDICTS']._serialized_start=2379
+  _globals['_VERDICTS']._serialized_end=2559
+  _globals['_PLANCHANGE']._serialized_start=2561
+  _globals['_PLANCHANGE']._serialized_end=2627
+  _globals['_SESSIONEND']._serialized_start=2629
+  _globals['_SESSIONEND']._serialized_end=2657
+  _globals['_REPLICAOFFER']._serialized_start=2660
+  _globals['_REPLICAOFFER']._serialized_end=3026
+  _globals['_REPLICASESSIONBEGIN']._serialized_start=3028
+  _globals['_REPLICASESSIONBEGIN']._serialized_end=3143
+  _globals['_REPLICABLOCKSADDED']._serialized_start=3145
+  _globals['_REPLICABLOCKSADDED']._serialized_end=3210
+  _globals['_REPLICASESSIONEND']._serialized_start=3212
+  _globals['_REPLICASESSIONEND']._serialized_end=3245
+  _globals['_REPLICAROUNDLAUNCHED']._serialized_start=3247
+  _globals['_REPLICAROUNDLAUNCHED']._serialized_end=3316
+  _globals['_REPLICAREADY']._serialized_start=3318
+  _globals['_REPLICAREADY']._serialized_end=3378
+  _globals['_REPLICAREFUSED']._serialized_start=3380
+  _globals['_REPLICAREFUSED']._serialized_end=3412
+  _globals['_EXCHANGESERVICE']._serialized_start=3503
+  _globals['_EXCHANGESERVICE']._serialized_end=3607
 # @@protoc_insertion_point(module_scope)

@@ -1,5 +1,6 @@
 from outrider.wire.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,30 +8,48 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class MemoryKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMORY_KIND_UNSPECIFIED: _ClassVar[MemoryKind]
+    MEMORY_KIND_DEVICE: _ClassVar[MemoryKind]
+    MEMORY_KIND_HOST: _ClassVar[MemoryKind]
+MEMORY_KIND_UNSPECIFIED: MemoryKind
+MEMORY_KIND_DEVICE: MemoryKind
+MEMORY_KIND_HOST: MemoryKind
+
 class ExchangeRequest(_message.Message):
-    __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "shm_answer", "bundle")
+    __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "shm_answer", "replica_ready", "replica_refused", "bundle")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_LOST_FIELD_NUMBER: _ClassVar[int]
     SHM_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_READY_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_REFUSED_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     proposals: Proposals
     heartbeat: _common_pb2.Heartbeat
     sessions_lost: SessionsLost
     shm_answer: ShmAnswer
+    replica_ready: ReplicaReady
+    replica_refused: ReplicaRefused
     bundle: _containers.RepeatedCompositeFieldContainer[ExchangeRequest]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., sessions_lost: _Optional[_Union[SessionsLost, _Mapping]] = ..., shm_answer: _Optional[_Union[ShmAnswer, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proposals: _Optional[_Union[Proposals, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., sessions_lost: _Optional[_Union[SessionsLost, _Mapping]] = ..., shm_answer: _Optional[_Union[ShmAnswer, _Mapping]] = ..., replica_ready: _Optional[_Union[ReplicaReady, _Mapping]] = ..., replica_refused: _Optional[_Union[ReplicaRefused, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeRequest, _Mapping]]] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("welcome", "session_start", "verdicts", "plan_change", "session_end", "heartbeat", "bundle")
+    __slots__ = ("welcome", "session_start", "verdicts", "plan_change", "session_end", "heartbeat", "replica_offer", "replica_session_begin", "replica_blocks_added", "replica_session_end", "replica_round_launched", "bundle")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SESSION_START_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     PLAN_CHANGE_FIELD_NUMBER: _ClassVar[int]
     SESSION_END_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_OFFER_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_SESSION_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_BLOCKS_ADDED_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_SESSION_END_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ROUND_LAUNCHED_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     session_start: SessionStart
@@ -38,8 +57,13 @@ class ExchangeResponse(_message.Message):
     plan_change: PlanChange
     session_end: SessionEnd
     heartbeat: _common_pb2.Heartbeat
+    replica_offer: ReplicaOffer
+    replica_session_begin: ReplicaSessionBegin
+    replica_blocks_added: ReplicaBlocksAdded
+    replica_session_end: ReplicaSessionEnd
+    replica_round_launched: ReplicaRoundLaunched
     bundle: _containers.RepeatedCompositeFieldContainer[ExchangeResponse]
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., session_start: _Optional[_Union[SessionStart, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., plan_change: _Optional[_Union[PlanChange, _Mapping]] = ..., session_end: _Optional[_Union[SessionEnd, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeResponse, _Mapping]]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., session_start: _Optional[_Union[SessionStart, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., plan_change: _Optional[_Union[PlanChange, _Mapping]] = ..., session_end: _Optional[_Union[SessionEnd, _Mapping]] = ..., heartbeat: _Optional[_Union[_common_pb2.Heartbeat, _Mapping]] = ..., replica_offer: _Optional[_Union[ReplicaOffer, _Mapping]] = ..., replica_session_begin: _Optional[_Union[ReplicaSessionBegin, _Mapping]] = ..., replica_blocks_added: _Optional[_Union[ReplicaBlocksAdded, _Mapping]] = ..., replica_session_end: _Optional[_Union[ReplicaSessionEnd, _Mapping]] = ..., replica_round_launched: _Optional[_Union[ReplicaRoundLaunched, _Mapping]] = ..., bundle: _Optional[_Iterable[_Union[ExchangeResponse, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "drafter_id", "incarnation", "vocab_size", "tokenizer_hash", "methods", "feature_layout", "feature_fingerprint", "supports_shm", "feature_offsets")
@@ -178,3 +202,85 @@ class SessionEnd(_message.Message):
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     handle: int
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
+
+class ReplicaOffer(_message.Message):
+    __slots__ = ("num_slots", "max_rows", "draft_length", "max_chunks", "chunk_tokens", "feature_size", "feature_dtype", "distribution_entries", "depth", "num_blocks", "block_tokens", "table_blocks", "vocab_size", "memory")
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTION_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    num_slots: int
+    max_rows: int
+    draft_length: int
+    max_chunks: int
+    chunk_tokens: int
+    feature_size: int
+    feature_dtype: _common_pb2.TensorDtype
+    distribution_entries: int
+    depth: int
+    num_blocks: int
+    block_tokens: int
+    table_blocks: int
+    vocab_size: int
+    memory: MemoryKind
+    def __init__(self, num_slots: _Optional[int] = ..., max_rows: _Optional[int] = ..., draft_length: _Optional[int] = ..., max_chunks: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., feature_size: _Optional[int] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., distribution_entries: _Optional[int] = ..., depth: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., table_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., memory: _Optional[_Union[MemoryKind, str]] = ...) -> None: ...
+
+class ReplicaSessionBegin(_message.Message):
+    __slots__ = ("slot", "blocks", "sampling", "num_rows")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    blocks: bytes
+    sampling: _common_pb2.Sampling
+    num_rows: int
+    def __init__(self, slot: _Optional[int] = ..., blocks: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., num_rows: _Optional[int] = ...) -> None: ...
+
+class ReplicaBlocksAdded(_message.Message):
+    __slots__ = ("slot", "first", "blocks")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    first: int
+    blocks: bytes
+    def __init__(self, slot: _Optional[int] = ..., first: _Optional[int] = ..., blocks: _Optional[bytes] = ...) -> None: ...
+
+class ReplicaSessionEnd(_message.Message):
+    __slots__ = ("slot",)
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    def __init__(self, slot: _Optional[int] = ...) -> None: ...
+
+class ReplicaRoundLaunched(_message.Message):
+    __slots__ = ("rows", "chunks", "sampled")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    chunks: int
+    sampled: bool
+    def __init__(self, rows: _Optional[int] = ..., chunks: _Optional[int] = ..., sampled: bool = ...) -> None: ...
+
+class ReplicaReady(_message.Message):
+    __slots__ = ("memory",)
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    memory: MemoryKind
+    def __init__(self, memory: _Optional[_Union[MemoryKind, str]] = ...) -> None: ...
+
+class ReplicaRefused(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...

@@ -17,6 +17,8 @@ from outrider.wire.messages import (
     Heartbeat,
     Hello,
     Proposals,
+    ReplicaReady,
+    ReplicaRefused,
     SessionsLost,
     ShmAnswer,
     Welcome,
@@ -101,6 +103,10 @@ class DrafterMessageChecker:
             case SessionsLost(handles=handles):
                 return SessionsLostByDrafter(link_id, handles)
             case Heartbeat() | EncodedMessage():
+                return None
+            case ReplicaReady() | ReplicaRefused():
+                # Verifiers offer no replicas.
+                self.count_invalid(InvalidMessageError("no replica was offered", reason="REPLICA"))
                 return None
             case Hello() | ShmAnswer():
                 self.count_invalid(InvalidMessageError("the hands are shaken", reason="HELLO"))

@@ -17,7 +17,15 @@ from outrider.spec.tree import validate_tree
 from outrider.transport.framed_connection import FramedConnection
 from outrider.wire.bundles import join_messages
 from outrider.wire.codec import decode_drafter_message, encode_verifier_message
-from outrider.wire.messages import EncodedMessage, FeatureLayout, PlanChange, Proposals, SessionEnd
+from outrider.wire.messages import (
+    EncodedMessage,
+    FeatureLayout,
+    PlanChange,
+    Proposals,
+    ReplicaRoundLaunched,
+    ReplicaSessionEnd,
+    SessionEnd,
+)
 from tests.fakes.scripted_verifier import ScriptedVerifier
 from tests.unit.drafter.helpers import CHAIN, TREE, VOCAB, Script, head_source, name_of, repeating
 from tests.unit.drafter.running_service import ADDRESS, running
@@ -243,6 +251,21 @@ async def test_a_malformed_verdict_of_a_round_costs_nothing_but_itself() -> None
         ignored = "outrider_drafter_ignored_messages_total"
         assert registry.get_sample_value(ignored, {"reason": "malformed"}) == 1
         assert len(verifier.hellos) == 1
+
+
+async def test_messages_about_replicas_are_ignored() -> None:
+    async with running() as (service, verifier, _):
+        await service.attach(ADDRESS)
+        await verifier.connected()
+        script = repeating()
+        replica = [
+            ReplicaSessionEnd(slot=3),
+            ReplicaRoundLaunched(rows=1, chunks=0, is_sampled=True),
+        ]
+        await verifier.say(*replica, script.start(plan=NGRAM), script.verdict(12))
+        assert (await verifier.proposal()).prefix_len == 12
+        ignored = "outrider_drafter_ignored_messages_total"
+        assert service.metrics.registry.get_sample_value(ignored, {"reason": "replica"}) == 2
 
 
 async def test_a_drafter_hands_over_before_it_ends() -> None:

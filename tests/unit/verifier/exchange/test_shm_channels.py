@@ -26,7 +26,10 @@ from outrider.wire.codec import (
 from outrider.wire.messages import (
     EncodedMessage,
     Heartbeat,
+    MemoryKind,
     Proposals,
+    ReplicaReady,
+    ReplicaRefused,
     SessionEnd,
     SessionsLost,
     ShmAnswer,
@@ -90,6 +93,14 @@ def test_garbage_is_counted_and_what_follows_it_is_heard(rig: Rig) -> None:
     ]
     assert rig.invalid == 3
     assert rig.lost == []
+
+
+def test_answers_to_offers_that_nobody_made_are_counted_and_dropped(rig: Rig) -> None:
+    answers = [ReplicaReady(memory=MemoryKind.HOST), ReplicaRefused(reason="no memory")]
+    rig.theirs.send(*encode_drafter_messages([*answers, SessionsLost((3,))]))
+    found = rig.lanes.receive_commands(rig.lanes.readers)
+    assert found == [SessionsLostByDrafter(LINK, (3,))]
+    assert rig.invalid == 2
 
 
 def test_a_drafter_that_leaves_is_lost_once_and_told_nothing(rig: Rig) -> None:

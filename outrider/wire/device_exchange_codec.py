@@ -1,0 +1,206 @@
+"""Codec of the messages about a replica; decoding validates every field.
+
+The replica itself checks slots and blocks against the sizes that it was offered.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.wire.checks import check_number, check_text, raise_invalid
+from outrider.wire.common_codec import drafter_sampling_from_pb, require_member, sampling_to_pb
+from outrider.wire.device_exchange import (
+    MemoryKind,
+    ReplicaAnswer,
+    ReplicaBlocksAdded,
+    ReplicaCommand,
+    ReplicaOffer,
+    ReplicaReady,
+    ReplicaRefused,
+    ReplicaRoundLaunched,
+    ReplicaSessionBegin,
+    ReplicaSessionEnd,
+)
+from outrider.wire.limits import (
+    MAX_BLOCK_TOKENS,
+    MAX_CHUNK_TOKENS,
+    MAX_DRAFT_LENGTH,
+    MAX_ERROR_BYTES,
+    MAX_EXCHANGE_DEPTH,
+    MAX_FEATURE_WIDTH,
+    MAX_KV_BLOCKS,
+    MAX_REPLICA_SLOTS,
+    MAX_ROUND_CHUNKS,
+    MAX_ROUND_ROWS,
+    MAX_SEQUENCE_LEN,
+    MAX_SLOT_ENTRIES,
+    MAX_TABLE_BLOCKS,
+    MAX_VOCAB_SIZE,
+)
+from outrider.wire.tensors import DTYPES_FROM_PB, DTYPES_TO_PB, FLOAT_DTYPES, INT32, unpack
+from outrider.wire.v1 import exchange_pb2 as pb
+
+MEMORY_KINDS: dict[MemoryKind, pb.MemoryKind] = {
+    MemoryKind.DEVICE: pb.MEMORY_KIND_DEVICE,
+    MemoryKind.HOST: pb.MEMORY_KIND_HOST,
+}
+MEMORY_KINDS_FROM_PB: dict[int, MemoryKind] = {
+    int(value): kind for kind, value in MEMORY_KINDS.items()
+}
+_FEATURE_DTYPES_FROM_PB = {
+    value: dtype for value, dtype in DTYPES_FROM_PB.items() if dtype in FLOAT_DTYPES
+}
+
+
+def replica_command_to_pb(message: ReplicaCommand) -> pb.ExchangeResponse:
+    """The frame of a verifier's message about a replica."""
+    match message:
+        case ReplicaOffer():
+            return pb.ExchangeResponse(replica_offer=_offer_to_pb(message))
+        case ReplicaSessionBegin():
+            begin = pb.ReplicaSessionBegin(
+                slot=message.slot,
+                blocks=_pack_blocks(message.blocks),
+                sampling=sampling_to_pb(message.sampling.for_drafter()),
+                num_rows=message.num_rows,
+            )
+            return pb.ExchangeResponse(replica_session_begin=begin)
+        case ReplicaBlocksAdded():
+            added = pb.ReplicaBlocksAdded(
+                slot=message.slot, first=message.first, blocks=_pack_blocks(message.blocks)
+            )
+            return pb.ExchangeResponse(replica_blocks_added=added)
+        case ReplicaSessionEnd():
+            return pb.ExchangeResponse(replica_session_end=pb.ReplicaSessionEnd(slot=message.slot))
+        case ReplicaRoundLaunched():
+            launched = pb.ReplicaRoundLaunched(
+                rows=message.rows, chunks=message.chunks, sampled=message.is_sampled
+            )
+            return pb.ExchangeResponse(replica_round_launched=launched)
+
+
+def replica_offer_from_pb(message: pb.ReplicaOffer) -> ReplicaOffer:
+    """Decode and validate a ReplicaOffer."""
+    return ReplicaOffer(
+        # The padding slot comes on top of the sessions' slots.
+        num_slots=check_number(message.num_slots, "num_slots", low=2, high=MAX_REPLICA_SLOTS + 1),
+        max_rows=check_number(message.max_rows, "max_rows", low=1, high=MAX_ROUND_ROWS),
+        draft_length=check_number(
+            message.draft_length, "draft_length", low=1, high=MAX_DRAFT_LENGTH
+        ),
+        max_chunks=check_number(message.max_chunks, "max_chunks", high=MAX_ROUND_CHUNKS),
+        chunk_tokens=check_number(
+            message.chunk_tokens, "chunk_tokens", low=1, high=MAX_CHUNK_TOKENS
+        ),
+        feature_size=check_number(
+            message.feature_size, "feature_size", low=1, high=MAX_FEATURE_WIDTH
+        ),
+        feature_dtype=require_member(
+            _FEATURE_DTYPES_FROM_PB, message.feature_dtype, "feature_dtype"
+        ),
+        distribution_entries=check_number(
+            message.distribution_entries, "distribution_entries", high=MAX_SLOT_ENTRIES
+        ),
+        depth=check_number(message.depth, "depth", low=1, high=MAX_EXCHANGE_DEPTH),
+        num_blocks=check_number(message.num_blocks, "num_blocks", low=1, high=MAX_KV_BLOCKS),
+        block_tokens=check_number(
+            message.block_tokens, "block_tokens", low=1, high=MAX_BLOCK_TOKENS
+        ),
+        table_blocks=check_number(
+            message.table_blocks, "table_blocks", low=1, high=MAX_TABLE_BLOCKS
+        ),
+        vocab_size=check_number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
+        memory=require_member(MEMORY_KINDS_FROM_PB, message.memory, "memory"),
+    )
+
+
+def replica_session_begin_from_pb(message: pb.ReplicaSessionBegin) -> ReplicaSessionBegin:
+    """Decode and validate a ReplicaSessionBegin."""
+    return ReplicaSessionBegin(
+        slot=_check_slot(message.slot),
+        blocks=_unpack_blocks(message.blocks),
+        sampling=drafter_sampling_from_pb(message.sampling),
+        num_rows=check_number(message.num_rows, "num_rows", high=MAX_SEQUENCE_LEN),
+    )
+
+
+def replica_blocks_added_from_pb(message: pb.ReplicaBlocksAdded) -> ReplicaBlocksAdded:
+    """Decode and validate a ReplicaBlocksAdded."""
+    return ReplicaBlocksAdded(
+        slot=_check_slot(message.slot),
+        first=check_number(message.first, "first", high=MAX_TABLE_BLOCKS),
+        blocks=_unpack_blocks(message.blocks),
+    )
+
+
+def replica_session_end_from_pb(message: pb.ReplicaSessionEnd) -> ReplicaSessionEnd:
+    """Decode and validate a ReplicaSessionEnd."""
+    return ReplicaSessionEnd(slot=_check_slot(message.slot))
+
+
+def replica_round_from_pb(message: pb.ReplicaRoundLaunched) -> ReplicaRoundLaunched:
+    """Decode and validate a ReplicaRoundLaunched."""
+    return ReplicaRoundLaunched(
+        rows=check_number(message.rows, "rows", high=MAX_ROUND_ROWS),
+        chunks=check_number(message.chunks, "chunks", high=MAX_ROUND_CHUNKS),
+        is_sampled=message.sampled,
+    )
+
+
+def replica_answer_to_pb(message: ReplicaAnswer) -> pb.ExchangeRequest:
+    """The frame of a drafter's answer to a ReplicaOffer."""
+    match message:
+        case ReplicaReady():
+            ready = pb.ReplicaReady(memory=MEMORY_KINDS[message.memory])
+            return pb.ExchangeRequest(replica_ready=ready)
+        case ReplicaRefused():
+            return pb.ExchangeRequest(replica_refused=pb.ReplicaRefused(reason=message.reason))
+
+
+def replica_ready_from_pb(message: pb.ReplicaReady) -> ReplicaReady:
+    """Decode and validate a ReplicaReady."""
+    return ReplicaReady(memory=require_member(MEMORY_KINDS_FROM_PB, message.memory, "memory"))
+
+
+def replica_refused_from_pb(message: pb.ReplicaRefused) -> ReplicaRefused:
+    """Decode and validate a ReplicaRefused."""
+    return ReplicaRefused(reason=check_text(message.reason, "reason", limit=MAX_ERROR_BYTES))
+
+
+def _offer_to_pb(offer: ReplicaOffer) -> pb.ReplicaOffer:
+    return pb.ReplicaOffer(
+        num_slots=offer.num_slots,
+        max_rows=offer.max_rows,
+        draft_length=offer.draft_length,
+        max_chunks=offer.max_chunks,
+        chunk_tokens=offer.chunk_tokens,
+        feature_size=offer.feature_size,
+        feature_dtype=DTYPES_TO_PB[offer.feature_dtype],
+        distribution_entries=offer.distribution_entries,
+        depth=offer.depth,
+        num_blocks=offer.num_blocks,
+        block_tokens=offer.block_tokens,
+        table_blocks=offer.table_blocks,
+        vocab_size=offer.vocab_size,
+        memory=MEMORY_KINDS[offer.memory],
+    )
+
+
+def _check_slot(value: int) -> int:
+    return check_number(value, "slot", high=MAX_REPLICA_SLOTS - 1)
+
+
+def _pack_blocks(blocks: tuple[int, ...]) -> bytes:
+    return np.array(blocks, dtype=INT32).tobytes()
+
+
+def _unpack_blocks(data: bytes) -> tuple[int, ...]:
+    unpacked = unpack(data, INT32, "blocks", max_len=MAX_TABLE_BLOCKS)
+    blocks = cast("NDArray[np.int32]", unpacked)
+    wrong = (blocks < 0) | (blocks >= MAX_KV_BLOCKS)
+    if wrong.any():
+        raise_invalid(f"blocks must be in [0, {MAX_KV_BLOCKS - 1}], got {blocks[wrong][0]}")
+    return tuple(blocks.tolist())
