@@ -77,6 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="exchange through shared memory on one host (the default)",
     )
     parser.add_argument(
+        "--device-exchange",
+        action=argparse.BooleanOptionalAction,
+        help="exchange drafts and features between devices of one host",
+    )
+    parser.add_argument(
         "--busy-polling-cores", type=int, help="cores kept from going idle while serving"
     )
     parser.add_argument(

@@ -87,6 +87,9 @@ class DrafterConfig:
     shared_memory: bool = True
     """Whether to exchange with verifiers of this host through shared memory, from working thread to
     working thread (Linux); off, and with other hosts, over the connection."""
+    device_exchange: bool = False
+    """Whether to exchange with verifiers of this host between the devices, where a verifier has
+    `device_exchange` on; for eagle3 heads."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
     """Stable name; give one, so that a restarted drafter is recognised."""
     metrics_port: int = -1

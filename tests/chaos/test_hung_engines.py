@@ -13,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.build_info import COMPILED
 from outrider.client import UnavailableError, user
 from outrider.watchdog import EXIT_STALLED
 from tests.integration.gap_meter import GapMeter, Gaps, measure_calm
@@ -22,6 +23,8 @@ from tests.waiting import wait_until
 STALL_S, ROUTER_STALL_S, FAILOVER_S = 2.5, 4.0, 5.0
 EXTRA_S = 2.0
 """What noticing and a prefill may take on a busy machine."""
+
+REPLACES = pytest.mark.skipif(COMPILED, reason="its fake process replaces a part of compiled code")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,7 @@ def test_with_a_spare_its_streams_go_on_there_and_the_process_ends(
     assert meter.gaps.health_s < calm.health_s + 1.0
 
 
+@REPLACES
 def test_a_router_notices_a_verifier_that_says_nothing(stack: Stack, calm: Gaps) -> None:
     http, losses = stack.router.ready["http"], "outrider_verifier_losses_total"
     before = metric(stack.router, losses)
@@ -134,6 +138,7 @@ def test_without_a_spare_the_client_gets_a_typed_error_and_a_restart_serves_agai
         assert client.generate([user("Count.")], max_tokens=4, ignore_eos=True).token_ids
 
 
+@REPLACES
 def test_a_hung_drafter_ends_and_its_sessions_go_on(stack: Stack, calm: Gaps) -> None:
     with GapMeter(stack.router.address, streams=2) as meter:
         wait_until(lambda: meter.gaps.tokens > 20, what="streams")

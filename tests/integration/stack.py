@@ -34,6 +34,11 @@ class Process:
         self._log: IO[str] | None = None
 
     @property
+    def log(self) -> Path:
+        """What it has written to stderr, over all its lives."""
+        return self._log_path
+
+    @property
     def pid(self) -> int:
         assert self._popen is not None
         return self._popen.pid

@@ -97,6 +97,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="reach drafters and routers of one host without the network (the default)",
     )
     parser.add_argument(
+        "--device-exchange",
+        action=argparse.BooleanOptionalAction,
+        help="exchange drafts and features between devices of one host",
+    )
+    parser.add_argument(
         "--busy-polling-cores", type=int, help="cores kept from going idle while serving"
     )
     parser.add_argument("--verifier-id", metavar="NAME", help="stable name of this verifier")

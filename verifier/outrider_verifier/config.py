@@ -21,6 +21,8 @@ DTYPES = ("float32", "bfloat16")
 SEPARATE, COLOCATED, FUSED = PLACEMENTS = ("separate", "colocated", "fused")
 MAX_IN_PROCESS_DRAFT_LENGTH = 64
 """Most draft tokens a round of an in-process drafter."""
+MAX_EXCHANGE_TIMEOUT_MS = 1000.0
+"""Longest wait of a round for drafts of device_exchange, ms."""
 DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
@@ -54,6 +56,13 @@ class VerifierConfig:
     draft_top_k: int = 1
     """Children that an in-process drafter tries of a node; 1 drafts chains, more grow trees of
     draft_length nodes."""
+    device_exchange: bool = False
+    """Whether to exchange drafts and features with a drafter on another device of this host without
+    passing them through the host; separate placement with `feature_head` only. Drafts have
+    `draft_length` tokens."""
+    exchange_timeout_ms: float = 30.0
+    """Longest wait of a round for drafts of device_exchange, ms. The round decodes plainly then,
+    and no further round waits before the drafter has caught up."""
     simulated_acceptance: str = ""
     """Benchmarks with random weights only: drafts are accepted by chance. The mean number of tokens
     a round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is
@@ -274,6 +283,11 @@ class VerifierConfig:
         return self.placement != SEPARATE
 
     @property
+    def exchanges_on_device(self) -> bool:
+        """Whether a drafter on another device may exchange with this one's memory."""
+        return self.device_exchange and not self.has_in_process_drafter
+
+    @property
     def simulated_rates(self) -> tuple[float, ...]:
         """Conditional acceptance rates by draft position; empty where nothing is simulated."""
         return parse_rates(self.simulated_acceptance, self.draft_length)
@@ -295,6 +309,17 @@ class VerifierConfig:
         )
         if self.has_in_process_drafter:
             _require(bool(self.feature_head), f"{self.placement} needs `feature_head`, a head")
+            _require(
+                self.draft_length <= self.max_tree_nodes,
+                "draft_length must not be greater than max_tree_nodes",
+            )
+        _require(
+            0.0 < self.exchange_timeout_ms <= MAX_EXCHANGE_TIMEOUT_MS,
+            f"exchange_timeout_ms must be in (0, {MAX_EXCHANGE_TIMEOUT_MS:g}]",
+        )
+        if self.exchanges_on_device:
+            _require(bool(self.feature_head), "device_exchange needs `feature_head`, a head")
+            _require(self.draft_top_k == 1, "device_exchange is for chains: draft_top_k must be 1")
             _require(
                 self.draft_length <= self.max_tree_nodes,
                 "draft_length must not be greater than max_tree_nodes",

@@ -23,6 +23,8 @@ paged_kv.py                Paged K/V cache of the draft model: slots, blocks and
                            followed sessions.
 proposer.py                GpuProposer: proposer whose drafts are single GPU launches, for an EAGLE
                            head or a small model.
+replicas.py                Replicas for the verifiers of this host that exchange between devices;
+                           drafting thread only.
 scoring_layout.py          Layout of pending proposals' nodes in a scoring launch, and the paths to
                            their outcomes.
 session_slots.py           Assigns device slots and K/V blocks to followed sessions and brings them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from outrider.engine.checkpoint import load_model_config
 from outrider.engine.device.current_device import check_device, set_current_device
 from outrider.engine.device.drafting.eagle_weights import can_extract
 from outrider.engine.heads import DraftHead, load_head, load_head_config
-from outrider.engine.linear import make_linear
+from outrider.engine.linear import PlainLinear, make_linear
 from outrider.engine.matmul_tuning import set_compute_threads
 from outrider.engine.model_loader import (
     kv_bytes_per_token,
@@ -37,6 +38,7 @@ from outrider_drafter.proposers.interface import Proposer
 from outrider_drafter.proposers.ngram import NgramProposer
 from outrider_drafter.proposers.small_model import SmallModelProposer
 from outrider_drafter.server.service import DrafterService, TargetIdentity
+from outrider_drafter.server.shm_channels import ReplicaTable
 
 _HOST_KV_TOKENS: Final = 16384
 _MAX_KV_TOKENS: Final = 131072
@@ -63,7 +65,7 @@ def build_service(
     config = resolve_model_paths(config)
     identity = load_identity(config)
     hooks = hooks or DrafterHooks()
-    loaded = (_load_source(method, config, identity) for method in config.methods)
+    loaded = [_load_source(method, config, identity) for method in config.methods]
     proposers = [hooks.wrap_proposer(proposer) for proposer in loaded]
     grammars = GrammarCache.from_tokenizer_file(
         tokenizer_file(config.model),
@@ -80,6 +82,30 @@ def build_service(
         join=access.join,
         grammars=grammars,
         handicap=hooks.handicap,
+        replicas=_make_replicas(loaded, config, identity),
+    )
+
+
+def _make_replicas(
+    proposers: Sequence[Proposer], config: DrafterConfig, identity: TargetIdentity
+) -> ReplicaTable | None:
+    """What exchanges between devices; None without an EAGLE-3 head, or where that is off."""
+    heads = [p.head for p in proposers if isinstance(p, EagleProposer)]
+    if torch.device(config.device).type == "cuda":
+        from outrider_drafter.gpu.eagle import GpuEagleProposer
+
+        heads += [p.head for p in proposers if isinstance(p, GpuEagleProposer)]
+    heads = [head for head in heads if can_extract(head)]
+    if not (heads and config.device_exchange):
+        return None
+    # Imported here: it needs Triton, which a drafter on a CPU can do without.
+    from outrider_drafter.gpu.replicas import Replicas
+
+    return Replicas(
+        heads[0],
+        vocab_size=identity.vocab_size,
+        device=torch.device(config.device),
+        cuda_graphs=config.cuda_graphs,
     )
 
 
@@ -154,7 +180,8 @@ def _load_weights(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype
         num_target_layers=target.num_layers,
         dtype=dtype,
         device=config.device,
-        make_linear=make_linear,
+        # The programs of a device read weights as they are.
+        make_linear=PlainLinear if config.device_exchange else make_linear,
     )
 
 

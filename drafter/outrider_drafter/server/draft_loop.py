@@ -22,7 +22,7 @@ from outrider_drafter.server.draft_engine import (
     OutgoingProposals,
     SessionMessage,
 )
-from outrider_drafter.server.shm_channels import VerifierShmChannels
+from outrider_drafter.server.shm_channels import ReplicaTable, VerifierShmChannels
 from outrider_drafter.state.fair_share import MAX_POLLS, FairQueue
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,12 @@ class DraftLoop:
         on_shm_channel_lost: Callable[[int], None] = lambda _: None,
         max_unsent: int = 256,
         device: str = "cpu",
+        replicas: ReplicaTable | None = None,
     ) -> None:
-        """`device` is where the models are. `on_lost` is called on the drafting thread, as the last
-        thing it does, if a device is lost; `on_shm_channel_lost` with the connection whose
-        shared-memory channel is. They must not block. `max_unsent`: answers that wait for a
-        verifier that does not read."""
+        """`device` is where the models are. `replicas`: see `VerifierShmChannels`. `on_lost` is
+        called on the drafting thread, as the last thing it does, if a device is lost;
+        `on_shm_channel_lost` with the connection whose shared-memory channel is. They must not
+        block. `max_unsent`: answers that wait for a verifier that does not read."""
         self._engine = engine
         self._deliver = deliver
         on_device = torch.device(device)
@@ -69,6 +70,7 @@ class DraftLoop:
             max_unsent=max_unsent,
             on_lost=on_shm_channel_lost,
             pin=lambda memory: pin_memory(memory, on_device),
+            replicas=replicas,
         )
         self._on_lost = on_lost
         self._device = device

@@ -50,6 +50,7 @@ from outrider_drafter.server.draft_engine import (
 )
 from outrider_drafter.server.draft_loop import DraftLoop
 from outrider_drafter.server.handshake import connect_to_verifier
+from outrider_drafter.server.shm_channels import ReplicaTable
 from outrider_drafter.state.session import VerdictLimits
 
 logger = logging.getLogger(__name__)
@@ -98,9 +99,10 @@ class DrafterService:
         join: ShmChannelJoiner = join_channel,
         grammars: GrammarCache | None = None,
         handicap: str = "",
+        replicas: ReplicaTable | None = None,
     ) -> None:
         """`busy_cores` is kept while there are sessions; `join` is called on a thread of its own.
-        `handicap`: what slows the drafter down, in words."""
+        `handicap`: what slows the drafter down, in words. `replicas`: see `VerifierShmChannels`."""
         kept = busy_cores or BusyCores.claim(0)
         self.metrics = metrics or DrafterMetrics()
         self._config, self._dialer, self._join_shm_channel = config, dialer, join
@@ -140,6 +142,7 @@ class DrafterService:
             on_shm_channel_lost=self._on_shm_channel_lost,
             max_unsent=config.max_unsent_batches,
             device=config.device,
+            replicas=replicas,
         )
         self.lost = asyncio.Event()
         """Set when a device does not work any more, or the drafting thread hangs."""
@@ -363,7 +366,7 @@ class DrafterService:
             told: list[SessionMessage] = []
             for each in together:
                 if isinstance(each, ReplicaCommand):
-                    # Drafters have no replicas.
+                    # They come by shared-memory channels, from verifiers of this host.
                     self.metrics.ignored_messages.labels("replica").inc()
                 elif not isinstance(each, Heartbeat | Welcome | EncodedMessage):
                     told.append(each)

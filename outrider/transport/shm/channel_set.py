@@ -77,6 +77,21 @@ class ShmChannelSet:
                 return None
         return shm_channel
 
+    def send_descriptor(self, number: int, descriptor: int) -> None:
+        """Pass a file descriptor to a connection's peer; it stays the caller's."""
+        shm_channel = self._shm_channels.get(number)
+        if shm_channel is not None:
+            try:
+                shm_channel.send_descriptor(descriptor)
+            except OutriderError as error:
+                self._lose(number, error)
+
+    def take_descriptor(self, number: int) -> int | None:
+        """The file descriptor that a connection's peer passed last, which is the caller's to close
+        from here on; None: there is none."""
+        shm_channel = self._shm_channels.get(number)
+        return None if shm_channel is None else shm_channel.take_descriptor()
+
     def reserve(self, number: int, size: int) -> NDArray[np.uint8] | None:
         """A place for what others write into a frame for this connection (`ShmChannel.reserve`)."""
         shm_channel = self._shm_channels.get(number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import assert_never
 
 from outrider.engine.kv_cache import KVPool
@@ -50,6 +51,7 @@ from outrider_verifier.state.commands import (
     MalformedMessage,
     OpenSession,
     ProposalsReceived,
+    ReplicaAnswered,
     SessionsLostByDrafter,
     SetDrafter,
     SetPlan,
@@ -92,8 +94,11 @@ class EngineCore:
         block_manager: BlockManager,
         counters: Counter[str],
         post: Post,
+        remote_draft_length: Callable[[SessionSpec], int] = lambda _: 0,
     ) -> None:
-        """`max_sessions`: those that wait included. `counters`: see the attribute."""
+        """`max_sessions`: those that wait included. `counters`: see the attribute.
+        `remote_draft_length`: of the drafts that a session would get between devices, see
+        `DeviceExchange`."""
         self._pool = pool
         self._runner = runner
         self.inbox = inbox
@@ -106,6 +111,7 @@ class EngineCore:
         self.ngram_fallback = ngram_fallback
         self.block_manager = block_manager
         self._post = post
+        self._remote_draft_length = remote_draft_length
         self._emits: EventBatch | None = None
         """Where the next event goes; None: what was posted is handed over."""
         self.sessions: dict[SessionId, Session] = {}
@@ -183,6 +189,9 @@ class EngineCore:
                 self.drafters.attach(link)
             case DrafterDetached(link_id=link_id):
                 self.drafters.detach(link_id)
+            case ReplicaAnswered():
+                # The loop has handed it to the exchange.
+                pass
             case StopEngine():
                 self.fail_all_sessions(
                     UnavailableError("the verifier is stopping", reason="STOPPING")
@@ -260,8 +269,20 @@ class EngineCore:
 
     def _in_process_draft(self, spec: SessionSpec, plan: SpeculationPlan) -> int:
         """Length of the drafts that this process makes for a session; 0: it makes none."""
-        own = spec.drafter_id is None and plan.is_speculative and plan.method in IN_PROCESS_METHODS
-        return self._runner.in_process_draft_length if own else 0
+        if not plan.is_speculative or plan.method not in IN_PROCESS_METHODS:
+            return 0
+        if spec.drafter_id is None:
+            return self._runner.in_process_draft_length
+        return self._remote_draft_length(spec)
+
+    def forget_remote_drafts(self) -> None:
+        """The drafter on another device is gone: its sessions decode plainly from here on."""
+        self.touched += 1
+        for session in self.sessions.values():
+            if session.in_process_draft_length and session.spec.drafter_id is not None:
+                session.in_process_draft_length = session.covered_len = 0
+                self.policy.update_session(session)
+                self.ngram_fallback.add_session(session)
 
     def _set_drafter(self, command: SetDrafter) -> None:
         session = self.sessions.get(command.session_id)

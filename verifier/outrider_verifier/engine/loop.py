@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +26,19 @@ from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.engine.failure_handler import device_lost_error
 from outrider_verifier.engine.round_executor import RoundExecutor
 from outrider_verifier.exchange.shm_channels import DrafterShmChannels
-from outrider_verifier.state.commands import Command, DrafterAttached, DrafterDetached, StopEngine
+from outrider_verifier.state.commands import (
+    Command,
+    DrafterAttached,
+    DrafterDetached,
+    ReplicaAnswered,
+    StopEngine,
+)
 from outrider_verifier.state.effects import CompleteCommand, Effect, SendMessage, messages_by_link
 from outrider_verifier.state.round_plan import RoundPlan
+
+if TYPE_CHECKING:
+    # It imports Triton, which a verifier on a CPU can do without.
+    from outrider_verifier.exchange.device_exchange import DeviceExchange
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +66,11 @@ class EngineLoop:
         loop: asyncio.AbstractEventLoop,
         dispatch: Dispatch,
         on_lost: Callable[[], None],
+        exchange: DeviceExchange | None = None,
     ) -> None:
-        """`dispatch` and `on_lost` are called on the asyncio thread; `on_lost` at most once, when
-        the device is lost and all effects were dispatched. The thread takes no command then."""
+        """`exchange`: with a drafter between devices. `dispatch` and `on_lost` are called on the
+        asyncio thread; `on_lost` at most once, when the device is lost and all effects were
+        dispatched. The thread takes no command then."""
         self._core = core
         self._rounds = rounds
         self._outbox = outbox
@@ -65,6 +78,7 @@ class EngineLoop:
         self._loop = loop
         self._dispatch = dispatch
         self._on_lost = on_lost
+        self._exchange = exchange
         self._failing = rounds.failing
         self.progress = Progress()
         """Steps of the thread: rounds, layers of a forward, waits for proposals."""
@@ -131,6 +145,8 @@ class EngineLoop:
                 wait_until, idle_since = None, time.monotonic()
                 self._flush_posted()
                 continue
+            if self._exchange is not None:
+                self._exchange.check()
             woken = time.monotonic()
             began = timeline.now()
             plan = self._guarded_plan(woken)
@@ -152,6 +168,8 @@ class EngineLoop:
             self._flush_posted()
         # Nothing may be left running on a device when the thread is gone.
         self._rounds.finish_round()
+        if self._exchange is not None:
+            self._exchange.close()
         self._shm_channels.close()
         if self._failing.device_lost:
             self._drop_all(device_lost_error())
@@ -222,8 +240,15 @@ class EngineLoop:
                 self._stopping = True
             case DrafterAttached(link=link, shm_channel=lane) if lane is not None:
                 self._shm_channels.attach_drafter(link, lane)
+                if self._exchange is not None:
+                    self._exchange.add_drafter(link)
             case DrafterDetached(link_id=link_id):
+                if self._exchange is not None:
+                    self._exchange.remove_drafter(link_id)
                 self._shm_channels.detach_channel(link_id)
+            case ReplicaAnswered(link_id=link_id, answer=answer):
+                if self._exchange is not None:
+                    self._exchange.take_answer(link_id, answer)
         told = len(self._outbox)
         try:
             self._core.handle_command(command, time.monotonic())

@@ -24,7 +24,12 @@ from outrider.wire.messages import (
     Welcome,
 )
 from outrider.wire.rounds import valid_proposals
-from outrider_verifier.state.commands import Command, ProposalsReceived, SessionsLostByDrafter
+from outrider_verifier.state.commands import (
+    Command,
+    ProposalsReceived,
+    ReplicaAnswered,
+    SessionsLostByDrafter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +110,7 @@ class DrafterMessageChecker:
             case Heartbeat() | EncodedMessage():
                 return None
             case ReplicaReady() | ReplicaRefused():
-                # Verifiers offer no replicas.
-                self.count_invalid(InvalidMessageError("no replica was offered", reason="REPLICA"))
-                return None
+                return ReplicaAnswered(link_id, message)
             case Hello() | ShmAnswer():
                 self.count_invalid(InvalidMessageError("the hands are shaken", reason="HELLO"))
                 return None

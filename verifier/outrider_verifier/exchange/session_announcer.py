@@ -118,6 +118,8 @@ class SessionAnnouncer:
         link = self.link_of(session.spec.drafter_id)
         if (
             session.is_speculation_off
+            # Its drafts come between devices.
+            or session.in_process_draft_length
             or link is None
             or not self._verdict_builder.can_announce(session, link)
         ):

@@ -290,6 +290,11 @@ class BlockManager:
             wanted=self._way,
         )
 
+    def forget_draft_kv(self) -> None:
+        """See `PrefixCache`."""
+        if self._prefixes is not None:
+            self._prefixes.forget_draft_kv()
+
     def _admit(self, session: Session, blocks: int, now: float) -> None:
         slots, found, told = blocks * self._pool.block_tokens, 0, session.written_positions
         if self._prefixes is not None and not session.is_swapped:

@@ -153,6 +153,11 @@ class PrefixCache:
         if session.keeps_features and self._store is not None:
             self._keep_features(session, kept)
 
+    def forget_draft_kv(self) -> None:
+        """The draft K/V of no block is there any more: its drafter is another one."""
+        for kept in self._kept.values():
+            kept.has_draft_kv = False
+
     def _keep_block(self, key: _Key, block: int, *, drafted: bool) -> _CachedBlock:
         kept = self._kept.get(key)
         if kept is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
 from outrider.wire.limits import MAX_SEQUENCE_LEN
-from outrider.wire.messages import TensorDtype
+from outrider.wire.messages import SessionSpec, TensorDtype
 from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
 from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.engine.round_executor import RoundExecutor
@@ -34,8 +35,9 @@ def build_engine(
     pool: KVPool,
     max_context_len: int,
     outbox: list[Effect],
+    remote_draft_length: Callable[[SessionSpec], int] = lambda _: 0,
 ) -> tuple[EngineCore, RoundExecutor]:
-    """Everything that the engine thread will own."""
+    """Everything that the engine thread will own. `remote_draft_length`: see `EngineCore`."""
     # A session that waits keeps its proposals, its features and its drafter.
     places = config.max_sessions + config.max_waiting
     store = _store(config, projection, max_sessions=places, block_tokens=pool.block_tokens)
@@ -78,6 +80,7 @@ def build_engine(
         block_manager=_block_manager(config, runner, pool, prefixes, counters),
         counters=counters,
         post=outbox.append,
+        remote_draft_length=remote_draft_length,
     )
     return core, RoundExecutor(core, runner, _limits(config, runner))
 

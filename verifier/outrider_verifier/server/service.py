@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from outrider.busy_polling import BusyCores
 from outrider.engine.kv_cache import KVPool
@@ -64,6 +64,9 @@ from outrider_verifier.state.effects import (
     SendMessage,
     messages_by_link,
 )
+
+if TYPE_CHECKING:
+    from outrider_verifier.exchange.device_exchange import DeviceExchange
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +128,16 @@ class VerifierService(SessionIteratorMixin):
                 extra={"asked": config.max_context_len, "allowed": self._max_context_len},
             )
         self._outbox: list[Effect] = []
+        self._exchange: DeviceExchange | None = None
         self._core, self._rounds = build_engine(
-            config, target, projection, runner, pool, self._max_context_len, self._outbox
+            config,
+            target,
+            projection,
+            runner,
+            pool,
+            self._max_context_len,
+            self._outbox,
+            lambda spec: 0 if self._exchange is None else self._exchange.draft_length(spec),
         )
         self._hub = DrafterConnections(
             self._identity(),
@@ -142,6 +153,8 @@ class VerifierService(SessionIteratorMixin):
             pin=runner.pin_memory,
         )
         runner.set_feature_allocator(self._shm_channels.reserve)
+        if config.exchanges_on_device and projection is not None:
+            self._exchange = self._make_exchange(runner)
         self._forms = GrammarPreparation(grammars)
         self._routers = RouterStreams(
             post=self._post,
@@ -162,6 +175,29 @@ class VerifierService(SessionIteratorMixin):
         """Whether the engine thread hangs: nothing may wait for it."""
         self._watchdog: Watchdog | None = None
 
+    def _make_exchange(self, runner: ModelRunner) -> DeviceExchange | None:
+        # Imported here: they need Triton, which a verifier on a CPU can do without.
+        from outrider_verifier.exchange.device_exchange import DeviceExchange
+        from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
+
+        if not isinstance(runner, GpuModelRunner) or runner.remote_drafter is None:
+            return None
+
+        def lose() -> None:
+            runner.detach_remote_drafter()
+            self._core.forget_remote_drafts()
+
+        return DeviceExchange(
+            runner.remote_drafter,
+            self._shm_channels,
+            num_blocks=self._pool.total_blocks,
+            block_tokens=self._pool.block_tokens,
+            table_blocks=runner.table_blocks,
+            feature_dtype=self._config.feature_dtype,
+            on_open=self._core.block_manager.forget_draft_kv,
+            on_lost=lose,
+        )
+
     # ---- life ----------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -178,6 +214,7 @@ class VerifierService(SessionIteratorMixin):
                 loop=asyncio.get_running_loop(),
                 dispatch=self._dispatch,
                 on_lost=self._on_lost,
+                exchange=self._exchange,
             )
             self._running_on = asyncio.get_running_loop()
             if self._config.shared_memory:

@@ -122,7 +122,14 @@ def build_model_runner(
     head = _load_in_process_drafter(config, target) if config.has_in_process_drafter else None
     from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 
-    runner = GpuModelRunner.build(config, target, projection, head, throttle=throttle)
+    runner = GpuModelRunner.build(
+        config,
+        target,
+        projection,
+        head,
+        throttle=throttle,
+        exchange_timeout_ms=config.exchange_timeout_ms if config.exchanges_on_device else 0.0,
+    )
     runner.warm_up()
     return runner
 
@@ -130,7 +137,12 @@ def build_model_runner(
 def uses_gpu_runner(config: VerifierConfig) -> bool:
     """Whether rounds need the device engine: on a GPU, and on a CPU for what only it can do."""
     on_device = torch.device(config.device).type != "cpu"
-    return on_device or config.has_in_process_drafter or bool(config.simulated_acceptance)
+    return (
+        on_device
+        or config.has_in_process_drafter
+        or config.exchanges_on_device
+        or bool(config.simulated_acceptance)
+    )
 
 
 def _load_target(config: VerifierConfig, path: Path) -> TargetModel:
@@ -161,7 +173,8 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
         head_bytes = _size_of(Path(config.feature_head))
     free, total = torch.cuda.mem_get_info(config.device)
     longest = config.max_context_len or model.max_position_embeddings
-    in_process_nodes = config.draft_length + 1 if config.has_in_process_drafter else 0
+    drafts_on_device = config.has_in_process_drafter or config.exchanges_on_device
+    in_process_nodes = config.draft_length + 1 if drafts_on_device else 0
     family = shape_family_for(
         config, in_process_nodes=in_process_nodes, features=bool(config.feature_head)
     )

@@ -12,7 +12,7 @@ from outrider.grammar.grammar_constraint import GrammarConstraint
 from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.transport.shm import ShmChannel
-from outrider.wire.messages import FeatureLayout, Proposals, SessionSpec
+from outrider.wire.messages import FeatureLayout, Proposals, ReplicaAnswer, SessionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,14 @@ class DrafterDetached:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaAnswered:
+    """The drafter on a link has answered the offer of an exchange between devices."""
+
+    link_id: int
+    answer: ReplicaAnswer
+
+
+@dataclass(frozen=True, slots=True)
 class StopEngine:
     """Fail every session and end the engine thread."""
 
@@ -130,5 +138,6 @@ Command = (
     | SessionsLostByDrafter
     | DrafterAttached
     | DrafterDetached
+    | ReplicaAnswered
     | StopEngine
 )

@@ -27,6 +27,7 @@ from outrider.engine.device.exchange.memory import (
     new_buffer,
 )
 from outrider.engine.device.graphs.graph_cache import GraphCache
+from outrider.engine.device.graphs.shapes import bucket_for
 from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS, new_state
 from outrider.engine.kernels.exchange.drafts import put_drafts
@@ -215,48 +216,59 @@ class DraftReplica:
                 f"a round has up to {shape.max_rows} rows and {shape.max_chunks} chunks, got "
                 f"{announced.rows} and {announced.chunks}"
             )
+        self._launch(announced)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile the kernels and capture all graphs; to be called before `attach`: a round that
+        waited for that would come too late."""
+        for chunks in _buckets(self.exchange_shape.max_chunks):
+            self._launch(ReplicaRound(0, chunks, is_sampled=False))
+        for rows in _buckets(self.exchange_shape.max_rows):
+            for is_sampled in (False, True):
+                self._launch(ReplicaRound(rows, 0, is_sampled))
+
+    def _launch(self, announced: ReplicaRound) -> None:
+        # A bucket may have more rows than were put: those behind them say that they are none.
+        shape, run = self.exchange_shape, self.graphs.run_graph
+        run("wait", lambda: wait_round(self._verdicts, self.state))
         if announced.chunks:
-            chunks = announced.chunks
-            self.graphs.run_graph(("chunks", chunks), lambda: self._run_chunks(chunks))
-        rows, waits = announced.rows, not announced.chunks
-        sampled = announced.is_sampled and rows > 0
-        self.graphs.run_graph(
-            ("drafts", rows, waits, sampled),
-            lambda: self._run_drafts(rows, waits=waits, sampled=sampled),
-        )
+            chunks = bucket_for(announced.chunks, _buckets(shape.max_chunks))
+            run(("chunks", chunks), lambda: self._run_chunks(chunks))
+        if announced.rows:
+            rows, sampled = (
+                bucket_for(announced.rows, _buckets(shape.max_rows)),
+                announced.is_sampled,
+            )
+            run(("drafts", rows, sampled), lambda: self._run_drafts(rows, sampled=sampled))
+        run("publish", lambda: publish_number(self._drafts, self.state, step=0))
 
     def _run_chunks(self, count: int) -> None:
-        """Wait for the round and write the K/V of its prefill chunks."""
-        wait_round(self._verdicts, self.state)
-        shape = self.exchange_shape
-        taken = self._taken(self._chunks, count, shape.chunk_tokens)
+        """Write the K/V of the round's prefill chunks."""
+        taken = self._taken(self._chunks, count, self.exchange_shape.chunk_tokens)
         self._take(CHUNK_ROWS, taken, rows_ahead=0)
         self._program.forward.write_rows(self._new_rows(taken))
 
-    def _run_drafts(self, count: int, *, waits: bool, sampled: bool) -> None:
-        """Take the rows of the round, draft behind them and say that the round was taken."""
-        if waits:
-            wait_round(self._verdicts, self.state)
-        if count:
-            shape = self.exchange_shape
-            taken = self._taken(self._rows, count, shape.num_nodes)
-            self._take(DECODE_ROWS, taken, rows_ahead=shape.draft_length)
-            drafted = self._program.draft_chain(
-                self._new_rows(taken),
-                length=shape.draft_length,
-                state=self._sampling,
-                warp=self._warp.state if sampled else None,
-            )
-            put_drafts(
-                self._drafts,
-                self.state,
-                taken,
-                drafted.tokens,
-                None,
-                length=shape.draft_length,
-                entries=shape.distribution_entries,
-            )
-        publish_number(self._drafts, self.state, step=0)
+    def _run_drafts(self, count: int, *, sampled: bool) -> None:
+        """Take the rows of the round and draft behind them."""
+        shape = self.exchange_shape
+        taken = self._taken(self._rows, count, shape.num_nodes)
+        self._take(DECODE_ROWS, taken, rows_ahead=shape.draft_length)
+        drafted = self._program.draft_chain(
+            self._new_rows(taken),
+            length=shape.draft_length,
+            state=self._sampling,
+            warp=self._warp.state if sampled else None,
+        )
+        put_drafts(
+            self._drafts,
+            self.state,
+            taken,
+            drafted.tokens,
+            None,
+            length=shape.draft_length,
+            entries=shape.distribution_entries,
+        )
 
     def _take(self, first: int, taken: TakenRows, *, rows_ahead: int) -> None:
         take_rows(
@@ -288,3 +300,9 @@ class DraftReplica:
             counts=taken.counts,
             starts=taken.starts,
         )
+
+
+def _buckets(most: int) -> tuple[int, ...]:
+    """Sizes of graphs for up to `most` rows or chunks: powers of two, and `most` itself."""
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return (*sizes, most) if most else ()

@@ -103,6 +103,20 @@ def map_host_memory(descriptor: int, num_bytes: int, device: torch.device) -> Sh
     return _HostMemory(os.dup(descriptor), num_bytes, device)
 
 
+def allocate_memory(num_bytes: int, device: torch.device, *, on_device: bool) -> SharedMemory:
+    """Zeroed memory for a peer to write into, of the device or of the host. Raises
+    UnavailableError."""
+    return (allocate_on_device if on_device else allocate_on_host)(num_bytes, device)
+
+
+def map_memory(
+    descriptor: int, num_bytes: int, device: torch.device, *, on_device: bool
+) -> SharedMemory:
+    """Map memory that a peer allocated; the descriptor stays the caller's. Raises
+    InvalidMessageError and UnavailableError."""
+    return (map_device_memory if on_device else map_host_memory)(descriptor, num_bytes, device)
+
+
 def new_buffer(layout: BufferLayout, device: torch.device) -> ExchangeBuffer:
     """A buffer that lies nowhere yet."""
     with torch.inference_mode(False):

@@ -72,7 +72,7 @@ class RemoteDrafter:
         """`timeout_us`: microseconds that a round waits for drafts."""
         self.exchange_shape = shape
         self.padding = shape.num_slots - 1
-        self._vocab_size, self._device = vocab_size, device
+        self.vocab_size, self.device = vocab_size, device
         self._verdicts = new_buffer(shape.verdict_layout(), device)
         self._drafts = new_buffer(shape.draft_layout(), device)
         self.state = new_state(device)
@@ -121,8 +121,8 @@ class RemoteDrafter:
         """Exchange with nobody any more, and close the buffers; waits for what was launched."""
         self.state.host_control[0] = 1
         self.state.words[1].fill_(0)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.state.host_control[0] = 0
         for buffer in (self._verdicts, self._drafts):
             detach_buffer(buffer)
@@ -176,7 +176,7 @@ class RemoteDrafter:
         lengths = self._lengths.get(len(slots))
         if lengths is None:
             with torch.inference_mode(False):
-                lengths = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
+                lengths = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
             self._lengths[len(slots)] = lengths
         wait_drafts(self._drafts, self.state)
         take_drafts(
@@ -186,7 +186,7 @@ class RemoteDrafter:
             self.digests,
             self._taken,
             lengths,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             with_distributions=False,
         )
 

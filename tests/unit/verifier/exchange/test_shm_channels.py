@@ -11,6 +11,7 @@ from outrider_verifier.exchange.shm_channels import DrafterShmChannels
 from outrider_verifier.state.commands import (
     MalformedMessage,
     ProposalsReceived,
+    ReplicaAnswered,
     SessionsLostByDrafter,
 )
 
@@ -95,12 +96,15 @@ def test_garbage_is_counted_and_what_follows_it_is_heard(rig: Rig) -> None:
     assert rig.lost == []
 
 
-def test_answers_to_offers_that_nobody_made_are_counted_and_dropped(rig: Rig) -> None:
+def test_answers_to_offers_are_commands(rig: Rig) -> None:
     answers = [ReplicaReady(memory=MemoryKind.HOST), ReplicaRefused(reason="no memory")]
     rig.theirs.send(*encode_drafter_messages([*answers, SessionsLost((3,))]))
     found = rig.lanes.receive_commands(rig.lanes.readers)
-    assert found == [SessionsLostByDrafter(LINK, (3,))]
-    assert rig.invalid == 2
+    assert found == [
+        *(ReplicaAnswered(LINK, answer) for answer in answers),
+        SessionsLostByDrafter(LINK, (3,)),
+    ]
+    assert rig.invalid == 0
 
 
 def test_a_drafter_that_leaves_is_lost_once_and_told_nothing(rig: Rig) -> None:

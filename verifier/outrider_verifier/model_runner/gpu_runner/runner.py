@@ -223,6 +223,11 @@ class GpuModelRunner:
         remote = self.remote_drafter
         return self._draft_length if remote is not None and remote.is_attached else 0
 
+    @property
+    def table_blocks(self) -> int:
+        """K/V blocks of a session, at most."""
+        return self._slots.sequence.tables.shape[1]
+
     def detach_remote_drafter(self) -> None:
         """The drafter on another device is gone: no session has drafts of it any more."""
         assert self.remote_drafter is not None

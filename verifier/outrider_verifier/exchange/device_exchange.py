@@ -1,0 +1,234 @@
+"""Exchange with a drafter between devices, as the verifier's host manages it; engine thread only.
+
+The first drafter of this host that attaches is offered memory of this device. If it answers with
+memory of its own, sessions that are opened from then on draft with it: their drafts and features
+pass by no host. When it is lost, these sessions decode plainly, and the next one is made an offer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from outrider.engine.device.exchange.draft_replica import ReplicaRound
+from outrider.engine.device.exchange.memory import SharedMemory, allocate_memory, map_memory
+from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
+from outrider.engine.logits_processor import has_penalties
+from outrider.errors import InvalidMessageError, OutriderError
+from outrider.ids import DrafterId
+from outrider.spec.plan import DraftMethod
+from outrider.spec.sampling import SamplingParams
+from outrider.wire.messages import (
+    MemoryKind,
+    ReplicaAnswer,
+    ReplicaBlocksAdded,
+    ReplicaCommand,
+    ReplicaOffer,
+    ReplicaReady,
+    ReplicaRoundLaunched,
+    ReplicaSessionBegin,
+    ReplicaSessionEnd,
+    SessionSpec,
+    TensorDtype,
+)
+from outrider_verifier.state.commands import ExchangeLink
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaChannels(Protocol):
+    """The shared-memory channels to drafters, by link."""
+
+    def send_messages(self, link_id: int, messages: Sequence[ReplicaCommand]) -> None:
+        """Send messages together."""
+
+    def send_descriptor(self, number: int, descriptor: int) -> None:
+        """Pass a file descriptor on."""
+
+    def take_descriptor(self, number: int) -> int | None:
+        """The file descriptor that came last."""
+        ...
+
+    def drop_channel(self, number: int, why: str) -> None:
+        """Give a channel up, and its connection with it."""
+
+
+class _Host:
+    """Tells the host of a replica, by its channel; see `ReplicaHost`."""
+
+    def __init__(self, send: Callable[[ReplicaCommand], None]) -> None:
+        self._send = send
+
+    def begin_session(
+        self, slot: int, blocks: Sequence[int], sampling: SamplingParams, *, num_rows: int
+    ) -> None:
+        self._send(
+            ReplicaSessionBegin(
+                slot=slot, blocks=tuple(blocks), sampling=sampling, num_rows=num_rows
+            )
+        )
+
+    def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        self._send(ReplicaBlocksAdded(slot=slot, first=first, blocks=tuple(blocks)))
+
+    def end_session(self, slot: int) -> None:
+        self._send(ReplicaSessionEnd(slot=slot))
+
+    def launch_round(self, announced: ReplicaRound) -> None:
+        rows, chunks, sampled = announced
+        self._send(ReplicaRoundLaunched(rows=rows, chunks=chunks, is_sampled=sampled))
+
+
+class DeviceExchange:
+    """The one drafter that this verifier exchanges with between devices."""
+
+    def __init__(
+        self,
+        remote: RemoteDrafter,
+        channels: ReplicaChannels,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        table_blocks: int,
+        feature_dtype: TensorDtype,
+        on_open: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """`num_blocks`, `block_tokens`: of the K/V pool; `table_blocks`: of a session's table.
+        `on_open`: the exchange is open; `on_lost`: it was, and is no more."""
+        self._remote, self._channels = remote, channels
+        self._pool = (num_blocks, block_tokens, table_blocks)
+        self._feature_dtype = feature_dtype
+        self._on_open, self._on_lost = on_open, on_lost
+        self._link: ExchangeLink | None = None
+        """The drafter that was made an offer, or has taken it up."""
+        self._waiting: dict[int, ExchangeLink] = {}
+        """Others that may be made one."""
+        self._memory: SharedMemory | None = None
+        """What was offered, until the answer."""
+
+    @property
+    def drafter_id(self) -> DrafterId | None:
+        """The drafter with which the exchange is open; None: with none."""
+        return self._link.drafter_id if self._link and self._remote.is_attached else None
+
+    def draft_length(self, spec: SessionSpec) -> int:
+        """Length of the drafts that a session which begins now gets between devices; 0: it gets
+        none. Sessions in a grammar, and those whose logits depend on what they have emitted, draft
+        by messages."""
+        if spec.drafter_id is None or spec.drafter_id != self.drafter_id:
+            return 0
+        if spec.structured_output is not None or spec.token_limits is not None:
+            return 0
+        if has_penalties(spec.sampling):
+            return 0
+        return self._remote.exchange_shape.draft_length
+
+    def add_drafter(self, link: ExchangeLink) -> None:
+        """A drafter has attached that has a shared-memory channel."""
+        if DraftMethod.EAGLE3 not in link.methods:
+            return
+        self._waiting[link.link_id] = link
+        self._offer_next()
+
+    def remove_drafter(self, link_id: int) -> None:
+        """A drafter is gone; idempotent."""
+        self._waiting.pop(link_id, None)
+        if self._link is None or self._link.link_id != link_id:
+            return
+        self._link = None
+        was_open = self._remote.is_attached
+        self._close_memory()
+        if was_open:
+            logger.warning("the exchange between devices is lost", extra={"link": link_id})
+            self._on_lost()
+        self._offer_next()
+
+    def take_answer(self, link_id: int, answer: ReplicaAnswer) -> None:
+        """A drafter has answered an offer."""
+        descriptor = self._channels.take_descriptor(link_id)
+        link, own = self._link, self._memory
+        try:
+            if link is None or link.link_id != link_id or own is None:
+                raise InvalidMessageError("no replica was offered", reason="REPLICA")
+            if not isinstance(answer, ReplicaReady):
+                logger.info("no replica", extra={"link": link_id, "reason": answer.reason})
+                self._link = None
+                self._close_memory()
+                self._offer_next()
+                return
+            if descriptor is None:
+                raise InvalidMessageError("the answer came without memory", reason="REPLICA")
+            size = self._remote.exchange_shape.verdict_layout().num_bytes
+            on_device = answer.memory is MemoryKind.DEVICE
+            peer = map_memory(descriptor, size, self._remote.device, on_device=on_device)
+            self._memory = None
+            self._remote.attach(own, peer, _Host(lambda each: self._tell(link_id, each)))
+            logger.info(
+                "exchanging between devices",
+                extra={"drafter_id": link.drafter_id, "memory": str(answer.memory)},
+            )
+            self._on_open()
+        except OutriderError as error:
+            self._channels.drop_channel(link_id, error.message)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def check(self) -> None:
+        """Give up a drafter that has missed a round; to be called now and then."""
+        if self._link is not None and self._remote.is_attached and not self._remote.is_open:
+            self._channels.drop_channel(self._link.link_id, "the drafter has missed a round")
+
+    def close(self) -> None:
+        """Exchange with nobody any more."""
+        self._waiting.clear()
+        if self._link is not None:
+            self.remove_drafter(self._link.link_id)
+
+    def _tell(self, link_id: int, command: ReplicaCommand) -> None:
+        self._channels.send_messages(link_id, [command])
+
+    def _offer_next(self) -> None:
+        if self._link is not None or not self._waiting:
+            return
+        link_id, link = next(iter(self._waiting.items()))
+        del self._waiting[link_id]
+        shape, device = self._remote.exchange_shape, self._remote.device
+        on_device = device.type == "cuda"
+        try:
+            memory = allocate_memory(shape.draft_layout().num_bytes, device, on_device=on_device)
+        except OutriderError as error:
+            logger.warning("no exchange between devices", extra={"reason": error.message})
+            return
+        self._link, self._memory = link, memory
+        descriptor = memory.make_descriptor()
+        self._channels.send_descriptor(link_id, descriptor)
+        os.close(descriptor)
+        num_blocks, block_tokens, table_blocks = self._pool
+        self._tell(
+            link_id,
+            ReplicaOffer(
+                num_slots=shape.num_slots,
+                max_rows=shape.max_rows,
+                draft_length=shape.draft_length,
+                max_chunks=shape.max_chunks,
+                chunk_tokens=shape.chunk_tokens,
+                feature_size=shape.feature_size,
+                feature_dtype=self._feature_dtype,
+                distribution_entries=shape.distribution_entries,
+                depth=shape.depth,
+                num_blocks=num_blocks,
+                block_tokens=block_tokens,
+                table_blocks=table_blocks,
+                vocab_size=self._remote.vocab_size,
+                memory=MemoryKind.DEVICE if on_device else MemoryKind.HOST,
+            ),
+        )
+
+    def _close_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
