@@ -16,7 +16,7 @@ from outrider.engine.device.exchange.draft_replica import ReplicaRound
 from outrider.engine.device.exchange.memory import SharedMemory, allocate_memory, map_memory
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
 from outrider.engine.logits_processor import has_penalties
-from outrider.errors import InvalidMessageError, OutriderError
+from outrider.errors import InvalidMessageError, OutriderError, UnavailableError
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import SamplingParams
@@ -108,6 +108,9 @@ class DeviceExchange:
         """Others that may be made one."""
         self._memory: SharedMemory | None = None
         """What was offered, until the answer."""
+        on_device = remote.device.type == "cuda"
+        self._kind = MemoryKind.DEVICE if on_device else MemoryKind.HOST
+        """What is offered: memory of the host once devices were found not to reach each other."""
 
     @property
     def drafter_id(self) -> DrafterId | None:
@@ -154,16 +157,15 @@ class DeviceExchange:
             if link is None or link.link_id != link_id or own is None:
                 raise InvalidMessageError("no replica was offered", reason="REPLICA")
             if not isinstance(answer, ReplicaReady):
-                logger.info("no replica", extra={"link": link_id, "reason": answer.reason})
-                self._link = None
-                self._close_memory()
-                self._offer_next()
+                self._take_refusal(link, answer.reason)
                 return
             if descriptor is None:
                 raise InvalidMessageError("the answer came without memory", reason="REPLICA")
+            if answer.memory is not self._kind:
+                raise InvalidMessageError("the answer is for other memory", reason="REPLICA")
             size = self._remote.exchange_shape.verdict_layout().num_bytes
-            on_device = answer.memory is MemoryKind.DEVICE
-            peer = map_memory(descriptor, size, self._remote.device, on_device=on_device)
+            on_device = self._kind is MemoryKind.DEVICE
+            peer = self._map(descriptor, size, on_device=on_device)
             self._memory = None
             self._remote.attach(own, peer, _Host(lambda each: self._tell(link_id, each)))
             logger.info(
@@ -176,6 +178,26 @@ class DeviceExchange:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+
+    def _map(self, descriptor: int, size: int, *, on_device: bool) -> SharedMemory:
+        try:
+            return map_memory(descriptor, size, self._remote.device, on_device=on_device)
+        except UnavailableError:
+            # The drafter dials anew, and is offered what works everywhere.
+            self._kind = MemoryKind.HOST
+            raise
+
+    def _take_refusal(self, link: ExchangeLink, reason: str) -> None:
+        """Offer memory of the host to a drafter whose device cannot reach this one's; else the next
+        drafter is made an offer."""
+        logger.info("no replica", extra={"link": link.link_id, "reason": reason})
+        self._close_memory()
+        self._link = None
+        if self._kind is MemoryKind.DEVICE:
+            self._kind = MemoryKind.HOST
+            self._offer(link)
+        else:
+            self._offer_next()
 
     def check(self) -> None:
         """Give up a drafter that has missed a round; to be called now and then."""
@@ -196,8 +218,11 @@ class DeviceExchange:
             return
         link_id, link = next(iter(self._waiting.items()))
         del self._waiting[link_id]
-        shape, device = self._remote.exchange_shape, self._remote.device
-        on_device = device.type == "cuda"
+        self._offer(link)
+
+    def _offer(self, link: ExchangeLink) -> None:
+        link_id, shape, device = link.link_id, self._remote.exchange_shape, self._remote.device
+        on_device = self._kind is MemoryKind.DEVICE
         try:
             memory = allocate_memory(shape.draft_layout().num_bytes, device, on_device=on_device)
         except OutriderError as error:
@@ -224,7 +249,7 @@ class DeviceExchange:
                 block_tokens=block_tokens,
                 table_blocks=table_blocks,
                 vocab_size=self._remote.vocab_size,
-                memory=MemoryKind.DEVICE if on_device else MemoryKind.HOST,
+                memory=self._kind,
             ),
         )
 

@@ -189,7 +189,8 @@ def test_wrong_answers_end_their_connections(rig: Rig) -> None:
     rig.answer_ready(9)
     rig.exchange.take_answer(1, READY)
     rig.answer_ready(1, size=4096)
-    assert rig.channels.dropped == [9, 9, 1, 1]
+    rig.exchange.take_answer(1, ReplicaReady(memory=MemoryKind.DEVICE))
+    assert rig.channels.dropped == [9, 9, 1, 1, 1]
     assert rig.opened == 0 and rig.exchange.drafter_id is None
     # The offer stands until the connection is gone.
     rig.exchange.remove_drafter(1)
