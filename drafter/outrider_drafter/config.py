@@ -90,6 +90,9 @@ class DrafterConfig:
     device_exchange: bool = False
     """Whether to exchange with verifiers of this host between the devices, where a verifier has
     `device_exchange` on; for eagle3 heads."""
+    exchange_kv_rows: int = 1 << 20
+    """Most K/V rows of the head that one verifier may ask for by device_exchange: one for each of
+    its K/V tokens. A verifier with more is refused, and exchanges by messages."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
     """Stable name; give one, so that a restarted drafter is recognised."""
     metrics_port: int = -1
@@ -165,6 +168,7 @@ class DrafterConfig:
             "max_sessions",
             "max_context",
             "head_kv_rows",
+            "exchange_kv_rows",
             "max_backlog",
             "max_unsent_batches",
         ):

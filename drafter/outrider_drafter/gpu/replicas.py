@@ -52,9 +52,18 @@ class Replicas:
     """The replicas of one EAGLE head, one for each connection that asked for one."""
 
     def __init__(
-        self, head: DraftHead, *, vocab_size: int, device: torch.device, cuda_graphs: bool
+        self,
+        head: DraftHead,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        cuda_graphs: bool,
+        max_sessions: int,
+        max_kv_rows: int,
     ) -> None:
-        """Raises FailedPreconditionError for heads without plain EAGLE-3 weights."""
+        """`max_sessions`, `max_kv_rows`: of one replica. Raises FailedPreconditionError for heads
+        without plain EAGLE-3 weights."""
+        self._max_sessions, self._max_kv_rows = max_sessions, max_kv_rows
         self._weights, self._config = HeadWeights.from_head(head), head.config
         self._vocab_size, self._device, self._cuda_graphs = vocab_size, device, cuda_graphs
         self._dtype = self._weights.embedding.dtype
@@ -88,6 +97,17 @@ class Replicas:
                 f"a replica is for {self._vocab_size} ids and features of "
                 f"{self._config.hidden_size} values, not {offer.vocab_size} and "
                 f"{offer.feature_size}",
+                reason="REPLICA",
+            )
+        rows = offer.num_blocks * offer.block_tokens
+        if (
+            offer.num_slots - 1 > self._max_sessions
+            or rows > self._max_kv_rows
+            or offer.table_blocks > offer.num_blocks
+        ):
+            raise FailedPreconditionError(
+                f"a replica has at most {self._max_sessions} sessions and {self._max_kv_rows} K/V "
+                f"rows (max_sessions, exchange_kv_rows), not {offer.num_slots - 1} and {rows}",
                 reason="REPLICA",
             )
         shape = ExchangeShape(

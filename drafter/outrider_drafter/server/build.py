@@ -106,6 +106,8 @@ def _make_replicas(
         vocab_size=identity.vocab_size,
         device=torch.device(config.device),
         cuda_graphs=config.cuda_graphs,
+        max_sessions=config.max_sessions,
+        max_kv_rows=config.exchange_kv_rows,
     )
 
 
