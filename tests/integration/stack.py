@@ -34,7 +34,7 @@ class Process:
         self._log: IO[str] | None = None
 
     @property
-    def log(self) -> Path:
+    def log_path(self) -> Path:
         """What it has written to stderr, over all its lives."""
         return self._log_path
 

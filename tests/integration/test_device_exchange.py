@@ -43,7 +43,7 @@ def serving(directory: Path, tiny_target: Path, tiny_head: Path) -> Iterator[Sta
         verifier=flags,
         drafter=flags,
     ) as stack:
-        wait_until(lambda: exchanges(stack.verifier.log) > 0, what="an exchange")
+        wait_until(lambda: exchanges(stack.verifier.log_path) > 0, what="an exchange")
         yield stack
 
 
@@ -73,7 +73,7 @@ def test_drafts_between_devices_change_no_text(stack: Stack, options: dict[str, 
 
 
 def test_a_killed_drafter_changes_no_text_and_its_successor_drafts(stack: Stack) -> None:
-    log = stack.verifier.log
+    log = stack.verifier.log_path
     before = exchanges(log)
     with Client(stack.router.address, timeout_s=60.0) as client:
         plain, _ = text(client, "none", temperature=0.0)
