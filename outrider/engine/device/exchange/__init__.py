@@ -9,4 +9,6 @@ memory.py                  Memory that two processes of one host share, and that
                            their devices reach.
 remote_drafter.py          Drafter on another GPU, as the verifier's graphs see it: drafts come in,
                            accepted rows go out.
+side.py                    ExchangeSide: buffers, round numbers and life of one side of a pair, the
+                           same for both sides.
 """

@@ -20,16 +20,12 @@ from torch import Tensor
 from outrider.engine.device.drafting.draft_forward import DraftForward, NewRows
 from outrider.engine.device.drafting.draft_program import DraftProgram
 from outrider.engine.device.exchange.layout import ExchangeShape
-from outrider.engine.device.exchange.memory import (
-    SharedMemory,
-    attach_buffer,
-    detach_buffer,
-    new_buffer,
-)
+from outrider.engine.device.exchange.memory import SharedMemory
+from outrider.engine.device.exchange.side import ExchangeSide
 from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.device.graphs.shapes import bucket_for
 from outrider.engine.device.slots.logits_slots import LogitsSlots
-from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS, new_state
+from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS
 from outrider.engine.kernels.exchange.drafts import put_drafts
 from outrider.engine.kernels.exchange.numbers import publish_number, wait_round
 from outrider.engine.kernels.exchange.verdicts import (
@@ -118,43 +114,28 @@ class DraftReplica:
         self._warp = LogitsSlots(
             count, len(vocabulary.target_ids), device, draft_columns=vocabulary.draft_columns
         )
-        self._verdicts = new_buffer(shape.verdict_layout(), device)
-        self._drafts = new_buffer(shape.draft_layout(), device)
-        self.state = new_state(device)
-        self.state.host_control[1] = timeout_us
+        self._side = ExchangeSide(shape, device, timeout_us=timeout_us)
+        self._verdicts, self._drafts = self._side.verdicts, self._side.drafts
+        self.state = self._side.state
         self.graphs = GraphCache(device, enabled=cuda_graphs)
-        self._memory: tuple[SharedMemory, ...] = ()
         self._rows: dict[int, TakenRows] = {}
         self._chunks: dict[int, TakenRows] = {}
 
     def attach(self, own: SharedMemory, peer: SharedMemory) -> None:
         """Exchange with a verifier: rounds in `own` memory, drafts in the `peer`'s, in the order of
         the stream; both are closed with `detach`."""
-        attach_buffer(self._verdicts, self.exchange_shape.verdict_layout(), own)
-        attach_buffer(self._drafts, self.exchange_shape.draft_layout(), peer)
-        self.state.words.copy_(torch.tensor([0, 1, 0, 1], dtype=torch.int32))
-        self.state.host_control[2:] = 1
-        self._memory = (own, peer)
+        self._side.attach(verdicts=own, drafts=peer)
 
     @property
     def is_open(self) -> bool:
         """Whether all rounds that were announced have come, as far as the device knows."""
-        return bool(self._memory) and bool(self.state.host_control[2])
+        return self._side.is_open
 
     def detach(self) -> None:
         """Exchange with nobody any more, and close the buffers; waits for what was launched, whose
         waits end at once."""
-        self.state.host_control[0] = 1
-        self.state.words[1].fill_(0)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.state.host_control[0] = 0
+        self._side.detach()
         self._followed.slot_of.fill_(NO_SLOT)
-        for buffer in (self._verdicts, self._drafts):
-            detach_buffer(buffer)
-        for memory in self._memory:
-            memory.close()
-        self._memory = ()
 
     @torch.inference_mode()
     def begin_session(

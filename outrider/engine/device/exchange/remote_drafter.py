@@ -17,16 +17,12 @@ from torch import Tensor
 from outrider.engine.device.drafting.draft_forward import NewRows
 from outrider.engine.device.exchange.draft_replica import ReplicaRound
 from outrider.engine.device.exchange.layout import ExchangeShape
-from outrider.engine.device.exchange.memory import (
-    SharedMemory,
-    attach_buffer,
-    detach_buffer,
-    new_buffer,
-)
+from outrider.engine.device.exchange.memory import SharedMemory
+from outrider.engine.device.exchange.side import ExchangeSide
 from outrider.engine.device.graphs.shapes import AcceptanceMode, RoundShape
 from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution
-from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS, new_state
+from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS
 from outrider.engine.kernels.exchange.drafts import (
     advance_digests,
     new_taken_drafts,
@@ -73,10 +69,9 @@ class RemoteDrafter:
         self.exchange_shape = shape
         self.padding = shape.num_slots - 1
         self.vocab_size, self.device = vocab_size, device
-        self._verdicts = new_buffer(shape.verdict_layout(), device)
-        self._drafts = new_buffer(shape.draft_layout(), device)
-        self.state = new_state(device)
-        self.state.host_control[1] = timeout_us
+        self._side = ExchangeSide(shape, device, timeout_us=timeout_us)
+        self._verdicts, self._drafts = self._side.verdicts, self._side.drafts
+        self.state = self._side.state
         self._taken = new_taken_drafts(
             shape.num_slots, shape.draft_length, shape.distribution_entries, device
         )
@@ -87,7 +82,6 @@ class RemoteDrafter:
             """int64 [X]: digest of each session's prefix."""
         self._lengths: dict[int, Tensor] = {}
         self._host: ReplicaHost | None = None
-        self._memory: tuple[SharedMemory, ...] = ()
         self._followed: set[int] = set()
         """Slots whose sessions the drafter was told of."""
 
@@ -100,35 +94,23 @@ class RemoteDrafter:
     def is_open(self) -> bool:
         """Whether the drafter gets what rounds put, as far as the last round on the device
         knows."""
-        return self.is_attached and bool(self.state.host_control[2])
+        return self._side.is_open
 
     @property
     def is_late(self) -> bool:
         """Whether the last round on the device had to do without the drafter."""
-        return self.is_attached and not bool(self.state.host_control[3])
+        return self._side.is_late
 
     def attach(self, own: SharedMemory, peer: SharedMemory, host: ReplicaHost) -> None:
         """Exchange with a drafter from the next round on: drafts in `own` memory, rounds in the
         `peer`'s, in the order of the stream; both are closed with `detach`. `host` hears what the
         drafter's host must know."""
-        attach_buffer(self._drafts, self.exchange_shape.draft_layout(), own)
-        attach_buffer(self._verdicts, self.exchange_shape.verdict_layout(), peer)
-        self.state.words.copy_(torch.tensor([0, 1, 0, 1], dtype=torch.int32))
-        self.state.host_control[2:] = 1
-        self._host, self._memory = host, (own, peer)
+        self._side.attach(verdicts=peer, drafts=own)
+        self._host = host
 
     def detach(self) -> None:
         """Exchange with nobody any more, and close the buffers; waits for what was launched."""
-        self.state.host_control[0] = 1
-        self.state.words[1].fill_(0)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.state.host_control[0] = 0
-        for buffer in (self._verdicts, self._drafts):
-            detach_buffer(buffer)
-        for memory in self._memory:
-            memory.close()
-        self._memory = ()
+        self._side.detach()
         self._host = None
         self._followed.clear()
 
@@ -159,10 +141,6 @@ class RemoteDrafter:
         if self._host is not None and slot in self._followed:
             self._followed.discard(slot)
             self._host.end_session(slot)
-
-    def follows(self, slot: int) -> bool:
-        """Whether the drafter was told of a slot's session."""
-        return slot in self._followed
 
     def announce_round(self, shape: RoundShape) -> None:
         """A round of this shape with drafts of this drafter was launched."""

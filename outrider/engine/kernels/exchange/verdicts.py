@@ -37,6 +37,13 @@ FAULT_ROOM: Final = 5
 """Rows for which no K/V is reserved."""
 FAULT_TOKEN: Final = 6
 """A token outside the vocabulary."""
+_NONE = tl.constexpr(FAULT_NONE)
+_ABSENT = tl.constexpr(FAULT_ABSENT)
+_SLOT = tl.constexpr(FAULT_SLOT)
+_COUNT = tl.constexpr(FAULT_COUNT)
+_START = tl.constexpr(FAULT_START)
+_ROOM = tl.constexpr(FAULT_ROOM)
+_TOKEN = tl.constexpr(FAULT_TOKEN)
 _BLOCK: Final = 2048
 """Values of a feature that one program copies at a time."""
 
@@ -475,13 +482,13 @@ def _check_rows(
     is_strange = tl.sum(strange.to(tl.int32), axis=0) > 0
     # Differences, for a sum of hostile numbers may wrap around.
     has_room = count + rows_ahead <= room - start
-    fault = tl.where(is_strange, 6, 0)
-    fault = tl.where(has_room, fault, 5)
-    fault = tl.where(start == known, fault, 4)
-    fault = tl.where(has_count, fault, 3)
-    fault = tl.where(is_named, fault, 2)
-    fault = tl.where(is_there, fault, 1)
-    good = fault == 0
+    fault = tl.where(is_strange, _TOKEN, _NONE)
+    fault = tl.where(has_room, fault, _ROOM)
+    fault = tl.where(start == known, fault, _START)
+    fault = tl.where(has_count, fault, _COUNT)
+    fault = tl.where(is_named, fault, _SLOT)
+    fault = tl.where(is_there, fault, _ABSENT)
+    good = fault == _NONE
     count = tl.where(good, count, 0)
     start = tl.where(good, start, 0)
     tl.store(source_slots + row, tl.where(good, source, -1))

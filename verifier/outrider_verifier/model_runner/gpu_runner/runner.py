@@ -218,12 +218,6 @@ class GpuModelRunner:
         return 0 if self._in_process_drafter is None else self._in_process_drafter.shape.num_nodes
 
     @property
-    def remote_draft_length(self) -> int:
-        """Drafts of a round of the drafter on another device; 0: there is none now."""
-        remote = self.remote_drafter
-        return self._draft_length if remote is not None and remote.is_attached else 0
-
-    @property
     def table_blocks(self) -> int:
         """K/V blocks of a session, at most."""
         return self._slots.sequence.tables.shape[1]

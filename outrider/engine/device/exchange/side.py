@@ -1,0 +1,62 @@
+"""ExchangeSide: buffers, round numbers and life of one side of a pair, the same for both sides."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.engine.device.exchange.layout import ExchangeShape
+from outrider.engine.device.exchange.memory import (
+    SharedMemory,
+    attach_buffer,
+    detach_buffer,
+    new_buffer,
+)
+from outrider.engine.kernels.exchange.buffers import new_state
+
+
+class ExchangeSide:
+    """What kernels of this process's device read and write; it lies nowhere until `attach`."""
+
+    def __init__(self, shape: ExchangeShape, device: torch.device, *, timeout_us: int) -> None:
+        """`timeout_us`: microseconds that a wait lasts at most."""
+        self._layouts = (shape.verdict_layout(), shape.draft_layout())
+        self._device = device
+        self.verdicts, self.drafts = (new_buffer(layout, device) for layout in self._layouts)
+        self.state = new_state(device)
+        self._host_control = self.state.host_control.numpy()
+        self._host_control[1] = timeout_us
+        self._memory: tuple[SharedMemory, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no round was missed since `attach`, as far as the device has said."""
+        return bool(self._memory) and bool(self._host_control[2])
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the last wait ended without what it waited for, as far as the device has said."""
+        return bool(self._memory) and not self._host_control[3]
+
+    def attach(self, *, verdicts: SharedMemory, drafts: SharedMemory) -> None:
+        """Exchange by this memory from here on, in the order of the stream; `detach` closes it."""
+        for buffer, layout, memory in zip(
+            (self.verdicts, self.drafts), self._layouts, (verdicts, drafts), strict=True
+        ):
+            attach_buffer(buffer, layout, memory)
+        self.state.words.copy_(torch.tensor([0, 1, 0, 1], dtype=torch.int32))
+        self._host_control[2:] = 1
+        self._memory = (verdicts, drafts)
+
+    def detach(self) -> None:
+        """Exchange with nobody any more, and close the memory; waits for what was launched, whose
+        waits end at once. Idempotent."""
+        self._host_control[0] = 1
+        self.state.words[1].fill_(0)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._host_control[0] = 0
+        for buffer in (self.verdicts, self.drafts):
+            detach_buffer(buffer)
+        for memory in self._memory:
+            memory.close()
+        self._memory = ()
