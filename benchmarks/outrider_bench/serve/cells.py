@@ -208,12 +208,20 @@ class BenchCell:
     routers: int = 1
     prefix_cache: bool = True
     """Whether the verifiers keep what others may begin with."""
+    device_exchange: bool = False
+    """Whether drafts and features pass between devices."""
 
     @property
     def plain(self) -> BenchCell:
         """The same requests without drafts, of the same services."""
         sampling = replace(self.sampling, rule=Rule.COUPLED.value)
-        return replace(self, placement=PLAIN, drafts=DraftSetting(), sampling=sampling)
+        return replace(
+            self,
+            placement=PLAIN,
+            drafts=DraftSetting(),
+            sampling=sampling,
+            device_exchange=False,
+        )
 
     def described(self) -> dict[str, object]:
         """The fields that identify a cell in service.json."""
@@ -236,6 +244,7 @@ class BenchCell:
             "drafters": self.drafters,
             "routers": self.routers,
             "prefix_cache": self.prefix_cache,
+            "device_exchange": self.device_exchange,
         }
 
     def __str__(self) -> str:
@@ -246,6 +255,7 @@ class BenchCell:
         slowed = f", {self.handicap}" if str(self.handicap) else ""
         fronts = f", {self.routers} routers" if self.routers > 1 else ""
         cold = "" if self.prefix_cache else ", no prefix cache"
+        cold += ", device exchange" if self.device_exchange else ""
         drafts = f"{self.placement} {self.drafts.name}"
         return f"{drafts}, {parameters}{bias}, {load}{slowed}{fronts}{cold}"
 
@@ -254,14 +264,15 @@ KEY_FIELDS: Final = (
     *("model", "placement", "drafts", "draft_top_k", "temperature", "rule", "top_p", "min_p"),
     *("repetition_penalty", "logit_bias", "sessions", "rate", "max_tokens", "busy_polling_cores"),
     *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown"),
-    *("planner", "verifiers", "drafters", "routers", "prefix_cache"),
+    *("planner", "verifiers", "drafters", "routers", "prefix_cache", "device_exchange"),
 )
-_BEFORE: Final = {"routers": 1, "prefix_cache": False}
+_BEFORE: Final = {"routers": 1, "prefix_cache": False, "device_exchange": False}
 """What cells had that say nothing of it: results from before there was such a thing."""
 _AHEAD_KEYS: Final = ("drafts", "look_ahead", "fan_out")
 _PLACING: Final = (
     *("placement", "drafts", "draft_top_k", "busy_polling_cores"),
     *("look_ahead", "fan_out", "exchange_delay_ms", "drafter_slowdown", "planner", "drafters"),
+    "device_exchange",
 )
 _SAMPLING: Final = (*("temperature", "rule", "top_p", "min_p", "repetition_penalty", "logit_bias"),)
 

@@ -79,6 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="every prompt is computed from its beginning; with --router say so if it is",
     )
+    add(
+        "--device-exchange",
+        action="store_true",
+        help="separate drafters exchange with verifiers between devices",
+    )
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")
     add("--threads", type=integer_at_least(1), help="compute threads of verifier and drafter each")

@@ -52,6 +52,8 @@ class ServiceMachine:
     """Processes of either kind, each on a GPU of its own where there are as many."""
     routers: int = 1
     prefix_cache: bool = True
+    device_exchange: bool = False
+    """Whether separate drafters exchange with verifiers between devices."""
     log_dir: Path | None = None
     trace_dir: Path | None = None
     round_ms: float = 0.0
@@ -190,7 +192,8 @@ def local_config(machine: ServiceMachine, service: BenchService) -> LocalFleetCo
         dtype=machine.dtype,
         device=machine.device,
         placement=service.placement if own else SEPARATE,
-        draft_length=shapes[0][0] if own and shapes else None,
+        device_exchange=machine.device_exchange,
+        draft_length=shapes[0][0] if (own or machine.device_exchange) and shapes else None,
         draft_top_k=shapes[0][1] if own and shapes else None,
         kv_tokens=budget if machine.device == CPU else None,
         max_sessions=machine.sessions,

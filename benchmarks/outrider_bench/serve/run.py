@@ -141,6 +141,7 @@ class BenchRun:
             drafters=args.drafters,
             routers=args.routers,
             prefix_cache=not args.no_prefix_cache,
+            device_exchange=args.device_exchange,
             max_tokens=self._max_tokens,
             threads=args.threads,
             planner=args.planner,
@@ -231,6 +232,8 @@ class BenchRun:
                         drafters=drafters,
                         routers=self._args.routers,
                         prefix_cache=not self._args.no_prefix_cache,
+                        device_exchange=self._args.device_exchange
+                        and service.placement == SEPARATE,
                     )
                     if service.placement == PLAIN:
                         cell = cell.plain

@@ -36,6 +36,7 @@ LOCAL_ONLY = (
     "device",
     "drafter_device",
     "placement",
+    "device_exchange",
     "draft_length",
     "no_cuda_graphs",
     "busy_polling_cores",

@@ -15,6 +15,7 @@ class PlacementOptions(TypedDict):
     device: str
     drafter_device: str
     placement: str
+    device_exchange: bool
     draft_length: int | None
     draft_top_k: int | None
     cuda_graphs: bool
@@ -36,7 +37,17 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PLACEMENTS,
         help="where the head drafts: a drafter (default), or the verifier",
     )
-    add("--draft-length", type=integer_at_least(1), metavar="K", help="of a head in the verifier")
+    add(
+        "--device-exchange",
+        action="store_true",
+        help="let verifier and separate drafter exchange between their devices",
+    )
+    add(
+        "--draft-length",
+        type=integer_at_least(1),
+        metavar="K",
+        help="of a head in the verifier, or with --device-exchange",
+    )
     add("--no-cuda-graphs", action="store_true", help="launch kernels one by one (debugging)")
     add(
         "--busy-polling-cores",
@@ -57,6 +68,7 @@ def placement_of(args: argparse.Namespace) -> PlacementOptions:
         "device": args.device or CPU,
         "drafter_device": args.drafter_device or "",
         "placement": args.placement or SEPARATE,
+        "device_exchange": args.device_exchange,
         "draft_length": args.draft_length,
         # What else it means is for each command to say, so not all have the flag.
         "draft_top_k": getattr(args, "draft_top_k", None),

@@ -69,8 +69,12 @@ class LocalFleetConfig:
     """torch device of the drafters; "" takes GPUs of their own where there are enough."""
     placement: str = SEPARATE
     """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
+    device_exchange: bool = False
+    """Whether a verifier and a separate drafter with an EAGLE-3 head exchange drafts and features
+    between their devices; where they cannot, they use messages."""
     draft_length: int | None = None
-    """Draft tokens a round of a head in the verifier; None takes its default."""
+    """Draft tokens a round of a head in the verifier, or of a drafter by device_exchange; None
+    takes the verifier's default."""
     draft_top_k: int | None = None
     """Children that a head in the verifier tries of a node; None takes its default."""
     planner: str | None = None
@@ -207,6 +211,12 @@ class LocalFleetConfig:
     def uses_gpus(self) -> bool:
         """Whether a process computes on a GPU of this machine."""
         return CUDA in (self.device, self.drafter_device.partition(":")[0])
+
+    @property
+    def exchanges_on_device(self) -> bool:
+        """Whether a pair may exchange between devices."""
+        separate = self.placement == SEPARATE and DraftMethod.EAGLE3 in self.methods
+        return self.device_exchange and separate
 
     @property
     def drafter_methods(self) -> tuple[DraftMethod, ...]:

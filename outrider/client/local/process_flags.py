@@ -136,6 +136,7 @@ def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str
     )
     flags += _hook_flags(config.verifier_hooks)
     flags += [] if config.prefix_cache else ["--no-prefix-cache"]
+    flags += ["--device-exchange"] if config.exchanges_on_device else []
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 
@@ -153,6 +154,7 @@ def drafter_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]
         **_common_flags(config, place, CertificateRole.DRAFTER),
     )
     flags += _hook_flags(config.drafter_hooks)
+    flags += ["--device-exchange"] if config.exchanges_on_device else []
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 

@@ -150,7 +150,12 @@ class EngineCore:
         link = self.drafters.link_of(drafter_id)
         if link is None:
             return 0
-        return sum(s.link_id == link.link_id for s in list(self.sessions.values()))
+        return sum(
+            s.link_id == link.link_id
+            # Its drafts come between devices.
+            or (s.in_process_draft_length > 0 and s.spec.drafter_id == drafter_id)
+            for s in list(self.sessions.values())
+        )
 
     def describe_drafter(self, link: ExchangeLink, now: float) -> AttachedDrafter:
         """What routers are told of a drafter; any thread may ask."""

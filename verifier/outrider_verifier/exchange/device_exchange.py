@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from outrider.engine.device.exchange.draft_replica import ReplicaRound
+from outrider.engine.device.exchange.exchange_times import ExchangedRound
 from outrider.engine.device.exchange.memory import SharedMemory, allocate_memory, map_memory
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
 from outrider.engine.logits_processor import has_penalties
@@ -36,6 +40,10 @@ from outrider.wire.messages import (
 from outrider_verifier.state.commands import ExchangeLink
 
 logger = logging.getLogger(__name__)
+_TIMES_S: Final = 0.05
+"""Rounds are looked at so often: fewer are run in this time than the device keeps."""
+_ROUNDS: Final = 512
+"""Rounds of a size over which the medians are computed."""
 
 
 class ReplicaChannels(Protocol):
@@ -95,19 +103,24 @@ class DeviceExchange:
         feature_dtype: TensorDtype,
         on_open: Callable[[], None],
         on_lost: Callable[[], None],
+        on_drafts: Callable[[DrafterId, int], None],
     ) -> None:
         """`num_blocks`, `block_tokens`: of the K/V pool; `table_blocks`: of a session's table.
-        `on_open`: the exchange is open; `on_lost`: it was, and is no more."""
+        `on_open`: the exchange is open; `on_lost`: it was, and is no more; `on_drafts`: so many
+        rounds found drafts of this drafter."""
         self._remote, self._channels = remote, channels
         self._pool = (num_blocks, block_tokens, table_blocks)
         self._feature_dtype = feature_dtype
-        self._on_open, self._on_lost = on_open, on_lost
+        self._on_open, self._on_lost, self._on_drafts = on_open, on_lost, on_drafts
         self._link: ExchangeLink | None = None
         """The drafter that was made an offer, or has taken it up."""
         self._waiting: dict[int, ExchangeLink] = {}
         """Others that may be made one."""
         self._memory: SharedMemory | None = None
         """What was offered, until the answer."""
+        self._times: dict[int, deque[ExchangedRound]] = {}
+        """The last rounds, by rows."""
+        self._look_again = 0.0
         on_device = remote.device.type == "cuda"
         self._kind = MemoryKind.DEVICE if on_device else MemoryKind.HOST
         """What is offered: memory of the host once devices were found not to reach each other."""
@@ -200,13 +213,28 @@ class DeviceExchange:
             self._offer_next()
 
     def check(self) -> None:
-        """Give up a drafter that has missed a round; to be called now and then."""
+        """Give up a drafter that has missed a round, and note what rounds took; to be called now
+        and then."""
+        now = time.monotonic()
+        if now >= self._look_again:
+            self._look_again = now + _TIMES_S
+            self._read_times()
         if self._link is not None and self._remote.is_attached and not self._remote.is_open:
             self._channels.drop_channel(self._link.link_id, "the drafter has missed a round")
+
+    def _read_times(self) -> None:
+        times, drafter_id = self._remote.times, self.drafter_id
+        before = times.answered
+        for each in times.take_rounds():
+            self._times.setdefault(each.rows, deque(maxlen=_ROUNDS)).append(each)
+        if drafter_id is not None and times.answered > before:
+            self._on_drafts(drafter_id, times.answered - before)
 
     def close(self) -> None:
         """Exchange with nobody any more."""
         self._waiting.clear()
+        for rows, rounds in sorted(self._times.items()):
+            logger.info("idle time of rounds", extra={"rows": rows, **_medians(rounds)})
         if self._link is not None:
             self.remove_drafter(self._link.link_id)
 
@@ -257,3 +285,14 @@ class DeviceExchange:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+
+def _medians(rounds: Sequence[ExchangedRound]) -> dict[str, float]:
+    """Medians in microseconds, and how many rounds they are of."""
+    named = {
+        "idle_us": [each.idle_s for each in rounds],
+        "drafting_us": [each.drafting_s for each in rounds],
+        "waited_us": [each.waited_s for each in rounds],
+    }
+    medians = {name: round(statistics.median(values) * 1e6, 1) for name, values in named.items()}
+    return {"rounds": len(rounds), **medians}

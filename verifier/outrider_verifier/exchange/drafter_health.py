@@ -91,6 +91,11 @@ class DrafterHealth:
         missed, self.silent_since = self.is_silent, None
         return missed
 
+    def record_device_drafts(self, now: float, rounds: int) -> None:
+        """Rounds found drafts of it on the device."""
+        self.answers += rounds
+        self._heard_at, self.silent_since = now, None
+
     def record_malformed(self, now: float) -> None:
         """A message came that could not be read."""
         self.invalid += 1

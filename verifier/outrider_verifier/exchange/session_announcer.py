@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -69,6 +70,12 @@ class SessionAnnouncer:
         """The same of a drafter that is attached; any thread may ask."""
         link = self._links.get(drafter_id)
         return None if link is None else self._on_link.get(link.link_id)
+
+    def record_device_drafts(self, drafter_id: DrafterId, rounds: int) -> None:
+        """So many rounds found drafts of this drafter on the device."""
+        health = self.health_of_drafter(drafter_id)
+        if health is not None:
+            health.record_device_drafts(time.monotonic(), rounds)
 
     def set_silent(self, link_id: int, *, silent: bool) -> None:
         """Let no session wait for the drafter on a link, or let each find out again."""

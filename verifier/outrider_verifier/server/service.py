@@ -196,6 +196,7 @@ class VerifierService(SessionIteratorMixin):
             feature_dtype=self._config.feature_dtype,
             on_open=self._core.block_manager.forget_draft_kv,
             on_lost=lose,
+            on_drafts=self._core.drafters.record_device_drafts,
         )
 
     # ---- life ----------------------------------------------------------------------------------

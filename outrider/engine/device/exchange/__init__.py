@@ -3,6 +3,8 @@ map, and what each side's graphs do with them.
 
 draft_replica.py           Draft model of one verifier on another GPU: it follows the verifier's
                            rounds by exchange buffers.
+exchange_times.py          Idle time of rounds whose drafts pass between devices, from the clock of
+                           the verifier's device.
 layout.py                  Layout of exchange buffers: what lies where in the memory that drafter
                            and verifier share.
 memory.py                  Memory that two processes of one host share, and that kernels of both

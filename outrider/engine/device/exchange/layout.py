@@ -147,4 +147,5 @@ class ExchangeShape:
             ("sizes", torch.int32, (slots, drafts)),
             ("entry_ids", torch.int32, (slots, drafts, entries)),
             ("entry_counts", torch.int32, (slots, drafts, entries)),
+            ("drafting_ns", torch.int64, (1,)),
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows
 from outrider.engine.device.exchange.draft_replica import ReplicaRound
+from outrider.engine.device.exchange.exchange_times import ExchangeTimes
 from outrider.engine.device.exchange.layout import ExchangeShape
 from outrider.engine.device.exchange.memory import SharedMemory
 from outrider.engine.device.exchange.side import ExchangeSide
@@ -72,6 +73,8 @@ class RemoteDrafter:
         self._side = ExchangeSide(shape, device, timeout_us=timeout_us)
         self._verdicts, self._drafts = self._side.verdicts, self._side.drafts
         self.state = self._side.state
+        self.times = ExchangeTimes(self.state.history.numpy())
+        """Of the rounds of this exchange."""
         self._taken = new_taken_drafts(
             shape.num_slots, shape.draft_length, shape.distribution_entries, device
         )
@@ -81,6 +84,7 @@ class RemoteDrafter:
             self.digests = torch.zeros(shape.num_slots, dtype=torch.int64, device=device)
             """int64 [X]: digest of each session's prefix."""
         self._lengths: dict[int, Tensor] = {}
+        self._has_chunks = False
         self._host: ReplicaHost | None = None
         self._followed: set[int] = set()
         """Slots whose sessions the drafter was told of."""
@@ -111,6 +115,7 @@ class RemoteDrafter:
     def detach(self) -> None:
         """Exchange with nobody any more, and close the buffers; waits for what was launched."""
         self._side.detach()
+        self.times.forget()
         self._host = None
         self._followed.clear()
 
@@ -170,10 +175,12 @@ class RemoteDrafter:
 
     def begin_rows(self) -> None:
         """Rows of a launch are put next."""
+        self._has_chunks = False
         reserve_bank(self._drafts, self.state, depth=self._verdicts.depth)
 
     def write_rows(self, rows: NewRows) -> None:
         """Give the drafter rows of prompts whose prediction nobody wants."""
+        self._has_chunks = True
         self._put(CHUNK_ROWS, rows, self.exchange_shape.max_chunks, rows.tokens.shape[1])
 
     def draft_round(self, rows: NewRows, *, sampled: bool) -> None:
@@ -182,7 +189,8 @@ class RemoteDrafter:
         shape = self.exchange_shape
         advance_digests(self.digests, rows.slots, rows.tokens, rows.counts)
         self._put(DECODE_ROWS, rows, shape.max_rows, shape.num_nodes)
-        publish_number(self._verdicts, self.state, step=1)
+        count = -1 if self._has_chunks else rows.tokens.shape[0]
+        publish_number(self._verdicts, self.state, step=1, rows=count)
 
     def _put(self, first: int, rows: NewRows, capacity: int, width: int) -> None:
         put_rows(

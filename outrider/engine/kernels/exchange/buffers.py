@@ -37,10 +37,19 @@ bank. Decode rows and prefill chunks have the same arrays: slots int32 [capacity
 counts int32 [capacity]: tokens; starts int32 [capacity]: position of the first one; digests int64
 [capacity]: of the prefix that ends with the last one; tokens int32 [capacity, W]; features
 [capacity, W, H]."""
-DRAFT_FIELDS: Final = ("number", "digests", "tokens", "sizes", "entry_ids", "entry_counts")
+DRAFT_FIELDS: Final = (
+    "number",
+    "digests",
+    "tokens",
+    "sizes",
+    "entry_ids",
+    "entry_counts",
+    "drafting_ns",
+)
 """Arrays of a draft buffer: number int32; digests int64 [X]: of the prefixes that drafts continue;
 tokens int32 [X, K], negative: no further node; sizes int32 [X, K]: entries of the distribution that
-a token was drawn from; entry_ids and entry_counts int32 [X, K, E]."""
+a token was drawn from; entry_ids and entry_counts int32 [X, K, E]; drafting_ns int64 [1]:
+nanoseconds that the drafter's kernels took for the last drafts, for measurement alone."""
 DECODE_ROWS: Final = VERDICT_FIELDS.index("slots")
 """Place of the first array of the decode rows."""
 CHUNK_ROWS: Final = VERDICT_FIELDS.index("chunk_slots")
@@ -73,23 +82,39 @@ class ExchangeState(NamedTuple):
     1 while the exchange is open; polls of the last wait; 1 if the last wait found what it waited
     for."""
     stamps: Tensor
-    """int64 [4]: nanoseconds of the device's clock at the begin and end of the last wait, and when
-    this side last published a number; unused."""
+    """int64 [8]: nanoseconds of the device's clock, at the places `STAMPS`."""
     control: Tensor
-    """int64 [1]: address of `host_control`."""
+    """int64 [2]: addresses of `host_control` and `history`."""
     host_control: Tensor
     """int32 [4] in memory of the host. It writes two words at any time: not 0 ends a wait;
     microseconds that a wait lasts at most. The device writes two: 1 while the exchange is open; 1
     if the last wait found what it waited for."""
+    history: Tensor
+    """int64 [ROUNDS_KEPT, 8] in memory of the host: what the device says of its last rounds, that
+    of number n in row n % ROUNDS_KEPT, at the places `ROUND_TIMES`."""
+
+
+STAMPS: Final = ("wait_begin", "wait_end", "published", "taken", "accepted", "drafting_ns")
+"""Places of `ExchangeState.stamps`: begin and end of the last wait; when this side last published a
+number; the end of the last take; on the verifier the end of the last acceptance, on the drafter the
+end of the last draft; on the verifier how long the drafter's kernels took for the drafts that were
+taken last, in nanoseconds."""
+ROUND_TIMES: Final = (*STAMPS, "rows", "number")
+"""Places of a row of `ExchangeState.history`: the stamps; decode rows of the round, padding
+included, or -1 if it has prefill chunks; its number, which is written last."""
+ROUNDS_KEPT: Final = 256
 
 
 def new_state(device: torch.device) -> ExchangeState:
     """The state of a side that is not open yet."""
     with torch.inference_mode(False):
-        host = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        host = torch.zeros(4, dtype=torch.int32, pin_memory=pinned)
+        history = torch.zeros((ROUNDS_KEPT, 8), dtype=torch.int64, pin_memory=pinned)
         return ExchangeState(
             torch.zeros(4, dtype=torch.int32, device=device),
-            torch.zeros(4, dtype=torch.int64, device=device),
-            torch.tensor([host.data_ptr()], dtype=torch.int64, device=device),
+            torch.zeros(8, dtype=torch.int64, device=device),
+            torch.tensor([host.data_ptr(), history.data_ptr()], dtype=torch.int64, device=device),
             host,
+            history,
         )

@@ -14,6 +14,7 @@ distribution.
 
 from __future__ import annotations
 
+import time
 from typing import Final, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from outrider.engine.draft_sampling import MAX_COUNT
 from outrider.engine.kernels.drafts.distribution_sampling import ChainDistributions
 from outrider.engine.kernels.exchange.buffers import ExchangeBuffer, ExchangeState
-from outrider.engine.kernels.exchange.numbers import array_at
+from outrider.engine.kernels.exchange.numbers import array_at, device_clock
 from outrider.engine.kernels.exchange.verdicts import TakenRows
 from outrider.engine.kernels.noise import mix64
 from outrider.engine.kernels.runtime import next_power_of_2
@@ -135,9 +136,10 @@ def put_drafts_torch(
     entries: int,
 ) -> None:
     """PyTorch reference of `put_drafts`, for the CPU only."""
+    state.stamps[4] = time.monotonic_ns()
     if not int(state.words[1]):
         return
-    _, peer_digests, peer_tokens, peer_sizes, peer_ids, peer_counts = buffer.bank(0)
+    _, peer_digests, peer_tokens, peer_sizes, peer_ids, peer_counts, _ = buffer.bank(0)
     for row in (taken.counts > 0).nonzero()[:, 0].tolist():
         slot = int(taken.source_slots[row])
         peer_digests[slot] = taken.digests[row]
@@ -172,6 +174,7 @@ def put_drafts_triton(
     _put_drafts[(rows, length)](
         buffer.addresses,
         state.words,
+        state.stamps,
         taken.source_slots,
         taken.counts,
         taken.digests,
@@ -194,6 +197,7 @@ def put_drafts_triton(
 def _put_drafts(
     addresses,
     words,
+    stamps,
     source_slots,
     counts,
     digests,
@@ -211,6 +215,8 @@ def _put_drafts(
 ):
     row = tl.program_id(0)
     step = tl.program_id(1)
+    if row + step == 0:
+        tl.store(stamps + 4, device_clock())
     slot = tl.load(source_slots + row)
     wanted = (tl.load(words + 1) != 0) & (tl.load(counts + row) > 0) & (slot >= 0)
     if wanted:
@@ -288,7 +294,7 @@ def take_drafts_torch(
     is_there = bool(state.words[1]) and bool(state.words[3])
     chain, entries = taken.tokens.shape[1], taken.entry_ids.shape[2]
     if is_there:
-        _, own_digests, own_tokens, own_sizes, own_ids, own_counts = buffer.bank(0)
+        _, own_digests, own_tokens, own_sizes, own_ids, own_counts, _ = buffer.bank(0)
     else:
         own_digests, (own_tokens, own_sizes, own_ids, own_counts) = digests - 1, taken
     for row, slot in enumerate(slots.tolist()):
@@ -315,6 +321,7 @@ def take_drafts_torch(
                 taken.sizes[slot, step] = size
                 taken.entry_ids[slot, step, :size] = ids
                 taken.entry_counts[slot, step, :size] = weights
+    state.stamps[3] = time.monotonic_ns()
 
 
 def take_drafts_triton(
@@ -334,6 +341,7 @@ def take_drafts_triton(
     _take_tokens[(rows,)](
         buffer.addresses,
         state.words,
+        state.stamps,
         slots,
         digests,
         taken.tokens,
@@ -363,6 +371,7 @@ def take_drafts_triton(
 def _take_tokens(
     addresses,
     words,
+    stamps,
     slots,
     digests,
     tokens,
@@ -386,6 +395,8 @@ def _take_tokens(
     length = tl.minimum(length, LENGTH)
     tl.store(tokens + slot * LENGTH + at, tl.where(at < length, given, -1), mask=at < LENGTH)
     tl.store(lengths + row, length)
+    if row == 0:
+        tl.store(stamps + 3, device_clock())
 
 
 @triton.jit

@@ -22,7 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.kernels.exchange.buffers import ExchangeBuffer, ExchangeState
+from outrider.engine.kernels.exchange.buffers import (
+    ROUNDS_KEPT,
+    ExchangeBuffer,
+    ExchangeState,
+)
 from outrider.engine.kernels.runtime import INTERPRETED
 
 _POLL_S: Final = 20e-6
@@ -50,6 +54,7 @@ def wait_drafts_torch(drafts: ExchangeBuffer, state: ExchangeState) -> None:
     words[2], words[3] = polls, int(found)
     state.host_control[2:] = words[[1, 3]]
     state.stamps[0], state.stamps[1] = begun, time.monotonic_ns()
+    state.stamps[5] = drafts.bank(0)[6][0] if found else 0
 
 
 def wait_drafts_triton(drafts: ExchangeBuffer, state: ExchangeState) -> None:
@@ -101,41 +106,64 @@ def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) ->
 def reserve_bank_torch(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
     """PyTorch reference of `reserve_bank`, for the CPU only."""
     words = state.words
+    state.stamps[4] = time.monotonic_ns()
     if int(words[1]) and int(words[0] + 1 - drafts.bank(0)[0][0]) > depth:
         words[1] = state.host_control[2] = 0
 
 
 def reserve_bank_triton(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
     """Triton launch of `reserve_bank`."""
-    _reserve_bank[(1,)](drafts.addresses, state.words, state.control, DEPTH=depth, num_warps=1)
+    _reserve_bank[(1,)](
+        drafts.addresses, state.words, state.stamps, state.control, DEPTH=depth, num_warps=1
+    )
 
 
-def publish_number(buffer: ExchangeBuffer, state: ExchangeState, *, step: int) -> None:
+def publish_number(
+    buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
+) -> None:
     """Write this side's number, moved on by `step`, into the peer's memory, behind all that was
-    launched before. Nothing is written once the exchange is closed.
+    launched before, and a row of the history. Nothing is written once the exchange is closed.
 
     `step`: 1 for a verifier, whose rounds have consecutive numbers; 0 for a drafter, which answers
-    with the number that it took.
+    with the number that it took. `rows`: what the history says of the round's rows.
     """
     if state.words.is_cuda:
-        publish_number_triton(buffer, state, step=step)
+        publish_number_triton(buffer, state, step=step, rows=rows)
     else:
-        publish_number_torch(buffer, state, step=step)
+        publish_number_torch(buffer, state, step=step, rows=rows)
 
 
-def publish_number_torch(buffer: ExchangeBuffer, state: ExchangeState, *, step: int) -> None:
+def publish_number_torch(
+    buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
+) -> None:
     """PyTorch reference of `publish_number`, for the CPU only."""
     if not int(state.words[1]):
         return
     state.words[0] += step
     state.stamps[2] = time.monotonic_ns()
+    number = int(state.words[0])
+    kept = state.history[number % ROUNDS_KEPT]
+    kept[:6], kept[6], kept[7] = state.stamps[:6], rows, number
+    if step == 0:
+        buffer.bank(0)[6][0] = state.stamps[4] - state.stamps[3]
     buffer.bank(0)[0][0] = state.words[0]
 
 
-def publish_number_triton(buffer: ExchangeBuffer, state: ExchangeState, *, step: int) -> None:
+def publish_number_triton(
+    buffer: ExchangeBuffer, state: ExchangeState, *, step: int, rows: int = 0
+) -> None:
     """Triton launch of `publish_number`. The launch before it is complete when it begins, and what
     it releases covers that."""
-    _publish[(1,)](buffer.addresses, state.words, state.stamps, STEP=step, num_warps=1)
+    _publish[(1,)](
+        buffer.addresses,
+        state.words,
+        state.stamps,
+        state.control,
+        rows,
+        STEP=step,
+        KEPT=ROUNDS_KEPT,
+        num_warps=1,
+    )
 
 
 def _poll(
@@ -156,7 +184,8 @@ def _poll(
 if INTERPRETED:
 
     @triton.jit
-    def _clock():
+    def device_clock():
+        """Nanoseconds; always 0 where kernels are interpreted."""
         return tl.full((), 0, tl.int64)
 
     @triton.jit
@@ -172,7 +201,8 @@ if INTERPRETED:
 else:
 
     @triton.jit
-    def _clock():
+    def device_clock():
+        """Nanoseconds of this device's clock."""
         return tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
         )
@@ -232,7 +262,7 @@ def _wait(number, wanted, control, begun, lasts):
             waiting = lasts
             # The host's words lie across the bus: they are looked at now and then.
             if polls % 64 == 0:
-                if _clock() - begun > bound:
+                if device_clock() - begun > bound:
                     waiting = 0
                 if load_acquire(host) != 0:
                     waiting = 0
@@ -241,7 +271,7 @@ def _wait(number, wanted, control, begun, lasts):
 
 @triton.jit
 def _wait_drafts(addresses, words, stamps, control):
-    begun = _clock()
+    begun = device_clock()
     found = 0
     polls = 0
     if tl.load(words + 1) != 0:
@@ -251,12 +281,16 @@ def _wait_drafts(addresses, words, stamps, control):
     tl.store(words + 2, polls)
     tl.store(words + 3, found)
     tl.store(stamps, begun)
-    tl.store(stamps + 1, _clock())
+    tl.store(stamps + 1, device_clock())
+    took = tl.full((), 0, tl.int64)
+    if found != 0:
+        took = tl.load(array_at(addresses, 6, tl.int64))
+    tl.store(stamps + 5, took)
 
 
 @triton.jit
 def _wait_round(addresses, words, stamps, control):
-    begun = _clock()
+    begun = device_clock()
     found = 0
     polls = 0
     if tl.load(words + 1) != 0:
@@ -270,11 +304,12 @@ def _wait_round(addresses, words, stamps, control):
     tl.store(words + 2, polls)
     tl.store(words + 3, found)
     tl.store(stamps, begun)
-    tl.store(stamps + 1, _clock())
+    tl.store(stamps + 1, device_clock())
 
 
 @triton.jit
-def _reserve_bank(addresses, words, control, DEPTH: tl.constexpr):
+def _reserve_bank(addresses, words, stamps, control, DEPTH: tl.constexpr):
+    tl.store(stamps + 4, device_clock())
     if tl.load(words + 1) != 0:
         taken = load_acquire(array_at(addresses, 0, tl.int32))
         if tl.load(words) + 1 - taken > DEPTH:
@@ -283,9 +318,19 @@ def _reserve_bank(addresses, words, control, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _publish(addresses, words, stamps, STEP: tl.constexpr):
+def _publish(addresses, words, stamps, control, rows, STEP: tl.constexpr, KEPT: tl.constexpr):
     if tl.load(words + 1) != 0:
         mine = tl.load(words) + STEP
         tl.store(words, mine)
-        tl.store(stamps + 2, _clock())
+        if STEP == 0:
+            took = tl.load(stamps + 4) - tl.load(stamps + 3)
+            tl.store(array_at(addresses, 6, tl.int64), took)
+        tl.store(stamps + 2, device_clock())
         store_release(array_at(addresses, 0, tl.int32), mine)
+        # For the host alone, so behind what the peer waits for.
+        kept = (mine % KEPT + KEPT) % KEPT
+        row = tl.load(control + 1).to(tl.pointer_type(tl.int64)) + kept * 8
+        for place in range(6):
+            tl.store(row + place, tl.load(stamps + place))
+        tl.store(row + 6, tl.zeros((), tl.int64) + rows)
+        tl.store(row + 7, mine.to(tl.int64))

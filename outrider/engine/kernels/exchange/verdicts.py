@@ -12,6 +12,7 @@ session slots of the verifier, Y session slots of the drafter.
 
 from __future__ import annotations
 
+import time
 from typing import Final, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.engine.kernels.exchange.buffers import ExchangeBuffer, ExchangeState
+from outrider.engine.kernels.exchange.numbers import device_clock
 from outrider.engine.kernels.runtime import next_power_of_2
 
 NO_SLOT: Final = -1
@@ -375,6 +377,7 @@ def take_rows_torch(
         taken.tokens[row] = -1
         taken.tokens[row, :count] = tokens[:count]
         taken.features[row, :count] = own_features[row, :count]
+    state.stamps[3] = time.monotonic_ns()
 
 
 def take_rows_triton(
@@ -418,6 +421,7 @@ def take_rows_triton(
         buffer.addresses,
         buffer.bank_bytes,
         state.words,
+        state.stamps,
         taken.counts,
         taken.features,
         FIRST=first,
@@ -507,6 +511,7 @@ def _copy_features(
     addresses,
     bank_bytes,
     words,
+    stamps,
     counts,
     features,
     FIRST: tl.constexpr,
@@ -525,3 +530,5 @@ def _copy_features(
             at = start + tl.arange(0, BLOCK)
             value = tl.load(own_features + base + at, mask=at < SIZE)
             tl.store(features + base + at, value, mask=at < SIZE)
+    if row + token == 0:
+        tl.store(stamps + 3, device_clock())

@@ -93,6 +93,7 @@ class Rig:
         self.remote = RemoteDrafter(SHAPE, vocab_size=50, device=CPU, timeout_us=1000)
         self.opened = 0
         self.lost = 0
+        self.answers: list[tuple[str, int]] = []
         self.exchange = DeviceExchange(
             self.remote,
             self.channels,
@@ -102,6 +103,7 @@ class Rig:
             feature_dtype=TensorDtype.FLOAT32,
             on_open=self._open,
             on_lost=self._lose,
+            on_drafts=lambda drafter_id, rounds: self.answers.append((drafter_id, rounds)),
         )
 
     def _open(self) -> None:
@@ -227,3 +229,13 @@ def test_which_sessions_draft_between_devices(
     assert rig.exchange.draft_length(spec) == 0
     rig.answer_ready(1)
     assert rig.exchange.draft_length(spec) == length
+
+
+def test_rounds_that_found_drafts_count_as_answers(rig: Rig) -> None:
+    rig.exchange.add_drafter(link(2))
+    rig.answer_ready(2)
+    history = rig.remote.state.history
+    for number, drafting in ((1, 0), (2, 900_000), (3, 900_000)):
+        history[number] = torch.tensor([0, 0, 0, 0, 0, drafting, 1, number])
+    rig.exchange.check()
+    assert rig.answers == [("d2", 2)]

@@ -94,6 +94,7 @@ def draft_buffer() -> ExchangeBuffer:
         torch.zeros((SLOTS, CHAIN), dtype=torch.int32),
         torch.zeros((SLOTS, CHAIN, ENTRIES), dtype=torch.int32),
         torch.zeros((SLOTS, CHAIN, ENTRIES), dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int64),
     )
     return _buffer([arrays])
 

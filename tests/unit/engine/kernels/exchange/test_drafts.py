@@ -192,7 +192,7 @@ def test_a_bad_distribution_is_none(function: Callable[..., None], field: str, v
 def test_sizes_are_bounded(function: Callable[..., None], size: int, expected: int) -> None:
     arrays, given = draft_buffer(), distributions(4)
     put(put_drafts_torch, arrays, torch.ones((4, CHAIN), dtype=torch.int32), given)
-    _, _, _, sizes, ids, counts = arrays.bank(0)
+    _, _, _, sizes, ids, counts, _ = arrays.bank(0)
     sizes[0, 0] = size
     ids[0, 0], counts[0, 0] = int32s([1, 2, 3, 4]), int32s([1, 2, 3, 4])
     _, taken = take(function, arrays)

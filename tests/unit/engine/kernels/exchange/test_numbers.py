@@ -38,9 +38,11 @@ class Pair(NamedTuple):
 
 
 def number_only(value: int) -> ExchangeBuffer:
-    """A buffer with nothing but a number."""
-    number = int32s([value])
-    return ExchangeBuffer(torch.tensor([number.data_ptr()]), 1, 0, [(number,)])
+    """A buffer with nothing but a number, and how long drafts took."""
+    number, rest, took = int32s([value]), int32s([0]), torch.zeros(1, dtype=torch.int64)
+    arrays = (number, *[rest] * 5, took)
+    addresses = torch.tensor([array.data_ptr() for array in arrays])
+    return ExchangeBuffer(addresses, 1, 0, [arrays])
 
 
 def pair(begun: int = 0, *, bound_us: int = 1_000_000) -> Pair:

@@ -1,0 +1,76 @@
+"""Idle time of rounds whose drafts pass between devices, from the clock of the verifier's device.
+
+The idle time before a round is from the end of the acceptance of the round before it to the begin
+of its forward, without the time that the drafter's kernels took to draft. It holds what an exchange
+costs: writing accepted rows, the way there, reading and checking them, and the same for drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engine.kernels.exchange.buffers import ROUND_TIMES
+
+_BEGIN, _END, _PUBLISHED, _TAKEN, _ACCEPTED, _DRAFTING, _ROWS, _NUMBER = range(len(ROUND_TIMES))
+_LONGEST_NS: Final = 10**9
+"""The drafter says how long it drafted: what is longer is not believed."""
+
+
+class ExchangedRound(NamedTuple):
+    """One round that verified drafts of another device, in seconds."""
+
+    rows: int
+    """Decode rows, padding of the bucket included."""
+    idle_s: float
+    drafting_s: float
+    """Time of the drafter's kernels."""
+    waited_s: float
+    """Time that the round waited for drafts."""
+
+
+class ExchangeTimes:
+    """Reads the history of a verifier's side; each round once."""
+
+    def __init__(self, history: NDArray[np.int64]) -> None:
+        """`history`: [ROUNDS_KEPT, 8], see `ExchangeState`; the device writes it at any time."""
+        self._history = history
+        self.answered = 0
+        """Rounds so far that found drafts, as far as their times were kept."""
+        self._last: NDArray[np.int64] | None = None
+
+    def take_rounds(self) -> Iterator[ExchangedRound]:
+        """The rounds since the last call, oldest first, as far as they are kept. A round of other
+        rows than the one before it is left out, and so is one that found no drafts."""
+        rows = self._history.copy()
+        # Behind the copy: a row that the device was writing at that time has not its number yet.
+        rows = rows[rows[:, _NUMBER] == self._history[:, _NUMBER]]
+        rows = rows[np.argsort(rows[:, _NUMBER])]
+        last = self._last
+        for row in rows:
+            number = int(row[_NUMBER])
+            if number == 0 or (last is not None and number <= last[_NUMBER]):
+                continue
+            self.answered += bool(row[_DRAFTING])
+            if last is not None and number == last[_NUMBER] + 1:
+                found = _round(last, row)
+                if found is not None:
+                    yield found
+            last = row
+        self._last = last
+
+    def forget(self) -> None:
+        """Begin anew: numbers of another exchange follow."""
+        self._history[:] = 0
+        self._last = None
+
+
+def _round(before: NDArray[np.int64], row: NDArray[np.int64]) -> ExchangedRound | None:
+    rows, drafting = int(row[_ROWS]), int(row[_DRAFTING])
+    if rows < 1 or rows != before[_ROWS] or not 0 < drafting < _LONGEST_NS:
+        return None
+    idle = int(row[_TAKEN] - before[_ACCEPTED]) - drafting
+    return ExchangedRound(rows, idle * 1e-9, drafting * 1e-9, int(row[_END] - row[_BEGIN]) * 1e-9)
