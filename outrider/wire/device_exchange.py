@@ -59,6 +59,10 @@ class ReplicaOffer:
     """Size of the verifier's vocabulary."""
     memory: MemoryKind
     """Memory that the verifier wants the exchange buffers in."""
+    fan_out: int = 0
+    """Outcomes of a round that are drafted for while it runs, a session; 0: none."""
+    ahead_rows: int = 0
+    """Decode rows of a round whose outcomes are drafted for, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,8 @@ class ReplicaRoundLaunched:
     """Prefill chunks, padding of the bucket included; 0: none."""
     is_sampled: bool
     """Whether any session processes its draft logits or draws its drafts."""
+    is_ahead: bool = False
+    """Whether outcomes of the next round are drafted for while it runs."""
 
 
 ReplicaCommand = (

@@ -25,11 +25,13 @@ from outrider.wire.device_exchange import (
     ReplicaSessionEnd,
 )
 from outrider.wire.limits import (
+    MAX_AHEAD_ROWS,
     MAX_BLOCK_TOKENS,
     MAX_CHUNK_TOKENS,
     MAX_DRAFT_LENGTH,
     MAX_ERROR_BYTES,
     MAX_EXCHANGE_DEPTH,
+    MAX_FAN_OUT,
     MAX_FEATURE_WIDTH,
     MAX_KV_BLOCKS,
     MAX_REPLICA_SLOTS,
@@ -77,7 +79,10 @@ def replica_command_to_pb(message: ReplicaCommand) -> pb.ExchangeResponse:
             return pb.ExchangeResponse(replica_session_end=pb.ReplicaSessionEnd(slot=message.slot))
         case ReplicaRoundLaunched():
             launched = pb.ReplicaRoundLaunched(
-                rows=message.rows, chunks=message.chunks, sampled=message.is_sampled
+                rows=message.rows,
+                chunks=message.chunks,
+                sampled=message.is_sampled,
+                ahead=message.is_ahead,
             )
             return pb.ExchangeResponse(replica_round_launched=launched)
 
@@ -114,6 +119,8 @@ def replica_offer_from_pb(message: pb.ReplicaOffer) -> ReplicaOffer:
         ),
         vocab_size=check_number(message.vocab_size, "vocab_size", low=1, high=MAX_VOCAB_SIZE),
         memory=require_member(MEMORY_KINDS_FROM_PB, message.memory, "memory"),
+        fan_out=check_number(message.fan_out, "fan_out", high=MAX_FAN_OUT),
+        ahead_rows=check_number(message.ahead_rows, "ahead_rows", high=MAX_AHEAD_ROWS),
     )
 
 
@@ -147,6 +154,7 @@ def replica_round_from_pb(message: pb.ReplicaRoundLaunched) -> ReplicaRoundLaunc
         rows=check_number(message.rows, "rows", high=MAX_ROUND_ROWS),
         chunks=check_number(message.chunks, "chunks", high=MAX_ROUND_CHUNKS),
         is_sampled=message.sampled,
+        is_ahead=message.ahead,
     )
 
 
@@ -186,6 +194,8 @@ def _offer_to_pb(offer: ReplicaOffer) -> pb.ReplicaOffer:
         table_blocks=offer.table_blocks,
         vocab_size=offer.vocab_size,
         memory=MEMORY_KINDS[offer.memory],
+        fan_out=offer.fan_out,
+        ahead_rows=offer.ahead_rows,
     )
 
 

@@ -61,6 +61,10 @@ MAX_SLOT_ENTRIES = 4096
 """Entries of one draft distribution of a replica."""
 MAX_EXCHANGE_DEPTH = 64
 """Rounds that a verifier may be ahead of a replica."""
+MAX_FAN_OUT = 64
+"""Outcomes of a round that a replica drafts for, a session."""
+MAX_AHEAD_ROWS = 64
+"""Decode rows of a round whose outcomes a replica drafts for."""
 MAX_KV_BLOCKS = 1 << 24
 """K/V blocks of a verifier's pool."""
 MAX_BLOCK_TOKENS = 1024

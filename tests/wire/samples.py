@@ -612,3 +612,13 @@ def encoder(name: str) -> Callable[[Any], bytes]:
 def decoder(name: str) -> Callable[[bytes], Any]:
     """The decoding function of a sample."""
     return _BY_NAME[SAMPLES[name][0]].decode
+
+
+SAMPLES["replica_offer_ahead"] = (
+    "verifier",
+    replace(REPLICA_OFFER, fan_out=16, ahead_rows=2),
+)
+SAMPLES["replica_round_ahead"] = (
+    "verifier",
+    m.ReplicaRoundLaunched(rows=2, chunks=0, is_sampled=False, is_ahead=True),
+)

@@ -230,6 +230,8 @@ REPLICA_COMMANDS: st.SearchStrategy[messages.ReplicaCommand] = st.one_of(
         table_blocks=st.integers(1, 2**20),
         vocab_size=st.integers(1, 2**24),
         memory=MEMORY_KINDS,
+        fan_out=st.integers(0, 64),
+        ahead_rows=st.integers(0, 64),
     ),
     st.builds(
         messages.ReplicaSessionBegin,
@@ -245,6 +247,7 @@ REPLICA_COMMANDS: st.SearchStrategy[messages.ReplicaCommand] = st.one_of(
         rows=st.integers(0, 65536),
         chunks=st.integers(0, 1024),
         is_sampled=st.booleans(),
+        is_ahead=st.booleans(),
     ),
 )
 DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = (

@@ -23,6 +23,10 @@ MAX_IN_PROCESS_DRAFT_LENGTH = 64
 """Most draft tokens a round of an in-process drafter."""
 MAX_EXCHANGE_TIMEOUT_MS = 1000.0
 """Longest wait of a round for drafts of device_exchange, ms."""
+MAX_EXCHANGE_FAN_OUT = 32
+"""Most outcomes of a round that are drafted for while it runs."""
+MAX_EXCHANGE_AHEAD_SESSIONS = 16
+"""Most sessions of a round whose outcomes are drafted for."""
 DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
@@ -63,6 +67,12 @@ class VerifierConfig:
     exchange_timeout_ms: float = 30.0
     """Longest wait of a round for drafts of device_exchange, ms. The round decodes plainly then,
     and no further round waits before the drafter has caught up."""
+    exchange_fan_out: int = 0
+    """Outcomes of a round that a drafter by device_exchange drafts for while the round runs, a
+    session; 0 drafts behind the round alone."""
+    exchange_ahead_sessions: int = 1
+    """Sessions of a round, at most, for which exchange_fan_out counts: a round waits for no draft
+    only where the outcomes of all its sessions were drafted for."""
     simulated_acceptance: str = ""
     """Benchmarks with random weights only: drafts are accepted by chance. The mean number of tokens
     a round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is
@@ -316,6 +326,14 @@ class VerifierConfig:
         _require(
             0.0 < self.exchange_timeout_ms <= MAX_EXCHANGE_TIMEOUT_MS,
             f"exchange_timeout_ms must be in (0, {MAX_EXCHANGE_TIMEOUT_MS:g}]",
+        )
+        _require(
+            0 <= self.exchange_fan_out <= MAX_EXCHANGE_FAN_OUT,
+            f"exchange_fan_out must be in [0, {MAX_EXCHANGE_FAN_OUT}]",
+        )
+        _require(
+            1 <= self.exchange_ahead_sessions <= MAX_EXCHANGE_AHEAD_SESSIONS,
+            f"exchange_ahead_sessions must be in [1, {MAX_EXCHANGE_AHEAD_SESSIONS}]",
         )
         if self.exchanges_on_device:
             _require(bool(self.feature_head), "device_exchange needs `feature_head`, a head")

@@ -43,6 +43,7 @@ from outrider.engine.kernels.exchange.drafts import (
     put_drafts,
     take_drafts,
 )
+from outrider.engine.kernels.exchange.drafts_ahead import new_chosen_drafts
 from outrider.engine.kernels.exchange.numbers import (
     publish_number,
     reserve_bank,
@@ -117,6 +118,7 @@ class _Verifier:
         self._tokens = torch.zeros((rows, CHAIN + 1), dtype=torch.int32, device=device)
         self._features = torch.zeros((rows, CHAIN + 1, WIDTH), dtype=torch.bfloat16, device=device)
         self._taken = new_taken_drafts(rows + 1, CHAIN, 64, device)
+        self._chosen = new_chosen_drafts(rows + 1, CHAIN, device)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self._steps = torch.arange(CHAIN, dtype=torch.int32, device=device)
         self.mismatches = torch.zeros(2, dtype=torch.int32, device=device)
@@ -125,7 +127,8 @@ class _Verifier:
     def run_round(self) -> None:
         """One round."""
         settings = self.settings
-        wait_drafts(self._drafts, self.state)
+        chosen = self._chosen
+        wait_drafts(self._drafts, self.state, self._slots, chosen.outcomes, padding=settings.rows)
         take_drafts(
             self._drafts,
             self.state,
@@ -133,6 +136,7 @@ class _Verifier:
             self._digests,
             self._taken,
             self._lengths,
+            chosen=chosen,
             vocab_size=VOCAB,
             with_distributions=False,
         )
@@ -158,6 +162,7 @@ class _Verifier:
             starts=self._starts,
             digests=self._digests,
             tokens=self._tokens,
+            outcomes=None,
             features=self._features,
             capacity=settings.rows,
             width=CHAIN + 1,

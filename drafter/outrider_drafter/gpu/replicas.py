@@ -120,6 +120,8 @@ class Replicas:
             feature_dtype=_torch_dtype(offer.feature_dtype),
             distribution_entries=offer.distribution_entries,
             depth=offer.depth,
+            fan_out=offer.fan_out,
+            ahead_rows=offer.ahead_rows,
         )
         on_device = offer.memory is MemoryKind.DEVICE
         drafts = map_memory(
@@ -172,7 +174,7 @@ class Replicas:
         with torch.cuda.stream(self._stream(connection)):
             match command:
                 case ReplicaRoundLaunched(rows=rows, chunks=chunks, is_sampled=sampled):
-                    replica.launch_round(ReplicaRound(rows, chunks, sampled))
+                    replica.launch_round(ReplicaRound(rows, chunks, sampled, command.is_ahead))
                 case ReplicaSessionBegin():
                     replica.begin_session(
                         command.slot, command.blocks, command.sampling, num_rows=command.num_rows

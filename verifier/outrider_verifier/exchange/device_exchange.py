@@ -85,8 +85,10 @@ class _Host:
         self._send(ReplicaSessionEnd(slot=slot))
 
     def launch_round(self, announced: ReplicaRound) -> None:
-        rows, chunks, sampled = announced
-        self._send(ReplicaRoundLaunched(rows=rows, chunks=chunks, is_sampled=sampled))
+        rows, chunks, sampled, ahead = announced
+        self._send(
+            ReplicaRoundLaunched(rows=rows, chunks=chunks, is_sampled=sampled, is_ahead=ahead)
+        )
 
 
 class DeviceExchange:
@@ -278,6 +280,8 @@ class DeviceExchange:
                 table_blocks=table_blocks,
                 vocab_size=self._remote.vocab_size,
                 memory=self._kind,
+                fan_out=shape.fan_out,
+                ahead_rows=shape.ahead_rows,
             ),
         )
 

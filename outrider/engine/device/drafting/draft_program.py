@@ -44,6 +44,15 @@ from outrider.engine.kernels.sampling import choose_tokens
 from outrider.engine.kernels.session_tensors import LogitsProcessorState, SamplingState
 
 
+class ChainLevels(NamedTuple):
+    """What the forward made of each row of chains, the live row first."""
+
+    features: tuple[Tensor, ...]
+    """K times [B, H]."""
+    logits: tuple[Tensor, ...]
+    """K times [B, Vd], processed by the logits processor."""
+
+
 class ChainDraft(NamedTuple):
     """Drafted chains, one a session."""
 
@@ -57,6 +66,8 @@ class ChainDraft(NamedTuple):
     alternatives: Tensor | None = None
     """int32 [B, K, NUM_OTHERS]: target ids that might have been drafted at each level, best first,
     -1 where there are no more; if asked for."""
+    levels: ChainLevels | None = None
+    """If asked for."""
 
 
 class DraftProgram:
@@ -87,6 +98,8 @@ class DraftProgram:
         drawing: DraftSampling | None = None,
         allowed_tokens: DraftTokenMasks | None = None,
         with_others: bool = False,
+        with_levels: bool = False,
+        given: Tensor | None = None,
         prune: bool = True,
     ) -> ChainDraft:
         """Catch up, then draft `length` tokens by each session's rule.
@@ -97,7 +110,8 @@ class DraftProgram:
         logits; None: nothing. law_limits: draw from distributions within these instead, and return
         them; rejection sessions only. drawing: whose rule, logits processor and noise; None: those
         of the rows' slots. legal: what may be drafted at each level; None: anything. with_others:
-        asks for these.
+        asks for these. with_levels: asks for these. given: int32 [B, K]: draft ids that are taken
+        in the place of drafted ones; -1: none.
         """
         forward = self.forward
         layout = forward.layout(rows, num_steps=length - 1)
@@ -105,6 +119,7 @@ class DraftProgram:
         x = forward.catch_up(rows, layout, places, prune=prune)
         ids, (batch, num_new) = forward.vocabulary.target_ids, rows.tokens.shape
         columns, drawn, others = list[Tensor](), list[DrawnDistributions](), list[Tensor]()
+        levels: list[tuple[Tensor, Tensor]] = []
         owners, told, distribution_state = rows.slots, None, (state, rows.slots)
         if drawing is not None:
             owners, told = drawing.owners, drawing.pending_tokens
@@ -125,6 +140,8 @@ class DraftProgram:
                 logits = process_draft_logits(
                     logits, warp, *where, chain_output_path(told, columns)
                 )
+            if with_levels:
+                levels.append((x, logits))
             if distribution_limits is not None:
                 drawn.append(
                     draw_from_distributions(
@@ -133,7 +150,10 @@ class DraftProgram:
                 )
                 columns.append(drawn[-1].columns)
                 continue
-            columns.append(choose_tokens(logits, *where, rows_per_slot=1, side="draft", ids=ids))
+            column = choose_tokens(logits, *where, rows_per_slot=1, side="draft", ids=ids)
+            if given is not None:
+                column = torch.where(given[:, level] >= 0, given[:, level], column)
+            columns.append(column)
             if with_others:
                 others.append(best_alternatives(logits, *where, ids=ids))
             if draft_distributions is not None:
@@ -144,6 +164,7 @@ class DraftProgram:
             columns=chosen,
             distributions=stack_distributions(drawn) if drawn else None,
             alternatives=torch.stack(others, dim=1) if others else None,
+            levels=ChainLevels(*zip(*levels, strict=True)) if levels else None,
         )
 
     def draft_tree(

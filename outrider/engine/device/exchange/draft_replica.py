@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import DraftForward, NewRows
-from outrider.engine.device.drafting.draft_program import DraftProgram
+from outrider.engine.device.drafting.look_ahead_program import LookAheadProgram
 from outrider.engine.device.exchange.layout import ExchangeShape
 from outrider.engine.device.exchange.memory import SharedMemory
+from outrider.engine.device.exchange.outcome_drafter import OutcomeDrafter
 from outrider.engine.device.exchange.side import ExchangeSide
 from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.device.graphs.shapes import bucket_for
 from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS
 from outrider.engine.kernels.exchange.drafts import put_drafts
+from outrider.engine.kernels.exchange.drafts_ahead import put_outcomes
 from outrider.engine.kernels.exchange.numbers import publish_number, wait_round
 from outrider.engine.kernels.exchange.verdicts import (
     NO_SLOT,
@@ -65,6 +67,8 @@ class ReplicaRound(NamedTuple):
     """Prefill chunks, padding of the bucket included; 0: none."""
     is_sampled: bool
     """Whether any session processes its draft logits or draws its drafts."""
+    is_ahead: bool = False
+    """Whether outcomes of the next round are drafted for while it runs."""
 
 
 class DraftReplica:
@@ -91,7 +95,13 @@ class DraftReplica:
         count, self._padding = shape.num_slots, shape.num_slots - 1
         layers, heads, dim = kv_shape
         # One block more than the verifier has: what is written past a table's end goes there.
-        pool = (slots.num_blocks + 1) * slots.block_tokens
+        branches = OutcomeDrafter.blocks_needed(
+            outcomes=shape.fan_out,
+            length=shape.draft_length,
+            max_rows=shape.ahead_rows,
+            block_tokens=slots.block_tokens,
+        )
+        pool = (slots.num_blocks + 1 + branches) * slots.block_tokens
         with torch.inference_mode(False):
             self.storage = torch.zeros((2, layers, heads, pool, dim), dtype=dtype, device=device)
             self.tables = torch.full(
@@ -109,7 +119,18 @@ class DraftReplica:
                 max_rows=torch.zeros_like(own),
             )
         forward = make_forward(self.storage, slots.table_blocks * slots.block_tokens)
-        self._program = DraftProgram(forward)
+        self._program = LookAheadProgram(forward)
+        self._ahead: OutcomeDrafter | None = None
+        if branches:
+            self._ahead = OutcomeDrafter(
+                self._program,
+                tables=self.tables,
+                sampling=self._sampling,
+                outcomes=shape.fan_out,
+                length=shape.draft_length,
+                max_rows=shape.ahead_rows,
+                first_block=slots.num_blocks + 1,
+            )
         vocabulary = forward.vocabulary
         self._warp = LogitsSlots(
             count, len(vocabulary.target_ids), device, draft_columns=vocabulary.draft_columns
@@ -197,6 +218,10 @@ class DraftReplica:
                 f"a round has up to {shape.max_rows} rows and {shape.max_chunks} chunks, got "
                 f"{announced.rows} and {announced.chunks}"
             )
+        if announced.is_ahead and (self._ahead is None or announced.rows > shape.ahead_rows):
+            raise InvalidMessageError(
+                f"outcomes are drafted for up to {shape.ahead_rows} rows, got {announced.rows}"
+            )
         self._launch(announced)
 
     @torch.inference_mode()
@@ -208,6 +233,9 @@ class DraftReplica:
         for rows in _buckets(self.exchange_shape.max_rows):
             for is_sampled in (False, True):
                 self._launch(ReplicaRound(rows, 0, is_sampled))
+        for rows in _buckets(self.exchange_shape.ahead_rows if self._ahead else 0):
+            for is_sampled in (False, True):
+                self._launch(ReplicaRound(rows, 0, is_sampled, is_ahead=True))
 
     def _launch(self, announced: ReplicaRound) -> None:
         # A bucket may have more rows than were put: those behind them say that they are none.
@@ -216,13 +244,16 @@ class DraftReplica:
         if announced.chunks:
             chunks = bucket_for(announced.chunks, _buckets(shape.max_chunks))
             run(("chunks", chunks), lambda: self._run_chunks(chunks))
+        sampled, is_ahead = announced.is_sampled, announced.is_ahead
         if announced.rows:
-            rows, sampled = (
-                bucket_for(announced.rows, _buckets(shape.max_rows)),
-                announced.is_sampled,
+            most = shape.ahead_rows if is_ahead else shape.max_rows
+            rows = bucket_for(announced.rows, _buckets(most))
+            run(
+                ("drafts", rows, sampled, is_ahead),
+                lambda: self._run_drafts(rows, sampled=sampled, is_ahead=is_ahead),
             )
-            run(("drafts", rows, sampled), lambda: self._run_drafts(rows, sampled=sampled))
-        run("publish", lambda: publish_number(self._drafts, self.state, step=0))
+        else:
+            run("publish", self._publish)
 
     def _run_chunks(self, count: int) -> None:
         """Write the K/V of the round's prefill chunks."""
@@ -230,16 +261,23 @@ class DraftReplica:
         self._take(CHUNK_ROWS, taken, rows_ahead=0)
         self._program.forward.write_rows(self._new_rows(taken))
 
-    def _run_drafts(self, count: int, *, sampled: bool) -> None:
-        """Take the rows of the round and draft behind them."""
-        shape = self.exchange_shape
+    def _publish(self) -> None:
+        publish_number(self._drafts, self.state, step=0)
+
+    def _run_drafts(self, count: int, *, sampled: bool, is_ahead: bool) -> None:
+        """Take the rows of the round, draft behind them, and perhaps for outcomes of these
+        drafts."""
+        shape, ahead = self.exchange_shape, self._ahead if is_ahead else None
         taken = self._taken(self._rows, count, shape.num_nodes)
         self._take(DECODE_ROWS, taken, rows_ahead=shape.draft_length)
+        rows, warp = self._new_rows(taken), self._warp.state if sampled else None
         drafted = self._program.draft_chain(
-            self._new_rows(taken),
+            rows,
             length=shape.draft_length,
             state=self._sampling,
-            warp=self._warp.state if sampled else None,
+            warp=warp,
+            with_levels=ahead is not None,
+            given=None if ahead is None else ahead.chosen_columns(taken),
         )
         put_drafts(
             self._drafts,
@@ -250,6 +288,10 @@ class DraftReplica:
             length=shape.draft_length,
             entries=shape.distribution_entries,
         )
+        self._publish()
+        if ahead is not None:
+            outcomes = ahead.draft_outcomes(taken, rows, drafted, warp)
+            put_outcomes(self._drafts, self.state, taken, *outcomes)
 
     def _take(self, first: int, taken: TakenRows, *, rows_ahead: int) -> None:
         take_rows(

@@ -15,7 +15,19 @@ from numpy.typing import NDArray
 
 from outrider.engine.kernels.exchange.buffers import ROUND_TIMES
 
-_BEGIN, _END, _PUBLISHED, _TAKEN, _ACCEPTED, _DRAFTING, _ROWS, _NUMBER = range(len(ROUND_TIMES))
+_BEGIN, _END, _TAKEN, _ACCEPTED, _DRAFTING, _HITS, _ROWS, _NUMBER = (
+    ROUND_TIMES.index(name)
+    for name in (
+        "wait_begin",
+        "wait_end",
+        "taken",
+        "accepted",
+        "drafting_ns",
+        "hits",
+        "rows",
+        "number",
+    )
+)
 _LONGEST_NS: Final = 10**9
 """The drafter says how long it drafted: what is longer is not believed."""
 
@@ -27,7 +39,9 @@ class ExchangedRound(NamedTuple):
     """Decode rows, padding of the bucket included."""
     idle_s: float
     drafting_s: float
-    """Time of the drafter's kernels."""
+    """Time of the drafter's kernels; 0 where all drafts had been made before the round began."""
+    hits: int
+    """Sessions whose drafts had been made for the outcome of the round before."""
     waited_s: float
     """Time that the round waited for drafts."""
 
@@ -36,7 +50,7 @@ class ExchangeTimes:
     """Reads the history of a verifier's side; each round once."""
 
     def __init__(self, history: NDArray[np.int64]) -> None:
-        """`history`: [ROUNDS_KEPT, 8], see `ExchangeState`; the device writes it at any time."""
+        """`history`: [ROUNDS_KEPT, 10], see `ExchangeState`; the device writes it at any time."""
         self._history = history
         self.answered = 0
         """Rounds so far that found drafts, as far as their times were kept."""
@@ -54,7 +68,7 @@ class ExchangeTimes:
             number = int(row[_NUMBER])
             if number == 0 or (last is not None and number <= last[_NUMBER]):
                 continue
-            self.answered += bool(row[_DRAFTING])
+            self.answered += bool(row[_DRAFTING]) or bool(row[_HITS])
             if last is not None and number == last[_NUMBER] + 1:
                 found = _round(last, row)
                 if found is not None:
@@ -70,7 +84,10 @@ class ExchangeTimes:
 
 def _round(before: NDArray[np.int64], row: NDArray[np.int64]) -> ExchangedRound | None:
     rows, drafting = int(row[_ROWS]), int(row[_DRAFTING])
-    if rows < 1 or rows != before[_ROWS] or not 0 < drafting < _LONGEST_NS:
+    hits = int(row[_HITS])
+    is_drafted = 0 < drafting < _LONGEST_NS or (drafting == 0 and hits > 0)
+    if rows < 1 or rows != before[_ROWS] or not is_drafted:
         return None
     idle = int(row[_TAKEN] - before[_ACCEPTED]) - drafting
-    return ExchangedRound(rows, idle * 1e-9, drafting * 1e-9, int(row[_END] - row[_BEGIN]) * 1e-9)
+    waited = int(row[_END] - row[_BEGIN])
+    return ExchangedRound(rows, idle * 1e-9, drafting * 1e-9, hits, waited * 1e-9)

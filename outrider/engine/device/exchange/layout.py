@@ -94,6 +94,10 @@ class ExchangeShape:
     feature_dtype: torch.dtype
     distribution_entries: int
     """E; 0: drafts come without distributions."""
+    fan_out: int = 0
+    """F: outcomes of a round that the drafter drafts for while it runs, a session; 0: none."""
+    ahead_rows: int = 0
+    """Decode rows of a round, at most, whose outcomes are drafted for."""
     depth: int = 4
     """Rounds that the verifier may be ahead of its drafter."""
 
@@ -108,7 +112,7 @@ class ExchangeShape:
         ):
             if getattr(self, name) < 1:
                 raise InvalidRequestError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_chunks", "distribution_entries"):
+        for name in ("max_chunks", "distribution_entries", "fan_out", "ahead_rows"):
             if getattr(self, name) < 0:
                 raise InvalidRequestError(f"{name} must be >= 0, got {getattr(self, name)}")
 
@@ -135,6 +139,7 @@ class ExchangeShape:
             ("chunk_digests", torch.int64, (chunks,)),
             ("chunk_tokens", torch.int32, (chunks, self.chunk_tokens)),
             ("chunk_features", dtype, (chunks, self.chunk_tokens, width)),
+            ("outcomes", torch.int32, (rows,)),
         )
 
     def draft_layout(self) -> BufferLayout:
@@ -148,4 +153,7 @@ class ExchangeShape:
             ("entry_ids", torch.int32, (slots, drafts, entries)),
             ("entry_counts", torch.int32, (slots, drafts, entries)),
             ("drafting_ns", torch.int64, (1,)),
+            ("ahead_number", torch.int32, (1,)),
+            ("ahead_digests", torch.int64, (slots, self.fan_out)),
+            ("ahead_tokens", torch.int32, (slots, self.fan_out, drafts)),
         )

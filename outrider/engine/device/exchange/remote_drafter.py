@@ -29,6 +29,11 @@ from outrider.engine.kernels.exchange.drafts import (
     new_taken_drafts,
     take_drafts,
 )
+from outrider.engine.kernels.exchange.drafts_ahead import (
+    NOT_CHOSEN,
+    choose_drafts,
+    new_chosen_drafts,
+)
 from outrider.engine.kernels.exchange.numbers import publish_number, reserve_bank, wait_drafts
 from outrider.engine.kernels.exchange.verdicts import put_rows
 from outrider.spec.sampling import SamplingParams
@@ -78,6 +83,7 @@ class RemoteDrafter:
         self._taken = new_taken_drafts(
             shape.num_slots, shape.draft_length, shape.distribution_entries, device
         )
+        self._chosen = new_chosen_drafts(shape.num_slots, shape.draft_length, device)
         self.tokens = self._taken.tokens
         """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
         with torch.inference_mode(False):
@@ -110,6 +116,7 @@ class RemoteDrafter:
         `peer`'s, in the order of the stream; both are closed with `detach`. `host` hears what the
         drafter's host must know."""
         self._side.attach(verdicts=peer, drafts=own)
+        self._chosen.outcomes.fill_(NOT_CHOSEN)
         self._host = host
 
     def detach(self) -> None:
@@ -133,6 +140,7 @@ class RemoteDrafter:
         if self._host is None:
             return
         self.digests[slot].fill_(digest - (1 << 64) if digest >= 1 << 63 else digest)
+        self._chosen.outcomes[slot].fill_(NOT_CHOSEN)
         self._followed.add(slot)
         self._host.begin_session(slot, blocks, sampling, num_rows=num_rows)
 
@@ -151,8 +159,9 @@ class RemoteDrafter:
         """A round of this shape with drafts of this drafter was launched."""
         if self._host is not None:
             sampled = shape.acceptance_mode is AcceptanceMode.SAMPLED
-            rows = shape.rows + shape.chunks
-            self._host.launch_round(ReplicaRound(rows, shape.chunks, sampled))
+            rows, most = shape.rows + shape.chunks, self.exchange_shape.ahead_rows
+            is_ahead = self.exchange_shape.fan_out > 0 and not shape.chunks and rows <= most
+            self._host.launch_round(ReplicaRound(rows, shape.chunks, sampled, is_ahead))
 
     def receive_drafts(self, slots: Tensor) -> None:
         """Wait for the drafts of these sessions' next round, int32 [B], and take them."""
@@ -161,7 +170,7 @@ class RemoteDrafter:
             with torch.inference_mode(False):
                 lengths = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
             self._lengths[len(slots)] = lengths
-        wait_drafts(self._drafts, self.state)
+        wait_drafts(self._drafts, self.state, slots, self._chosen.outcomes, padding=self.padding)
         take_drafts(
             self._drafts,
             self.state,
@@ -169,6 +178,7 @@ class RemoteDrafter:
             self.digests,
             self._taken,
             lengths,
+            chosen=self._chosen,
             vocab_size=self.vocab_size,
             with_distributions=False,
         )
@@ -188,6 +198,17 @@ class RemoteDrafter:
         del sampled
         shape = self.exchange_shape
         advance_digests(self.digests, rows.slots, rows.tokens, rows.counts)
+        if shape.fan_out:
+            choose_drafts(
+                self._drafts,
+                self.state,
+                rows.slots,
+                self.digests,
+                self._chosen,
+                outcomes=shape.fan_out,
+                vocab_size=self.vocab_size,
+                padding=self.padding,
+            )
         self._put(DECODE_ROWS, rows, shape.max_rows, shape.num_nodes)
         count = -1 if self._has_chunks else rows.tokens.shape[0]
         publish_number(self._verdicts, self.state, step=1, rows=count)
@@ -203,6 +224,7 @@ class RemoteDrafter:
             digests=self.digests,
             tokens=rows.tokens,
             features=rows.features,
+            outcomes=self._chosen.outcomes if first == DECODE_ROWS else None,
             capacity=capacity,
             width=width,
             padding=self.padding,

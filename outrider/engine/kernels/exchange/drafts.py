@@ -25,6 +25,7 @@ from torch import Tensor
 from outrider.engine.draft_sampling import MAX_COUNT
 from outrider.engine.kernels.drafts.distribution_sampling import ChainDistributions
 from outrider.engine.kernels.exchange.buffers import ExchangeBuffer, ExchangeState
+from outrider.engine.kernels.exchange.drafts_ahead import ChosenDrafts
 from outrider.engine.kernels.exchange.numbers import array_at, device_clock
 from outrider.engine.kernels.exchange.verdicts import TakenRows
 from outrider.engine.kernels.noise import mix64
@@ -139,7 +140,7 @@ def put_drafts_torch(
     state.stamps[4] = time.monotonic_ns()
     if not int(state.words[1]):
         return
-    _, peer_digests, peer_tokens, peer_sizes, peer_ids, peer_counts, _ = buffer.bank(0)
+    peer_digests, peer_tokens, peer_sizes, peer_ids, peer_counts = buffer.bank(0)[1:6]
     for row in (taken.counts > 0).nonzero()[:, 0].tolist():
         slot = int(taken.source_slots[row])
         peer_digests[slot] = taken.digests[row]
@@ -255,6 +256,7 @@ def take_drafts(
     taken: TakenDrafts,
     lengths: Tensor,
     *,
+    chosen: ChosenDrafts,
     vocab_size: int,
     with_distributions: bool,
 ) -> None:
@@ -262,7 +264,8 @@ def take_drafts(
 
     slots: int32 [R]. digests: int64 [X]: of the sessions' prefixes; a draft for another prefix is
     no draft. lengths: int32 [R], gets the number of tokens of each draft; a chain ends before the
-    first token that is no id of `vocab_size`. with_distributions: whether any session asks for
+    first token that is no id of `vocab_size`. chosen: drafts of outcomes, which are taken before
+    those in the buffer; they have no distribution. with_distributions: whether any session asks for
     them: each must have increasing ids below `vocab_size` and weights in [1, MAX_COUNT], else its
     session has none.
     """
@@ -274,6 +277,7 @@ def take_drafts(
         digests,
         taken,
         lengths,
+        chosen=chosen,
         vocab_size=vocab_size,
         with_distributions=with_distributions,
     )
@@ -287,6 +291,7 @@ def take_drafts_torch(
     taken: TakenDrafts,
     lengths: Tensor,
     *,
+    chosen: ChosenDrafts,
     vocab_size: int,
     with_distributions: bool,
 ) -> None:
@@ -294,7 +299,7 @@ def take_drafts_torch(
     is_there = bool(state.words[1]) and bool(state.words[3])
     chain, entries = taken.tokens.shape[1], taken.entry_ids.shape[2]
     if is_there:
-        _, own_digests, own_tokens, own_sizes, own_ids, own_counts, _ = buffer.bank(0)
+        own_digests, own_tokens, own_sizes, own_ids, own_counts = buffer.bank(0)[1:6]
     else:
         own_digests, (own_tokens, own_sizes, own_ids, own_counts) = digests - 1, taken
     for row, slot in enumerate(slots.tolist()):
@@ -303,6 +308,8 @@ def take_drafts_torch(
             part[slot].clone() for part in (own_digests, own_tokens, own_sizes)
         )
         fits = is_there and int(digest) == int(digests[slot])
+        if int(chosen.outcomes[slot]) >= 0:
+            tokens, sizes, fits = chosen.tokens[slot], torch.zeros_like(sizes), True
         length = 0
         while fits and length < chain and 0 <= int(tokens[length]) < vocab_size:
             length += 1
@@ -332,6 +339,7 @@ def take_drafts_triton(
     taken: TakenDrafts,
     lengths: Tensor,
     *,
+    chosen: ChosenDrafts,
     vocab_size: int,
     with_distributions: bool,
 ) -> None:
@@ -344,6 +352,7 @@ def take_drafts_triton(
         state.stamps,
         slots,
         digests,
+        *chosen,
         taken.tokens,
         lengths,
         vocab_size,
@@ -355,6 +364,7 @@ def take_drafts_triton(
         _take_distributions[(rows, chain)](
             buffer.addresses,
             slots,
+            chosen.outcomes,
             lengths,
             taken.sizes,
             taken.entry_ids,
@@ -374,6 +384,8 @@ def _take_tokens(
     stamps,
     slots,
     digests,
+    outcomes,
+    chosen_tokens,
     tokens,
     lengths,
     vocab_size,
@@ -384,7 +396,9 @@ def _take_tokens(
     slot = tl.load(slots + row)
     at = tl.arange(0, BLOCK)
     given = tl.full((BLOCK,), -1, tl.int32)
-    if (tl.load(words + 1) != 0) & (tl.load(words + 3) != 0):
+    if tl.load(outcomes + slot) >= 0:
+        given = tl.load(chosen_tokens + slot * LENGTH + at, mask=at < LENGTH, other=-1)
+    elif (tl.load(words + 1) != 0) & (tl.load(words + 3) != 0):
         own_digests = array_at(addresses, 1, tl.int64)
         own_tokens = array_at(addresses, 2, tl.int32)
         if tl.load(own_digests + slot) == tl.load(digests + slot):
@@ -403,6 +417,7 @@ def _take_tokens(
 def _take_distributions(
     addresses,
     slots,
+    outcomes,
     lengths,
     sizes,
     entry_ids,
@@ -417,7 +432,7 @@ def _take_distributions(
     slot = tl.load(slots + row)
     place = slot * LENGTH + step
     size = 0
-    if step < tl.load(lengths + row):
+    if (step < tl.load(lengths + row)) & (tl.load(outcomes + slot) < 0):
         own_sizes = array_at(addresses, 3, tl.int32)
         size = tl.minimum(tl.maximum(tl.load(own_sizes + place), 0), ENTRIES)
     own_ids = array_at(addresses, 4, tl.int32)

@@ -27,39 +27,62 @@ from outrider.engine.kernels.exchange.buffers import (
     ExchangeBuffer,
     ExchangeState,
 )
-from outrider.engine.kernels.runtime import INTERPRETED
+from outrider.engine.kernels.runtime import INTERPRETED, next_power_of_2
 
 _POLL_S: Final = 20e-6
 
 
-def wait_drafts(drafts: ExchangeBuffer, state: ExchangeState) -> None:
+def wait_drafts(
+    drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
+) -> None:
     """Wait, on the verifier, until the drafts of the last round that it put are there.
 
     drafts: the draft buffer, in this side's memory. `state.words[3]` says whether they are: the
     wait ends at its bound, when the host cancels it, or at once where the last one ended without
-    drafts.
+    drafts. slots: int32 [R]: the sessions of this round, `padding` for none; outcomes: int32 [X]:
+    see `ChosenDrafts`. Nothing is waited for where all of them have a draft of their outcome.
     """
     if state.words.is_cuda:
-        wait_drafts_triton(drafts, state)
+        wait_drafts_triton(drafts, state, slots, outcomes, padding=padding)
     else:
-        wait_drafts_torch(drafts, state)
+        wait_drafts_torch(drafts, state, slots, outcomes, padding=padding)
 
 
-def wait_drafts_torch(drafts: ExchangeBuffer, state: ExchangeState) -> None:
+def wait_drafts_torch(
+    drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
+) -> None:
     """PyTorch reference of `wait_drafts`, for the CPU only."""
     words, begun = state.words, time.monotonic_ns()
     found, polls = False, 0
-    if int(words[1]):
+    real = slots[slots != padding].long()
+    hits = int((outcomes[real] >= 0).sum())
+    if int(words[1]) and hits == len(real):
+        found = True
+    elif int(words[1]):
         found, polls = _poll(drafts.bank(0)[0], words[0], state, begun, bound=bool(words[3]))
     words[2], words[3] = polls, int(found)
     state.host_control[2:] = words[[1, 3]]
     state.stamps[0], state.stamps[1] = begun, time.monotonic_ns()
-    state.stamps[5] = drafts.bank(0)[6][0] if found else 0
+    state.stamps[5] = drafts.bank(0)[6][0] if found and hits < len(real) else 0
+    state.stamps[6] = hits
 
 
-def wait_drafts_triton(drafts: ExchangeBuffer, state: ExchangeState) -> None:
+def wait_drafts_triton(
+    drafts: ExchangeBuffer, state: ExchangeState, slots: Tensor, outcomes: Tensor, *, padding: int
+) -> None:
     """Triton launch of `wait_drafts`: one warp."""
-    _wait_drafts[(1,)](drafts.addresses, state.words, state.stamps, state.control, num_warps=1)
+    _wait_drafts[(1,)](
+        drafts.addresses,
+        state.words,
+        state.stamps,
+        state.control,
+        slots,
+        outcomes,
+        len(slots),
+        padding,
+        BLOCK=next_power_of_2(len(slots)),
+        num_warps=1,
+    )
 
 
 def wait_round(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
@@ -143,7 +166,7 @@ def publish_number_torch(
     state.stamps[2] = time.monotonic_ns()
     number = int(state.words[0])
     kept = state.history[number % ROUNDS_KEPT]
-    kept[:6], kept[6], kept[7] = state.stamps[:6], rows, number
+    kept[:8], kept[8], kept[9] = state.stamps, rows, number
     if step == 0:
         buffer.bank(0)[6][0] = state.stamps[4] - state.stamps[3]
     buffer.bank(0)[0][0] = state.words[0]
@@ -270,22 +293,32 @@ def _wait(number, wanted, control, begun, lasts):
 
 
 @triton.jit
-def _wait_drafts(addresses, words, stamps, control):
+def _wait_drafts(
+    addresses, words, stamps, control, slots, outcomes, rows, padding, BLOCK: tl.constexpr
+):
     begun = device_clock()
     found = 0
     polls = 0
+    at = tl.arange(0, BLOCK)
+    slot = tl.load(slots + at, mask=at < rows, other=padding)
+    chosen = tl.load(outcomes + slot, mask=slot != padding, other=-1)
+    hits = tl.sum((chosen >= 0).to(tl.int32), axis=0)
+    is_waiting = hits < tl.sum((slot != padding).to(tl.int32), axis=0)
     if tl.load(words + 1) != 0:
-        number = array_at(addresses, 0, tl.int32)
-        found, polls = _wait(number, tl.load(words), control, begun, tl.load(words + 3))
+        found = 1
+        if is_waiting:
+            number = array_at(addresses, 0, tl.int32)
+            found, polls = _wait(number, tl.load(words), control, begun, tl.load(words + 3))
     _tell_host(control, tl.load(words + 1), found)
     tl.store(words + 2, polls)
     tl.store(words + 3, found)
     tl.store(stamps, begun)
     tl.store(stamps + 1, device_clock())
     took = tl.full((), 0, tl.int64)
-    if found != 0:
+    if (found != 0) & is_waiting:
         took = tl.load(array_at(addresses, 6, tl.int64))
     tl.store(stamps + 5, took)
+    tl.store(stamps + 6, hits.to(tl.int64))
 
 
 @triton.jit
@@ -329,8 +362,8 @@ def _publish(addresses, words, stamps, control, rows, STEP: tl.constexpr, KEPT: 
         store_release(array_at(addresses, 0, tl.int32), mine)
         # For the host alone, so behind what the peer waits for.
         kept = (mine % KEPT + KEPT) % KEPT
-        row = tl.load(control + 1).to(tl.pointer_type(tl.int64)) + kept * 8
-        for place in range(6):
+        row = tl.load(control + 1).to(tl.pointer_type(tl.int64)) + kept * 10
+        for place in range(8):
             tl.store(row + place, tl.load(stamps + place))
-        tl.store(row + 6, tl.zeros((), tl.int64) + rows)
-        tl.store(row + 7, mine.to(tl.int64))
+        tl.store(row + 8, tl.zeros((), tl.int64) + rows)
+        tl.store(row + 9, mine.to(tl.int64))

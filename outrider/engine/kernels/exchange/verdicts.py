@@ -20,7 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.kernels.exchange.buffers import ExchangeBuffer, ExchangeState
+from outrider.engine.kernels.exchange.buffers import (
+    DECODE_ROWS,
+    VERDICT_FIELDS,
+    ExchangeBuffer,
+    ExchangeState,
+)
 from outrider.engine.kernels.exchange.numbers import device_clock
 from outrider.engine.kernels.runtime import next_power_of_2
 
@@ -46,6 +51,9 @@ _COUNT = tl.constexpr(FAULT_COUNT)
 _START = tl.constexpr(FAULT_START)
 _ROOM = tl.constexpr(FAULT_ROOM)
 _TOKEN = tl.constexpr(FAULT_TOKEN)
+OUTCOMES: Final = VERDICT_FIELDS.index("outcomes")
+"""Place of the outcomes of decode rows in a verdict buffer."""
+_OUTCOMES = tl.constexpr(OUTCOMES)
 _BLOCK: Final = 2048
 """Values of a feature that one program copies at a time."""
 
@@ -80,6 +88,9 @@ class TakenRows(NamedTuple):
     """[R, W, H]; anything behind a row's tokens."""
     faults: Tensor
     """int32 [R]: a FAULT_* number."""
+    outcomes: Tensor
+    """int32 [R]: which outcome of the round came true, so that its draft is verified next;
+    negative: none that was drafted for. Not checked; decode rows only."""
 
 
 def new_taken_rows(
@@ -100,6 +111,7 @@ def new_taken_rows(
             zeros(rows, width),
             torch.zeros((rows, width, feature_size), dtype=dtype, device=device),
             zeros(rows),
+            zeros(rows) - 1,
         )
 
 
@@ -114,6 +126,7 @@ def put_rows(
     digests: Tensor,
     tokens: Tensor,
     features: Tensor,
+    outcomes: Tensor | None,
     capacity: int,
     width: int,
     padding: int,
@@ -122,7 +135,8 @@ def put_rows(
 
     slots, counts, starts: int32 [R]; R is at most `capacity`. digests: int64 [X], by slot. tokens:
     int32 [R, w], features: [R, w, H] with w at most `width`, the buffer's W. Rows of the slot
-    `padding` count as no rows. first: `DECODE_ROWS` or `CHUNK_ROWS`. They go to the bank of the
+    `padding` count as no rows. outcomes: int32 [X], by slot, of decode rows: see `ChosenDrafts`.
+    first: `DECODE_ROWS` or `CHUNK_ROWS`. They go to the bank of the
     next round; a number published behind them tells the peer. Nothing is written once the exchange
     is closed.
     """
@@ -137,6 +151,7 @@ def put_rows(
         digests=digests,
         tokens=tokens,
         features=features,
+        outcomes=outcomes,
         capacity=capacity,
         width=width,
         padding=padding,
@@ -154,6 +169,7 @@ def put_rows_torch(
     digests: Tensor,
     tokens: Tensor,
     features: Tensor,
+    outcomes: Tensor | None,
     capacity: int,
     width: int,
     padding: int,
@@ -161,8 +177,10 @@ def put_rows_torch(
     """PyTorch reference of `put_rows`, for the CPU only."""
     if not int(state.words[1]):
         return
-    peer = buffer.bank(int(state.words[0]) + 1)[first : first + 6]
-    peer_slots, peer_counts, peer_starts, peer_digests, peer_tokens, peer_features = peer
+    bank = buffer.bank(int(state.words[0]) + 1)
+    peer_slots, peer_counts, peer_starts, peer_digests, peer_tokens, peer_features = bank[
+        first : first + 6
+    ]
     rows, given = tokens.shape
     peer_slots[:capacity] = NO_SLOT
     for row in range(rows):
@@ -173,6 +191,8 @@ def put_rows_torch(
         peer_digests[row] = digests[int(slots[row])]
         peer_tokens[row, :count] = tokens[row, :count]
         peer_features[row, :count] = features[row, :count]
+        if outcomes is not None:
+            bank[OUTCOMES][row] = outcomes[int(slots[row])]
         peer_slots[row] = slots[row]
 
 
@@ -187,6 +207,7 @@ def put_rows_triton(
     digests: Tensor,
     tokens: Tensor,
     features: Tensor,
+    outcomes: Tensor | None,
     capacity: int,
     width: int,
     padding: int,
@@ -206,6 +227,7 @@ def put_rows_triton(
         features,
         features.stride(0),
         features.stride(1),
+        digests if outcomes is None else outcomes,
         rows,
         given,
         width,
@@ -214,6 +236,7 @@ def put_rows_triton(
         DEPTH=buffer.depth,
         SIZE=size,
         BLOCK=min(_BLOCK, next_power_of_2(size)),
+        HAS_OUTCOMES=outcomes is not None,
         NO_ROW=NO_SLOT,
         num_warps=4,
     )
@@ -247,6 +270,7 @@ def _put_rows(
     features,
     row_stride,
     token_stride,
+    outcomes,
     rows,
     given,
     width,
@@ -255,6 +279,7 @@ def _put_rows(
     DEPTH: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_OUTCOMES: tl.constexpr,
     NO_ROW: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -281,6 +306,9 @@ def _put_rows(
                 tl.store(peer_counts + row, count)
                 tl.store(peer_starts + row, tl.load(starts + row))
                 tl.store(peer_digests + row, tl.load(digests + slot))
+                if HAS_OUTCOMES:
+                    peer_outcomes = bank_array(addresses, _OUTCOMES, bank, tl.int32)
+                    tl.store(peer_outcomes + row, tl.load(outcomes + slot))
         if token < count:
             tl.store(
                 peer_tokens + row * width + token,
@@ -341,12 +369,15 @@ def take_rows_torch(
         taken.source_slots.fill_(NO_SLOT)
         taken.slots.fill_(padding)
         taken.tokens.fill_(-1)
+        taken.outcomes.fill_(-1)
         taken.faults.fill_(FAULT_ABSENT)
         for array in (taken.counts, taken.starts, taken.digests):
             array.zero_()
         return
-    own = buffer.bank(int(state.words[0]))[first : first + 6]
-    own_slots, own_counts, own_starts, own_digests, own_tokens, own_features = own
+    bank = buffer.bank(int(state.words[0]))
+    own_slots, own_counts, own_starts, own_digests, own_tokens, own_features = bank[
+        first : first + 6
+    ]
     rows, width = taken.tokens.shape
     for row in range(rows):
         # Each word is read once: the peer may change it at any time.
@@ -374,6 +405,7 @@ def take_rows_torch(
         taken.source_slots[row], taken.slots[row] = source, slot
         taken.counts[row], taken.starts[row], taken.faults[row] = count, start, fault
         taken.digests[row] = digest
+        taken.outcomes[row] = -1 if fault or first != DECODE_ROWS else bank[OUTCOMES][row]
         taken.tokens[row] = -1
         taken.tokens[row, :count] = tokens[:count]
         taken.features[row, :count] = own_features[row, :count]
@@ -408,6 +440,7 @@ def take_rows_triton(
         taken.digests,
         taken.tokens,
         taken.faults,
+        taken.outcomes,
         padding,
         vocab_size,
         rows_ahead,
@@ -415,6 +448,7 @@ def take_rows_triton(
         DEPTH=buffer.depth,
         WIDTH=width,
         BLOCK=next_power_of_2(width),
+        HAS_OUTCOMES=first == DECODE_ROWS,
         num_warps=1,
     )
     _copy_features[(rows, width)](
@@ -449,6 +483,7 @@ def _check_rows(
     digests,
     tokens,
     faults,
+    outcomes,
     padding,
     vocab_size,
     rows_ahead,
@@ -456,6 +491,7 @@ def _check_rows(
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_OUTCOMES: tl.constexpr,
 ):
     row = tl.program_id(0)
     is_open = tl.load(words + 1) != 0
@@ -464,6 +500,7 @@ def _check_rows(
     source = -1
     count = 0
     start = 0
+    outcome = -1
     digest = tl.full((), 0, tl.int64)
     given = tl.zeros((BLOCK,), tl.int32)
     if is_open:
@@ -472,6 +509,8 @@ def _check_rows(
         count = tl.load(bank_array(addresses, FIRST + 1, bank, tl.int32) + row)
         start = tl.load(bank_array(addresses, FIRST + 2, bank, tl.int32) + row)
         digest = tl.load(bank_array(addresses, FIRST + 3, bank, tl.int64) + row)
+        if HAS_OUTCOMES:
+            outcome = tl.load(bank_array(addresses, _OUTCOMES, bank, tl.int32) + row)
         own_tokens = bank_array(addresses, FIRST + 4, bank, tl.int32)
         given = tl.load(own_tokens + row * WIDTH + at, mask=at < WIDTH, other=0)
     is_there = is_open & (source != -1)
@@ -501,6 +540,7 @@ def _check_rows(
     tl.store(starts + row, start)
     tl.store(digests + row, tl.where(good, digest, 0))
     tl.store(faults + row, fault)
+    tl.store(outcomes + row, tl.where(good, outcome, -1))
     tl.store(tokens + row * WIDTH + at, tl.where(at < count, given, -1), mask=at < WIDTH)
     if good:
         tl.store(num_rows + slot, start + count)

@@ -236,6 +236,6 @@ def test_rounds_that_found_drafts_count_as_answers(rig: Rig) -> None:
     rig.answer_ready(2)
     history = rig.remote.state.history
     for number, drafting in ((1, 0), (2, 900_000), (3, 900_000)):
-        history[number] = torch.tensor([0, 0, 0, 0, 0, drafting, 1, number])
+        history[number] = torch.tensor([0, 0, 0, 0, 0, drafting, 0, 0, 1, number])
     rig.exchange.check()
     assert rig.answers == [("d2", 2)]

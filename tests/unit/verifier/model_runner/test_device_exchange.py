@@ -13,6 +13,7 @@ from outrider_verifier.config import VerifierConfig
 from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 from torch import Tensor
 
+from outrider.engine.device.drafting.draft_forward import NewRows
 from outrider.engine.device.drafting.eagle_forward import HeadForward
 from outrider.engine.device.drafting.eagle_weights import HeadWeights
 from outrider.engine.device.exchange.draft_replica import DraftReplica, ReplicaSlots
@@ -23,6 +24,7 @@ from outrider.engine.device.exchange.memory import (
     map_device_memory,
     map_host_memory,
 )
+from outrider.engine.device.exchange.outcome_drafter import OutcomeDrafter
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.linear import PlainLinear
 from outrider.engine.model_loader import load_target
@@ -57,6 +59,7 @@ def exchanging(
     head_dir: Path,
     *,
     timeout_ms: float = 1000.0,
+    fan_out: int = 0,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> Exchange:
@@ -70,6 +73,8 @@ def exchanging(
         device=str(device),
         max_tree_nodes=MAX_NODES,
         feature_head=str(head_dir),
+        exchange_fan_out=fan_out,
+        exchange_ahead_sessions=4,
     )
     runner = GpuModelRunner.build(config, target, projection, exchange_timeout_ms=timeout_ms)
     remote = runner.remote_drafter
@@ -209,3 +214,52 @@ def test_a_drafter_that_stops_changes_no_text_and_costs_one_wait(
     assert isinstance(runner, GpuModelRunner) and runner.remote_drafter is not None
     # The ring has had no bank for the rounds since.
     assert not runner.remote_drafter.is_open and runner.remote_drafter.is_late
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_drafts_of_outcomes_change_no_text(
+    tiny_target: Path, tiny_head: Path, name: str, ahead: bool
+) -> None:
+    runner, pool = host_runner(tiny_target, blocks=BLOCKS)
+    expected = texts(Driver(runner, pool), specs(SAMPLINGS[name]))
+    exchange = exchanging(tiny_target, tiny_head, fan_out=8)
+    exchange.driver.ahead = ahead
+    assert texts(exchange.driver, specs(SAMPLINGS[name])) == expected
+    assert exchange.replica.is_open
+
+
+@pytest.mark.parametrize("name", ["greedy", "coupled"])
+def test_a_draft_of_the_outcome_that_came_true_is_verified_next(
+    tiny_target: Path, tiny_head: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (spec,) = specs(SAMPLINGS[name])[:1]
+    runner, pool = host_runner(tiny_target, blocks=BLOCKS)
+    expected = texts(Driver(runner, pool), [spec])
+    text = torch.tensor([*PROMPTS[0], *expected[0], 0])
+    rank = OutcomeDrafter._rank
+
+    def foretell(self: OutcomeDrafter, rows: NewRows, *args: Any) -> tuple[Any, Tensor, Tensor]:
+        # Row i has the token behind it; what it predicts is the next but one.
+        found, live, features = rank(self, rows, *args)
+        found.places[:, 2], found.are_there[:, 2] = 0, True
+        found.tokens[:, 2] = text[(live.long() + 2).clamp(max=len(text) - 1)].int()
+        return found, live, features
+
+    monkeypatch.setattr(OutcomeDrafter, "_rank", foretell)
+    verified: list[tuple[int, list[int], list[int]]] = []
+    exchange = exchanging(tiny_target, tiny_head, fan_out=4)
+
+    def record(driver: Driver, step: int) -> None:
+        runner = driver.runner
+        assert isinstance(runner, GpuModelRunner) and runner.remote_drafter is not None
+        remote = runner.remote_drafter
+        chosen = remote._chosen
+        # The drafter goes on from the draft that was chosen, and so offers it again.
+        offered = remote._drafts.bank(0)[2][0].tolist()
+        verified.append((int(chosen.outcomes[0]), chosen.tokens[0].tolist(), offered))
+
+    assert texts(exchange.driver, [spec], record) == expected
+    hits = [each for each in verified[5:-2] if each[0] == 2]
+    assert len(hits) == len(verified[5:-2])
+    assert all(chosen == offered for _, chosen, offered in hits)

@@ -480,6 +480,8 @@ def _remote_drafter(
         feature_size=projection.hidden_size,
         feature_dtype=target.dtype,
         distribution_entries=0,
+        fan_out=config.exchange_fan_out,
+        ahead_rows=min(config.exchange_ahead_sessions, config.max_sessions),
     )
     return RemoteDrafter(
         shape,

@@ -26,6 +26,8 @@ def put(history: NDArray[np.int64], number: int, **times: int) -> None:
         "accepted": begun + 4_850_000,
         "drafting_ns": 1_000_000,
         "rows": 8,
+        "hits": 0,
+        "unused": 0,
         "number": number,
     } | times
     history[number % ROUNDS_KEPT] = [told[name] for name in ROUND_TIMES]
@@ -74,6 +76,16 @@ def test_a_round_that_compares_with_nothing_is_left_out(strange: dict[str, int])
     put(history, 1)
     put(history, 2, **strange)
     assert list(times.take_rounds()) == []
+
+
+def test_a_round_of_hits_waited_for_no_draft() -> None:
+    history = new_history()
+    times = ExchangeTimes(history)
+    put(history, 1)
+    put(history, 2, hits=8, drafting_ns=0)
+    (found,) = times.take_rounds()
+    assert (found.hits, found.drafting_s) == (8, 0.0)
+    assert found.idle_s == pytest.approx(1070e-6)
 
 
 def test_another_exchange_begins_anew() -> None:

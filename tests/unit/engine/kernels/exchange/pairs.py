@@ -15,6 +15,7 @@ from outrider.engine.kernels.exchange.buffers import (
     new_state,
 )
 from outrider.engine.kernels.exchange.drafts import TakenDrafts, new_taken_drafts
+from outrider.engine.kernels.exchange.drafts_ahead import ChosenDrafts, new_chosen_drafts
 from outrider.engine.kernels.exchange.verdicts import (
     NO_SLOT,
     FollowedSlots,
@@ -27,8 +28,8 @@ SLOTS, OTHERS = 6, 9
 """Session slots of the verifier and of the drafter; the last one is for padding."""
 CAPACITY, WIDTH, SIZE, DEPTH = 5, 4, 3, 3
 """Rows of a bank, tokens of a row, width of a feature, banks."""
-CHAIN, ENTRIES = 3, 4
-"""Tokens of a draft, entries of a distribution."""
+CHAIN, ENTRIES, OUTCOMES = 3, 4, 5
+"""Tokens of a draft, entries of a distribution, outcomes of a session."""
 VOCAB = 50
 FIRSTS = (DECODE_ROWS, CHUNK_ROWS)
 
@@ -83,7 +84,7 @@ def verdict_buffer() -> ExchangeBuffer:
             torch.randn(CAPACITY, WIDTH, SIZE).bfloat16(),
         )
 
-    return _buffer([(*rows(), *rows()) for _ in range(DEPTH)])
+    return _buffer([(*rows(), *rows(), noise(CAPACITY)) for _ in range(DEPTH)])
 
 
 def draft_buffer() -> ExchangeBuffer:
@@ -95,6 +96,9 @@ def draft_buffer() -> ExchangeBuffer:
         torch.zeros((SLOTS, CHAIN, ENTRIES), dtype=torch.int32),
         torch.zeros((SLOTS, CHAIN, ENTRIES), dtype=torch.int32),
         torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros((SLOTS, OUTCOMES), dtype=torch.int64),
+        torch.zeros((SLOTS, OUTCOMES, CHAIN), dtype=torch.int32),
     )
     return _buffer([arrays])
 
@@ -116,6 +120,11 @@ def taken_rows(rows: int) -> TakenRows:
 def taken_drafts() -> TakenDrafts:
     """Where drafts are taken to."""
     return new_taken_drafts(SLOTS, CHAIN, ENTRIES, CPU)
+
+
+def chosen_drafts() -> ChosenDrafts:
+    """Where drafts of outcomes are kept."""
+    return new_chosen_drafts(SLOTS, CHAIN, CPU)
 
 
 class Launch(NamedTuple):

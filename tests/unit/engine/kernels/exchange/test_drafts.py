@@ -20,12 +20,14 @@ from outrider.engine.kernels.exchange.drafts import (
     take_drafts_torch,
     take_drafts_triton,
 )
+from outrider.engine.kernels.exchange.drafts_ahead import ChosenDrafts
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from tests.unit.engine.kernels.exchange.pairs import (
     CHAIN,
     ENTRIES,
     SLOTS,
     VOCAB,
+    chosen_drafts,
     draft_buffer,
     int32s,
     open_state,
@@ -70,6 +72,7 @@ def take(
     digests: Tensor | None = None,
     is_open: int = 1,
     is_fresh: int = 1,
+    chosen: ChosenDrafts | None = None,
 ) -> tuple[list[int], TakenDrafts]:
     """Take the drafts of the slots 0, 1, 3 and of the padding slot."""
     state, taken, lengths = open_state(), taken_drafts(), int32s([9, 9, 9, 9])
@@ -84,6 +87,7 @@ def take(
         digests,
         taken,
         lengths,
+        chosen=chosen_drafts() if chosen is None else chosen,
         vocab_size=VOCAB,
         with_distributions=True,
     )
@@ -192,7 +196,7 @@ def test_a_bad_distribution_is_none(function: Callable[..., None], field: str, v
 def test_sizes_are_bounded(function: Callable[..., None], size: int, expected: int) -> None:
     arrays, given = draft_buffer(), distributions(4)
     put(put_drafts_torch, arrays, torch.ones((4, CHAIN), dtype=torch.int32), given)
-    _, _, _, sizes, ids, counts, _ = arrays.bank(0)
+    sizes, ids, counts = arrays.bank(0)[3:6]
     sizes[0, 0] = size
     ids[0, 0], counts[0, 0] = int32s([1, 2, 3, 4]), int32s([1, 2, 3, 4])
     _, taken = take(function, arrays)

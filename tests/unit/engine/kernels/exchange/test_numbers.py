@@ -28,6 +28,12 @@ def call(request: pytest.FixtureRequest) -> Call:
     return by_name
 
 
+PADDING = 3
+ROWS = (int32s([1, 0, PADDING]), int32s([-1, 2, -1, -1]))
+"""Two sessions and padding; the outcome of one of them was drafted for."""
+ALL_CHOSEN = (ROWS[0], int32s([0, 2, -1, -1]))
+
+
 class Pair(NamedTuple):
     """Both buffers and both sides."""
 
@@ -59,12 +65,12 @@ def pair(begun: int = 0, *, bound_us: int = 1_000_000) -> Pair:
 def test_both_sides_count_the_same_rounds(call: Call, begun: int) -> None:
     both = pair(begun)
     for _ in range(5):
-        call("wait_drafts", both.drafts, both.verifier)
+        call("wait_drafts", both.drafts, both.verifier, *ROWS, padding=PADDING)
         call("reserve_bank", both.drafts, both.verifier, depth=1)
         call("publish_number", both.verdicts, both.verifier, step=1)
         call("wait_round", both.verdicts, both.drafter)
         call("publish_number", both.drafts, both.drafter, step=0)
-    call("wait_drafts", both.drafts, both.verifier)
+    call("wait_drafts", both.drafts, both.verifier, *ROWS, padding=PADDING)
     assert both.verifier.words[0] == both.drafter.words[0] == int32s([begun])[0] + 5
     assert both.verifier.words[[1, 3]].tolist() == both.drafter.words[[1, 3]].tolist() == [1, 1]
     for state in (both.verifier, both.drafter):
@@ -111,17 +117,17 @@ def test_a_verifier_without_drafts_goes_on_and_waits_for_late_ones_no_more(
     both = pair(3, bound_us=60_000_000 if is_cancelled else 1000)
     both.verifier.host_control[0] = int(is_cancelled)
     both.drafts.bank(0)[0][0] = 2
-    numbers.wait_drafts_torch(both.drafts, both.verifier)
+    numbers.wait_drafts_torch(both.drafts, both.verifier, *ROWS, padding=PADDING)
     assert both.verifier.words[[0, 1, 3]].tolist() == [3, 1, 0]
     both.verifier.host_control[:2] = int32s([0, 60_000_000])
     begun = time.monotonic()
     numbers.publish_number_torch(both.verdicts, both.verifier, step=1)
-    numbers.wait_drafts_torch(both.drafts, both.verifier)
+    numbers.wait_drafts_torch(both.drafts, both.verifier, *ROWS, padding=PADDING)
     assert time.monotonic() - begun < 10.0
     assert both.verifier.words[[0, 1, 3]].tolist() == [4, 1, 0]
     # Its drafter has caught up.
     both.drafts.bank(0)[0][0] = 4
-    numbers.wait_drafts_torch(both.drafts, both.verifier)
+    numbers.wait_drafts_torch(both.drafts, both.verifier, *ROWS, padding=PADDING)
     assert both.verifier.words[[0, 1, 3]].tolist() == [4, 1, 1]
 
 
@@ -133,7 +139,7 @@ def test_a_verifier_is_closed_where_the_ring_is_full(call: Call) -> None:
         assert place < 3 or both.verifier.host_control[2] == 0
         call("publish_number", both.verdicts, both.verifier, step=1)
     assert both.verdicts.bank(0)[0][0] == int32s([2**31 - 2])[0] + 3
-    call("wait_drafts", both.drafts, both.verifier)
+    call("wait_drafts", both.drafts, both.verifier, *ROWS, padding=PADDING)
     assert both.verifier.words[3] == 0
 
 
@@ -145,10 +151,21 @@ def test_what_is_closed_is_not_touched(call: Call) -> None:
     for buffer in (both.verdicts, both.drafts):
         buffer.addresses.zero_()
         buffer.views.clear()
-    call("wait_drafts", both.drafts, both.verifier)
+    call("wait_drafts", both.drafts, both.verifier, *ROWS, padding=PADDING)
     call("reserve_bank", both.drafts, both.verifier, depth=1)
     call("publish_number", both.verdicts, both.verifier, step=1)
     call("wait_round", both.verdicts, both.drafter)
     call("publish_number", both.drafts, both.drafter, step=0)
     for state in (both.verifier, both.drafter):
         assert state.words[[0, 1, 3]].tolist() == [5, 0, 0]
+
+
+def test_rounds_whose_outcomes_were_all_drafted_for_do_not_wait(call: Call) -> None:
+    both = pair(bound_us=60_000_000)
+    both.verifier.words[0] = 5
+    call("wait_drafts", both.drafts, both.verifier, *ALL_CHOSEN, padding=PADDING)
+    assert both.verifier.words.tolist() == [5, 1, 0, 1]
+    assert both.verifier.stamps[[5, 6]].tolist() == [0, 2]
+    both.verifier.words[1] = 0
+    call("wait_drafts", both.drafts, both.verifier, *ALL_CHOSEN, padding=PADDING)
+    assert both.verifier.words[3] == 0

@@ -50,6 +50,7 @@ PUTS = [put_rows_torch, put_rows_triton]
 TAKES = [take_rows_torch, take_rows_triton]
 
 
+OUTCOME_OF_SLOT = int32s([4, -1, 0, 9, 7, 7])
 ROUND = 7
 """Number of the round that crosses; it does not go to the first bank."""
 
@@ -69,6 +70,7 @@ def put(
         arrays,
         state,
         **rows._asdict(),
+        outcomes=OUTCOME_OF_SLOT if first == DECODE_ROWS else None,
         first=first,
         capacity=CAPACITY,
         width=WIDTH,
@@ -132,6 +134,8 @@ def test_rows_cross_as_they_are(
         assert torch.equal(taken.tokens[row, :count], given.tokens[row, :count])
         assert bool((taken.tokens[row, count:] == -1).all())
         assert torch.equal(taken.features[row, :count], given.features[row, :count])
+        outcome = OUTCOME_OF_SLOT[row] if first == DECODE_ROWS else -1
+        assert taken.outcomes[row] == outcome
         assert followed.num_rows[taken.slots[row]] == given.starts[row] + count
 
 

@@ -1,0 +1,280 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""Drafts for outcomes of a round that the verifier still runs, from device to device.
+
+While the verifier verifies round n, the drafter writes drafts for several outcomes of it, each with
+the digest of the prefix that it continues, and then the number of the last round that it has taken,
+n - 1. When the round ends, the verifier looks for the digest of each session's new prefix and
+copies the draft that goes with it into private memory. It says so in the rows of the round, so that
+the drafter knows which draft the next round verifies. The drafter writes outcomes only behind a
+round that it has taken, and the verifier reads them before it publishes the next one, so nobody
+writes what is being read; a drafter that does can only harm its own drafts, for copies are checked.
+
+R rows of a launch, X session slots of the verifier, F outcomes of a session, K tokens of a chain.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.exchange.buffers import DRAFT_FIELDS, ExchangeBuffer, ExchangeState
+from outrider.engine.kernels.exchange.numbers import array_at, load_acquire, store_release
+from outrider.engine.kernels.exchange.verdicts import TakenRows
+from outrider.engine.kernels.runtime import next_power_of_2
+
+NOT_CHOSEN: Final = -1
+"""A session whose outcome was not drafted for."""
+AHEAD_NUMBER: Final = DRAFT_FIELDS.index("ahead_number")
+"""Place of the number behind the outcomes, in a draft buffer; the two arrays follow."""
+_NUMBER = tl.constexpr(AHEAD_NUMBER)
+
+
+class ChosenDrafts(NamedTuple):
+    """Drafts of outcomes that came true, in private memory of the verifier's device; static."""
+
+    outcomes: Tensor
+    """int32 [X]: the outcome whose draft the session's next round verifies; `NOT_CHOSEN`: none."""
+    tokens: Tensor
+    """int32 [X, K]: its tokens, checked; -1: no node."""
+
+
+def new_chosen_drafts(slots: int, length: int, device: torch.device) -> ChosenDrafts:
+    """Static tensors without a draft."""
+    with torch.inference_mode(False):
+        return ChosenDrafts(
+            torch.full((slots,), NOT_CHOSEN, dtype=torch.int32, device=device),
+            torch.full((slots, length), -1, dtype=torch.int32, device=device),
+        )
+
+
+def choose_drafts(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    slots: Tensor,
+    digests: Tensor,
+    chosen: ChosenDrafts,
+    *,
+    outcomes: int,
+    vocab_size: int,
+    padding: int,
+) -> None:
+    """At the end of a round, before its number is published: choose the drafts of its outcomes.
+
+    buffer: the draft buffer, in this side's memory, with `outcomes` (F) a slot. slots: int32 [R].
+    digests: int64 [X]: of the sessions' prefixes, this round's tokens included. `chosen` gets the
+    drafts of these sessions; a draft ends before the first token that is no id of `vocab_size`.
+    Nothing is chosen for the slot `padding`.
+    """
+    if slots.is_cuda:
+        choose_drafts_triton(
+            buffer,
+            state,
+            slots,
+            digests,
+            chosen,
+            outcomes=outcomes,
+            vocab_size=vocab_size,
+            padding=padding,
+        )
+    else:
+        choose_drafts_torch(
+            buffer, state, slots, digests, chosen, vocab_size=vocab_size, padding=padding
+        )
+
+
+def choose_drafts_torch(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    slots: Tensor,
+    digests: Tensor,
+    chosen: ChosenDrafts,
+    *,
+    vocab_size: int,
+    padding: int,
+) -> None:
+    """PyTorch reference of `choose_drafts`, for the CPU only."""
+    chosen.outcomes[slots.long()] = NOT_CHOSEN
+    if not int(state.words[1]):
+        return
+    number, own_digests, own_tokens = buffer.bank(0)[AHEAD_NUMBER : AHEAD_NUMBER + 3]
+    if int(number[0]) != int(state.words[0]):
+        return
+    for slot in slots.tolist():
+        fits = (own_digests[slot] == digests[slot]).nonzero()[:, 0]
+        if slot == padding or not len(fits):
+            continue
+        tokens = own_tokens[slot, fits[0]].clone()
+        sound = ((tokens >= 0) & (tokens < vocab_size)).cumprod(0).bool()
+        if bool(sound[0]):
+            chosen.outcomes[slot] = fits[0]
+            chosen.tokens[slot] = torch.where(sound, tokens, -1)
+
+
+def choose_drafts_triton(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    slots: Tensor,
+    digests: Tensor,
+    chosen: ChosenDrafts,
+    *,
+    outcomes: int,
+    vocab_size: int,
+    padding: int,
+) -> None:
+    """Triton launch of `choose_drafts`: a program a row."""
+    length = chosen.tokens.shape[1]
+    _choose_drafts[(len(slots),)](
+        buffer.addresses,
+        state.words,
+        slots,
+        digests,
+        *chosen,
+        vocab_size,
+        padding,
+        OUTCOMES=outcomes,
+        BLOCK=next_power_of_2(outcomes),
+        LENGTH=length,
+        TOKENS=next_power_of_2(length),
+        NONE=NOT_CHOSEN,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _choose_drafts(
+    addresses,
+    words,
+    slots,
+    digests,
+    chosen,
+    tokens,
+    vocab_size,
+    padding,
+    OUTCOMES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    NONE: tl.constexpr,
+):
+    slot = tl.load(slots + tl.program_id(0))
+    found = OUTCOMES
+    at = tl.arange(0, TOKENS)
+    given = tl.full((TOKENS,), -1, tl.int32)
+    if (tl.load(words + 1) != 0) & (slot != padding):  # noqa: SIM102 - not `and` on a device
+        if load_acquire(array_at(addresses, _NUMBER, tl.int32)) == tl.load(words):
+            own_digests = array_at(addresses, _NUMBER + 1, tl.int64)
+            own_tokens = array_at(addresses, _NUMBER + 2, tl.int32)
+            outcome = tl.arange(0, BLOCK)
+            inside = outcome < OUTCOMES
+            theirs = tl.load(own_digests + slot * OUTCOMES + outcome, mask=inside, other=0)
+            fits = inside & (theirs == tl.load(digests + slot))
+            found = tl.min(tl.where(fits, outcome, OUTCOMES), axis=0)
+            if found < OUTCOMES:
+                place = (slot * OUTCOMES + found).to(tl.int64) * LENGTH
+                given = tl.load(own_tokens + place + at, mask=at < LENGTH, other=-1)
+    sound = (given >= 0) & (given < vocab_size)
+    # The first token that is none ends the chain.
+    length = tl.minimum(tl.min(tl.where(sound, LENGTH, at), axis=0), LENGTH)
+    is_chosen = (found < OUTCOMES) & (length > 0)
+    tl.store(chosen + slot, tl.where(is_chosen, found, NONE))
+    if is_chosen:
+        kept = tl.where(at < length, given, -1)
+        tl.store(tokens + slot * LENGTH + at, kept, mask=at < LENGTH)
+
+
+def put_outcomes(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    taken: TakenRows,
+    digests: Tensor,
+    tokens: Tensor,
+) -> None:
+    """Write drafts of the outcomes of the round that the verifier runs, and their number behind.
+
+    taken: the rows of the round before it. digests: int64 [R, F]: of the prefix of each outcome;
+    tokens: int32 [R, F, K]. Nothing is written for rows without tokens, or once the exchange is
+    closed.
+    """
+    if tokens.is_cuda:
+        put_outcomes_triton(buffer, state, taken, digests, tokens)
+    else:
+        put_outcomes_torch(buffer, state, taken, digests, tokens)
+
+
+def put_outcomes_torch(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    taken: TakenRows,
+    digests: Tensor,
+    tokens: Tensor,
+) -> None:
+    """PyTorch reference of `put_outcomes`, for the CPU only."""
+    if not int(state.words[1]):
+        return
+    number, peer_digests, peer_tokens = buffer.bank(0)[AHEAD_NUMBER : AHEAD_NUMBER + 3]
+    for row in (taken.counts > 0).nonzero()[:, 0].tolist():
+        slot = int(taken.source_slots[row])
+        peer_digests[slot], peer_tokens[slot] = digests[row], tokens[row]
+    number[0] = state.words[0]
+
+
+def put_outcomes_triton(
+    buffer: ExchangeBuffer,
+    state: ExchangeState,
+    taken: TakenRows,
+    digests: Tensor,
+    tokens: Tensor,
+) -> None:
+    """Triton launches of `put_outcomes`: a program a row and outcome, then the number."""
+    rows, outcomes, length = tokens.shape
+    _put_outcomes[(rows, outcomes)](
+        buffer.addresses,
+        state.words,
+        taken.source_slots,
+        taken.counts,
+        digests,
+        tokens,
+        OUTCOMES=outcomes,
+        LENGTH=length,
+        TOKENS=next_power_of_2(length),
+        num_warps=1,
+    )
+    _publish_outcomes[(1,)](buffer.addresses, state.words, num_warps=1)
+
+
+@triton.jit
+def _put_outcomes(
+    addresses,
+    words,
+    source_slots,
+    counts,
+    digests,
+    tokens,
+    OUTCOMES: tl.constexpr,
+    LENGTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    outcome = tl.program_id(1)
+    slot = tl.load(source_slots + row)
+    if (tl.load(words + 1) != 0) & (tl.load(counts + row) > 0) & (slot >= 0):
+        peer_digests = array_at(addresses, _NUMBER + 1, tl.int64)
+        peer_tokens = array_at(addresses, _NUMBER + 2, tl.int32)
+        source = row * OUTCOMES + outcome
+        target = slot * OUTCOMES + outcome
+        at = tl.arange(0, TOKENS)
+        given = tl.load(tokens + source.to(tl.int64) * LENGTH + at, mask=at < LENGTH)
+        tl.store(peer_tokens + target.to(tl.int64) * LENGTH + at, given, mask=at < LENGTH)
+        tl.store(peer_digests + target, tl.load(digests + source))
+
+
+@triton.jit
+def _publish_outcomes(addresses, words):
+    if tl.load(words + 1) != 0:
+        store_release(array_at(addresses, _NUMBER, tl.int32), tl.load(words))
