@@ -55,7 +55,7 @@ def test_sessions_that_go_and_come_back_keep_their_texts(
 ) -> None:
     runner, pool = host_runner(tiny_target, blocks=BLOCKS)
     expected = texts(Driver(runner, pool), specs(SAMPLINGS[name]))
-    exchange = exchanging(tiny_target, tiny_head, device=device)
+    exchange = exchanging(tiny_target, tiny_head, device=device, fan_out=8 if ahead else 0)
     exchange.driver.ahead = ahead
     assert texts(exchange.driver, specs(SAMPLINGS[name]), disturb(7)) == expected
     assert exchange.replica.state.words[1] == 1
