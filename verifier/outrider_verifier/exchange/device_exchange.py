@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from outrider.engine.device.exchange.draft_replica import ReplicaRound
 from outrider.engine.device.exchange.memory import SharedMemory, allocate_memory, map_memory
@@ -36,6 +37,10 @@ from outrider.wire.messages import (
 from outrider_verifier.state.commands import ExchangeLink
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_TIMEOUT_S: Final = 120.0
+"""Time for the answer to an offer: a drafter captures its graphs first, and may have to compile
+their kernels."""
 
 
 class ReplicaChannels(Protocol):
@@ -108,8 +113,10 @@ class DeviceExchange:
         """Others that may be made one."""
         self._memory: SharedMemory | None = None
         """What was offered, until the answer."""
+        self._offered_at = 0.0
         on_device = remote.device.type == "cuda"
-        self._kind = MemoryKind.DEVICE if on_device else MemoryKind.HOST
+        self._first_kind = MemoryKind.DEVICE if on_device else MemoryKind.HOST
+        self._kind = self._first_kind
         """What is offered: memory of the host once devices were found not to reach each other."""
 
     @property
@@ -188,8 +195,8 @@ class DeviceExchange:
             raise
 
     def _take_refusal(self, link: ExchangeLink, reason: str) -> None:
-        """Offer memory of the host to a drafter whose device cannot reach this one's; else the next
-        drafter is made an offer."""
+        """Offer memory of the host to a drafter whose device may not reach this one's. One that
+        refuses that, too, has another reason, and the next drafter is made an offer."""
         logger.info("no replica", extra={"link": link.link_id, "reason": reason})
         self._close_memory()
         self._link = None
@@ -197,12 +204,19 @@ class DeviceExchange:
             self._kind = MemoryKind.HOST
             self._offer(link)
         else:
+            self._kind = self._first_kind
             self._offer_next()
 
     def check(self) -> None:
-        """Give up a drafter that has missed a round; to be called now and then."""
-        if self._link is not None and self._remote.is_attached and not self._remote.is_open:
-            self._channels.drop_channel(self._link.link_id, "the drafter has missed a round")
+        """Give up a drafter that has missed a round, or does not answer its offer; to be called now
+        and then."""
+        if self._link is None:
+            return
+        if self._remote.is_attached:
+            if not self._remote.is_open:
+                self._channels.drop_channel(self._link.link_id, "the drafter has missed a round")
+        elif time.monotonic() - self._offered_at > _ANSWER_TIMEOUT_S:
+            self._channels.drop_channel(self._link.link_id, "the drafter does not answer an offer")
 
     def close(self) -> None:
         """Exchange with nobody any more."""
@@ -228,7 +242,7 @@ class DeviceExchange:
         except OutriderError as error:
             logger.warning("no exchange between devices", extra={"reason": error.message})
             return
-        self._link, self._memory = link, memory
+        self._link, self._memory, self._offered_at = link, memory, time.monotonic()
         descriptor = memory.make_descriptor()
         self._channels.send_descriptor(link_id, descriptor)
         os.close(descriptor)
