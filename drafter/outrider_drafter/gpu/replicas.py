@@ -35,7 +35,12 @@ from outrider.engine.device.exchange.memory import (
 from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, MAX_MIXED_CHUNKS
 from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
 from outrider.engine.heads import DraftHead
-from outrider.errors import FailedPreconditionError, InvalidMessageError, OutriderError
+from outrider.errors import (
+    FailedPreconditionError,
+    InvalidMessageError,
+    OutriderError,
+    UnavailableError,
+)
 from outrider.wire.messages import (
     MemoryKind,
     ReplicaAnswer,
@@ -108,6 +113,9 @@ class _VerifierReplica:
     commands: deque[ReplicaCommand] = field(default_factory=deque)
     """What waits for a round, or for the stream."""
     waiting_since: float = 0.0
+    offered_at: float = field(default_factory=time.monotonic)
+    longest_step_s: float = 0.0
+    """Longest time that building has held the thread up."""
 
     @property
     def num_rows(self) -> int:
@@ -237,9 +245,7 @@ class Replicas:
                 descriptor, shape.draft_layout().num_bytes, self._device, on_device=on_device
             )
             memory.append(drafts)
-            verdicts = allocate_memory(
-                shape.verdict_layout().num_bytes, self._device, on_device=on_device
-            )
+            verdicts = self._allocate(shape.verdict_layout().num_bytes, on_device=on_device)
             memory.append(verdicts)
             slots = ReplicaSlots(offer.num_blocks, offer.block_tokens, offer.table_blocks)
             replica = self._new_replica(shape, slots)
@@ -255,6 +261,16 @@ class Replicas:
             _LaunchedCommands(self._device) if self._is_cuda else None,
             replica.capture_steps(),
         )
+
+    def _allocate(self, num_bytes: int, *, on_device: bool) -> SharedMemory:
+        try:
+            return allocate_memory(num_bytes, self._device, on_device=on_device)
+        except UnavailableError:
+            if not self._is_cuda:
+                raise
+        # Torch keeps what the graphs of earlier replicas had until somebody needs it.
+        torch.cuda.empty_cache()
+        return allocate_memory(num_bytes, self._device, on_device=on_device)
 
     def _new_replica(self, shape: ExchangeShape, slots: ReplicaSlots) -> DraftReplica:
         config = self._config
@@ -297,16 +313,24 @@ class Replicas:
     def _build(
         self, connection: int, peer: _VerifierReplica, steps: Iterator[None]
     ) -> tuple[int, ReplicaAnswer, int | None] | None:
+        began = time.monotonic()
         try:
             with torch.cuda.stream(peer.stream):
-                if next(steps, _BUILT) is not _BUILT:
+                is_built = next(steps, _BUILT) is _BUILT
+                peer.longest_step_s = max(peer.longest_step_s, time.monotonic() - began)
+                if not is_built:
                     return None
                 peer.steps = None
                 peer.replica.attach(*peer.memory)
                 shared = peer.memory[0].make_descriptor()
         except (OutriderError, RuntimeError) as error:
             return connection, self._refuse(connection, error), None
-        facts = {"connection": connection, "graphs": len(peer.replica.graphs)}
+        facts = {
+            "connection": connection,
+            "graphs": len(peer.replica.graphs),
+            "seconds": round(time.monotonic() - peer.offered_at, 2),
+            "longest_step_ms": round(peer.longest_step_s * 1e3, 1),
+        }
         logger.info("replica built", extra=facts)
         return connection, ReplicaReady(memory=peer.offer.memory), shared
 
