@@ -35,6 +35,10 @@ BENCHMARKS: Final = {
         "faults.recovery",
         "pauses of streams whose verifier or drafter is killed or stopped",
     ),
+    "exchange-faults": (
+        "faults.exchange_faults",
+        "streams while the drafter of an exchange between devices fails or lies",
+    ),
     "rolling": (
         "faults.rolling",
         "restarts of every process, one by one, under sessions that ask on",

@@ -91,8 +91,8 @@ class DrafterConfig:
     """Whether to exchange with verifiers of this host between the devices, where a verifier has
     `device_exchange` on; for eagle3 heads."""
     exchange_kv_rows: int = 1 << 20
-    """Most K/V rows of the head that one verifier may ask for by device_exchange: one for each of
-    its K/V tokens. A verifier with more is refused, and exchanges by messages."""
+    """Most K/V rows of the head for all verifiers of device_exchange together: one for each of
+    their K/V tokens. A verifier for which no room is left is refused, and exchanges by messages."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
     """Stable name; give one, so that a restarted drafter is recognised."""
     metrics_port: int = -1

@@ -31,7 +31,7 @@ def stack_options(journal: Path) -> StackOptions:
         "router": ["--metrics-port", "0", "--http", "127.0.0.1:0", "--journal", str(journal)],
         "verifier": slow_rounds(14),
         "with_drafter": False,
-        "spare": True,
+        "spare": 1,
         "verifier_module": "tests.fakes.hostile_verifier",
     }
 

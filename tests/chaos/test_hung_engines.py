@@ -37,7 +37,7 @@ def stack_options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
         "router": ["--metrics-port", "0", "--http", "127.0.0.1:0", "--config", str(router)],
         "verifier": [*slow_rounds(14), "--config", str(watched)],
         "drafter": ["--config", str(watched), "--metrics-port", "0"],
-        "spare": True,
+        "spare": 1,
         "verifier_module": "tests.fakes.hung_verifier",
         "drafter_module": "tests.fakes.hung_drafter",
     }

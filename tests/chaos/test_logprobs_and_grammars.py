@@ -54,7 +54,7 @@ def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0"],
         "verifier": ["--max-sessions", str(SESSIONS), *slow_rounds(6)],
-        "spare": True,
+        "spare": 1,
     }
 
 

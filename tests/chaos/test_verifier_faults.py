@@ -47,7 +47,7 @@ def stack_options() -> StackOptions:
     return {
         "router": ["--metrics-port", "0"],
         "verifier": slow_rounds(14),
-        "spare": True,
+        "spare": 1,
     }
 
 

@@ -142,7 +142,7 @@ class StackOptions(TypedDict, total=False):
     drafter: list[str]
     """Flags of the processes."""
     with_drafter: bool
-    spare: bool
+    spare: int
     verifier_module: str
     drafter_module: str
     """What is run in place of the process."""
@@ -150,7 +150,7 @@ class StackOptions(TypedDict, total=False):
 
 class Stack:
     """A router, a verifier and a drafter on loopback, with a tiny model unless told otherwise;
-    with `spare` a second verifier."""
+    `spare` (0, 1 or 2) are further verifiers."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Stack:
         verifier: list[str] | None = None,
         drafter: list[str] | None = None,
         with_drafter: bool = True,
-        spare: bool = False,
+        spare: int = 0,
         verifier_module: str = "outrider_verifier",
         drafter_module: str = "outrider_drafter",
         tls: Path | None = None,
@@ -182,8 +182,12 @@ class Stack:
                 ["--model", model, *taps, "--planner", "fixed", *own, *named],
                 directory / f"{name}.log",
             )
-            for name, named in (("verifier", []), ("spare", ["--verifier-id", "spare"]))
-        ][: 2 if spare else 1]
+            for name, named in (
+                ("verifier", []),
+                ("spare", ["--verifier-id", "spare"]),
+                ("third", ["--verifier-id", "third"]),
+            )[: 1 + spare]
+        ]
         self.verifier = self.verifiers[0]
         self.drafter = Process(
             "drafter",

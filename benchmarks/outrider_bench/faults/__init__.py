@@ -1,5 +1,7 @@
 """Load, preemption, restarts and faults of a running fleet.
 
+exchange_faults.py         `outrider bench exchange-faults`: faults of an exchange between devices,
+                           under streams.
 overload.py                `outrider bench load`: 64 concurrent streams complete; a full queue
                            refuses the rest.
 preemption.py              `outrider bench preemption`: one verifier with fewer K/V blocks than its

@@ -2,6 +2,9 @@
 
 A verifier offers memory of its device and says what its buffers and its K/V pool are like; the
 answer is memory of this drafter's device. From then on the verifier says what to launch.
+
+One thread serves all verifiers, so nothing here waits: not for a round of one of them, and not
+until a replica is built. What cannot be done at once is done by `run_waiting` and `build_step`.
 """
 
 from __future__ import annotations
@@ -9,6 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -26,8 +32,15 @@ from outrider.engine.device.exchange.memory import (
     allocate_memory,
     map_memory,
 )
+from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, MAX_MIXED_CHUNKS
+from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
 from outrider.engine.heads import DraftHead
-from outrider.errors import FailedPreconditionError, InvalidMessageError, OutriderError
+from outrider.errors import (
+    FailedPreconditionError,
+    InvalidMessageError,
+    OutriderError,
+    UnavailableError,
+)
 from outrider.wire.messages import (
     MemoryKind,
     ReplicaAnswer,
@@ -46,6 +59,68 @@ logger = logging.getLogger(__name__)
 
 _MAX_REASON: Final = 1000
 """Characters of a refusal."""
+_ROUND_TIMEOUT_S: Final = 5.0
+"""Time that a round which was announced may take to come."""
+_MAX_LAUNCHED: Final = 32
+"""Commands of a replica that may be on its stream; each launches some 20 kernels at most, and a
+full queue of a device, which has 1024 places, would hold the thread up."""
+_MAX_WAITING: Final = 4096
+"""Further commands of a replica that may wait."""
+_USUAL_ROWS: Final = 128
+"""Rows of a round for which kernels are compiled ahead; further buckets need few kernels more."""
+_USUAL_DRAFT_LENGTH: Final = 3
+"""What a verifier has that is told nothing."""
+_USUAL_SLOTS: Final = ReplicaSlots(num_blocks=128, block_tokens=16, table_blocks=128)
+_BUILT: Final = object()
+
+
+class _LaunchedCommands:
+    """What of one replica's commands is on its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._driver = driver_for(device)
+        self._under_way: deque[StreamEvent] = deque()
+        self._free: list[StreamEvent] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further command may be launched now."""
+        while self._under_way and self._under_way[0].is_complete:
+            self._free.append(self._under_way.popleft())
+        return len(self._under_way) >= _MAX_LAUNCHED
+
+    def record(self) -> None:
+        """A command was launched, in the current stream."""
+        event = self._free.pop() if self._free else self._driver.make_event()
+        event.record()
+        self._under_way.append(event)
+
+
+@dataclass(slots=True, eq=False)
+class _VerifierReplica:
+    """A verifier's replica."""
+
+    replica: DraftReplica
+    offer: ReplicaOffer
+    memory: tuple[SharedMemory, SharedMemory]
+    """Of the verdict buffer and of the draft buffer; the replica's once it is attached."""
+    stream: torch.cuda.Stream | None
+    """What a verifier's graphs wait on holds up no other verifier's."""
+    launches: _LaunchedCommands | None
+    """None: on a CPU, where a command is over when it was run."""
+    steps: Iterator[None] | None
+    """What is left to build; None: it is attached."""
+    commands: deque[ReplicaCommand] = field(default_factory=deque)
+    """What waits for a round, or for the stream."""
+    waiting_since: float = 0.0
+    offered_at: float = field(default_factory=time.monotonic)
+    longest_step_s: float = 0.0
+    """Longest time that building has held the thread up."""
+
+    @property
+    def num_rows(self) -> int:
+        """Its K/V rows."""
+        return self.offer.num_blocks * self.offer.block_tokens
 
 
 class Replicas:
@@ -61,37 +136,82 @@ class Replicas:
         max_sessions: int,
         max_kv_rows: int,
     ) -> None:
-        """`max_sessions`, `max_kv_rows`: of one replica. Raises FailedPreconditionError for heads
-        without plain EAGLE-3 weights."""
+        """`max_sessions`: of one replica; `max_kv_rows`: of all together. Raises
+        FailedPreconditionError for heads without plain EAGLE-3 weights."""
         self._max_sessions, self._max_kv_rows = max_sessions, max_kv_rows
         self._weights, self._config = HeadWeights.from_head(head), head.config
-        self._vocab_size, self._device, self._cuda_graphs = vocab_size, device, cuda_graphs
+        self._vocab_size, self._device = vocab_size, device
+        self._is_cuda = device.type == "cuda"
+        self._captures = cuda_graphs and self._is_cuda
         self._dtype = self._weights.embedding.dtype
-        self._replicas: dict[int, DraftReplica] = {}
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._peers: dict[int, _VerifierReplica] = {}
+        self._streams: list[torch.cuda.Stream] = []
+        """Those that no replica has. They are used again, with the memory that torch keeps for
+        them."""
 
-    def make_replica(
+    def warm_up(self) -> None:
+        """Compile the kernels ahead, for verifiers of the usual sizes: compiling holds the thread
+        up, and with it the verifiers that have a replica. Others compile when they join."""
+        if not self._captures:
+            return
+        began = time.monotonic()
+        shape = ExchangeShape(
+            num_slots=_USUAL_ROWS + 1,
+            max_rows=_USUAL_ROWS,
+            draft_length=_USUAL_DRAFT_LENGTH,
+            max_chunks=MAX_MIXED_CHUNKS,
+            chunk_tokens=CHUNK_TOKENS,
+            feature_size=self._config.hidden_size,
+            feature_dtype=self._dtype,
+            distribution_entries=0,
+        )
+        stream = self._take_stream()
+        with torch.cuda.stream(stream):
+            for _ in self._new_replica(shape, _USUAL_SLOTS).capture_steps():
+                pass
+            torch.cuda.synchronize(self._device)
+        self._give_stream(stream)
+        # Exchange buffers are allocated past torch, which is to keep nothing from them.
+        torch.cuda.empty_cache()
+        seconds = round(time.monotonic() - began, 1)
+        logger.info("replica kernels compiled", extra={"seconds": seconds})
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `run_waiting` or `build_step` may have something to do."""
+        return any(peer.steps is not None or peer.commands for peer in self._peers.values())
+
+    def take_offer(
         self, connection: int, offer: ReplicaOffer, descriptor: int | None
-    ) -> tuple[ReplicaAnswer, int | None]:
-        """Take an offer up, with the descriptor of the verifier's memory, which is closed here: the
-        answer, and the descriptor of this side's memory for the caller to pass on and close."""
+    ) -> ReplicaRefused | None:
+        """Take an offer up, with the descriptor of the verifier's memory, which is closed here; the
+        answer, or None, where it comes by `build_step`."""
         try:
             if descriptor is None:
                 raise InvalidMessageError("the offer came without memory", reason="REPLICA")
-            if connection in self._replicas:
+            if connection in self._peers:
                 raise InvalidMessageError("there is a replica already", reason="REPLICA")
-            with torch.cuda.stream(self._stream(connection)):
-                shared = self._attach(connection, offer, descriptor)
+            self._check(offer)
+            stream = self._take_stream()
+            try:
+                with torch.cuda.stream(stream):
+                    self._peers[connection] = self._new_peer(offer, descriptor, stream)
+            except BaseException:
+                self._give_stream(stream)
+                raise
         except (OutriderError, RuntimeError) as error:
-            logger.warning("no replica", extra={"connection": connection, "reason": str(error)})
-            self.close(connection)
-            return ReplicaRefused(reason=str(error)[:_MAX_REASON] or "failed"), None
+            return self._refuse(connection, error)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-        return ReplicaReady(memory=offer.memory), shared
+        return None
 
-    def _attach(self, connection: int, offer: ReplicaOffer, descriptor: int) -> int:
+    def _refuse(self, connection: int, error: Exception) -> ReplicaRefused:
+        logger.warning("no replica", extra={"connection": connection, "reason": str(error)})
+        self.close(connection)
+        return ReplicaRefused(reason=str(error)[:_MAX_REASON] or "failed")
+
+    def _check(self, offer: ReplicaOffer) -> None:
         if offer.vocab_size != self._vocab_size or offer.feature_size != self._config.hidden_size:
             raise FailedPreconditionError(
                 f"a replica is for {self._vocab_size} ids and features of "
@@ -100,108 +220,215 @@ class Replicas:
                 reason="REPLICA",
             )
         rows = offer.num_blocks * offer.block_tokens
-        if (
-            offer.num_slots - 1 > self._max_sessions
-            or rows > self._max_kv_rows
-            or offer.table_blocks > offer.num_blocks
-        ):
+        if offer.num_slots - 1 > self._max_sessions or offer.table_blocks > offer.num_blocks:
             raise FailedPreconditionError(
-                f"a replica has at most {self._max_sessions} sessions and {self._max_kv_rows} K/V "
-                f"rows (max_sessions, exchange_kv_rows), not {offer.num_slots - 1} and {rows}",
+                f"a replica has at most {self._max_sessions} sessions (max_sessions), with tables "
+                f"of at most all blocks, not {offer.num_slots - 1}, with {offer.table_blocks} of "
+                f"{offer.num_blocks}",
                 reason="REPLICA",
             )
-        shape = ExchangeShape(
-            num_slots=offer.num_slots,
-            max_rows=offer.max_rows,
-            draft_length=offer.draft_length,
-            max_chunks=offer.max_chunks,
-            chunk_tokens=offer.chunk_tokens,
-            feature_size=offer.feature_size,
-            feature_dtype=_torch_dtype(offer.feature_dtype),
-            distribution_entries=offer.distribution_entries,
-            depth=offer.depth,
-            fan_out=offer.fan_out,
-            ahead_rows=offer.ahead_rows,
-        )
-        on_device = offer.memory is MemoryKind.DEVICE
-        drafts = map_memory(
-            descriptor, shape.draft_layout().num_bytes, self._device, on_device=on_device
-        )
-        memory: list[SharedMemory] = [drafts]
-        try:
-            verdicts = allocate_memory(
-                shape.verdict_layout().num_bytes, self._device, on_device=on_device
+        held = sum(peer.num_rows for peer in self._peers.values())
+        if rows > self._max_kv_rows - held:
+            raise FailedPreconditionError(
+                f"replicas have at most {self._max_kv_rows} K/V rows together (exchange_kv_rows), "
+                f"{held} are taken, {rows} are asked for",
+                reason="REPLICA_ROOM",
             )
+
+    def _new_peer(
+        self, offer: ReplicaOffer, descriptor: int, stream: torch.cuda.Stream | None
+    ) -> _VerifierReplica:
+        shape, on_device = _shape_of(offer), offer.memory is MemoryKind.DEVICE
+        memory: list[SharedMemory] = []
+        try:
+            drafts = map_memory(
+                descriptor, shape.draft_layout().num_bytes, self._device, on_device=on_device
+            )
+            memory.append(drafts)
+            verdicts = self._allocate(shape.verdict_layout().num_bytes, on_device=on_device)
             memory.append(verdicts)
-            replica = self._new_replica(offer, shape)
-            shared = verdicts.make_descriptor()
+            slots = ReplicaSlots(offer.num_blocks, offer.block_tokens, offer.table_blocks)
+            replica = self._new_replica(shape, slots)
         except BaseException:
             for each in memory:
                 each.close()
             raise
-        replica.attach(verdicts, drafts)
-        self._replicas[connection] = replica
-        return shared
+        return _VerifierReplica(
+            replica,
+            offer,
+            (verdicts, drafts),
+            stream,
+            _LaunchedCommands(self._device) if self._is_cuda else None,
+            replica.capture_steps(),
+        )
 
-    def _new_replica(self, offer: ReplicaOffer, shape: ExchangeShape) -> DraftReplica:
+    def _allocate(self, num_bytes: int, *, on_device: bool) -> SharedMemory:
+        try:
+            return allocate_memory(num_bytes, self._device, on_device=on_device)
+        except UnavailableError:
+            if not self._is_cuda:
+                raise
+        # Torch keeps what the graphs of earlier replicas had until somebody needs it.
+        torch.cuda.empty_cache()
+        return allocate_memory(num_bytes, self._device, on_device=on_device)
+
+    def _new_replica(self, shape: ExchangeShape, slots: ReplicaSlots) -> DraftReplica:
         config = self._config
-        replica = DraftReplica(
+        return DraftReplica(
             lambda storage, rows: HeadForward(
-                self._weights, storage=storage, block_tokens=offer.block_tokens, max_len=rows
+                self._weights, storage=storage, block_tokens=slots.block_tokens, max_len=rows
             ),
             (1, config.num_kv_heads, config.head_dim),
             shape,
-            ReplicaSlots(offer.num_blocks, offer.block_tokens, offer.table_blocks),
+            slots,
             vocab_size=self._vocab_size,
             dtype=self._dtype,
             device=self._device,
-            cuda_graphs=self._cuda_graphs,
+            cuda_graphs=self._captures,
+            # On a CPU the thread looks whether a round is there, and waits for none.
+            timeout_us=int(_ROUND_TIMEOUT_S * 1e6) if self._is_cuda else 0,
         )
-        if self._device.type == "cuda" and self._cuda_graphs:
-            began = time.monotonic()
-            replica.warm_up()
-            seconds = round(time.monotonic() - began, 1)
-            facts = {"graphs": len(replica.graphs), "seconds": seconds}
-            logger.info("replica captured", extra=facts)
-        return replica
 
-    def handle_command(self, connection: int, command: ReplicaCommand) -> bool:
-        """Do what a verifier says of its replica; whether there is one and it goes on. Raises
-        InvalidMessageError for what it cannot do."""
-        replica = self._replicas.get(connection)
-        if replica is None:
-            return True
-        with torch.cuda.stream(self._stream(connection)):
-            match command:
-                case ReplicaRoundLaunched(rows=rows, chunks=chunks, is_sampled=sampled):
-                    replica.launch_round(ReplicaRound(rows, chunks, sampled, command.is_ahead))
-                case ReplicaSessionBegin():
-                    replica.begin_session(
-                        command.slot, command.blocks, command.sampling, num_rows=command.num_rows
-                    )
-                case ReplicaBlocksAdded():
-                    replica.add_blocks(command.slot, command.first, command.blocks)
-                case ReplicaSessionEnd(slot=slot):
-                    replica.end_session(slot)
-                case ReplicaOffer():
-                    raise InvalidMessageError("there is a replica already", reason="REPLICA")
-        return replica.is_open
+    def run_waiting(self) -> list[tuple[int, str]]:
+        """Do what `handle_command` could not do, as far as it can be done now; the connections
+        whose replicas do not go on, and why."""
+        lost: list[tuple[int, str]] = []
+        for connection, peer in self._peers.items():
+            if peer.commands:
+                try:
+                    self._run(peer)
+                except OutriderError as error:
+                    lost.append((connection, error.message))
+        return lost
+
+    def build_step(self) -> tuple[int, ReplicaAnswer, int | None] | None:
+        """Do a step of building the replica that was asked for first; once it is built, or cannot
+        be: its connection, the answer, and the descriptor of this side's memory, for the caller to
+        pass on and close."""
+        for connection, peer in self._peers.items():
+            if peer.steps is not None:
+                return self._build(connection, peer, peer.steps)
+        return None
+
+    def _build(
+        self, connection: int, peer: _VerifierReplica, steps: Iterator[None]
+    ) -> tuple[int, ReplicaAnswer, int | None] | None:
+        began = time.monotonic()
+        try:
+            with torch.cuda.stream(peer.stream):
+                is_built = next(steps, _BUILT) is _BUILT
+                peer.longest_step_s = max(peer.longest_step_s, time.monotonic() - began)
+                if not is_built:
+                    return None
+                peer.steps = None
+                peer.replica.attach(*peer.memory)
+                shared = peer.memory[0].make_descriptor()
+        except (OutriderError, RuntimeError) as error:
+            return connection, self._refuse(connection, error), None
+        facts = {
+            "connection": connection,
+            "graphs": len(peer.replica.graphs),
+            "seconds": round(time.monotonic() - peer.offered_at, 2),
+            "longest_step_ms": round(peer.longest_step_s * 1e3, 1),
+        }
+        logger.info("replica built", extra=facts)
+        return connection, ReplicaReady(memory=peer.offer.memory), shared
+
+    def handle_command(self, connection: int, command: ReplicaCommand) -> None:
+        """Do what a verifier says of its replica, now or by `run_waiting`. Raises
+        InvalidMessageError for what cannot be done, and where a round was missed."""
+        peer = self._peers.get(connection)
+        if peer is None or peer.steps is not None:
+            return
+        if len(peer.commands) >= _MAX_WAITING:
+            raise InvalidMessageError("more commands than may wait", reason="REPLICA")
+        if not peer.commands:
+            peer.waiting_since = time.monotonic()
+        peer.commands.append(command)
+        self._run(peer)
+
+    def _run(self, peer: _VerifierReplica) -> None:
+        with torch.cuda.stream(peer.stream):
+            while peer.commands and not self._must_wait(peer):
+                _run_command(peer.replica, peer.commands.popleft())
+                peer.waiting_since = time.monotonic()
+                if peer.launches is not None:
+                    peer.launches.record()
+        if not peer.replica.is_open:
+            raise InvalidMessageError("the replica has missed a round", reason="REPLICA")
+
+    def _must_wait(self, peer: _VerifierReplica) -> bool:
+        """Whether the next command would hold the thread up."""
+        if peer.launches is not None:
+            return peer.launches.is_full
+        if not isinstance(peer.commands[0], ReplicaRoundLaunched) or peer.replica.has_next_round:
+            return False
+        if time.monotonic() - peer.waiting_since > _ROUND_TIMEOUT_S:
+            raise InvalidMessageError("a round was announced and has not come", reason="REPLICA")
+        return True
 
     def close(self, connection: int) -> None:
         """A connection is gone, or its replica does not go on. Idempotent."""
-        replica = self._replicas.pop(connection, None)
-        if replica is not None:
-            replica.detach()
-        self._streams.pop(connection, None)
+        peer = self._peers.pop(connection, None)
+        if peer is None:
+            return
+        with torch.cuda.stream(peer.stream):
+            if peer.steps is None:
+                peer.replica.detach()
+            else:
+                peer.steps = None
+                if peer.stream is not None:
+                    peer.stream.synchronize()
+                for memory in peer.memory:
+                    memory.close()
+        self._give_stream(peer.stream)
+        del peer
+        if self._is_cuda and not self._peers:
+            # Nobody is held up by that now.
+            torch.cuda.empty_cache()
 
-    def _stream(self, connection: int) -> torch.cuda.Stream | None:
-        """What a verifier's graphs wait on holds up no other verifier's."""
-        if self._device.type != "cuda":
+    def _take_stream(self) -> torch.cuda.Stream | None:
+        if not self._is_cuda:
             return None
-        if connection not in self._streams:
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._streams[connection] = stream
-        return self._streams[connection]
+        if self._streams:
+            return self._streams.pop()
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def _give_stream(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None:
+            self._streams.append(stream)
+
+
+def _run_command(replica: DraftReplica, command: ReplicaCommand) -> None:
+    match command:
+        case ReplicaRoundLaunched(rows=rows, chunks=chunks, is_sampled=sampled):
+            replica.launch_round(ReplicaRound(rows, chunks, sampled, command.is_ahead))
+        case ReplicaSessionBegin():
+            replica.begin_session(
+                command.slot, command.blocks, command.sampling, num_rows=command.num_rows
+            )
+        case ReplicaBlocksAdded():
+            replica.add_blocks(command.slot, command.first, command.blocks)
+        case ReplicaSessionEnd(slot=slot):
+            replica.end_session(slot)
+        case ReplicaOffer():
+            raise InvalidMessageError("there is a replica already", reason="REPLICA")
+
+
+def _shape_of(offer: ReplicaOffer) -> ExchangeShape:
+    return ExchangeShape(
+        num_slots=offer.num_slots,
+        max_rows=offer.max_rows,
+        draft_length=offer.draft_length,
+        max_chunks=offer.max_chunks,
+        chunk_tokens=offer.chunk_tokens,
+        feature_size=offer.feature_size,
+        feature_dtype=_torch_dtype(offer.feature_dtype),
+        distribution_entries=offer.distribution_entries,
+        depth=offer.depth,
+        fan_out=offer.fan_out,
+        ahead_rows=offer.ahead_rows,
+    )
 
 
 def _torch_dtype(dtype: TensorDtype) -> torch.dtype:

@@ -101,7 +101,7 @@ def _make_replicas(
     # Imported here: it needs Triton, which a drafter on a CPU can do without.
     from outrider_drafter.gpu.replicas import Replicas
 
-    return Replicas(
+    replicas = Replicas(
         heads[0],
         vocab_size=identity.vocab_size,
         device=torch.device(config.device),
@@ -109,6 +109,8 @@ def _make_replicas(
         max_sessions=config.max_sessions,
         max_kv_rows=config.exchange_kv_rows,
     )
+    replicas.warm_up()
+    return replicas
 
 
 def resolve_model_paths(config: DrafterConfig) -> DrafterConfig:

@@ -41,8 +41,9 @@ interpreter lock. A message ends it."""
 class DraftLoop:
     """Runs a `DraftEngine` on a thread of its own.
 
-    It takes in all waiting messages, then makes all wanted drafts, then drafts for outcomes that
-    have not happened as long as no message comes, then does a little catch-up. Verdicts that arrive
+    It takes in all waiting messages, then does a step of a replica that is to be built, then makes
+    all wanted drafts, then drafts for outcomes that have not happened as long as no message comes,
+    then does a little catch-up. Verdicts that arrive
     together are drafted together, and so are those that arrive while a batch runs. Metrics wait
     until no draft is wanted. The thread ends when it is stopped, or when a device is lost.
     """
@@ -172,6 +173,7 @@ class DraftLoop:
             self._take_in()
         if self._stopping:
             return
+        self._shm_channels.build_replica()
         if engine.has_wanted_drafts:
             began = timeline.now()
             for answers in engine.draft_wanted():
@@ -225,6 +227,7 @@ class DraftLoop:
             if any(isinstance(message, ConnectionClosed) for message in content):
                 shm_channels.detach_channel(connection)
         self._untaken.add_messages(shm_channels.receive_messages(ready))
+        shm_channels.run_replicas()
         return came
 
     def _send(self, answers: OutgoingProposals) -> None:

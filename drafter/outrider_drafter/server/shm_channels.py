@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,17 +28,37 @@ from outrider_drafter.server.draft_engine import OutgoingProposals, SessionMessa
 logger = logging.getLogger(__name__)
 
 
-class ReplicaTable(Protocol):
-    """Replicas by connection: `outrider_drafter.gpu.replicas.Replicas`, which imports Triton."""
+_REPLICA_POLL_S: Final = 0.0001
+"""Time between two looks at what replicas have to do."""
 
-    def make_replica(
-        self, connection: int, offer: ReplicaOffer, descriptor: int | None
-    ) -> tuple[ReplicaAnswer, int | None]:
-        """Take an offer up."""
+
+class ReplicaTable(Protocol):
+    """Replicas by connection: `outrider_drafter.gpu.replicas.Replicas`, which imports Triton.
+    Nothing waits."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `run_waiting` or `build_step` may have something to do."""
         ...
 
-    def handle_command(self, connection: int, command: ReplicaCommand) -> bool:
-        """Do what a verifier says of its replica; whether it goes on."""
+    def take_offer(
+        self, connection: int, offer: ReplicaOffer, descriptor: int | None
+    ) -> ReplicaRefused | None:
+        """Take an offer up; None: the answer comes by `build_step`."""
+        ...
+
+    def build_step(self) -> tuple[int, ReplicaAnswer, int | None] | None:
+        """Do a step of building a replica; a connection's answer and the descriptor that goes with
+        it, which is the caller's to close."""
+        ...
+
+    def handle_command(self, connection: int, command: ReplicaCommand) -> None:
+        """Do what a verifier says of its replica. Raises InvalidMessageError."""
+        ...
+
+    def run_waiting(self) -> list[tuple[int, str]]:
+        """Do what could not be done before; the connections whose replicas do not go on, and
+        why."""
         ...
 
     def close(self, connection: int) -> None:
@@ -109,26 +129,55 @@ class VerifierShmChannels(ShmChannelSet):
             self._replicas.close(number)
         super().detach_channel(number)
 
+    def poll_timeout(self, timeout_s: float | None) -> float | None:
+        """See `ShmChannelSet`; nobody says when a replica can go on."""
+        timeout_s = super().poll_timeout(timeout_s)
+        if self._replicas is None or not self._replicas.has_work:
+            return timeout_s
+        return _REPLICA_POLL_S if timeout_s is None else min(timeout_s, _REPLICA_POLL_S)
+
+    def run_replicas(self) -> None:
+        """Have replicas do what they could not do before."""
+        if self._replicas is not None:
+            for connection, why in self._replicas.run_waiting():
+                self._lose_replica(connection, why)
+
+    def build_replica(self) -> None:
+        """Do a step of building a replica, if a verifier waits for one."""
+        if self._replicas is None:
+            return
+        built = self._replicas.build_step()
+        if built is not None:
+            self._answer(*built)
+
     def _handle_replica(self, connection: int, command: ReplicaCommand) -> None:
-        """Do what a verifier says of its replica. One that cannot go on ends the connection: the
-        verifier is dialled anew, and makes a new offer."""
+        """Do what a verifier says of its replica."""
         if not isinstance(command, ReplicaOffer):
-            try:
-                if self._replicas is None or self._replicas.handle_command(connection, command):
-                    return
-                why = "the replica has missed a round"
-            except OutriderError as error:
-                why = error.message
-            self.drop_channel(connection, why)
+            if self._replicas is not None:
+                try:
+                    self._replicas.handle_command(connection, command)
+                except OutriderError as error:
+                    self._lose_replica(connection, error.message)
             return
         descriptor = self.take_descriptor(connection)
-        if self._replicas is None:
+        if self._replicas is not None:
+            refused = self._replicas.take_offer(connection, command, descriptor)
+        else:
+            refused = ReplicaRefused(reason="this drafter has no replicas")
             if descriptor is not None:
                 os.close(descriptor)
-            answer: ReplicaAnswer = ReplicaRefused(reason="this drafter has no replicas")
-        else:
-            answer, shared = self._replicas.make_replica(connection, command, descriptor)
-            if shared is not None:
-                self.send_descriptor(connection, shared)
-                os.close(shared)
+        if refused is not None:
+            self._answer(connection, refused, None)
+
+    def _answer(self, connection: int, answer: ReplicaAnswer, descriptor: int | None) -> None:
+        if descriptor is not None:
+            self.send_descriptor(connection, descriptor)
+            os.close(descriptor)
         self.send_frames(connection, encode_drafter_message(answer))
+
+    def _lose_replica(self, connection: int, why: str) -> None:
+        """End the connection of a replica that cannot go on: the verifier is dialled anew, and
+        makes a new offer."""
+        assert self._replicas is not None
+        self._replicas.close(connection)
+        self.drop_channel(connection, why)

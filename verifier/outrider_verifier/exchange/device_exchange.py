@@ -45,6 +45,10 @@ _TIMES_S: Final = 0.05
 _ROUNDS: Final = 512
 """Rounds of a size over which the medians are computed."""
 
+_ANSWER_TIMEOUT_S: Final = 120.0
+"""Time for the answer to an offer: a drafter captures its graphs first, and may have to compile
+their kernels."""
+
 
 class ReplicaChannels(Protocol):
     """The shared-memory channels to drafters, by link."""
@@ -123,8 +127,10 @@ class DeviceExchange:
         self._times: dict[int, deque[ExchangedRound]] = {}
         """The last rounds, by rows."""
         self._look_again = 0.0
+        self._offered_at = 0.0
         on_device = remote.device.type == "cuda"
-        self._kind = MemoryKind.DEVICE if on_device else MemoryKind.HOST
+        self._first_kind = MemoryKind.DEVICE if on_device else MemoryKind.HOST
+        self._kind = self._first_kind
         """What is offered: memory of the host once devices were found not to reach each other."""
 
     @property
@@ -203,8 +209,8 @@ class DeviceExchange:
             raise
 
     def _take_refusal(self, link: ExchangeLink, reason: str) -> None:
-        """Offer memory of the host to a drafter whose device cannot reach this one's; else the next
-        drafter is made an offer."""
+        """Offer memory of the host to a drafter whose device may not reach this one's. One that
+        refuses that, too, has another reason, and the next drafter is made an offer."""
         logger.info("no replica", extra={"link": link.link_id, "reason": reason})
         self._close_memory()
         self._link = None
@@ -212,17 +218,23 @@ class DeviceExchange:
             self._kind = MemoryKind.HOST
             self._offer(link)
         else:
+            self._kind = self._first_kind
             self._offer_next()
 
     def check(self) -> None:
-        """Give up a drafter that has missed a round, and note what rounds took; to be called now
-        and then."""
+        """Give up a drafter that has missed a round, or does not answer its offer, and note what
+        rounds took; to be called now and then."""
         now = time.monotonic()
         if now >= self._look_again:
             self._look_again = now + _TIMES_S
             self._read_times()
-        if self._link is not None and self._remote.is_attached and not self._remote.is_open:
-            self._channels.drop_channel(self._link.link_id, "the drafter has missed a round")
+        if self._link is None:
+            return
+        if self._remote.is_attached:
+            if not self._remote.is_open:
+                self._channels.drop_channel(self._link.link_id, "the drafter has missed a round")
+        elif now - self._offered_at > _ANSWER_TIMEOUT_S:
+            self._channels.drop_channel(self._link.link_id, "the drafter does not answer an offer")
 
     def _read_times(self) -> None:
         times, drafter_id = self._remote.times, self.drafter_id
@@ -258,7 +270,7 @@ class DeviceExchange:
         except OutriderError as error:
             logger.warning("no exchange between devices", extra={"reason": error.message})
             return
-        self._link, self._memory = link, memory
+        self._link, self._memory, self._offered_at = link, memory, time.monotonic()
         descriptor = memory.make_descriptor()
         self._channels.send_descriptor(link_id, descriptor)
         os.close(descriptor)

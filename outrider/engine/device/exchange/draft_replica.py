@@ -10,7 +10,8 @@ X session slots, S K/V slots, T blocks of a table, n drafts, G key/value heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +27,11 @@ from outrider.engine.device.exchange.side import ExchangeSide
 from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.device.graphs.shapes import bucket_for
 from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.device.transfer.uploads import upload_int32s
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS
 from outrider.engine.kernels.exchange.drafts import put_drafts
 from outrider.engine.kernels.exchange.drafts_ahead import put_outcomes
-from outrider.engine.kernels.exchange.numbers import publish_number, wait_round
+from outrider.engine.kernels.exchange.numbers import is_round_there, publish_number, wait_round
 from outrider.engine.kernels.exchange.verdicts import (
     NO_SLOT,
     FollowedSlots,
@@ -152,6 +154,12 @@ class DraftReplica:
         """Whether all rounds that were announced have come, as far as the device knows."""
         return self._side.is_open
 
+    @property
+    def has_next_round(self) -> bool:
+        """Whether `launch_round` would not wait: graphs of a CUDA device wait by themselves, on a
+        CPU the thread does."""
+        return self._device.type == "cuda" or is_round_there(self._verdicts, self.state)
+
     def detach(self) -> None:
         """Exchange with nobody any more, and close the buffers; waits for what was launched, whose
         waits end at once."""
@@ -169,9 +177,10 @@ class DraftReplica:
         if not 0 <= num_rows <= held:
             raise InvalidMessageError(f"num_rows must be in [0, {held}], got {num_rows}")
         self.tables[slot].fill_(self._sizes.num_blocks)
-        self.tables[slot, : len(blocks)].copy_(torch.tensor(blocks, dtype=torch.int32))
+        self._write_table(slot, 0, blocks)
         state = self._sampling
-        state.stream_keys[slot].copy_(torch.from_numpy(stream_key_row(sampling)))
+        keys = stream_key_row(sampling).view(np.int32)
+        upload_int32s(state.stream_keys[slot].view(torch.int32), keys)
         state.temperatures[slot] = sampling.temperature
         state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
         self._warp.begin_session(slot, sampling)
@@ -184,15 +193,22 @@ class DraftReplica:
         """A session holds these blocks, too, from place `first` of its table on. Raises
         InvalidMessageError as `begin_session`."""
         self._check(slot, first, blocks)
-        end = first + len(blocks)
-        self.tables[slot, first:end].copy_(torch.tensor(blocks, dtype=torch.int32))
-        self._followed.max_rows[slot] = end * self._sizes.block_tokens
+        self._write_table(slot, first, blocks)
+        held = first + len(blocks)
+        self._followed.max_rows[slot] = held * self._sizes.block_tokens
 
     @torch.inference_mode()
     def end_session(self, slot: int) -> None:
         """Nobody is in a slot any more. Raises InvalidMessageError for one that there is not."""
         self._check(slot, 0, ())
         self._followed.slot_of[slot] = NO_SLOT
+
+    def _write_table(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        # No copy may wait for the stream: its graphs wait for the verifier, and others wait for
+        # this thread.
+        upload_int32s(
+            self.tables[slot, first : first + len(blocks)], np.array(blocks, dtype=np.int32)
+        )
 
     def _check(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         sizes = self._sizes
@@ -224,23 +240,24 @@ class DraftReplica:
             )
         self._launch(announced)
 
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Compile the kernels and capture all graphs; to be called before `attach`: a round that
-        waited for that would come too late."""
-        for chunks in _buckets(self.exchange_shape.max_chunks):
-            self._launch(ReplicaRound(0, chunks, is_sampled=False))
-        for rows in _buckets(self.exchange_shape.max_rows):
-            for is_sampled in (False, True):
-                self._launch(ReplicaRound(rows, 0, is_sampled))
-        for rows in _buckets(self.exchange_shape.ahead_rows if self._ahead else 0):
-            for is_sampled in (False, True):
-                self._launch(ReplicaRound(rows, 0, is_sampled, is_ahead=True))
+    def capture_steps(self) -> Iterator[None]:
+        """Compile the kernels and capture all graphs, see `GraphCache.capture_steps`; to be done
+        before `attach`: a round that waited for that would come too late."""
+        shape, steps = self.exchange_shape, self.graphs.capture_steps
+        yield from steps("wait", self._wait)
+        for chunks in _buckets(shape.max_chunks):
+            yield from steps(("chunks", chunks), partial(self._run_chunks, chunks))
+        for ahead, most in ((False, shape.max_rows), (True, shape.ahead_rows)):
+            for rows in _buckets(most if self._ahead or not ahead else 0):
+                for sampled in (False, True):
+                    run = partial(self._run_drafts, rows, sampled=sampled, is_ahead=ahead)
+                    yield from steps(("drafts", rows, sampled, ahead), run)
+        yield from steps("publish", self._publish)
 
     def _launch(self, announced: ReplicaRound) -> None:
         # A bucket may have more rows than were put: those behind them say that they are none.
         shape, run = self.exchange_shape, self.graphs.run_graph
-        run("wait", lambda: wait_round(self._verdicts, self.state))
+        run("wait", self._wait)
         if announced.chunks:
             chunks = bucket_for(announced.chunks, _buckets(shape.max_chunks))
             run(("chunks", chunks), lambda: self._run_chunks(chunks))
@@ -255,14 +272,17 @@ class DraftReplica:
         else:
             run("publish", self._publish)
 
+    def _wait(self) -> None:
+        wait_round(self._verdicts, self.state)
+
+    def _publish(self) -> None:
+        publish_number(self._drafts, self.state, step=0)
+
     def _run_chunks(self, count: int) -> None:
         """Write the K/V of the round's prefill chunks."""
         taken = self._taken(self._chunks, count, self.exchange_shape.chunk_tokens)
         self._take(CHUNK_ROWS, taken, rows_ahead=0)
         self._program.forward.write_rows(self._new_rows(taken))
-
-    def _publish(self) -> None:
-        publish_number(self._drafts, self.state, step=0)
 
     def _run_drafts(self, count: int, *, sampled: bool, is_ahead: bool) -> None:
         """Take the rows of the round, draft behind them, and perhaps for outcomes of these

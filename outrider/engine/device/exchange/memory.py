@@ -351,8 +351,9 @@ class _HostMemory:
 
 def _index(device: torch.device) -> int:
     index = torch.cuda.current_device() if device.index is None else device.index
-    # The driver's calls need the context that torch makes when it is used first.
-    torch.cuda.synchronize(index)
+    # The driver's calls need the context that torch makes when it is used first. Other streams may
+    # wait for peers, so that nothing here waits for the whole device.
+    torch.cuda.current_stream(index).synchronize()
     return index
 
 

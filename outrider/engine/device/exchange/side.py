@@ -48,12 +48,13 @@ class ExchangeSide:
         self._memory = (verdicts, drafts)
 
     def detach(self) -> None:
-        """Exchange with nobody any more, and close the memory; waits for what was launched, whose
-        waits end at once. Idempotent."""
+        """Exchange with nobody any more, and close the memory; waits for what was launched in the
+        current stream, whose waits end at once. Idempotent."""
         self._host_control[0] = 1
         self.state.words[1].fill_(0)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # Not for the device: other streams may wait for peers of theirs.
+            torch.cuda.current_stream(self._device).synchronize()
         self._host_control[0] = 0
         for buffer in (self.verdicts, self.drafts):
             detach_buffer(buffer)

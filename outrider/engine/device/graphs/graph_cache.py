@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from outrider.watchdog import unbounded_step
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_CAPTURE_MODE: Final = "thread_local"
+"""Other threads may make any call meanwhile."""
 
 
 class GraphCache:
@@ -69,33 +72,60 @@ class GraphCache:
                 return fn()
         return fn()
 
-    @torch.inference_mode()
     def _first_run(self, key: Hashable, fn: Callable[[], T]) -> T:
-        # In inference mode, because what a function returns may have been made in it.
-        with unbounded_step():
-            eager = fn()
-            graph, static = self._capture(fn)
-        for to, source in zip(_tensors(static), _tensors(eager), strict=True):
-            to.copy_(source)
-        self._captured[key] = (self._calls.prepare(graph), static, graph)
+        for _ in self.capture_steps(key, fn):
+            pass
+        static: T = self._captured[key][1]
         return static
+
+    def capture_steps(self, key: Hashable, fn: Callable[[], T]) -> Iterator[None]:
+        """What the first `run_graph` of a key does, in steps of some milliseconds each once the
+        kernels are compiled; a thread that also serves others does so in between. Nothing, where
+        graphs are off or the key is captured."""
+        if not self.enabled or key in self._captured:
+            return
+        # In inference mode, because what a function returns may have been made in it.
+        with torch.inference_mode(), unbounded_step():
+            eager = fn()
+        yield
+        with torch.inference_mode(), unbounded_step():
+            graph, static = self._capture(fn)
+            for to, source in zip(_tensors(static), _tensors(eager), strict=True):
+                to.copy_(source)
+        self._captured[key] = (self._calls.prepare(graph), static, graph)
 
     def _capture(self, fn: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads (a drafter's, a server's) may use the device meanwhile. The collector must
         # not: memory that it gave back in this thread would void the capture.
         collects = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with _capturing(graph, self._pool):
                 static = fn()
         finally:
             if collects:
                 gc.enable()
         return graph, static
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what is launched. A thread that has its own current stream shares the device with
+    streams that may wait for a peer, so that it must not wait for the whole device, as torch's
+    context does: it captures its stream as it is."""
+    if torch.cuda.current_stream() == torch.cuda.default_stream():
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=_CAPTURE_MODE):
+            yield
+        return
+    graph.capture_begin(pool=pool, capture_error_mode=_CAPTURE_MODE)
+    try:
+        yield
+    finally:
+        graph.capture_end()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

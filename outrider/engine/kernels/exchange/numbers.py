@@ -114,6 +114,12 @@ def wait_round_triton(verdicts: ExchangeBuffer, state: ExchangeState) -> None:
     _wait_round[(1,)](verdicts.addresses, state.words, state.stamps, state.control, num_warps=1)
 
 
+def is_round_there(verdicts: ExchangeBuffer, state: ExchangeState) -> bool:
+    """Whether a drafter's next wait on a CPU would end at once, by its round or because the
+    exchange is closed."""
+    return not int(state.words[1]) or int(verdicts.bank(0)[0][0] - state.words[0] - 1) >= 0
+
+
 def reserve_bank(drafts: ExchangeBuffer, state: ExchangeState, *, depth: int) -> None:
     """See, on the verifier, whether the ring of `depth` banks has one for the next round: its
     drafter must have taken the round that is in it. Else close the exchange.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from outrider_verifier.exchange import device_exchange as module
 from outrider_verifier.exchange.device_exchange import DeviceExchange
 from outrider_verifier.state.commands import ExchangeLink
 
@@ -88,9 +89,10 @@ class Channels:
 class Rig:
     """An exchange, and what became of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
         self.channels = Channels()
         self.remote = RemoteDrafter(SHAPE, vocab_size=50, device=CPU, timeout_us=1000)
+        self.remote.device = device
         self.opened = 0
         self.lost = 0
         self.answers: list[tuple[str, int]] = []
@@ -208,6 +210,32 @@ def test_a_drafter_that_has_missed_a_round_is_given_up(rig: Rig) -> None:
     rig.remote.state.host_control[2] = 0
     rig.exchange.check()
     assert rig.channels.dropped == [1]
+
+
+def test_a_drafter_that_does_not_answer_is_given_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.exchange.add_drafter(link(1))
+    rig.exchange.check()
+    assert rig.channels.dropped == []
+    monkeypatch.setattr(module, "_ANSWER_TIMEOUT_S", -1.0)
+    rig.exchange.check()
+    assert rig.channels.dropped == [1]
+
+
+def test_a_drafter_without_room_leaves_memory_of_the_device_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        module, "allocate_memory", lambda size, *_, **__: allocate_on_host(size, CPU)
+    )
+    rig = Rig(device=torch.device("cuda"))
+    for number in (1, 2):
+        rig.exchange.add_drafter(link(number))
+    for _ in range(2):
+        rig.exchange.take_answer(1, ReplicaRefused(reason="no room"))
+    offers = [(to, each.memory) for to, each in rig.channels.sent if isinstance(each, ReplicaOffer)]
+    assert offers == [(1, MemoryKind.DEVICE), (1, MemoryKind.HOST), (2, MemoryKind.DEVICE)]
 
 
 @pytest.mark.parametrize(
