@@ -111,11 +111,6 @@ class FakeRunner:
         return self.lands()
 
     @staticmethod
-    def prompt_token_limit(rows: int, crowded: bool = False) -> int | None:
-        """Less than alone."""
-        return 8
-
-    @staticmethod
     def pin_memory(memory: NDArray[np.uint8]) -> bool:
         """There are no features."""
         return False

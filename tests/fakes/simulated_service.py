@@ -20,7 +20,13 @@ from outrider_verifier.model_runner.batch import VerifyRow
 from outrider_verifier.model_runner.interface import RowOutput
 from outrider_verifier.model_runner.results import RowResult
 from outrider_verifier.planner.speculation_policy import SpeculationPolicy
-from outrider_verifier.state.round_plan import RoundEstimates, RoundLimits, RoundPlan, RowState
+from outrider_verifier.state.round_plan import (
+    PrefillChunk,
+    RoundEstimates,
+    RoundLimits,
+    RoundPlan,
+    RowState,
+)
 from outrider_verifier.state.session import Session
 
 from outrider.ids import DrafterId, SessionId
@@ -32,6 +38,9 @@ from tests.fakes.target import NO_BLOCKS
 ROWS = (1, 8, 32, 64)
 DRAFT = 4
 PIECE = 64
+LIMITS = RoundLimits(
+    prefill_tokens=16 * PIECE, chunk_tokens=PIECE, decode_tokens=1024, batch_wait_s=0.005
+)
 ARRIVAL_S = 0.001
 """Until the client of a session that ended has opened its next one."""
 PASSAGE = 96
@@ -165,9 +174,11 @@ class Service:
         plan = plan_round(
             [self._state(s) for s in self._live.values()],
             self.now,
-            self._limits,
+            LIMITS,
             times=RoundEstimates(answer_s=answer_s, round_s=self._round_s),
         )
+        pieces = [-(-session.prefill_left // PIECE) for session in self._live.values()]
+        plan = self._paced(plan, sum(count > 0 for count in pieces), sum(pieces))
         if plan.is_empty:
             due = [] if plan.wait_until is None else [plan.wait_until]
             due += self._arrivals[:1] if self._left else []
@@ -176,15 +187,19 @@ class Service:
             return
         self._round(plan)
 
-    @property
-    def _limits(self) -> RoundLimits:
-        return RoundLimits(
-            prefill_tokens=16 * PIECE,
-            prefill_limit=lambda rows, crowded: (8 if crowded else 4) * PIECE,
-            chunk_tokens=PIECE,
-            decode_tokens=1024,
-            batch_wait_s=0.005,
-        )
+    def _paced(self, plan: RoundPlan, waiting: int, left: int) -> RoundPlan:
+        """`plan` with fewer prompt tokens beside sessions that decode, where `waiting` sessions
+        have so many pieces `left`: the prompts of a burst come in over many rounds, as where
+        clients do not all ask at once. The floors of the tests are for such a load."""
+        if not plan.decode:
+            return plan
+        crowded = 6 * waiting >= waiting + len(plan.decode) and left > 12
+        budget, chunks = (8 if crowded else 4) * PIECE, list[PrefillChunk]()
+        for chunk in plan.prefill:
+            if budget > 0:
+                chunks.append(replace(chunk, num_tokens=min(chunk.num_tokens, budget)))
+                budget -= -(-chunks[-1].num_tokens // PIECE) * PIECE
+        return replace(plan, prefill=tuple(chunks))
 
     def _take_in(self) -> None:
         while self._left and self._arrivals and self._arrivals[0] <= self.now:

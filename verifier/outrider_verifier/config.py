@@ -123,12 +123,9 @@ class VerifierConfig:
     max_tree_nodes: int = 64
     """Largest proposal that is verified; larger ones are invalid."""
     prefill_tokens_per_round: int = 0
-    """Prompt tokens of all sessions that join one round; also the size of a catch-up verdict. 0 is
-    automatic: 256 on a CPU, 2048 on a CUDA device."""
-    max_prefill_slowdown: float = 2.0
-    """On a CUDA device: how many times as long a round may last with prompt tokens beside sessions
-    that decode as without them. At least two pieces of 32 tokens are always taken, at most 16,
-    and these whatever they add where prompts come in faster than that."""
+    """Prompt tokens of all sessions in one round, beside those that decode; also the size of a
+    catch-up verdict. More make first tokens faster and tokens after them slower. 0 is automatic:
+    256 on a CPU, 2048 on a CUDA device, where 4096 is the maximum."""
     decode_tokens_per_round: int = 1024
     """Verify rows (roots and nodes) of all sessions in one round."""
     batch_wait_ms: float = -1.0
@@ -232,7 +229,6 @@ class VerifierConfig:
             self.batch_wait_ms == AUTOMATIC or self.batch_wait_ms >= 0,
             "batch_wait_ms must be -1 or >= 0",
         )
-        _require(self.max_prefill_slowdown >= 1.0, "max_prefill_slowdown must be at least 1")
         _require(self.priority_aging_s > 0.0, "priority_aging_s must be positive")
         _require(0.0 <= self.kv_watermark < 1.0, "kv_watermark must be in [0, 1)")
         _require(

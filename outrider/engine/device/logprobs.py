@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from outrider.engine.device.graphs.shapes import CHUNK_BUCKETS, RoundShape, bucket_for
+from outrider.engine.device.graphs.shapes import MAX_CHUNKS, RoundShape, bucket_for
 from outrider.engine.device.inputs.prefill_chunks import PrefillChunkInputs
 from outrider.engine.device.inputs.round_inputs import int32_zeros
 from outrider.engine.device.round_program import RoundProgram, VerifyOutput
@@ -73,7 +73,7 @@ class RoundLogprobs:
     def __init__(self, program: RoundProgram, *, max_rows: int, device: torch.device) -> None:
         """`max_rows`: most rows of a launch that decode."""
         self._program = program
-        size = max_rows + CHUNK_BUCKETS[-1]
+        size = max_rows + MAX_CHUNKS
         self._places = int32_zeros(size, device)
         self._uploader = Uploader(size, device)
         self._downloads = Downloader(device)

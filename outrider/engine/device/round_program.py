@@ -92,7 +92,13 @@ class RoundProgram:
         """Whether rounds can make features."""
         taps = projection.tap_layers if projection is not None else ()
         # One for all shapes: a round's is looked at before the next one is launched.
-        hidden = _hidden_states(target, max_token_rows)
+        like = target.weights.embedding
+        hidden = _row_buffer(max_token_rows, like.shape[1], like)
+        self._features: Tensor | None = None
+        """[max M, H]: the features of rounds with prefill chunks. A buffer for each of their graphs
+        would take megabytes each."""
+        if projection is not None:
+            self._features = _row_buffer(max_token_rows, projection.hidden_size, like)
         self._tapped = TargetProgram(target, taps, hidden=hidden)
         self._plain = TargetProgram(target, hidden=hidden)
         self._max_len = slots.sequence.tables.shape[1] * self._pool.block_tokens
@@ -121,12 +127,13 @@ class RoundProgram:
             self._begin(shape, chunks, first)
         if placed is None:
             assert found is not None
-            return VerifyOutput(found, None, None, first, features)
+            return VerifyOutput(found, None, None, first, self._stored_features(shape, features))
         logits = output.logits[:decoding]
         if shape.acceptance_mode is AcceptanceMode.SAMPLED:
             self._process_logits(shape, placed, logits)
         acceptance = self._accept(shape, placed, logits, finite[:decoding])
         features = self._commit(shape, placed, acceptance, features)
+        features = self._stored_features(shape, features)
         words = [
             acceptance.counts[:, None],
             acceptance.flags[:, None],
@@ -137,6 +144,13 @@ class RoundProgram:
         if found is not None:
             result = torch.cat((result, found))
         return VerifyOutput(result, acceptance, placed.group.context, first, features)
+
+    def _stored_features(self, shape: RoundShape, features: Tensor | None) -> Tensor | None:
+        """`features` where they lie until the next round is launched."""
+        if features is None or self._features is None or not shape.chunks:
+            return features
+        stored: Tensor = self._features[: len(features)].copy_(features)
+        return stored
 
     def target_logits(self, rows: Tensor) -> Tensor:
         """The target's logits float32 [L, V], as they are, of token rows int64 [L] of the last
@@ -399,8 +413,8 @@ class RoundProgram:
             tokens=tokens,
             features=own,
             counts=chunks.ends,
-            # An absent prefill chunk has no token at all.
-            starts=(chunks.next_positions() - 1).clamp(min=0),
+            # A chunk that ends no prompt has no row: from 0 on, its drafts read no context.
+            starts=torch.where(chunks.ends > 0, chunks.next_positions() - 1, 0),
         )
         if rows is None:
             return added
@@ -414,8 +428,7 @@ class RoundProgram:
         )
 
 
-def _hidden_states(target: TargetModel, rows: int) -> Tensor:
-    """Room for the target's last hidden states [rows, H], writable in and out of inference mode."""
-    like = target.weights.embedding
+def _row_buffer(rows: int, width: int, like: Tensor) -> Tensor:
+    """Static memory [rows, width] of the kind of `like`, writable in and out of inference mode."""
     with torch.inference_mode(False):
-        return torch.zeros((rows, like.shape[1]), dtype=like.dtype, device=like.device)
+        return torch.zeros((rows, width), dtype=like.dtype, device=like.device)

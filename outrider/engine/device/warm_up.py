@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 _REPEATS = 2
 """Of a shape at a time."""
+_LONG_ROWS = 1024
+"""Token rows from which a round is timed once: it lasts so long that little can hold it up, and the
+start would be longer by seconds."""
 _PROGRESS_S = 5.0
 
 
@@ -39,7 +42,8 @@ def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundSha
     rounds.graphs.sealed = True
     # Once more, later: what held one shape up, held its neighbours up as well.
     for shape in shapes:
-        times[shape] = min(times[shape], _time(rounds, shape))
+        if shape.token_rows <= _LONG_ROWS:
+            times[shape] = min(times[shape], _time(rounds, shape))
     left, _ = torch.cuda.mem_get_info(device)
     logger.info(
         "rounds captured",
@@ -54,7 +58,8 @@ def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundSha
 
 def _time(rounds: RoundLauncher, shape: RoundShape) -> float:
     """Of some repeats in a row the one that was held up least."""
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(1 + _REPEATS)]
+    repeats = _REPEATS if shape.token_rows <= _LONG_ROWS else 1
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(1 + repeats)]
     ends[0].record()
     for end in ends[1:]:
         rounds.warm_up(shape)

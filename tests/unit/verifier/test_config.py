@@ -40,7 +40,6 @@ def test_flags_of_the_verifier_fill_its_configuration(tmp_path: Path) -> None:
         {"draft_length": 65},
         {"draft_top_k": 0},
         {"draft_top_k": 4, "simulated_acceptance": "2.0"},
-        {"max_prefill_slowdown": 0.9},
         {"batch_wait_ms": -2},
         {"batch_wait_ms": -0.5},
         {"memory_fraction": 0.0},

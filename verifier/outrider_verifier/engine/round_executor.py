@@ -49,6 +49,12 @@ BUSY_WAIT_S = 0.0003
 """How long before a round should land nothing else is waited for: sleeping takes as long."""
 MASK_LOOK_S = 0.002
 """How often slow masks are looked after where no other session can go on."""
+LONG_ROUND_S = 0.01
+"""A round with prompts that lasts at least so long is nearly over when the next one is submitted:
+prompts that come in meanwhile join that one, and need not wait for it, too."""
+SUBMIT_LEAD_S = 0.003
+"""How long before the end of such a round the next one is planned. Measured times leave out what
+long contexts add, so there is more time than this."""
 MAX_WAIT_S = 1.0
 """How long a round in flight is waited for at a time."""
 
@@ -125,7 +131,23 @@ class RoundExecutor:
             return self._plans.plan_other_half(in_flight.plan, now)
         if self._stays_for_drafts(in_flight):
             return RoundPlan(wait_until=now + MAX_WAIT_S)
+        if (spare_s := self._spare_s(in_flight)) > 0.0:
+            return RoundPlan(wait_until=now + spare_s)
         return self._plans.plan_next_in_flight(in_flight.plan)
+
+    def _spare_s(self, in_flight: InFlightRound) -> float:
+        """How long the round behind this one need not be submitted; 0 where that is not known."""
+        if not in_flight.prefill:
+            return 0.0
+        engine = self._engine
+        piece = engine.chunk_tokens
+        chunks = sum([-(-row.num_tokens // piece) for row in in_flight.prefill])
+        own = engine.in_process_draft_length > 0
+        lasts_s = engine.plain_round_s(len(in_flight.verify), own=own, chunks=chunks) or 0.0
+        if lasts_s < LONG_ROUND_S:
+            return 0.0
+        began = max(in_flight.flight.launched_at, self._ended_at)
+        return max(0.0, began + lasts_s - SUBMIT_LEAD_S - time.perf_counter())
 
     def _plan_next(self, now: float) -> RoundPlan:
         return self._plans.plan_round(now, idle_since=self._idle_since, round_s=self._forward_s)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from outrider.ids import SessionId
 from outrider_verifier.state.round_plan import (
@@ -21,40 +21,19 @@ from outrider_verifier.state.round_plan import (
     RowState,
 )
 
-CROWDED_ROUNDS: Final = 3
-"""Prompts are crowded where what waits is more than so many rounds take beside sessions that
-decode,"""
-CROWDED_SHARE: Final = 6
-"""and where one of so many sessions waits for its prompt."""
-
 
 def choose_prompt_chunks(
-    prefilling: Sequence[RowState], decoding: int, limits: RoundLimits
+    prefilling: Sequence[RowState], limits: RoundLimits
 ) -> tuple[PrefillChunk, ...]:
-    """What of these prompts joins a round in which `decoding` sessions decode: by priority, then in
-    order of opening, within `limits.prefill_tokens` and what may be added to such a round."""
+    """The prompt tokens that join a round: by priority, then in order of opening, up to
+    `limits.prefill_tokens`, whether or not sessions decode in it.
+
+    So those who decode pay for prompts with longer rounds, and prompts never queue behind them:
+    a session whose prompt waits decodes nothing, and all prompts are computed sooner or later.
+    """
     if not prefilling:
         return ()
-    budget = limits.prefill_tokens
-    beside = limits.prefill_limit(decoding, False) if decoding else None
-    if beside is not None:
-        if _crowded(prefilling, decoding, beside, limits.chunk_tokens):
-            beside = limits.prefill_limit(decoding, True) or beside
-        budget = min(budget, beside)
-    return _fill(sorted(prefilling, key=_turn), budget, limits.chunk_tokens)
-
-
-def _crowded(prefilling: Sequence[RowState], decoding: int, beside: int, piece: int) -> bool:
-    """Whether so many prompts wait that those who decode had better wait for more of them at once.
-
-    All of them are computed sooner or later; until then their sessions leave places of every round
-    empty, and rounds of few rows cost hardly less than full ones. So prompts that come in faster
-    than short rounds take them would keep most sessions waiting, for good.
-    """
-    if len(prefilling) * CROWDED_SHARE < len(prefilling) + decoding:
-        return False
-    waiting = sum([-(-row.prefill_left // piece) * piece for row in prefilling])
-    return waiting > CROWDED_ROUNDS * beside
+    return _fill(sorted(prefilling, key=_turn), limits.prefill_tokens, limits.chunk_tokens)
 
 
 def _turn(row: RowState) -> tuple[int, float]:
@@ -99,7 +78,7 @@ def plan_drafted(
     if not session_ids or len(session_ids) + sum(nodes) > limits.decode_tokens:
         return None
     return RoundPlan(
-        prefill=choose_prompt_chunks(prefilling, len(session_ids), limits),
+        prefill=choose_prompt_chunks(prefilling, limits),
         decode=tuple([_row_of(name, True) for name in session_ids]),
     )
 
@@ -116,7 +95,7 @@ def plan_self_contained(
     if len(session_ids) + in_process_nodes > limits.decode_tokens:
         return None
     return RoundPlan(
-        prefill=choose_prompt_chunks(prefilling, len(session_ids), limits),
+        prefill=choose_prompt_chunks(prefilling, limits),
         decode=tuple(map(_row_of, session_ids)),
         is_self_contained=True,
     )
@@ -296,7 +275,7 @@ def _round(
     """Oldest rows first, within the limits."""
     ready = sorted(ready, key=_at)[:max_rows]
     return RoundPlan(
-        prefill=choose_prompt_chunks(prefilling, len(ready), limits),
+        prefill=choose_prompt_chunks(prefilling, limits),
         decode=_fit(ready, limits.decode_tokens),
     )
 

@@ -128,11 +128,6 @@ class CpuModelRunner:
         torch.get_num_threads()
 
     @staticmethod
-    def prompt_token_limit(rows: int, crowded: bool = False) -> int | None:
-        """No bound."""
-        return None
-
-    @staticmethod
     def plain_round_s(
         rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None:

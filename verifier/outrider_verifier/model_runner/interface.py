@@ -150,10 +150,6 @@ class ModelRunner(Protocol):
         bound."""
         ...
 
-    def prompt_token_limit(self, rows: int, crowded: bool = False) -> int | None:
-        """The same for a round in which `rows` sessions decode; `crowded`: many prompts wait."""
-        ...
-
     def plain_round_s(
         self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
+
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
-from outrider.wire.limits import MAX_SEQUENCE_LEN
+from outrider.wire.limits import MAX_MESSAGE_BYTES, MAX_SEQUENCE_LEN
 from outrider.wire.messages import SessionSpec, TensorDtype
 from outrider_verifier.config import AUTOMATIC_PLANNER, VerifierConfig
 from outrider_verifier.engine.core import EngineCore
@@ -51,6 +53,7 @@ def build_engine(
     counters: Counter[str] = Counter()
     prefixes = _prefixes(config, runner, pool, store, counters)
     automatic = config.planner == AUTOMATIC_PLANNER
+    prefill_tokens = max_round_prompt_tokens(config, projection)
     policy = SpeculationPolicy(
         automatic=automatic,
         ceiling_s=config.max_proposal_wait_s,
@@ -67,7 +70,7 @@ def build_engine(
             inbox=inbox,
             store=store,
             dtype=config.feature_dtype,
-            chunk_tokens=config.resolved_prefill_tokens,
+            chunk_tokens=prefill_tokens,
             max_sessions=places,
         ),
         store=store,
@@ -82,15 +85,25 @@ def build_engine(
         post=outbox.append,
         remote_draft_length=remote_draft_length,
     )
-    return core, RoundExecutor(core, runner, _limits(config, runner))
+    return core, RoundExecutor(core, runner, _limits(config, runner, prefill_tokens))
 
 
-def _limits(config: VerifierConfig, runner: ModelRunner) -> RoundLimits:
+def max_round_prompt_tokens(config: VerifierConfig, projection: FeatureProjector | None) -> int:
+    """Prompt tokens of a round or of a catch-up verdict, whose features fit half a message."""
+    if projection is None:
+        return config.resolved_prefill_tokens
+    token_bytes = projection.hidden_size * np.dtype(_numpy_name(config.feature_dtype)).itemsize
+    return max(1, min(config.resolved_prefill_tokens, MAX_MESSAGE_BYTES // 2 // token_bytes))
+
+
+def _numpy_name(dtype: TensorDtype) -> str:
+    """The element type of arrays in which features are held; numpy has no bfloat16."""
+    return "uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value
+
+
+def _limits(config: VerifierConfig, runner: ModelRunner, prefill_tokens: int) -> RoundLimits:
     return RoundLimits(
-        prefill_tokens=min(
-            config.resolved_prefill_tokens, runner.max_prompt_tokens or MAX_SEQUENCE_LEN
-        ),
-        prefill_limit=runner.prompt_token_limit,
+        prefill_tokens=min(prefill_tokens, runner.max_prompt_tokens or MAX_SEQUENCE_LEN),
         chunk_tokens=runner.chunk_tokens,
         decode_tokens=config.decode_tokens_per_round,
         batch_wait_s=config.batch_wait_s,
@@ -107,10 +120,9 @@ def _store(
 ) -> FeatureStore | None:
     if projection is None:
         return None
-    dtype = config.feature_dtype
     return FeatureStore(
         width=projection.hidden_size,
-        dtype="uint16" if dtype is TensorDtype.BFLOAT16 else dtype.value,
+        dtype=_numpy_name(config.feature_dtype),
         budget_bytes=config.feature_budget_mb << 20,
         max_sessions=max_sessions,
         chunk=next(n for n in range(FEATURE_BLOCK_TOKENS, 0, -1) if block_tokens % n == 0),

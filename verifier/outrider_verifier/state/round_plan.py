@@ -5,7 +5,6 @@ Times are seconds of one clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,9 +17,6 @@ class RoundLimits:
 
     prefill_tokens: int
     """Prompt tokens of all sessions in one round."""
-    prefill_limit: Callable[[int, bool], int | None] = lambda rows, crowded: None
-    """Prompt tokens in a round in which so many sessions decode, who wait for them, and in one to
-    which prompts crowd; None: as many as in any round."""
     chunk_tokens: int = 1
     """Prompt tokens that a round takes at a time: what a session leaves of a piece free counts as
     taken."""

@@ -10,8 +10,13 @@ from collections.abc import Iterator
 from outrider.engine.device.graphs.shapes import (
     CHAIN_BUCKETS,
     CHUNK_BUCKETS,
+    CHUNK_TOKENS,
     FEW_CHAIN_BUCKETS,
     FEW_TREE_BUCKETS,
+    MANY_CHUNKS,
+    MANY_CHUNKS_CHAIN_BUCKETS,
+    MANY_CHUNKS_ROW_BUCKETS,
+    MAX_CHUNKS,
     MAX_TOKEN_ROWS,
     MIXED_CHAIN_BUCKETS,
     MIXED_CHUNK_BUCKETS,
@@ -37,10 +42,13 @@ class ShapeFamily:
         in_process_nodes: int,
         has_features: bool,
         has_sampled_acceptance: bool,
+        max_prefill_tokens: int,
     ) -> None:
         """Define the shapes of one engine.
 
         max_rows: maximum number of sessions of a round.
+        max_prefill_tokens: prompt tokens of a round that the engine's scheduler plans with; the
+            family holds as many, or MAX_CHUNKS prefill chunks.
         max_nodes: maximum number of nodes of a row whose drafts come from the host (the drafter
             process or an n-gram lookup), the root included; 1 without such drafts.
         in_process_nodes: nodes of a row with drafts from the in-process drafter, the root included;
@@ -55,6 +63,9 @@ class ShapeFamily:
         self._chain_sizes = FEW_CHAIN_BUCKETS if in_process_nodes else CHAIN_BUCKETS
         self._tree_sizes = FEW_TREE_BUCKETS if in_process_nodes else TREE_BUCKETS
         self._has_features = has_features
+        self._max_chunks = min(-(-max_prefill_tokens // CHUNK_TOKENS), MAX_CHUNKS)
+        self._chunk_sizes = buckets_up_to(CHUNK_BUCKETS, self._max_chunks)
+        self._mixed_chunk_sizes = buckets_up_to(MIXED_CHUNK_BUCKETS, self._max_chunks)
         self._acceptance_modes = (
             (AcceptanceMode.MATCH, AcceptanceMode.SAMPLED)
             if has_sampled_acceptance
@@ -73,13 +84,24 @@ class ShapeFamily:
     def _max_rows_of(self, nodes: int) -> int:
         if nodes == 1:
             return self._max_rows
-        _, size = self._draft_bucket(DraftKind.TREE, nodes, mixed=False)
+        _, size = self._draft_bucket(DraftKind.TREE, nodes, self._chain_sizes)
         fitting = [rows for rows in self._row_sizes() if rows * size <= MAX_TOKEN_ROWS]
         return min(fitting[-1] if fitting else 1, self._max_rows)
 
-    def allows_prefill(self, draft_kind: DraftKind) -> bool:
-        """Whether prefill chunks may share a launch with rows whose drafts are of this kind."""
-        return not self._in_process_nodes or draft_kind in (DraftKind.NONE, DraftKind.IN_PROCESS)
+    @property
+    def max_prefill_tokens(self) -> int:
+        """Maximum prompt tokens of a round; those that a session leaves of a chunk count."""
+        return self._max_chunks * CHUNK_TOKENS
+
+    def allows_prefill(self, draft_kind: DraftKind, nodes: int, chunks: int) -> bool:
+        """Whether so many prefill chunks may share a launch with rows whose drafts are of this
+        kind and have up to `nodes` nodes, the root included."""
+        if draft_kind in (DraftKind.NONE, DraftKind.IN_PROCESS):
+            return True
+        if self._in_process_nodes:
+            return False
+        draft_kind, _ = self._draft_bucket(draft_kind, nodes, self._chain_sizes)
+        return draft_kind is DraftKind.CHAIN or chunks <= MANY_CHUNKS
 
     def fit_shape(
         self,
@@ -115,15 +137,20 @@ class ShapeFamily:
         chunks: int,
     ) -> RoundShape:
         mixed = rows > 0 and chunks > 0
-        chunk_sizes = MIXED_CHUNK_BUCKETS if mixed else CHUNK_BUCKETS
-        draft_kind, nodes = self._draft_bucket(draft_kind, nodes, mixed=mixed)
+        chunk_sizes = self._mixed_chunk_sizes if mixed else self._chunk_sizes
+        many = mixed and chunks > MANY_CHUNKS
+        chain_sizes: tuple[int, ...] = self._chain_sizes
+        if mixed:
+            chain_sizes = MANY_CHUNKS_CHAIN_BUCKETS if many else MIXED_CHAIN_BUCKETS
+        draft_kind, nodes = self._draft_bucket(draft_kind, nodes, chain_sizes)
         # A SAMPLED graph accepts by comparing tokens at nearly no extra cost, so one graph serves
         # both modes. Rounds with in-process drafts have a graph for each mode, because SAMPLED ones
         # also compute draft distributions.
         if draft_kind is not DraftKind.IN_PROCESS or acceptance_mode not in self._acceptance_modes:
             acceptance_mode = self._acceptance_modes[-1]
         if rows:
-            rows = bucket_for(rows, MIXED_ROW_BUCKETS if mixed else ROW_BUCKETS)
+            row_sizes = MIXED_ROW_BUCKETS if mixed else ROW_BUCKETS
+            rows = bucket_for(rows, MANY_CHUNKS_ROW_BUCKETS if many else row_sizes)
         elif draft_kind is not DraftKind.IN_PROCESS:
             nodes, draft_kind = 1, DraftKind.NONE
         # Features are projected in every shape whose sessions may keep them: the projection is
@@ -154,9 +181,10 @@ class ShapeFamily:
                 for rows in self._row_sizes(draft_kind, nodes):
                     yield self._fit(rows, nodes, draft_kind, acceptance_mode, False, 0)
                     yield self._fit(rows, nodes, draft_kind, acceptance_mode, True, 0)
-                    for chunks in MIXED_CHUNK_BUCKETS if self.allows_prefill(draft_kind) else ():
-                        yield self._fit(rows, nodes, draft_kind, acceptance_mode, False, chunks)
-                for chunks in CHUNK_BUCKETS:
+                    for chunks in self._mixed_chunk_sizes:
+                        if self.allows_prefill(draft_kind, nodes, chunks):
+                            yield self._fit(rows, nodes, draft_kind, acceptance_mode, False, chunks)
+                for chunks in self._chunk_sizes:
                     yield self._fit(0, nodes, draft_kind, acceptance_mode, False, chunks)
 
     def _draft_buckets(self) -> Iterator[tuple[DraftKind, int]]:
@@ -173,18 +201,17 @@ class ShapeFamily:
                 yield DraftKind.TREE, nodes
 
     def _draft_bucket(
-        self, draft_kind: DraftKind, nodes: int, *, mixed: bool
+        self, draft_kind: DraftKind, nodes: int, chain_sizes: tuple[int, ...]
     ) -> tuple[DraftKind, int]:
-        """(kind of drafts, node bucket) as which a row of `nodes` nodes runs."""
+        """(kind of drafts, node bucket) as which a row of `nodes` nodes runs; `chain_sizes`: the
+        buckets of a chain, which is a tree if it is longer than any chain of the family."""
         match draft_kind:
             case DraftKind.NONE:
                 return draft_kind, 1
             case DraftKind.IN_PROCESS:
                 return draft_kind, self._in_process_nodes
             case DraftKind.CHAIN if nodes <= self._chain_sizes[-1]:
-                return draft_kind, bucket_for(
-                    nodes, MIXED_CHAIN_BUCKETS if mixed else self._chain_sizes
-                )
+                return draft_kind, bucket_for(nodes, chain_sizes)
             case _:
                 return DraftKind.TREE, bucket_for(nodes, self._tree_sizes)
 

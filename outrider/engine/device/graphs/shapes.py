@@ -23,8 +23,11 @@ TREE_BUCKETS: Final = (8, 17, 33, 64, 65, 129)
 CHUNK_TOKENS: Final = 32
 """Prompt tokens of a prefill chunk. It is small, because the unused rows of a chunk take time, too,
 which matters beside many sessions."""
-CHUNK_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
-"""Numbers of prefill chunks of a round without decoding sessions; unused chunks are absent."""
+CHUNK_BUCKETS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+"""Numbers of prefill chunks of a round without decoding sessions; unused chunks are absent. A
+verifier captures those up to its token budget (`ShapeFamily`)."""
+MAX_CHUNKS: Final = CHUNK_BUCKETS[-1]
+"""Maximum number of prefill chunks of a round."""
 MIXED_ROW_BUCKETS: Final = (4, 8, 16, 32, 64, 128, 256)
 """Numbers of decoding sessions of a round with prefill chunks. There are few, because each is
 captured with every number of prefill chunks."""
@@ -36,13 +39,18 @@ FEW_CHAIN_BUCKETS: Final = (5, 8)
 host. Prefill chunks never share a launch with these."""
 FEW_TREE_BUCKETS: Final = (17, 65, 129)
 """Tree buckets of a verifier with an in-process drafter."""
-MIXED_CHUNK_BUCKETS: Final = (1, 2, 3, 5, 8, 16)
+MIXED_CHUNK_BUCKETS: Final = (1, 2, 3, 5, 8, 16, 24, 32, 40, 48, 64, 96, 128)
 """Numbers of prefill chunks of a round with decoding sessions. A prompt whose beginning is in the
-prefix cache needs 1; the other sizes leave few rows unused for chat prompts of 42 to 243 tokens."""
-MIN_MIXED_CHUNKS: Final = 2
-"""Prefill chunks that a round with decoding sessions takes if there are any, whatever it lasts."""
-MAX_MIXED_CHUNKS: Final = MIXED_CHUNK_BUCKETS[-1]
-"""Maximum number of prefill chunks of a round with decoding sessions."""
+prefix cache needs 1; the other small sizes leave few rows unused for chat prompts of 42 to 243
+tokens, and the large ones are for long prompts and bursts."""
+MANY_CHUNKS: Final = 16
+"""Rounds with decoding sessions and more prefill chunks than this have fewer bucket sizes: their
+time is that of the prompts, so a few unused rows of other sessions hardly count."""
+MANY_CHUNKS_ROW_BUCKETS: Final = (8, 32, 64, 128, 256)
+"""Numbers of decoding sessions of a round with more than MANY_CHUNKS prefill chunks."""
+MANY_CHUNKS_CHAIN_BUCKETS: Final = (5, 8)
+"""Numbers of nodes of a row with a chain in such a round. Trees from the host never share one:
+their many unused nodes would cost more than a launch of their own."""
 MAX_TOKEN_ROWS: Final = 2048
 """Maximum of rows times nodes of a bucket; a bucket of one row may have more."""
 

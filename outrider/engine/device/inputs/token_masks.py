@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.engine.device.graphs.shapes import CHUNK_BUCKETS, MAX_TOKEN_ROWS
+from outrider.engine.device.graphs.shapes import MAX_CHUNKS, MAX_TOKEN_ROWS
 from outrider.engine.device.inputs.round_inputs import int32_zeros
 from outrider.engine.device.transfer.uploads import upload_int32s
 from outrider.engine.kernels.session_tensors import AllowedTokenBits
@@ -31,7 +31,7 @@ def _rows(max_sessions: int, max_nodes: int, in_process_nodes: int) -> int:
     """R + Q: rows of a launch that may have bits."""
     decoding = max(min(max_sessions * max_nodes, MAX_TOKEN_ROWS), max_nodes)
     # Launches with in-process drafts are not split.
-    return max(decoding, max_sessions * in_process_nodes) + CHUNK_BUCKETS[-1]
+    return max(decoding, max_sessions * in_process_nodes) + MAX_CHUNKS
 
 
 def _first(rows: int, words: int) -> int:
@@ -62,9 +62,9 @@ class AllowedTokenMasks:
             bits[0] = -1
         self._told = bits[1:].view(-1)
         self._places, places = rows, self._told[:rows]
-        self.chunks = AllowedTokenBits(bits, places[: CHUNK_BUCKETS[-1]])
+        self.chunks = AllowedTokenBits(bits, places[:MAX_CHUNKS])
         """By prefill chunk."""
-        self.decoding = AllowedTokenBits(bits, places[CHUNK_BUCKETS[-1] :])
+        self.decoding = AllowedTokenBits(bits, places[MAX_CHUNKS:])
         """By row of logits of the sessions that decode."""
 
     def fill_masks(
@@ -78,8 +78,8 @@ class AllowedTokenMasks:
             return
         words = self.decoding.bits.shape[1]
         header = np.zeros((self._first - 1) * words, dtype=np.int32)
-        ends = header[: CHUNK_BUCKETS[-1]]
-        decoding = header[CHUNK_BUCKETS[-1] : self._places]
+        ends = header[:MAX_CHUNKS]
+        decoding = header[MAX_CHUNKS : self._places]
         index = decoding[: len(rows) * nodes].reshape(len(rows), nodes)
         place = self._first
         for row, masks in enumerate(rows):

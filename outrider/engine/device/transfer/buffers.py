@@ -22,6 +22,10 @@ NUM_STAGING_BUFFERS = 4
 """Buffers of a ring: more than the rounds that can be in flight, so that none is overwritten."""
 
 
+_SHARED_BYTES = 1 << 20
+"""Downloads of at least this size share buffers with those of other numbers of rows."""
+
+
 class _StagingBuffer(NamedTuple):
     """Host memory with the view of it that Python fills or reads."""
 
@@ -211,13 +215,19 @@ class Downloader:
         return [PendingDownload(buffer, arrival) for buffer in buffers]
 
     def _copy(self, tensor: Tensor, part: int) -> _StagingBuffer:
-        key = (tensor.shape, tensor.dtype, part)
+        shape = tensor.shape
+        if tensor.nbytes >= _SHARED_BYTES:
+            # Pinned memory for each bucket of features would be gigabytes.
+            shape = torch.Size((1 << (shape[0] - 1).bit_length(), *shape[1:]))
+        key = (shape, tensor.dtype, part)
         ring = self._rings.get(key)
         if ring is None:
             calls = self._calls if self._cuda else None
-            ring = _Ring(tensor.shape, tensor.dtype, pinned=self._cuda, calls=calls)
+            ring = _Ring(shape, tensor.dtype, pinned=self._cuda, calls=calls)
             self._rings[key] = ring
         buffer = ring.take()
+        if shape != tensor.shape:
+            buffer = _in(buffer.tensor[: tensor.shape[0]], buffer.landed)
         self._calls.copy_tensor(buffer.tensor, tensor)
         return buffer
 

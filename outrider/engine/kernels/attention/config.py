@@ -52,6 +52,12 @@ _TUNED = (
 """The first entry that fits a shape is taken."""
 
 
+_PROMPT_ROWS = 128
+"""Query rows of a tile of prompts, where there are so many tiles that they fill the device. Every
+tile reads its whole context: with half as many tiles that is half as much."""
+_PROMPT_TILES_PER_SM = 2
+
+
 def num_splits(
     batch: int,
     kv_heads: int,
@@ -89,10 +95,22 @@ def choose_config(
     head_dim: int,
     itemsize: int,
     max_len: int,
+    causal: bool = False,
 ) -> AttentionConfig:
-    """Launch parameters for a shape; itemsize: bytes of a cache element."""
+    """Launch parameters for a shape; itemsize: bytes of a cache element; causal: rows of chains
+    and prompts, without a mask."""
     rows = num_nodes * (num_heads // num_kv_heads)
     dims = next_power_of_2(head_dim)
+    prompt_tiles = batch * num_kv_heads * cdiv(rows, _PROMPT_ROWS)
+    many = prompt_tiles >= _PROMPT_TILES_PER_SM * _SM_COUNT
+    if causal and many and rows > 64 and itemsize <= 2 and dims <= 128:
+        return AttentionConfig(
+            block_rows=_PROMPT_ROWS,
+            block_slots=64,
+            splits=1,
+            num_warps=4 if dims <= 64 else 8,
+            num_stages=3,
+        )
     # float32 products have no matrix unit: a large tile would spill registers.
     max_rows = 64 if itemsize <= 2 else 16
     block_rows = min(max(next_power_of_2(rows), 16), max_rows)

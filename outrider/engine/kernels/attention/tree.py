@@ -191,6 +191,7 @@ def tree_attention_triton(
         head_dim=dim,
         itemsize=keys.element_size(),
         max_len=max_len,
+        causal=mask is None,
     )
     group, splits = num_heads // num_kv_heads, config.splits
     dims = max(next_power_of_2(dim), 16)

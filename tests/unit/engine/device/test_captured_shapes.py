@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from outrider.engine.device.graphs.shape_family import ShapeFamily
 from outrider.engine.device.graphs.shapes import (
-    CHUNK_BUCKETS,
-    MAX_MIXED_CHUNKS,
+    CHUNK_TOKENS,
+    MAX_CHUNKS,
     MAX_TOKEN_ROWS,
     AcceptanceMode,
     DraftKind,
@@ -22,18 +22,28 @@ FAMILIES = {
 }
 
 
-def family(name: str, max_rows: int = 64) -> ShapeFamily:
+BUDGET = 2048
+"""The default of a CUDA device."""
+
+
+def family(name: str, max_rows: int = 64, budget: int = BUDGET) -> ShapeFamily:
     """The family of a placement."""
-    return ShapeFamily(max_rows=max_rows, has_sampled_acceptance=True, **FAMILIES[name])
+    return ShapeFamily(
+        max_rows=max_rows,
+        has_sampled_acceptance=True,
+        max_prefill_tokens=budget,
+        **FAMILIES[name],
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("max_rows", [1, 5, 64, 256])
+@pytest.mark.parametrize("budget", [16, BUDGET, 1 << 20])
 @given(data=st.data())
 def test_every_round_has_its_shape_in_the_family(
-    name: str, max_rows: int, data: st.DataObject
+    name: str, max_rows: int, budget: int, data: st.DataObject
 ) -> None:
-    shapes = family(name, max_rows)
+    shapes = family(name, max_rows, budget)
     own, most = FAMILIES[name]["in_process_nodes"], int(FAMILIES[name]["max_nodes"])
     kinds = [DraftKind.NONE, *([DraftKind.IN_PROCESS] if own else [])]
     kinds += [DraftKind.CHAIN, DraftKind.TREE] if most > 1 else []
@@ -41,8 +51,10 @@ def test_every_round_has_its_shape_in_the_family(
     nodes = data.draw(st.integers(2, most)) if drafts in (DraftKind.CHAIN, DraftKind.TREE) else 1
     most_rows = shapes.max_rows(nodes)
     rows = data.draw(st.integers(0, most_rows))
-    beside = MAX_MIXED_CHUNKS if shapes.allows_prefill(drafts) else 0
-    chunks = data.draw(st.integers(0 if rows else 1, beside if rows else CHUNK_BUCKETS[-1]))
+    most_chunks = shapes.max_prefill_tokens // CHUNK_TOKENS
+    chunks = data.draw(st.integers(0 if rows else 1, most_chunks))
+    if rows and not shapes.allows_prefill(drafts, nodes, chunks):
+        chunks = 0
     shape = shapes.fit_shape(
         rows=rows,
         nodes=nodes,
@@ -61,6 +73,12 @@ def test_every_round_has_its_shape_in_the_family(
 def test_the_family_is_small_and_has_no_shape_twice(name: str) -> None:
     shapes = list(family(name).all_shapes())
     assert len(set(shapes)) == len(shapes) < 600
+
+
+def test_a_family_holds_the_prompt_tokens_that_are_planned_with_up_to_a_bound() -> None:
+    assert family("own", budget=2000).max_prefill_tokens == 2016
+    assert family("own", budget=1 << 20).max_prefill_tokens == MAX_CHUNKS * CHUNK_TOKENS
+    assert len(list(family("own", budget=512).all_shapes())) < len(list(family("own").all_shapes()))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -123,6 +123,16 @@ def test_a_readback_stands_while_its_ring_goes_round(dtype: torch.dtype) -> None
         assert readback.wait_array().tolist() == bits.tolist()
 
 
+def test_large_downloads_of_other_row_counts_share_a_ring_and_keep_their_own_rows() -> None:
+    downloads = Downloader(CPU)
+    wanted = [torch.full((rows, 1 << 12), float(rows)) for rows in (65, 128, 100)]
+    started = [downloads.start_download(tensor) for tensor in wanted]
+    for tensor, readback in zip(wanted, started, strict=True):
+        assert torch.equal(readback.wait_tensor(), tensor)
+        assert readback.wait_array().shape == tensor.shape
+    assert len(downloads._rings) == 1
+
+
 def test_tensors_of_several_types_are_started_together() -> None:
     downloads = Downloader(CPU)
     words, values = torch.arange(4, dtype=torch.int32), torch.arange(4.0)

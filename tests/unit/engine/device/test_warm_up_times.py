@@ -19,6 +19,7 @@ FAMILY = list(
         in_process_nodes=0,
         has_features=True,
         has_sampled_acceptance=False,
+        max_prefill_tokens=2048,
     ).all_shapes()
 )
 TRUE = {shape: 4e-3 + 20e-6 * shape.token_rows for shape in FAMILY}

@@ -147,6 +147,24 @@ def test_more_query_rows_than_one_tile(tree: bool) -> None:
     _both(_case(num_nodes=9, heads=6, kv_heads=2, tree=tree, contexts=(33, 4)), _config(2))
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_chunks_of_one_prompt_in_tiles_of_128_rows(window: int | None) -> None:
+    """The chunks of a prompt are rows of the same session, one behind the other."""
+    case = _case(
+        contexts=(6, 38, 70),
+        num_nodes=32,
+        heads=8,
+        kv_heads=2,
+        tree=False,
+        window=window,
+        blocks=26,
+    )
+    case.keywords["slots"][:] = case.keywords["slots"][0].clone()
+    case.paging.tables[:] = case.paging.tables[case.keywords["slots"][0]].clone()
+    config = AttentionConfig(128, 64, 1, num_warps=4, num_stages=3)
+    _both(case, config)
+
+
 @pytest.mark.parametrize("splits", [1, thorough(2), 7])
 @pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 31, 32, 39])
 def test_context_lengths_around_a_step(context: int, splits: int) -> None:

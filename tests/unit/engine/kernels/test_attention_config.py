@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from outrider.engine.kernels.attention.config import AttentionConfig, choose_config, num_splits
@@ -38,13 +40,40 @@ def test_a_large_tree_takes_as_many_parts_as_fill_the_device() -> None:
     assert [_llama(batch, 4, 8192).splits for batch in (1, 3, 5, 8)] == [32, 4, 4, 2]
 
 
+def _prompts(chunks: int, *, kv_heads: int = 8, itemsize: int = 2) -> AttentionConfig:
+    return choose_config(
+        batch=chunks,
+        num_nodes=32,
+        num_heads=32,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        itemsize=itemsize,
+        max_len=8192,
+        causal=True,
+    )
+
+
+def test_a_chunk_of_a_long_prompt_reads_its_context_once_a_head() -> None:
+    many = _prompts(64)
+    assert (many.block_rows, many.splits) == (128, 1)
+    # Few chunks need all the tiles that there are to fill the device.
+    assert _prompts(8).block_rows == 64
+    # Without groups a chunk is no larger tile; float32 has no matrix unit.
+    assert _prompts(64, kv_heads=32).block_rows == 32
+    assert _prompts(64, itemsize=4).block_rows == 16
+
+
+def test_trees_keep_the_tiles_that_they_were_tuned_with() -> None:
+    assert _llama(64, 33, 8192).block_rows == 64
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("head_dim", [6, 64, 80, 256])
 @pytest.mark.parametrize("num_nodes", [1, 8, 65])
 def test_launch_parameters_are_ones_the_kernel_can_take(
     itemsize: int, head_dim: int, num_nodes: int
 ) -> None:
-    for batch, max_len in ((1, 32), (1, 8192), (64, 600)):
+    for batch, max_len, causal in product((1, 64, 128), (32, 8192), (False, True)):
         config = choose_config(
             batch=batch,
             num_nodes=num_nodes,
@@ -53,6 +82,7 @@ def test_launch_parameters_are_ones_the_kernel_can_take(
             head_dim=head_dim,
             itemsize=itemsize,
             max_len=max_len,
+            causal=causal,
         )
         for value in (config.block_rows, config.block_slots):
             assert 16 <= value <= 128 and value & (value - 1) == 0

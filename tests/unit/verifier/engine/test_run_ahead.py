@@ -137,6 +137,26 @@ async def test_closing_by_id_while_a_round_is_in_flight_drops_its_tokens() -> No
         assert result.tokens == text[: len(result.tokens)]
 
 
+@pytest.mark.parametrize(("lasts_s", "ahead_of_it"), [(30.0, False), (0.001, True)])
+async def test_a_prompt_joins_the_round_behind_a_long_round_of_prompts(
+    lasts_s: float, ahead_of_it: bool
+) -> None:
+    async with ahead(drafts=0) as (rig, runner):
+        landed = threading.Event()
+        runner.times, runner.lands = (lasts_s, lasts_s), landed.is_set
+        runner.before_collect = lambda flight: _wait(landed)
+        first = asyncio.create_task(rig.run(own_spec("a", prompt=(1,) * 6)))
+        await until(lambda: len(runner.flights) >= (2 if ahead_of_it else 1))
+        other = asyncio.create_task(rig.run(own_spec("b", prompt=(2,) * 6)))
+        if not ahead_of_it:
+            await until(lambda: len(runner.prefixes) == 2)
+        landed.set()
+        for task in (first, other):
+            assert (await task).tokens
+        joined = [row.session.session_id for row in runner.flights[1].prefill]
+        assert ("b" in joined) is not ahead_of_it
+
+
 async def test_a_newer_epoch_takes_over_while_a_round_is_in_flight() -> None:
     async with ahead() as (rig, runner):
         counters, lands = rig.service._core.counters, runner.lands

@@ -251,12 +251,13 @@ def test_rows_that_were_closed_or_are_sure_to_end_stay_out() -> None:
     assert plan_next_in_flight([], flight("gone"), LIMITS).is_empty
 
 
-def test_fewer_prompt_tokens_join_rows_that_decode() -> None:
-    limits = replace(LIMITS, prefill_tokens=12, prefill_limit=lambda rows, crowded: 8 // rows)
-    assert chunks(plan_round([prompt("p", 20)], 9.0, limits)) == [("p", 12)]
-    assert chunks(plan_round([prompt("p", 20), ready("a")], 9.0, limits)) == [("p", 8)]
-    rows = [prompt("p", 20), ready("a"), ready("b")]
-    assert chunks(plan_round(rows, 9.0, limits)) == [("p", 4)]
+def test_as_many_prompt_tokens_join_rows_that_decode_as_go_alone() -> None:
+    limits = replace(LIMITS, prefill_tokens=12)
+    prompts = [prompt("p", 9, root_known_at=1.0), prompt("q", 9, root_known_at=2.0)]
+    shares = [("p", 9), ("q", 3)]
+    assert chunks(plan_round(prompts, 9.0, limits)) == shares
+    beside = plan_round([*prompts, ready("a"), ready("b")], 9.0, limits)
+    assert chunks(beside) == shares and set(decoded(beside)) == {"a", "b"}
 
 
 def test_what_a_prompt_leaves_of_a_piece_free_counts_as_taken() -> None:
@@ -318,9 +319,7 @@ def test_rows_do_not_give_way_to_prompts_of_their_own_priority() -> None:
 def test_sessions_that_need_nothing_from_outside_are_planned_as_by_their_rows(
     own: list[int], under_way: set[int], left: list[int]
 ) -> None:
-    limits = replace(
-        LIMITS, prefill_limit=lambda rows, crowded: 12 if crowded else 5, chunk_tokens=2
-    )
+    limits = replace(LIMITS, prefill_tokens=12, chunk_tokens=2)
     names = [SessionId(str(number)) for number in range(len(own))]
     rows = [
         row(name, runs_ahead=True, in_process_nodes=nodes)

@@ -18,7 +18,7 @@ from outrider_verifier.model_runner.gpu_runner.launch_groups import (
 from outrider_verifier.state.session import Session
 
 from outrider.engine.device.graphs.shape_family import ShapeFamily
-from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind
+from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, AcceptanceMode, DraftKind
 from outrider.spec.draft_distribution import make_distribution
 from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import Proposal, Proposals
@@ -79,7 +79,7 @@ def test_only_a_launch_of_one_drafters_sessions_may_be_seen_by_it(
         session = on_link(prompt if isinstance(prompt, int) else None).session
         chunk = PrefillRow(session=session, start=0, num_tokens=3, last=False)
         mine = DeviceSlot.create(session, len(rows), warped=False)
-        add_prompts(groups, [(0, chunk, mine)], in_process_drafter=False, mixes=lambda drafts: True)
+        add_prompts(groups, [(0, chunk, mine)], in_process_drafter=False, mixes=lambda *_: True)
     (group,) = groups
     assert group.link_id == expected
 
@@ -196,7 +196,9 @@ def test_what_a_message_says_of_laws_and_cuts_is_told_row_by_row() -> None:
     assert round_rows([short], seats([short])).tokens.tolist() == [0]
 
 
-def with_prompt(groups: list[LaunchGroup], *, in_process_nodes: int) -> LaunchGroup:
+def with_prompt(
+    groups: list[LaunchGroup], *, in_process_nodes: int, tokens: int = 2
+) -> LaunchGroup:
     """The launch that a prompt of a session without in-process drafts joins."""
     family = ShapeFamily(
         max_rows=8,
@@ -204,8 +206,9 @@ def with_prompt(groups: list[LaunchGroup], *, in_process_nodes: int) -> LaunchGr
         in_process_nodes=in_process_nodes,
         has_features=False,
         has_sampled_acceptance=True,
+        max_prefill_tokens=2048,
     )
-    prompt = PrefillRow.from_next_tokens(row().session, 2)
+    prompt = PrefillRow(session=row().session, start=0, num_tokens=tokens, last=False)
     device_slot = DeviceSlot.create(prompt.session, 7, warped=False)
     add_prompts(
         groups,
@@ -220,6 +223,16 @@ def with_prompt(groups: list[LaunchGroup], *, in_process_nodes: int) -> LaunchGr
 def test_prompts_share_the_launch_of_rows_with_drafts_from_outside() -> None:
     rows = [row(parents=CHAIN)]
     assert with_prompt(group_rows(rows, seats(rows), any_number), in_process_nodes=0).rows == rows
+
+
+@pytest.mark.parametrize(("parents", "shares"), [(CHAIN, True), (BRANCHES, False)])
+def test_many_chunks_of_prompts_keep_out_of_launches_with_trees(
+    parents: Sequence[int], shares: bool
+) -> None:
+    rows = [row(parents=parents)]
+    groups = group_rows(rows, seats(rows), any_number)
+    joined = with_prompt(groups, in_process_nodes=0, tokens=17 * CHUNK_TOKENS)
+    assert joined.rows == (rows if shares else [])
 
 
 def test_beside_an_own_head_prompts_keep_out_of_launches_with_drafts_from_outside() -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind
+from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, AcceptanceMode, DraftKind
 from outrider.engine.device.inputs.prefill_chunks import PrefillChunkInput, cut_chunks
 from outrider.engine.device.inputs.round_rows import RoundRow, RoundRows
 from outrider.engine.device.logprobs import LogprobRequest
@@ -261,18 +261,19 @@ def add_prompts(
     prefill: Sequence[tuple[int, PrefillRow, DeviceSlot]],
     *,
     in_process_drafter: bool,
-    mixes: Callable[[DraftKind], bool],
+    mixes: Callable[[DraftKind, int, int], bool],
 ) -> None:
     """Let prompts, each with its place in the round and its device slot, share a launch with the
-    rows that decode, or have one of their own. `mixes`: whether they may share one with rows of
-    such drafts.
+    rows that decode, or have one of their own. `mixes`: see `ShapeFamily.allows_prefill`.
     """
     if not prefill:
         return
     drafted = in_process_drafter and any(
         row.session.in_process_draft_length for _, row, _ in prefill
     )
-    group = _shared([group for group in groups if mixes(group.drafts)], drafted=drafted)
+    chunks = sum([-(-row.num_tokens // CHUNK_TOKENS) for _, row, _ in prefill])
+    fitting = [each for each in groups if mixes(each.drafts, 1 + each.inputs.max_nodes, chunks)]
+    group = _shared(fitting, drafted=drafted)
     if group is None:
         drafts = DraftKind.IN_PROCESS if drafted else DraftKind.NONE
         group = LaunchGroup([], [], [], drafts=drafts, acceptance_mode=AcceptanceMode.MATCH)

@@ -22,12 +22,7 @@ from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter,
 from outrider.engine.device.exchange.layout import ExchangeShape
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
 from outrider.engine.device.graphs.shape_family import ShapeFamily
-from outrider.engine.device.graphs.shapes import (
-    CHUNK_BUCKETS,
-    CHUNK_TOKENS,
-    DraftKind,
-    RoundShape,
-)
+from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, DraftKind, RoundShape
 from outrider.engine.device.round_launcher import LaunchedRound, RoundLauncher
 from outrider.engine.device.slots.logits_slots import check_initial_bans
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
@@ -89,7 +84,6 @@ class GpuModelRunner:
         in_process_drafter: InProcessDrafter | None,
         remote_drafter: RemoteDrafter | None = None,
         feature_dtype: TensorDtype,
-        max_prefill_slowdown: float,
         throttle: RoundThrottle | None = None,
     ) -> None:
         """`throttle`: what makes rounds last longer; None: nothing."""
@@ -116,11 +110,7 @@ class GpuModelRunner:
         """Tickets of sessions that ask for log-probabilities."""
         self._collected = 0.0
         """When the last round had been collected."""
-        self._times = MeasuredRoundTimes(
-            rounds.family,
-            drafts_itself=self._draft_length > 0,
-            max_prefill_slowdown=max_prefill_slowdown,
-        )
+        self._times = MeasuredRoundTimes(rounds.family)
 
     @classmethod
     def build(
@@ -193,7 +183,6 @@ class GpuModelRunner:
             in_process_drafter=in_process_drafter,
             remote_drafter=remote_drafter,
             feature_dtype=config.feature_dtype,
-            max_prefill_slowdown=config.max_prefill_slowdown,
             throttle=throttle,
         )
 
@@ -236,16 +225,12 @@ class GpuModelRunner:
     @property
     def max_prompt_tokens(self) -> int:
         """Prompt tokens that one round takes."""
-        return CHUNK_BUCKETS[-1] * CHUNK_TOKENS
-
-    def prompt_token_limit(self, rows: int, crowded: bool = False) -> int:
-        """See `MeasuredRoundTimes`, as the next two."""
-        return self._times.prompt_tokens_beside(rows, crowded)
+        return self.rounds.family.max_prefill_tokens
 
     def plain_round_s(
         self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None:
-        """Seconds of a round without drafts from outside."""
+        """See `MeasuredRoundTimes.plain_s`."""
         return self._times.plain_s(rows, own=own, chunks=chunks, featured=featured)
 
     def verify_round_s(self, rows: int, nodes: int) -> float | None:

@@ -20,4 +20,5 @@ def shape_family_for(
         in_process_nodes=in_process_nodes,
         has_features=features,
         has_sampled_acceptance=not config.simulated_acceptance,
+        max_prefill_tokens=config.resolved_prefill_tokens,
     )
