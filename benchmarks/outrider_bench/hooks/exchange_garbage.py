@@ -1,4 +1,5 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Hook of a drafter or a verifier: garbage lies in the buffers of an exchange between devices.
 

@@ -32,7 +32,6 @@ from outrider.engine.device.exchange.memory import (
     allocate_memory,
     map_memory,
 )
-from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, MAX_MIXED_CHUNKS
 from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
 from outrider.engine.heads import DraftHead
 from outrider.errors import (
@@ -68,6 +67,8 @@ _MAX_WAITING: Final = 4096
 """Further commands of a replica that may wait."""
 _USUAL_ROWS: Final = 128
 """Rows of a round for which kernels are compiled ahead; further buckets need few kernels more."""
+_USUAL_CHUNKS: Final = 64
+"""Prefill chunks of a round, as `prefill_tokens_per_round` of a verifier says by default."""
 _USUAL_DRAFT_LENGTH: Final = 3
 """What a verifier has that is told nothing."""
 _USUAL_SLOTS: Final = ReplicaSlots(num_blocks=128, block_tokens=16, table_blocks=128)
@@ -159,7 +160,7 @@ class Replicas:
             num_slots=_USUAL_ROWS + 1,
             max_rows=_USUAL_ROWS,
             draft_length=_USUAL_DRAFT_LENGTH,
-            max_chunks=MAX_MIXED_CHUNKS,
+            max_chunks=_USUAL_CHUNKS,
             chunk_tokens=CHUNK_TOKENS,
             feature_size=self._config.hidden_size,
             feature_dtype=self._dtype,
