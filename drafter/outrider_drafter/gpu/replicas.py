@@ -32,6 +32,7 @@ from outrider.engine.device.exchange.memory import (
     allocate_memory,
     map_memory,
 )
+from outrider.engine.device.graphs.shapes import CHUNK_TOKENS
 from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
 from outrider.engine.heads import DraftHead
 from outrider.errors import (
