@@ -259,7 +259,7 @@ def _padded(distribution: SparseDistribution, entries: int) -> SparseDistributio
     missing = (0, entries - len(distribution.ids))
     pad = torch.nn.functional.pad
     return SparseDistribution(
-        pad(distribution.ids, missing), pad(distribution.counts, missing), distribution.offsets
+        pad(distribution.ids, missing), pad(distribution.counts, missing), distribution.ranges
     )
 
 

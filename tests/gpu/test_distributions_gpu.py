@@ -113,7 +113,7 @@ def test_laws_in_static_memory_are_judged_as_the_host_judges_them(
         state=here.state,
         slots=here.slots,
         positions=here.positions,
-        distribution=SparseDistribution(*(t.to(device) for t in (*padded, distribution.offsets))),
+        distribution=SparseDistribution(*(t.to(device) for t in (*padded, distribution.ranges))),
     )
     found = outcomes(result)
     # A random draw within an ulp of its probability may fall on the other side.

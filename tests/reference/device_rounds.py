@@ -120,7 +120,7 @@ def device_law(
             ids.append(distribution.ids)
             counts.append(distribution.counts.astype(np.int32))
             total += len(distribution.ids)
-    return SparseDistribution(
+    return SparseDistribution.of_offsets(
         ids=torch.from_numpy(np.concatenate(ids)),
         counts=torch.from_numpy(np.concatenate(counts)),
         offsets=torch.from_numpy(offsets),

@@ -158,7 +158,7 @@ def sparse_distribution(sessions: int, tokens: Tensor) -> SparseDistribution:
     counts = torch.full(
         (nodes * DISTRIBUTION_IDS,), 60_000, dtype=torch.int32, device=tokens.device
     )
-    return SparseDistribution(ids.flatten(), counts, (firsts + starts).to(torch.int32))
+    return SparseDistribution.of_offsets(ids.flatten(), counts, (firsts + starts).to(torch.int32))
 
 
 def dense_distribution(sessions: int, device: torch.device) -> DenseChainDistribution:

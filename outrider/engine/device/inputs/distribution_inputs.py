@@ -41,7 +41,8 @@ class DistributionInputs:
 
     def distribution_of(self, rows: int, nodes: int) -> SparseDistribution:
         """What the graph of a bucket reads."""
-        return SparseDistribution(self._ids, self._counts, self._offsets_of(rows, nodes).tensor)
+        offsets = self._offsets_of(rows, nodes).tensor
+        return SparseDistribution.of_offsets(self._ids, self._counts, offsets)
 
     def fill_distributions(
         self,

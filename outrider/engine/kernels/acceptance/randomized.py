@@ -52,15 +52,22 @@ class DenseChainDistribution(NamedTuple):
 
 
 class SparseDistribution(NamedTuple):
-    """Concatenated sparse distributions of remote drafters (`spec.draft_distribution`)."""
+    """Sparse distributions of remote drafters (`spec.draft_distribution`)."""
 
     ids: Tensor
     """int32 [E]: target ids, strictly increasing within a node's entries."""
     counts: Tensor
     """int32 [E]: quantised weights in [1, 65535]."""
-    offsets: Tensor
-    """int32 [B, N + 1]: the children of row j of session b were drawn from the entries
-    offsets[b, j] .. offsets[b, j + 1]; a session without any entry has no distribution."""
+    ranges: Tensor
+    """int32 [B, N, 2], the pairs contiguous: the children of row j of session b were drawn from
+    the entries ranges[b, j, 0] .. ranges[b, j, 1]; a session without any entry has no
+    distribution."""
+
+    @classmethod
+    def of_offsets(cls, ids: Tensor, counts: Tensor, offsets: Tensor) -> SparseDistribution:
+        """Distributions whose entries are concatenated: row j of session b has those from
+        offsets[b, j] to offsets[b, j + 1]; int32 [B, N + 1]."""
+        return cls(ids, counts, offsets.unfold(1, 2, 1))
 
 
 def accept_sampled(
@@ -129,7 +136,7 @@ def accept_sampled_triton(
     distributions = DistributionTensors()
     if isinstance(distribution, SparseDistribution):
         distributions = DistributionTensors(
-            ids=distribution.ids, counts=distribution.counts, offsets=distribution.offsets
+            ids=distribution.ids, counts=distribution.counts, ranges=distribution.ranges
         )
     elif distribution is not None:
         distributions = DistributionTensors(
@@ -214,7 +221,8 @@ class _RandomizedAcceptance:
         self._distribution = distribution
         self._uses_distribution = rejection.clone()
         if isinstance(distribution, SparseDistribution):
-            self._uses_distribution &= distribution.offsets[:, -1] > distribution.offsets[:, 0]
+            begins, ends = distribution.ranges.unbind(dim=2)
+            self._uses_distribution &= (ends > begins).any(dim=1)
         elif distribution is None:
             self._uses_distribution.zero_()
         self.fallback = rejection & ~self._uses_distribution & (tokens_BN[:, 1:] >= 0).any(dim=1)
@@ -316,7 +324,7 @@ class _RandomizedAcceptance:
         for index, (session, at) in enumerate(zip(sessions.tolist(), node.tolist(), strict=True)):
             rows = siblings[index].nonzero()[:, 0].tolist()
             candidates = [(r, int(self.tokens_BN[session, r])) for r in rows]
-            begin, end = self._distribution.offsets[session, at : at + 2].tolist()
+            begin, end = self._distribution.ranges[session, at].tolist()
             ids, counts = (
                 self._distribution.ids[begin:end].numpy(),
                 self._distribution.counts[begin:end].numpy(),

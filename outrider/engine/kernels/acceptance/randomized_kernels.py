@@ -149,7 +149,9 @@ def walk(
     tiles,
     ids_ptr,
     distribution_counts_ptr,
-    offsets_ptr,
+    ranges_ptr,
+    ranges_stride,
+    range_stride,
     inside_ptr,
     draft_ptr,
     probs_ptr,
@@ -187,10 +189,10 @@ def walk(
     if DISTRIBUTION == _NO_DISTRIBUTION:
         by_distribution = by_coins & (rule < 0)
     if DISTRIBUTION == _SPARSE:
-        distribution_row = offsets_ptr + batch * (NODES + 1)
-        by_distribution = by_distribution & (
-            tl.load(distribution_row + NODES) > tl.load(distribution_row)
-        )
+        begins_ptr = ranges_ptr + batch * ranges_stride + rows * range_stride
+        begins = tl.load(begins_ptr, mask=rows < NODES, other=0)
+        ends = tl.load(begins_ptr + 1, mask=rows < NODES, other=0)
+        by_distribution = by_distribution & (tl.max((ends > begins).to(tl.int32), 0) != 0)
     any_draft = tl.max(exists.to(tl.int32), 0) != 0
     fallback = (by_coins & (rule == _REJECTION) & (by_distribution == 0) & any_draft).to(tl.int32)
     path, emitted = rows, tl.full((BLOCK,), -1, tl.int32)
@@ -214,8 +216,9 @@ def walk(
         begin = tl.full((), 0, tl.int32)
         end = tl.full((), 0, tl.int32)
         if DISTRIBUTION == _SPARSE:
-            begin = tl.load(offsets_ptr + batch * (NODES + 1) + node)
-            end = tl.load(offsets_ptr + batch * (NODES + 1) + node + 1)
+            range_ptr = ranges_ptr + batch * ranges_stride + node * range_stride
+            begin = tl.load(range_ptr)
+            end = tl.load(range_ptr + 1)
         mode = tl.full((), 0, tl.int32)
         mass = tl.full((), 0.0, tl.float64)
         outside = tl.full((), 1.0, tl.float64)
@@ -327,7 +330,9 @@ def draw_in_tile(
     slots_ptr,
     positions_ptr,
     ids_ptr,
-    offsets_ptr,
+    ranges_ptr,
+    ranges_stride,
+    range_stride,
     inside_ptr,
     probs_ptr,
     probs_slot_stride,
@@ -376,8 +381,9 @@ def draw_in_tile(
                 )
         if DISTRIBUTION == _SPARSE:  # noqa: SIM102 (a constexpr)
             if mode == _RESIDUAL:
-                end = tl.load(offsets_ptr + batch * (NODES + 1) + node + 1)
-                low = tl.load(offsets_ptr + batch * (NODES + 1) + node) + tl.zeros_like(columns)
+                range_ptr = ranges_ptr + batch * ranges_stride + node * range_stride
+                end = tl.load(range_ptr + 1)
+                low = tl.load(range_ptr) + tl.zeros_like(columns)
                 high = end + tl.zeros_like(columns)
                 for _ in range(SEARCH_STEPS):
                     middle = (low + high) // 2

@@ -33,7 +33,7 @@ class DistributionTensors(NamedTuple):
 
     ids: Tensor | None = None
     counts: Tensor | None = None
-    offsets: Tensor | None = None
+    ranges: Tensor | None = None
     probs: Tensor | None = None
     draft_columns: Tensor | None = None
 
@@ -48,6 +48,11 @@ class DistributionTensors(NamedTuple):
     def entries(self) -> int:
         """Entries of all sparse distributions."""
         return 0 if self.ids is None else self.ids.shape[0]
+
+    @property
+    def range_strides(self) -> tuple[int, int]:
+        """Distances of two sessions and of two rows in `ranges`."""
+        return (0, 0) if self.ranges is None else (self.ranges.stride(0), self.ranges.stride(1))
 
 
 class LaunchArguments(NamedTuple):
@@ -178,7 +183,8 @@ def _launch_walks(
         tiles,
         distributions.ids,
         distributions.counts,
-        distributions.offsets,
+        distributions.ranges,
+        *distributions.range_strides,
         work.inside,
         work.draft,
         distributions.probs,
@@ -218,7 +224,8 @@ def _launch_draws(
         arguments.slots,
         arguments.positions,
         distributions.ids,
-        distributions.offsets,
+        distributions.ranges,
+        *distributions.range_strides,
         work.inside,
         distributions.probs,
         0 if distributions.probs is None else distributions.probs.stride(0),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -35,13 +33,12 @@ def read(
 ) -> list[list[tuple[list[int], list[int]]]]:
     """By row and node, what the device sees."""
     distribution = inputs.distribution_of(rows, nodes)
-    offsets = distribution.offsets.tolist()
     return [
         [
             (distribution.ids[begin:end].tolist(), distribution.counts[begin:end].tolist())
-            for begin, end in itertools.pairwise(row)
+            for begin, end in row
         ]
-        for row in offsets
+        for row in distribution.ranges.tolist()
     ]
 
 

@@ -148,6 +148,28 @@ def test_the_kernels_judge_mixed_rules_as_the_host_does(widths: list[int], vocab
     )
 
 
+def _scattered(distribution: SparseDistribution, stride: int) -> SparseDistribution:
+    """The same with each row's entries at a multiple of `stride`, and no sound entry between."""
+    batch, nodes, _ = distribution.ranges.shape
+    ids = torch.full((batch * nodes * stride,), 2**31 - 1, dtype=torch.int32)
+    counts, ranges = torch.zeros_like(ids), torch.zeros_like(distribution.ranges.contiguous())
+    for row, (begin, end) in enumerate(distribution.ranges.flatten(0, 1).tolist()):
+        # Later sessions lie first, as slots may.
+        place = (batch * nodes - 1 - row) * stride
+        here = slice(place, place + end - begin)
+        ids[here], counts[here] = distribution.ids[begin:end], distribution.counts[begin:end]
+        ranges[row // nodes, row % nodes] = torch.tensor([here.start, here.stop])
+    return SparseDistribution(ids, counts, ranges)
+
+
+def test_distributions_may_lie_apart() -> None:
+    batch = _without_some_laws(mixed_batch(16, 50, [1, 1, 1], seed=4))
+    expected = _host(accept_drafts(batch.logits, batch.rows))
+    apart = _scattered(_laws(batch), 64)
+    assert _judge(accept_sampled_torch, batch.logits, batch.device, apart, CPU) == expected
+    assert _judge(accept_sampled_triton, batch.logits, batch.device, apart, DEVICE, 64) == expected
+
+
 @pytest.mark.parametrize("widths", [[1, 1, 1], [3, 2]])
 def test_without_laws_rejection_is_target_only(widths: list[int]) -> None:
     batch = mixed_batch(16, 50, widths, seed=5)
