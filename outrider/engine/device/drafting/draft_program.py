@@ -95,6 +95,7 @@ class DraftProgram:
         warp: LogitsProcessorState | None = None,
         draft_distributions: Tensor | None = None,
         distribution_limits: DistributionLimits | None = None,
+        mixed_rules: bool = False,
         drawing: DraftSampling | None = None,
         allowed_tokens: DraftTokenMasks | None = None,
         with_others: bool = False,
@@ -108,7 +109,8 @@ class DraftProgram:
         ones draw from softmax(logits / T). own_laws: float32 [X, >= K, Vd], by slot and level,
         where these are kept for `accept_sampled`; None: nowhere. warp: what sessions do to draft
         logits; None: nothing. law_limits: draw from distributions within these instead, and return
-        them; rejection sessions only. drawing: whose rule, logits processor and noise; None: those
+        them; rejection sessions only, but with `mixed_rules`, by which the others choose as they
+        do without. drawing: whose rule, logits processor and noise; None: those
         of the rows' slots. legal: what may be drafted at each level; None: anything. with_others:
         asks for these. with_levels: asks for these. given: int32 [B, K]: draft ids that are taken
         in the place of drafted ones; -1: none.
@@ -148,9 +150,12 @@ class DraftProgram:
                         logits, *distribution_state, where[2], ids=ids, limits=distribution_limits
                     )
                 )
-                columns.append(drawn[-1].columns)
-                continue
+                if not mixed_rules:
+                    columns.append(drawn[-1].columns)
+                    continue
             column = choose_tokens(logits, *where, rows_per_slot=1, side="draft", ids=ids)
+            if drawn:
+                column = torch.where(drawn[-1].sizes > 0, drawn[-1].columns, column)
             if given is not None:
                 column = torch.where(given[:, level] >= 0, given[:, level], column)
             columns.append(column)

@@ -65,6 +65,25 @@ def stack_distributions(drawn: Sequence[DrawnDistributions]) -> ChainDistributio
     )
 
 
+def with_target_ids(
+    distributions: ChainDistributions, target_ids: Tensor, *, is_increasing: bool
+) -> ChainDistributions:
+    """The same distributions with increasing target ids in place of columns.
+
+    target_ids: integer [V], the columns' target ids, different from each other; is_increasing:
+    whether they increase, so that nothing needs sorting.
+    """
+    columns, counts = distributions.entries
+    # Behind its size a row has any words.
+    ids = target_ids[columns.clamp(0, len(target_ids) - 1).long()].int()
+    if not is_increasing:
+        places = torch.arange(columns.shape[-1], dtype=torch.int32, device=columns.device)
+        behind = places >= distributions.sizes[..., None]
+        ids, order = ids.masked_fill(behind, torch.iinfo(torch.int32).max).sort(dim=-1)
+        counts = counts.gather(-1, order)
+    return ChainDistributions(distributions.sizes, torch.stack((ids, counts)))
+
+
 def draw_from_distributions(
     logits: Tensor,
     state: SamplingState,

@@ -12,6 +12,7 @@ from outrider_drafter.proposers.tree_growth import BeamGrowth, ChainGrowth
 from torch import Tensor
 
 from outrider.engine.device.drafting.eagle_weights import HeadWeights, can_extract
+from outrider.engine.draft_sampling import DistributionLimits
 from outrider.engine.heads import DraftHead, load_head
 from outrider.engine.heads.eagle3 import Eagle3Head
 from outrider.engine.kernels.attention.layout import PADDING_NODE
@@ -106,6 +107,29 @@ def test_laws_are_the_softmax_that_rejection_sessions_draw_from(head: DraftHead)
     assert (drawn[:-1] > 0).all()
     modes = probs[:-1].argmax(-1)
     assert modes.tolist() != chain.columns[:-1].tolist(), "noise must decide some of the draws"
+
+
+@torch.inference_mode()
+def test_rejection_sessions_draw_from_distributions_beside_others(head: DraftHead) -> None:
+    rejection = SamplingParams(temperature=0.8, rule=Rule.REJECTION, seed=4)
+    sessions = Sessions(head, (*MIXED, rejection))
+    rows, limits = sessions.rows([0] * 4, [4, 6, 3, 5], 6), DistributionLimits(max_ids=20)
+    plain = sessions.program.draft_chain(rows, state=sessions.state, length=3)
+    alone = sessions.program.draft_chain(
+        rows, state=sessions.state, length=3, distribution_limits=limits
+    )
+    mixed = sessions.program.draft_chain(
+        rows, state=sessions.state, length=3, distribution_limits=limits, mixed_rules=True
+    )
+    assert mixed.tokens[[0, 1, 2, 4]].tolist() == plain.tokens[[0, 1, 2, 4]].tolist()
+    assert mixed.tokens[3].tolist() == alone.tokens[3].tolist()
+    assert mixed.distributions is not None and alone.distributions is not None
+    sizes = mixed.distributions.sizes
+    assert sizes[[0, 1, 2, 4]].eq(0).all() and (sizes[3] > 0).all()
+    for step, size in enumerate(sizes[3].tolist()):
+        here = (slice(None), 3, step, slice(size))
+        assert torch.equal(mixed.distributions.entries[here], alone.distributions.entries[here])
+        assert int(mixed.columns[3, step]) in mixed.distributions.entries[here][0].tolist()
 
 
 @torch.inference_mode()

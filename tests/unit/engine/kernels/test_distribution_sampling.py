@@ -9,9 +9,11 @@ from torch import Tensor
 
 from outrider.engine.draft_sampling import DistributionLimits, propose_children
 from outrider.engine.kernels.drafts.distribution_sampling import (
+    ChainDistributions,
     DrawnDistributions,
     draw_from_distributions_torch,
     draw_from_distributions_triton,
+    with_target_ids,
 )
 from outrider.engine.kernels.session_tensors import SamplingState
 from outrider.spec.noise import NoiseStream, gumbel
@@ -84,6 +86,30 @@ def test_the_twin_draws_what_the_host_draws(limits: DistributionLimits) -> None:
         size = int(found.sizes[row])
         assert IDS[found.entries[0, row, :size].long()].tolist() == distribution[0].tolist()
         assert found.entries[1, row, :size].tolist() == distribution[1].tolist()
+
+
+@pytest.mark.parametrize("is_increasing", [True, False])
+def test_shipped_entries_have_increasing_target_ids(is_increasing: bool) -> None:
+    ids = torch.tensor([3, 8, 9, 20, 31]) if is_increasing else torch.tensor([9, 31, 3, 20, 8])
+    # Behind the size lies anything.
+    columns = torch.tensor([[[0, 2, 3, -9], [1, 2**31 - 1, 0, 0]], [[0, 1, 2, 4], [5, 6, 7, 8]]])
+    counts = torch.arange(16).view(2, 2, 4) + 1
+    given = ChainDistributions(
+        torch.tensor([[3, 1], [4, 0]], dtype=torch.int32), torch.stack((columns, counts)).int()
+    )
+    found = with_target_ids(given, ids, is_increasing=is_increasing)
+    assert found.entries.dtype == torch.int32 and found.entries.is_contiguous()
+    for row, step in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        size = int(given.sizes[row, step])
+        assert int(found.sizes[row, step]) == size
+        expected = sorted(
+            (int(ids[column]), int(count))
+            for column, count in zip(
+                columns[row, step, :size].tolist(), counts[row, step, :size].tolist(), strict=True
+            )
+        )
+        entries = found.entries[:, row, step, :size].t().tolist()
+        assert [tuple(entry) for entry in entries] == expected
 
 
 @pytest.mark.parametrize("limits", LIMITS)
