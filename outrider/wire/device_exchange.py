@@ -108,6 +108,9 @@ class ReplicaRoundLaunched:
     """Whether any session processes its draft logits or draws its drafts."""
     is_ahead: bool = False
     """Whether outcomes of the next round are drafted for while it runs."""
+    has_rejection: bool = False
+    """Whether any session has the rejection rule, so that its drafts come with distributions; only
+    in a round that `is_sampled`."""
 
 
 ReplicaCommand = (

@@ -83,6 +83,7 @@ def replica_command_to_pb(message: ReplicaCommand) -> pb.ExchangeResponse:
                 chunks=message.chunks,
                 sampled=message.is_sampled,
                 ahead=message.is_ahead,
+                rejection=message.has_rejection,
             )
             return pb.ExchangeResponse(replica_round_launched=launched)
 
@@ -155,6 +156,7 @@ def replica_round_from_pb(message: pb.ReplicaRoundLaunched) -> ReplicaRoundLaunc
         chunks=check_number(message.chunks, "chunks", high=MAX_ROUND_CHUNKS),
         is_sampled=message.sampled,
         is_ahead=message.ahead,
+        has_rejection=message.rejection,
     )
 
 

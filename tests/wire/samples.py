@@ -622,3 +622,7 @@ SAMPLES["replica_round_ahead"] = (
     "verifier",
     m.ReplicaRoundLaunched(rows=2, chunks=0, is_sampled=False, is_ahead=True),
 )
+SAMPLES["replica_round_rejection"] = (
+    "verifier",
+    m.ReplicaRoundLaunched(rows=2, chunks=0, is_sampled=True, has_rejection=True),
+)

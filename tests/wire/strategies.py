@@ -248,6 +248,7 @@ REPLICA_COMMANDS: st.SearchStrategy[messages.ReplicaCommand] = st.one_of(
         chunks=st.integers(0, 1024),
         is_sampled=st.booleans(),
         is_ahead=st.booleans(),
+        has_rejection=st.booleans(),
     ),
 )
 DRAFTER_MESSAGES: st.SearchStrategy[messages.DrafterMessage] = (

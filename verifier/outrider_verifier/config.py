@@ -27,6 +27,8 @@ MAX_EXCHANGE_FAN_OUT = 32
 """Most outcomes of a round that are drafted for while it runs."""
 MAX_EXCHANGE_AHEAD_SESSIONS = 16
 """Most sessions of a round whose outcomes are drafted for."""
+MAX_EXCHANGE_DISTRIBUTION_IDS = 4096
+"""Most ids of a draft distribution of device_exchange."""
 DEFAULT_KV_TOKENS = 32768
 """KV budget where none is given and the size of the device's memory does not set one."""
 PLANNERS = AUTOMATIC_PLANNER, FIXED_PLANNER = ("automatic", "fixed")
@@ -73,6 +75,10 @@ class VerifierConfig:
     exchange_ahead_sessions: int = 1
     """Sessions of a round, at most, for which exchange_fan_out counts: a round waits for no draft
     only where the outcomes of all its sessions were drafted for."""
+    exchange_distribution_ids: int = 2048
+    """Ids of a draft distribution that comes with each draft token of device_exchange under the
+    rejection rule, at most; fewer where all sessions would take more than 64 MiB. 0: drafts come
+    without, and the rejection rule judges them target-only."""
     simulated_acceptance: str = ""
     """Benchmarks with random weights only: drafts are accepted by chance. The mean number of tokens
     a round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is
@@ -330,6 +336,10 @@ class VerifierConfig:
         _require(
             1 <= self.exchange_ahead_sessions <= MAX_EXCHANGE_AHEAD_SESSIONS,
             f"exchange_ahead_sessions must be in [1, {MAX_EXCHANGE_AHEAD_SESSIONS}]",
+        )
+        _require(
+            0 <= self.exchange_distribution_ids <= MAX_EXCHANGE_DISTRIBUTION_IDS,
+            f"exchange_distribution_ids must be in [0, {MAX_EXCHANGE_DISTRIBUTION_IDS}]",
         )
         if self.exchanges_on_device:
             _require(bool(self.feature_head), "device_exchange needs `feature_head`, a head")

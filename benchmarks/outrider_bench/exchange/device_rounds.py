@@ -39,7 +39,7 @@ from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.kernels.exchange.buffers import DECODE_ROWS, ExchangeBuffer, new_state
 from outrider.engine.kernels.exchange.drafts import (
     advance_digests,
-    new_taken_drafts,
+    new_taken_tokens,
     put_drafts,
     take_drafts,
 )
@@ -87,7 +87,7 @@ class RoundSettings(NamedTuple):
             chunk_tokens=32,
             feature_size=WIDTH,
             feature_dtype=torch.bfloat16,
-            distribution_entries=64,
+            distribution_entries=0,
         )
 
 
@@ -117,7 +117,7 @@ class _Verifier:
         self._digests = torch.full((rows + 1,), 7, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((rows, CHAIN + 1), dtype=torch.int32, device=device)
         self._features = torch.zeros((rows, CHAIN + 1, WIDTH), dtype=torch.bfloat16, device=device)
-        self._taken = new_taken_drafts(rows + 1, CHAIN, 64, device)
+        self._drafted = new_taken_tokens(rows + 1, CHAIN, device)
         self._chosen = new_chosen_drafts(rows + 1, CHAIN, device)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self._steps = torch.arange(CHAIN, dtype=torch.int32, device=device)
@@ -134,15 +134,14 @@ class _Verifier:
             self.state,
             self._slots,
             self._digests,
-            self._taken,
+            self._drafted,
             self._lengths,
             chosen=chosen,
             vocab_size=VOCAB,
-            with_distributions=False,
         )
         last = self._tokens.gather(1, (self._counts - 1).long()[:, None])
         expected = (last + 1 + self._steps) % VOCAB
-        wrong = (self._taken.tokens[: settings.rows] != expected).any()
+        wrong = (self._drafted[: settings.rows] != expected).any()
         # Before the first round there is nothing to take.
         self.mismatches[0] += wrong & (self.mismatches[1] > 0)
         self.mismatches[1] += 1
@@ -227,7 +226,7 @@ class _Drafter:
             drafts,
             None,
             length=CHAIN,
-            entries=64,
+            entries=0,
         )
         publish_number(self._drafts, self.state, step=0)
 

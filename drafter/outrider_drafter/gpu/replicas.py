@@ -403,8 +403,16 @@ class Replicas:
 
 def _run_command(replica: DraftReplica, command: ReplicaCommand) -> None:
     match command:
-        case ReplicaRoundLaunched(rows=rows, chunks=chunks, is_sampled=sampled):
-            replica.launch_round(ReplicaRound(rows, chunks, sampled, command.is_ahead))
+        case ReplicaRoundLaunched():
+            replica.launch_round(
+                ReplicaRound(
+                    command.rows,
+                    command.chunks,
+                    command.is_sampled,
+                    command.is_ahead,
+                    command.has_rejection,
+                )
+            )
         case ReplicaSessionBegin():
             replica.begin_session(
                 command.slot, command.blocks, command.sampling, num_rows=command.num_rows

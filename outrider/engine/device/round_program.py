@@ -129,7 +129,7 @@ class RoundProgram:
             assert found is not None
             return VerifyOutput(found, None, None, first, self._stored_features(shape, features))
         logits = output.logits[:decoding]
-        if shape.acceptance_mode is AcceptanceMode.SAMPLED:
+        if shape.is_sampled:
             self._process_logits(shape, placed, logits)
         acceptance = self._accept(shape, placed, logits, finite[:decoding])
         features = self._commit(shape, placed, acceptance, features)
@@ -161,8 +161,13 @@ class RoundProgram:
         """The token rows of the sessions that decode."""
         sequence, slots, nodes = self._slots.sequence, inputs.slots, shape.nodes
         head = self._in_process_drafter if shape.draft_kind is DraftKind.IN_PROCESS else None
+        distribution: SparseDistribution | DenseChainDistribution | None = None
         if head is not None:
-            head.receive_drafts(slots)
+            distribution = head.receive_drafts(
+                slots, rejection=shape.acceptance_mode is AcceptanceMode.REJECTION
+            )
+        elif shape.has_distributions:
+            distribution = inputs.distributions.distribution_of(shape.rows, nodes)
         parents = inputs.parents if shape.draft_kind is DraftKind.TREE else None
         if head is not None and head.parents is not None:
             parents = head.parents.index_select(0, slots)
@@ -176,11 +181,6 @@ class RoundProgram:
             num_nodes=nodes,
             block_tokens=self._pool.block_tokens,
         )
-        distribution: SparseDistribution | DenseChainDistribution | None = None
-        if own and self._in_process_drafter is not None:
-            distribution = self._in_process_drafter.distribution
-        elif shape.has_distributions:
-            distribution = inputs.distributions.distribution_of(shape.rows, nodes)
         return _VerifyRows(tokens, parents, distribution, RowGroup(slots, context, layout, nodes))
 
     def _forward(
@@ -213,7 +213,7 @@ class RoundProgram:
         """The tokens int32 [Q] behind the prefill chunks, by logits [Q, V]; -1 where `finite` int32
         [Q] is 0."""
         state, positions = self._slots.sampling, chunks.next_positions()
-        if shape.acceptance_mode is AcceptanceMode.SAMPLED:
+        if shape.is_sampled:
             process_logits(
                 logits,
                 self._slots.warp.state,
@@ -230,7 +230,7 @@ class RoundProgram:
     def _begin(self, shape: RoundShape, chunks: PrefillChunkInputs, first: Tensor) -> None:
         """Let prompts that end go on from their first tokens, int32 [Q]."""
         chunks.set_first_tokens(self._slots.sequence, first)
-        if shape.acceptance_mode is AcceptanceMode.SAMPLED:
+        if shape.is_sampled:
             self._count(first[:, None], chunks.ends, chunks.slots)
 
     def _process_logits(self, shape: RoundShape, placed: _VerifyRows, logits: Tensor) -> None:
@@ -315,7 +315,7 @@ class RoundProgram:
                 rest = features[decoding:]
                 features = torch.cat((gathered, rest)) if shape.chunks else gathered
         advance_state(acceptance, sequence, group.slots)
-        if shape.acceptance_mode is AcceptanceMode.SAMPLED:
+        if shape.is_sampled:
             self._count(acceptance.tokens, acceptance.counts, group.slots)
         return features
 
@@ -332,9 +332,7 @@ class RoundProgram:
         """Own drafts for the next round of every session that decodes then."""
         assert self._in_process_drafter is not None
         rows = self._rows_to_draft(shape, inputs, chunks, verified)
-        self._in_process_drafter.draft_round(
-            rows, sampled=shape.acceptance_mode is AcceptanceMode.SAMPLED
-        )
+        self._in_process_drafter.draft_round(rows, sampled=shape.is_sampled)
 
     @torch.inference_mode()
     def store_catch_up(

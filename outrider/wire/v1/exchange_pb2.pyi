@@ -268,16 +268,18 @@ class ReplicaSessionEnd(_message.Message):
     def __init__(self, slot: _Optional[int] = ...) -> None: ...
 
 class ReplicaRoundLaunched(_message.Message):
-    __slots__ = ("rows", "chunks", "sampled", "ahead")
+    __slots__ = ("rows", "chunks", "sampled", "ahead", "rejection")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    REJECTION_FIELD_NUMBER: _ClassVar[int]
     rows: int
     chunks: int
     sampled: bool
     ahead: bool
-    def __init__(self, rows: _Optional[int] = ..., chunks: _Optional[int] = ..., sampled: bool = ..., ahead: bool = ...) -> None: ...
+    rejection: bool
+    def __init__(self, rows: _Optional[int] = ..., chunks: _Optional[int] = ..., sampled: bool = ..., ahead: bool = ..., rejection: bool = ...) -> None: ...
 
 class ReplicaReady(_message.Message):
     __slots__ = ("memory",)

@@ -85,6 +85,9 @@ class Driver:
     """Tokens that each row emitted, round after round."""
     drafted: dict[int, list[int]] = field(default_factory=dict)
     """Nodes of in-process drafts that each round verified, by ticket."""
+    target_only: dict[int, list[bool]] = field(default_factory=dict)
+    """Whether each round judged a draft target-only because its distribution was missing, by
+    ticket."""
     gone: set[bool] = field(default_factory=set)
     """Whether sessions were suspended with a copy, and without."""
     flights: deque[tuple[RoundHandle, list[PrefillRow], list[VerifyRow]]] = field(
@@ -173,6 +176,7 @@ class Driver:
             if result.tokens:
                 self.counts.append(len(result.tokens))
                 self.drafted.setdefault(session.ticket, []).append(result.draft_nodes)
+                self.target_only.setdefault(session.ticket, []).append(result.is_target_only)
                 session.commit_tokens(result.tokens[: session.remaining], 0.0)
 
     def settle_all(self) -> None:

@@ -89,10 +89,7 @@ class _Host:
         self._send(ReplicaSessionEnd(slot=slot))
 
     def launch_round(self, announced: ReplicaRound) -> None:
-        rows, chunks, sampled, ahead = announced
-        self._send(
-            ReplicaRoundLaunched(rows=rows, chunks=chunks, is_sampled=sampled, is_ahead=ahead)
-        )
+        self._send(ReplicaRoundLaunched(**announced._asdict()))
 
 
 class DeviceExchange:

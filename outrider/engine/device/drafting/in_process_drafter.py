@@ -136,8 +136,9 @@ class InProcessDrafter:
         if self.parents is not None:
             self.parents[slot].fill_(PADDING_NODE)
 
-    def receive_drafts(self, slots: Tensor) -> None:
-        """Drafts were written where the next round reads them."""
+    def receive_drafts(self, slots: Tensor, *, rejection: bool) -> DenseChainDistribution | None:
+        """Drafts were written where the next round reads them, with their distributions."""
+        return self.distribution
 
     def begin_rows(self) -> None:
         """Rows need no preparation."""

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from outrider.engine.device.drafting.draft_forward import NewRows
 from outrider.engine.device.slots.logits_slots import LogitsSlots
-from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution
+from outrider.engine.kernels.acceptance.randomized import (
+    DenseChainDistribution,
+    SparseDistribution,
+)
 
 
 class RoundDrafter(Protocol):
@@ -29,18 +32,18 @@ class RoundDrafter(Protocol):
         ...
 
     @property
-    def distribution(self) -> DenseChainDistribution | None:
-        """The distributions that chains were drawn from; None: the rejection rule judges drafts
-        target-only."""
-        ...
-
-    @property
     def logits_slots(self) -> LogitsSlots | None:
         """What the sessions do to draft logits, where that is known on this device."""
         ...
 
-    def receive_drafts(self, slots: Tensor) -> None:
-        """Have the drafts of sessions, int32 [B], in `tokens` before their round reads them."""
+    def receive_drafts(
+        self, slots: Tensor, *, rejection: bool
+    ) -> SparseDistribution | DenseChainDistribution | None:
+        """Have the drafts of sessions, int32 [B], in `tokens` before their round reads them; the
+        distributions that these were drawn from, None: the rejection rule judges them target-only.
+        `rejection`: whether the shape is for rounds with sessions of that rule (see
+        `AcceptanceMode.REJECTION`)."""
+        ...
 
     def begin_rows(self) -> None:
         """The rows of a launch follow: those of prompts, then those to draft behind."""

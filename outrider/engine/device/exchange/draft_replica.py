@@ -28,6 +28,8 @@ from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.device.graphs.shapes import bucket_for
 from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.device.transfer.uploads import upload_int32s
+from outrider.engine.draft_sampling import DistributionLimits
+from outrider.engine.kernels.drafts.distribution_sampling import with_target_ids
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS
 from outrider.engine.kernels.exchange.drafts import put_drafts
 from outrider.engine.kernels.exchange.drafts_ahead import put_outcomes
@@ -71,6 +73,9 @@ class ReplicaRound(NamedTuple):
     """Whether any session processes its draft logits or draws its drafts."""
     is_ahead: bool = False
     """Whether outcomes of the next round are drafted for while it runs."""
+    has_rejection: bool = False
+    """Whether any session has the rejection rule, so that its drafts come with distributions; only
+    in a round that `is_sampled`."""
 
 
 class DraftReplica:
@@ -134,6 +139,12 @@ class DraftReplica:
                 first_block=slots.num_blocks + 1,
             )
         vocabulary = forward.vocabulary
+        ids = vocabulary.target_ids
+        self._ids_increase = bool((ids[1:] > ids[:-1]).all())
+        self._limits: DistributionLimits | None = None
+        """Of the distributions of the rejection rule; None: there are none."""
+        if shape.distribution_entries:
+            self._limits = DistributionLimits(max_ids=shape.distribution_entries)
         self._warp = LogitsSlots(
             count, len(vocabulary.target_ids), device, draft_columns=vocabulary.draft_columns
         )
@@ -247,11 +258,12 @@ class DraftReplica:
         yield from steps("wait", self._wait)
         for chunks in _buckets(shape.max_chunks):
             yield from steps(("chunks", chunks), partial(self._run_chunks, chunks))
+        kinds = [(False, None), (True, None), *([(True, self._limits)] if self._limits else [])]
         for ahead, most in ((False, shape.max_rows), (True, shape.ahead_rows)):
             for rows in _buckets(most if self._ahead or not ahead else 0):
-                for sampled in (False, True):
-                    run = partial(self._run_drafts, rows, sampled=sampled, is_ahead=ahead)
-                    yield from steps(("drafts", rows, sampled, ahead), run)
+                for sampled, limits in kinds:
+                    run = partial(self._run_drafts, rows, limits, sampled=sampled, is_ahead=ahead)
+                    yield from steps(("drafts", rows, sampled, ahead, limits is not None), run)
         yield from steps("publish", self._publish)
 
     def _launch(self, announced: ReplicaRound) -> None:
@@ -262,12 +274,13 @@ class DraftReplica:
             chunks = bucket_for(announced.chunks, _buckets(shape.max_chunks))
             run(("chunks", chunks), lambda: self._run_chunks(chunks))
         sampled, is_ahead = announced.is_sampled, announced.is_ahead
+        limits = self._limits if sampled and announced.has_rejection else None
         if announced.rows:
             most = shape.ahead_rows if is_ahead else shape.max_rows
             rows = bucket_for(announced.rows, _buckets(most))
             run(
-                ("drafts", rows, sampled, is_ahead),
-                lambda: self._run_drafts(rows, sampled=sampled, is_ahead=is_ahead),
+                ("drafts", rows, sampled, is_ahead, limits is not None),
+                lambda: self._run_drafts(rows, limits, sampled=sampled, is_ahead=is_ahead),
             )
         else:
             run("publish", self._publish)
@@ -284,9 +297,12 @@ class DraftReplica:
         self._take(CHUNK_ROWS, taken, rows_ahead=0)
         self._program.forward.write_rows(self._new_rows(taken))
 
-    def _run_drafts(self, count: int, *, sampled: bool, is_ahead: bool) -> None:
-        """Take the rows of the round, draft behind them, and perhaps for outcomes of these
-        drafts."""
+    def _run_drafts(
+        self, count: int, limits: DistributionLimits | None, *, sampled: bool, is_ahead: bool
+    ) -> None:
+        """Take the rows of the round, draft behind them, and perhaps for outcomes of these drafts.
+        limits: of the distributions that sessions of the rejection rule draw from; None: there are
+        no such sessions."""
         shape, ahead = self.exchange_shape, self._ahead if is_ahead else None
         taken = self._taken(self._rows, count, shape.num_nodes)
         self._take(DECODE_ROWS, taken, rows_ahead=shape.draft_length)
@@ -296,15 +312,21 @@ class DraftReplica:
             length=shape.draft_length,
             state=self._sampling,
             warp=warp,
+            distribution_limits=limits,
+            mixed_rules=True,
             with_levels=ahead is not None,
             given=None if ahead is None else ahead.chosen_columns(taken),
         )
+        distributions = drafted.distributions
+        if distributions is not None:
+            ids = self._program.forward.vocabulary.target_ids
+            distributions = with_target_ids(distributions, ids, is_increasing=self._ids_increase)
         put_drafts(
             self._drafts,
             self.state,
             taken,
             drafted.tokens,
-            None,
+            distributions,
             length=shape.draft_length,
             entries=shape.distribution_entries,
         )

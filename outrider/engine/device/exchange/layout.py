@@ -21,6 +21,10 @@ NUMBER_BYTES: Final = _ALIGNMENT
 """Bytes before the first bank: polling the number there disturbs nothing else."""
 _MAX_BYTES: Final = 1 << 31
 """Bytes of a buffer, at most."""
+_MAX_DISTRIBUTION_BYTES: Final = 1 << 26
+"""Bytes of the draft distributions of all sessions, at most."""
+_ENTRY_BYTES: Final = 8
+"""An id and a count, int32 each."""
 
 
 class BufferField(NamedTuple):
@@ -73,6 +77,14 @@ class BufferLayout:
                 "allowed"
             )
         return layout
+
+
+def distribution_entries(wanted: int, *, num_slots: int, draft_length: int) -> int:
+    """E, at most `wanted`: as many as all distributions have room for in 64 MiB, but at least 1 if
+    any are wanted. The verifier has the like of it three times more: a private copy, and two
+    workspaces of acceptance."""
+    room = _MAX_DISTRIBUTION_BYTES // (num_slots * draft_length * _ENTRY_BYTES)
+    return min(wanted, max(room, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,17 @@ from outrider.engine.device.exchange.exchange_times import ExchangeTimes
 from outrider.engine.device.exchange.layout import ExchangeShape
 from outrider.engine.device.exchange.memory import SharedMemory
 from outrider.engine.device.exchange.side import ExchangeSide
-from outrider.engine.device.graphs.shapes import AcceptanceMode, RoundShape
+from outrider.engine.device.graphs.shapes import RoundShape
 from outrider.engine.device.slots.logits_slots import LogitsSlots
-from outrider.engine.kernels.acceptance.randomized import DenseChainDistribution
+from outrider.engine.kernels.acceptance.randomized import SparseDistribution
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS
+from outrider.engine.kernels.exchange.distributions import (
+    new_taken_distributions,
+    take_distributions,
+)
 from outrider.engine.kernels.exchange.drafts import (
     advance_digests,
-    new_taken_drafts,
+    new_taken_tokens,
     take_drafts,
 )
 from outrider.engine.kernels.exchange.drafts_ahead import (
@@ -63,8 +67,6 @@ class RemoteDrafter:
 
     parents: Tensor | None = None
     """Drafts are chains."""
-    distribution: DenseChainDistribution | None = None
-    """Drafts of the rejection rule are judged target-only."""
     logits_slots: LogitsSlots | None = None
     """The drafter's own device knows it."""
 
@@ -80,16 +82,17 @@ class RemoteDrafter:
         self.state = self._side.state
         self.times = ExchangeTimes(self.state.history.numpy())
         """Of the rounds of this exchange."""
-        self._taken = new_taken_drafts(
+        self._distributions = new_taken_distributions(
             shape.num_slots, shape.draft_length, shape.distribution_entries, device
         )
         self._chosen = new_chosen_drafts(shape.num_slots, shape.draft_length, device)
-        self.tokens = self._taken.tokens
+        self.tokens = new_taken_tokens(shape.num_slots, shape.draft_length, device)
         """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
         with torch.inference_mode(False):
             self.digests = torch.zeros(shape.num_slots, dtype=torch.int64, device=device)
             """int64 [X]: digest of each session's prefix."""
         self._lengths: dict[int, Tensor] = {}
+        self._ranges: dict[int, Tensor] = {}
         self._has_chunks = False
         self._host: ReplicaHost | None = None
         self._followed: set[int] = set()
@@ -155,33 +158,56 @@ class RemoteDrafter:
             self._followed.discard(slot)
             self._host.end_session(slot)
 
-    def announce_round(self, shape: RoundShape) -> None:
-        """A round of this shape with drafts of this drafter was launched."""
+    def announce_round(self, shape: RoundShape, *, rejection: bool) -> None:
+        """A round of this shape with drafts of this drafter was launched; `rejection`: whether any
+        of its sessions, prompts included, has that rule."""
         if self._host is not None:
-            sampled = shape.acceptance_mode is AcceptanceMode.SAMPLED
+            rejection = rejection and shape.is_sampled
             rows, most = shape.rows + shape.chunks, self.exchange_shape.ahead_rows
             is_ahead = self.exchange_shape.fan_out > 0 and not shape.chunks and rows <= most
-            self._host.launch_round(ReplicaRound(rows, shape.chunks, sampled, is_ahead))
+            self._host.launch_round(
+                ReplicaRound(rows, shape.chunks, shape.is_sampled, is_ahead, rejection)
+            )
 
-    def receive_drafts(self, slots: Tensor) -> None:
-        """Wait for the drafts of these sessions' next round, int32 [B], and take them."""
-        lengths = self._lengths.get(len(slots))
-        if lengths is None:
-            with torch.inference_mode(False):
-                lengths = torch.zeros(len(slots), dtype=torch.int32, device=self.device)
-            self._lengths[len(slots)] = lengths
+    def receive_drafts(self, slots: Tensor, *, rejection: bool) -> SparseDistribution | None:
+        """Wait for the drafts of these sessions' next round, int32 [B], and take them; with their
+        distributions, if any of the sessions has the rejection rule."""
+        lengths = self._static(self._lengths, len(slots))
         wait_drafts(self._drafts, self.state, slots, self._chosen.outcomes, padding=self.padding)
         take_drafts(
             self._drafts,
             self.state,
             slots,
             self.digests,
-            self._taken,
+            self.tokens,
             lengths,
             chosen=self._chosen,
             vocab_size=self.vocab_size,
-            with_distributions=False,
         )
+        if not rejection or not self.exchange_shape.distribution_entries:
+            return None
+        ranges = self._static(self._ranges, len(slots), self.exchange_shape.num_nodes, 2)
+        take_distributions(
+            self._drafts,
+            self.state,
+            slots,
+            self.tokens,
+            lengths,
+            self._distributions,
+            ranges,
+            chosen=self._chosen,
+            vocab_size=self.vocab_size,
+        )
+        return self._distributions.with_ranges(ranges)
+
+    def _static(self, known: dict[int, Tensor], *shape: int) -> Tensor:
+        """A tensor int32 that all graphs of as many rows share."""
+        found = known.get(shape[0])
+        if found is None:
+            with torch.inference_mode(False):
+                found = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            known[shape[0]] = found
+        return found
 
     def begin_rows(self) -> None:
         """Rows of a launch are put next."""

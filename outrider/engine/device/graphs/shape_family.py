@@ -43,6 +43,7 @@ class ShapeFamily:
         has_features: bool,
         has_sampled_acceptance: bool,
         max_prefill_tokens: int,
+        has_remote_distributions: bool = False,
     ) -> None:
         """Define the shapes of one engine.
 
@@ -56,6 +57,8 @@ class ShapeFamily:
         has_features: whether the engine projects features for a drafter.
         has_sampled_acceptance: whether the engine serves acceptance rules that draw random numbers
             (`AcceptanceMode.SAMPLED`).
+        has_remote_distributions: whether drafts that lie on the device come from another one with
+            the distributions that they were drawn from.
         """
         self._max_rows = max_rows
         self._max_nodes = max_nodes
@@ -71,6 +74,7 @@ class ShapeFamily:
             if has_sampled_acceptance
             else (AcceptanceMode.MATCH,)
         )
+        self._has_remote_distributions = has_remote_distributions and has_sampled_acceptance
         self._most_rows: dict[int, int] = {}
         self._cache: dict[tuple[int, int, DraftKind, AcceptanceMode, bool, int], RoundShape] = {}
 
@@ -143,11 +147,7 @@ class ShapeFamily:
         if mixed:
             chain_sizes = MANY_CHUNKS_CHAIN_BUCKETS if many else MIXED_CHAIN_BUCKETS
         draft_kind, nodes = self._draft_bucket(draft_kind, nodes, chain_sizes)
-        # A SAMPLED graph accepts by comparing tokens at nearly no extra cost, so one graph serves
-        # both modes. Rounds with in-process drafts have a graph for each mode, because SAMPLED ones
-        # also compute draft distributions.
-        if draft_kind is not DraftKind.IN_PROCESS or acceptance_mode not in self._acceptance_modes:
-            acceptance_mode = self._acceptance_modes[-1]
+        acceptance_mode = self._fit_acceptance(draft_kind, acceptance_mode, mixed=mixed, rows=rows)
         if rows:
             row_sizes = MIXED_ROW_BUCKETS if mixed else ROW_BUCKETS
             rows = bucket_for(rows, MANY_CHUNKS_ROW_BUCKETS if many else row_sizes)
@@ -167,6 +167,24 @@ class ShapeFamily:
             chunks=bucket_for(chunks, chunk_sizes) if chunks else 0,
         )
 
+    def _fit_acceptance(
+        self, draft_kind: DraftKind, asked: AcceptanceMode, *, mixed: bool, rows: int
+    ) -> AcceptanceMode:
+        # A SAMPLED graph accepts by comparing tokens at nearly no extra cost, so one graph serves
+        # both modes. Rounds with in-process drafts have a graph for each mode, because SAMPLED ones
+        # also compute draft distributions.
+        most = self._acceptance_modes[-1]
+        if draft_kind is not DraftKind.IN_PROCESS or most is AcceptanceMode.MATCH:
+            return most
+        if asked is AcceptanceMode.MATCH:
+            return asked
+        # A round with prefill chunks is long beside two small kernels, and one mode less saves its
+        # graphs of every number of rows and chunks.
+        with_distributions = mixed or asked is AcceptanceMode.REJECTION
+        if self._has_remote_distributions and rows and with_distributions:
+            return AcceptanceMode.REJECTION
+        return AcceptanceMode.SAMPLED
+
     def all_shapes(self) -> Iterator[RoundShape]:
         """All shapes; no two are equal."""
         seen: set[RoundShape] = set()
@@ -176,7 +194,7 @@ class ShapeFamily:
                 yield shape
 
     def _enumerate_shapes(self) -> Iterator[RoundShape]:
-        for acceptance_mode in self._acceptance_modes:
+        for acceptance_mode in AcceptanceMode:
             for draft_kind, nodes in self._draft_buckets():
                 for rows in self._row_sizes(draft_kind, nodes):
                     yield self._fit(rows, nodes, draft_kind, acceptance_mode, False, 0)

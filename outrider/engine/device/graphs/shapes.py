@@ -75,6 +75,9 @@ class AcceptanceMode(StrEnum):
     of tokens."""
     SAMPLED = "sampled"
     """Any rule and any logits processor."""
+    REJECTION = "rejection"
+    """The same in rounds with sessions of the rejection rule. It is a mode of its own only where
+    drafts and their distributions come from another device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,20 +96,19 @@ class RoundShape:
     """Q, the number of prefill chunks, of P = CHUNK_TOKENS token rows each."""
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether rows may have any rule and any logits processor."""
+        return self.acceptance_mode is not AcceptanceMode.MATCH
+
+    @property
     def has_distributions(self) -> bool:
         """Whether rows may have draft distributions from the host."""
-        return self.acceptance_mode is AcceptanceMode.SAMPLED and self.draft_kind in (
-            DraftKind.CHAIN,
-            DraftKind.TREE,
-        )
+        return self.is_sampled and self.draft_kind in (DraftKind.CHAIN, DraftKind.TREE)
 
     @property
     def can_be_undrafted(self) -> bool:
         """Whether in-process drafting may be postponed until the host has seen the outcome."""
-        return (
-            self.draft_kind is DraftKind.IN_PROCESS
-            and self.acceptance_mode is AcceptanceMode.SAMPLED
-        )
+        return self.draft_kind is DraftKind.IN_PROCESS and self.is_sampled
 
     @property
     def token_rows(self) -> int:

@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
-"""Draft chains and their distributions, from the drafter's device to the verifier's.
+"""Draft chains, from the drafter's device to the verifier's.
 
 A draft lies at its session's slot, with the digest of the prefix that it continues. The verifier
 looks at drafts only behind a wait that found them, for until it publishes its next round nobody
@@ -15,14 +15,13 @@ distribution.
 from __future__ import annotations
 
 import time
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.draft_sampling import MAX_COUNT
 from outrider.engine.kernels.drafts.distribution_sampling import ChainDistributions
 from outrider.engine.kernels.exchange.buffers import ExchangeBuffer, ExchangeState
 from outrider.engine.kernels.exchange.drafts_ahead import ChosenDrafts
@@ -35,35 +34,12 @@ from outrider.spec.digest import TOKEN_OFFSET
 
 NO_TOKEN: Final = -1
 _OFFSET = tl.constexpr(TOKEN_OFFSET)
-_MAX_COUNT = tl.constexpr(MAX_COUNT)
 
 
-class TakenDrafts(NamedTuple):
-    """Checked drafts in private memory of the verifier's device; static tensors."""
-
-    tokens: Tensor
-    """int32 [X, K], by slot; -1: no node."""
-    sizes: Tensor
-    """int32 [X, K]: entries of each token's distribution; all 0: the session has none."""
-    entry_ids: Tensor
-    """int32 [X, K, E]."""
-    entry_counts: Tensor
-    """int32 [X, K, E]."""
-
-
-def new_taken_drafts(slots: int, length: int, entries: int, device: torch.device) -> TakenDrafts:
-    """Static tensors without a draft."""
+def new_taken_tokens(slots: int, length: int, device: torch.device) -> Tensor:
+    """int32 [X, K]: static private memory for draft tokens by session slot, without a draft."""
     with torch.inference_mode(False):
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        return TakenDrafts(
-            zeros(slots, length) - 1,
-            zeros(slots, length),
-            zeros(slots, length, entries),
-            zeros(slots, length, entries),
-        )
+        return torch.full((slots, length), NO_TOKEN, dtype=torch.int32, device=device)
 
 
 def advance_digests(digests: Tensor, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
@@ -118,9 +94,9 @@ def put_drafts(
     """Write the drafts of a launch's rows into the peer's buffer, at the peer's slots.
 
     taken: the rows that they were made for; those without tokens get none. tokens: int32 [R, k], k
-    at most `length`, the buffer's K. distributions: those that the tokens were drawn from, with at
-    most `entries` (the buffer's E) entries each; None: none. Nothing is written once the exchange
-    is closed.
+    at most `length`, the buffer's K. distributions: those that the tokens were drawn from, by
+    target id; one of more than `entries` (the buffer's E) entries is left out. None: none. Nothing
+    is written once the exchange is closed.
     """
     function = put_drafts_triton if tokens.is_cuda else put_drafts_torch
     function(buffer, state, taken, tokens, distributions, length=length, entries=entries)
@@ -150,7 +126,9 @@ def put_drafts_torch(
         if distributions is None:
             continue
         for step in range(tokens.shape[1]):
-            size = min(int(distributions.sizes[row, step]), entries)
+            size = int(distributions.sizes[row, step])
+            if size > entries:
+                continue
             peer_sizes[slot, step] = size
             peer_ids[slot, step, :size] = distributions.entries[0, row, step, :size]
             peer_counts[slot, step, :size] = distributions.entries[1, row, step, :size]
@@ -233,7 +211,9 @@ def _put_drafts(
         if step < DRAFTED:
             token = tl.load(tokens + row.to(tl.int64) * stride + step)
             if HAS_DISTRIBUTIONS:
-                size = tl.minimum(tl.load(sizes + row * DRAFTED + step), ENTRIES)
+                size = tl.load(sizes + row * DRAFTED + step)
+                # Part of a distribution is not what the token was drawn from.
+                size = tl.where(size > ENTRIES, 0, size)
         place = slot * LENGTH + step
         tl.store(peer_tokens + place, token)
         tl.store(peer_sizes + place, size)
@@ -253,21 +233,18 @@ def take_drafts(
     state: ExchangeState,
     slots: Tensor,
     digests: Tensor,
-    taken: TakenDrafts,
+    tokens: Tensor,
     lengths: Tensor,
     *,
     chosen: ChosenDrafts,
     vocab_size: int,
-    with_distributions: bool,
 ) -> None:
-    """Copy the drafts of these sessions into `taken`, and check the copies.
+    """Copy the tokens of these sessions' drafts into private memory, and check the copies.
 
     slots: int32 [R]. digests: int64 [X]: of the sessions' prefixes; a draft for another prefix is
-    no draft. lengths: int32 [R], gets the number of tokens of each draft; a chain ends before the
-    first token that is no id of `vocab_size`. chosen: drafts of outcomes, which are taken before
-    those in the buffer; they have no distribution. with_distributions: whether any session asks for
-    them: each must have increasing ids below `vocab_size` and weights in [1, MAX_COUNT], else its
-    session has none.
+    no draft. tokens: int32 [X, K], gets them by slot, -1 where there is no node; lengths: int32
+    [R], gets their number: a chain ends before the first token that is no id of `vocab_size`.
+    chosen: drafts of outcomes, which are taken before those in the buffer.
     """
     function = take_drafts_triton if slots.is_cuda else take_drafts_torch
     function(
@@ -275,11 +252,10 @@ def take_drafts(
         state,
         slots,
         digests,
-        taken,
+        tokens,
         lengths,
         chosen=chosen,
         vocab_size=vocab_size,
-        with_distributions=with_distributions,
     )
 
 
@@ -288,46 +264,28 @@ def take_drafts_torch(
     state: ExchangeState,
     slots: Tensor,
     digests: Tensor,
-    taken: TakenDrafts,
+    tokens: Tensor,
     lengths: Tensor,
     *,
     chosen: ChosenDrafts,
     vocab_size: int,
-    with_distributions: bool,
 ) -> None:
     """PyTorch reference of `take_drafts`, for the CPU only."""
     is_there = bool(state.words[1]) and bool(state.words[3])
-    chain, entries = taken.tokens.shape[1], taken.entry_ids.shape[2]
-    if is_there:
-        own_digests, own_tokens, own_sizes, own_ids, own_counts = buffer.bank(0)[1:6]
-    else:
-        own_digests, (own_tokens, own_sizes, own_ids, own_counts) = digests - 1, taken
+    chain = tokens.shape[1]
+    own_digests, own_tokens = buffer.bank(0)[1:3] if is_there else (digests - 1, tokens)
     for row, slot in enumerate(slots.tolist()):
         # Each word is read once: the peer may change it at any time.
-        digest, tokens, sizes = (
-            part[slot].clone() for part in (own_digests, own_tokens, own_sizes)
-        )
+        digest, given = own_digests[slot].clone(), own_tokens[slot].clone()
         fits = is_there and int(digest) == int(digests[slot])
         if int(chosen.outcomes[slot]) >= 0:
-            tokens, sizes, fits = chosen.tokens[slot], torch.zeros_like(sizes), True
+            given, fits = chosen.tokens[slot], True
         length = 0
-        while fits and length < chain and 0 <= int(tokens[length]) < vocab_size:
+        while fits and length < chain and 0 <= int(given[length]) < vocab_size:
             length += 1
-        taken.tokens[slot] = NO_TOKEN
-        taken.tokens[slot, :length] = tokens[:length]
+        tokens[slot] = NO_TOKEN
+        tokens[slot, :length] = given[:length]
         lengths[row] = length
-        if not with_distributions:
-            continue
-        taken.sizes[slot] = 0
-        for step in range(length):
-            size = min(max(int(sizes[step]), 0), entries)
-            ids, weights = own_ids[slot, step, :size].clone(), own_counts[slot, step, :size].clone()
-            sound = (ids >= 0) & (ids < vocab_size) & (weights > 0) & (weights <= MAX_COUNT)
-            sound[1:] &= ids[1:] > ids[:-1]
-            if bool(sound.all()):
-                taken.sizes[slot, step] = size
-                taken.entry_ids[slot, step, :size] = ids
-                taken.entry_counts[slot, step, :size] = weights
     state.stamps[3] = time.monotonic_ns()
 
 
@@ -336,16 +294,14 @@ def take_drafts_triton(
     state: ExchangeState,
     slots: Tensor,
     digests: Tensor,
-    taken: TakenDrafts,
+    tokens: Tensor,
     lengths: Tensor,
     *,
     chosen: ChosenDrafts,
     vocab_size: int,
-    with_distributions: bool,
 ) -> None:
-    """Triton launches of `take_drafts`: a program a row, then one a row and distribution."""
-    rows, chain = slots.shape[0], taken.tokens.shape[1]
-    entries = taken.entry_ids.shape[2]
+    """Triton launch of `take_drafts`: a program a row."""
+    rows, chain = slots.shape[0], tokens.shape[1]
     _take_tokens[(rows,)](
         buffer.addresses,
         state.words,
@@ -353,28 +309,13 @@ def take_drafts_triton(
         slots,
         digests,
         *chosen,
-        taken.tokens,
+        tokens,
         lengths,
         vocab_size,
         LENGTH=chain,
         BLOCK=next_power_of_2(chain),
         num_warps=1,
     )
-    if with_distributions and entries:
-        _take_distributions[(rows, chain)](
-            buffer.addresses,
-            slots,
-            chosen.outcomes,
-            lengths,
-            taken.sizes,
-            taken.entry_ids,
-            taken.entry_counts,
-            vocab_size,
-            LENGTH=chain,
-            ENTRIES=entries,
-            BLOCK=min(1024, next_power_of_2(entries)),
-            num_warps=4,
-        )
 
 
 @triton.jit
@@ -411,49 +352,3 @@ def _take_tokens(
     tl.store(lengths + row, length)
     if row == 0:
         tl.store(stamps + 3, device_clock())
-
-
-@triton.jit
-def _take_distributions(
-    addresses,
-    slots,
-    outcomes,
-    lengths,
-    sizes,
-    entry_ids,
-    entry_counts,
-    vocab_size,
-    LENGTH: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    step = tl.program_id(1)
-    slot = tl.load(slots + row)
-    place = slot * LENGTH + step
-    size = 0
-    if (step < tl.load(lengths + row)) & (tl.load(outcomes + slot) < 0):
-        own_sizes = array_at(addresses, 3, tl.int32)
-        size = tl.minimum(tl.maximum(tl.load(own_sizes + place), 0), ENTRIES)
-    own_ids = array_at(addresses, 4, tl.int32)
-    own_counts = array_at(addresses, 5, tl.int32)
-    base = place.to(tl.int64) * ENTRIES
-    bad = 0
-    for start in range(0, size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        here = at < size
-        ids = tl.load(own_ids + base + at, mask=here, other=0)
-        weights = tl.load(own_counts + base + at, mask=here, other=1)
-        tl.store(entry_ids + base + at, ids, mask=here)
-        tl.store(entry_counts + base + at, weights, mask=here)
-        strange = (ids < 0) | (ids >= vocab_size) | (weights < 1) | (weights > _MAX_COUNT)
-        bad += tl.sum((strange & here).to(tl.int32), axis=0)
-    tl.debug_barrier()
-    # The order is that of the copies: what lies in the buffer may change at any time.
-    for start in range(0, size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inner = (at > 0) & (at < size)
-        ids = tl.load(entry_ids + base + at, mask=inner, other=1)
-        before = tl.load(entry_ids + base + at - 1, mask=inner, other=0)
-        bad += tl.sum(((ids <= before) & inner).to(tl.int32), axis=0)
-    tl.store(sizes + place, tl.where(bad == 0, size, 0))

@@ -19,6 +19,12 @@ FAMILIES = {
     "plain": {"max_nodes": 1, "in_process_nodes": 0, "has_features": False},
     "separate": {"max_nodes": 65, "in_process_nodes": 0, "has_features": True},
     "own": {"max_nodes": 65, "in_process_nodes": 4, "has_features": True},
+    "remote": {
+        "max_nodes": 65,
+        "in_process_nodes": 4,
+        "has_features": True,
+        "has_remote_distributions": True,
+    },
 }
 
 
@@ -59,7 +65,7 @@ def test_every_round_has_its_shape_in_the_family(
         rows=rows,
         nodes=nodes,
         draft_kind=drafts,
-        acceptance_mode=data.draw(st.sampled_from([AcceptanceMode.MATCH, AcceptanceMode.SAMPLED])),
+        acceptance_mode=data.draw(st.sampled_from(AcceptanceMode)),
         has_features=data.draw(st.booleans()) and bool(FAMILIES[name]["has_features"]),
         chunks=chunks,
     )
@@ -79,6 +85,34 @@ def test_a_family_holds_the_prompt_tokens_that_are_planned_with_up_to_a_bound() 
     assert family("own", budget=2000).max_prefill_tokens == 2016
     assert family("own", budget=1 << 20).max_prefill_tokens == MAX_CHUNKS * CHUNK_TOKENS
     assert len(list(family("own", budget=512).all_shapes())) < len(list(family("own").all_shapes()))
+
+
+M, S, R = AcceptanceMode
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "expected"),
+    [("own", 0, (M, S, S)), ("remote", 0, (M, S, R)), ("remote", 3, (M, R, R))],
+)
+def test_only_rounds_that_may_have_distributions_of_another_device_take_them(
+    name: str, chunks: int, expected: tuple[AcceptanceMode, ...]
+) -> None:
+    shapes = family(name)
+
+    def mode(rows: int, drafts: DraftKind, asked: AcceptanceMode) -> AcceptanceMode:
+        return shapes.fit_shape(
+            rows=rows,
+            nodes=1,
+            draft_kind=drafts,
+            acceptance_mode=asked,
+            has_features=True,
+            chunks=chunks,
+        ).acceptance_mode
+
+    assert tuple(mode(5, DraftKind.IN_PROCESS, asked) for asked in AcceptanceMode) == expected
+    assert {mode(5, DraftKind.NONE, asked) for asked in AcceptanceMode} == {S}
+    if chunks:
+        assert mode(0, DraftKind.IN_PROCESS, R) is S
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -151,7 +151,8 @@ def test_the_first_drafter_is_offered_memory_and_told_of_rounds(rig: Rig) -> Non
             acceptance_mode=AcceptanceMode.SAMPLED,
             has_features=True,
             chunks=1,
-        )
+        ),
+        rejection=True,
     )
     rig.remote.end_session(1)
     rig.remote.end_session(1)
@@ -159,7 +160,7 @@ def test_the_first_drafter_is_offered_memory_and_told_of_rounds(rig: Rig) -> Non
         ReplicaSessionBegin(slot=1, blocks=(7, 8), sampling=SamplingParams(), num_rows=0),
         # The session in slot 3 is none of its own.
         ReplicaBlocksAdded(slot=1, first=2, blocks=(9,)),
-        ReplicaRoundLaunched(rows=3, chunks=1, is_sampled=True),
+        ReplicaRoundLaunched(rows=3, chunks=1, is_sampled=True, has_rejection=True),
         ReplicaSessionEnd(slot=1),
     ]
 

@@ -4,6 +4,7 @@ of it changes no text."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,11 @@ from torch import Tensor
 from outrider.engine.device.drafting.draft_forward import NewRows
 from outrider.engine.device.drafting.eagle_forward import HeadForward
 from outrider.engine.device.drafting.eagle_weights import HeadWeights
-from outrider.engine.device.exchange.draft_replica import DraftReplica, ReplicaSlots
+from outrider.engine.device.exchange.draft_replica import (
+    DraftReplica,
+    ReplicaRound,
+    ReplicaSlots,
+)
 from outrider.engine.device.exchange.memory import (
     SharedMemory,
     allocate_on_device,
@@ -25,11 +30,13 @@ from outrider.engine.device.exchange.memory import (
     map_host_memory,
 )
 from outrider.engine.device.exchange.outcome_drafter import OutcomeDrafter
+from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
+from outrider.engine.draft_sampling import DistributionLimits
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.linear import PlainLinear
 from outrider.engine.model_loader import load_target
 from outrider.spec.plan import DraftMethod, SpeculationPlan
-from outrider.spec.sampling import SamplingParams
+from outrider.spec.sampling import Rule, SamplingParams
 from outrider.wire.messages import SessionSpec
 from tests.unit.verifier.harness import make_spec
 from tests.unit.verifier.kv.test_suspend_resume import disturb
@@ -60,6 +67,7 @@ def exchanging(
     *,
     timeout_ms: float = 1000.0,
     fan_out: int = 0,
+    distribution_ids: int = 2048,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> Exchange:
@@ -75,6 +83,7 @@ def exchanging(
         feature_head=str(head_dir),
         exchange_fan_out=fan_out,
         exchange_ahead_sessions=4,
+        exchange_distribution_ids=distribution_ids,
     )
     runner = GpuModelRunner.build(config, target, projection, exchange_timeout_ms=timeout_ms)
     remote = runner.remote_drafter
@@ -126,6 +135,7 @@ SAMPLINGS = {
     "coupled": SamplingParams(temperature=0.8, seed=11, top_p=0.9),
     "penalties": SamplingParams(temperature=0.9, presence_penalty=1.5, seed=5),
 }
+REJECTION = SamplingParams(temperature=0.8, top_p=0.95, rule=Rule.REJECTION, seed=8)
 
 
 @pytest.mark.parametrize("name", ["greedy", "coupled"])
@@ -263,3 +273,106 @@ def test_a_draft_of_the_outcome_that_came_true_is_verified_next(
     hits = [each for each in verified[5:-2] if each[0] == 2]
     assert len(hits) == len(verified[5:-2])
     assert all(chosen == offered for _, chosen, offered in hits)
+
+
+def rejection_beside(sampling: SamplingParams) -> list[SessionSpec]:
+    """Sessions of another rule, and one of the rejection rule in their midst."""
+    found = specs(sampling)
+    found[1] = replace(found[1], sampling=REJECTION)
+    return found
+
+
+def remote_of(exchange: Exchange) -> RemoteDrafter:
+    """What the verifier has of the drafter."""
+    runner = exchange.driver.runner
+    assert isinstance(runner, GpuModelRunner) and runner.remote_drafter is not None
+    return runner.remote_drafter
+
+
+def drafted_rounds(driver: Driver) -> list[bool]:
+    """Of the rejection session's rounds, the first and last ones left out, whether each was judged
+    target-only for want of a distribution."""
+    return driver.target_only[1][4:-2]
+
+
+@pytest.mark.parametrize("fan_out", [0, 8])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", ["greedy", "coupled"])
+def test_drafts_of_the_rejection_rule_come_with_their_distributions(
+    tiny_target: Path, tiny_head: Path, name: str, ahead: bool, fan_out: int
+) -> None:
+    runner, pool = host_runner(tiny_target, blocks=BLOCKS)
+    expected = texts(Driver(runner, pool), rejection_beside(SAMPLINGS[name]))
+    exchange = exchanging(tiny_target, tiny_head, fan_out=fan_out)
+    exchange.driver.ahead = ahead
+    found = texts(exchange.driver, rejection_beside(SAMPLINGS[name]))
+    # The others' texts do not depend on who is beside them.
+    assert (found[0], found[2]) == (expected[0], expected[2])
+    assert exchange.replica.is_open
+    assert len(drafted_rounds(exchange.driver)) > 5
+    assert not any(drafted_rounds(exchange.driver))
+
+
+def test_the_rejection_rule_judges_as_with_a_drafter_in_process(
+    tiny_target: Path, tiny_head: Path
+) -> None:
+    # A flat target accepts drafts of a head that knows nothing of it. What is rounded away of the
+    # distributions, of which nothing is cut off, decides none of these draws.
+    flat = SamplingParams(temperature=3.0, rule=Rule.REJECTION, seed=8)
+    runner, pool = device_runner(tiny_target, tiny_head, blocks=BLOCKS, draft_length=3)
+    here = Driver(runner, pool)
+    expected = texts(here, specs(flat))
+    exchange = exchanging(tiny_target, tiny_head)
+    exchange.replica._limits = DistributionLimits(mass=1.0, max_ids=2048)
+    assert texts(exchange.driver, specs(flat)) == expected
+    assert max(here.counts) > 1 and max(exchange.driver.counts) > 1
+
+
+@pytest.mark.parametrize("fault", ["nothing", "counts", "tokens", "sizes"])
+def test_without_sound_distributions_the_rejection_rule_judges_target_only(
+    tiny_target: Path, tiny_head: Path, fault: str
+) -> None:
+    runner, pool = host_runner(tiny_target, blocks=BLOCKS)
+    expected = texts(Driver(runner, pool), rejection_beside(SAMPLINGS["coupled"]))
+    ids = 0 if fault == "nothing" else 2048
+    exchange = exchanging(tiny_target, tiny_head, distribution_ids=ids)
+    _, _, tokens, sizes, _, counts, *_ = remote_of(exchange)._drafts.bank(0)
+    slot = 1
+
+    def corrupt(driver: Driver, step: int) -> None:
+        if fault == "counts":
+            counts[slot, 1, 0] = 0
+        elif fault == "tokens":
+            # An id that the draft vocabulary does not have.
+            tokens[slot, 0] = int(remote_of(exchange).vocab_size - 1)
+        elif fault == "sizes":
+            sizes[slot, 2] = -1
+
+    found = texts(exchange.driver, rejection_beside(SAMPLINGS["coupled"]), corrupt)
+    assert (found[0], found[2]) == (expected[0], expected[2])
+    assert all(drafted_rounds(exchange.driver))
+    assert exchange.replica.is_open
+
+
+def test_only_rounds_of_the_rejection_rule_take_distributions(
+    tiny_target: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced = set[tuple[bool, bool]]()
+    launch = DraftReplica.launch_round
+
+    def record(self: DraftReplica, each: ReplicaRound) -> None:
+        announced.add((each.is_sampled, each.has_rejection))
+        launch(self, each)
+
+    monkeypatch.setattr(DraftReplica, "launch_round", record)
+    for sampling, kind in (
+        (SAMPLINGS["greedy"], (False, False)),
+        (SAMPLINGS["coupled"], (True, False)),
+        (REJECTION, (True, True)),
+    ):
+        announced.clear()
+        exchange = exchanging(tiny_target, tiny_head)
+        texts(exchange.driver, specs(sampling))
+        assert announced == {kind}
+        # Nothing was drawn from distributions for anybody else.
+        assert bool(remote_of(exchange)._drafts.bank(0)[3].any()) is kind[1]

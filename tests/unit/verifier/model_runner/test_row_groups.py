@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,11 +128,34 @@ def test_rows_are_split_by_judge_and_by_whose_drafts_they_verify() -> None:
     # Row 2 stands for nothing of its draft, row 4 has none that follows its prefix.
     assert [(g.round_indices, g.drafts, g.acceptance_mode) for g in groups] == [
         ([2, 3, 4], DraftKind.NONE, AcceptanceMode.SAMPLED),
-        ([0, 1, 5], DraftKind.IN_PROCESS, AcceptanceMode.SAMPLED),
+        ([0, 1, 5], DraftKind.IN_PROCESS, AcceptanceMode.REJECTION),
     ]
     for group in groups:
         assert [seat.slot for seat in group.device_slots] == group.round_indices
         assert group.rows == [rows[place] for place in group.round_indices]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "prompt", "expected"),
+    [
+        ((), GREEDY, AcceptanceMode.MATCH),
+        ((), REJECTION, AcceptanceMode.REJECTION),
+        ((GREEDY,), PENALTY, AcceptanceMode.SAMPLED),
+        ((PENALTY,), REJECTION, AcceptanceMode.REJECTION),
+        ((REJECTION,), GREEDY, AcceptanceMode.REJECTION),
+        ((replace(REJECTION, temperature=0.0),), GREEDY, AcceptanceMode.MATCH),
+    ],
+)
+def test_a_launch_is_judged_as_its_most_demanding_session_asks(
+    decoding: Sequence[SamplingParams], prompt: SamplingParams, expected: AcceptanceMode
+) -> None:
+    rows = [row(sampling) for sampling in decoding]
+    groups, own = group_rows(rows, seats(rows), any_number), row(prompt)
+    chunk = PrefillRow(session=own.session, start=0, num_tokens=3, last=False)
+    mine = DeviceSlot.create(own.session, len(rows), warped=warps(own))
+    add_prompts(groups, [(0, chunk, mine)], in_process_drafter=False, mixes=lambda drafts: True)
+    (group,) = groups
+    assert group.acceptance_mode is expected
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ class DeviceSlot:
     """Whether its rule compares tokens and asks for no distribution."""
     has_logits_processing: bool
     """Whether its logits are processed by the logits processor before anything looks at them."""
+    uses_rejection: bool = False
+    """Whether it has the rejection rule, which asks what its drafts were drawn from."""
     has_current_draft: bool = False
     """Whether the in-process draft on the device follows the session's prefix."""
     has_full_draft_kv: bool = False
@@ -46,8 +48,14 @@ class DeviceSlot:
     @classmethod
     def create(cls, session: Session, slot: int, *, warped: bool) -> DeviceSlot:
         """The device slot of a session that begins in `slot`."""
-        matching = session.spec.sampling.effective_rule in TOKEN_MATCHING_RULES
-        return cls(slot, matching, warped, uploaded_blocks=session.kv.num_blocks)
+        rule = session.spec.sampling.effective_rule
+        return cls(
+            slot,
+            rule in TOKEN_MATCHING_RULES,
+            warped,
+            uses_rejection=rule is Rule.REJECTION,
+            uploaded_blocks=session.kv.num_blocks,
+        )
 
 
 class DeviceSlotTable:

@@ -184,11 +184,11 @@ def _all_plain(verify: Sequence[VerifyRow]) -> bool:
 
 
 def _judge(device_slots: Sequence[DeviceSlot]) -> AcceptanceMode:
-    return (
-        AcceptanceMode.MATCH
-        if all([seat.is_plain for seat in device_slots])
-        else AcceptanceMode.SAMPLED
-    )
+    if all([seat.is_plain for seat in device_slots]):
+        return AcceptanceMode.MATCH
+    if any([seat.uses_rejection for seat in device_slots]):
+        return AcceptanceMode.REJECTION
+    return AcceptanceMode.SAMPLED
 
 
 def _fitting(
@@ -276,10 +276,10 @@ def add_prompts(
     group = _shared(fitting, drafted=drafted)
     if group is None:
         drafts = DraftKind.IN_PROCESS if drafted else DraftKind.NONE
-        group = LaunchGroup([], [], [], drafts=drafts, acceptance_mode=AcceptanceMode.MATCH)
+        group = LaunchGroup([], [], [], drafts=drafts)
         groups.append(group)
-    if _judge([device_slot for _, _, device_slot in prefill]) is AcceptanceMode.SAMPLED:
-        group.acceptance_mode = AcceptanceMode.SAMPLED
+    prompt_slots = [device_slot for _, _, device_slot in prefill]
+    group.acceptance_mode = _judge([*group.device_slots, *prompt_slots])
     first = 0
     for place, row, device_slot in prefill:
         # Of a session that goes on the root is known, so no token is sampled before it.

@@ -19,10 +19,15 @@ from numpy.typing import NDArray
 from outrider.engine.device.current_device import init_launching_thread, is_device_usable
 from outrider.engine.device.device_timeline import DeviceRecorder
 from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter, InProcessDraftShape
-from outrider.engine.device.exchange.layout import ExchangeShape
+from outrider.engine.device.exchange.layout import ExchangeShape, distribution_entries
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
 from outrider.engine.device.graphs.shape_family import ShapeFamily
-from outrider.engine.device.graphs.shapes import CHUNK_TOKENS, DraftKind, RoundShape
+from outrider.engine.device.graphs.shapes import (
+    CHUNK_TOKENS,
+    AcceptanceMode,
+    DraftKind,
+    RoundShape,
+)
 from outrider.engine.device.round_launcher import LaunchedRound, RoundLauncher
 from outrider.engine.device.slots.logits_slots import check_initial_bans
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
@@ -156,6 +161,7 @@ class GpuModelRunner:
             config,
             in_process_nodes=1 + shape.num_nodes if drafts_here else 0,
             features=projection is not None,
+            remote_distributions=is_exchanging and config.exchange_distribution_ids > 0,
         )
         remote_drafter = None
         if is_exchanging:
@@ -335,7 +341,10 @@ class GpuModelRunner:
                 place=self._shm_target_of(group) if len(groups) == 1 else None,
             )
             if self.remote_drafter is not None and group.has_in_process_drafts:
-                self.remote_drafter.announce_round(group.launched.shape)
+                self.remote_drafter.announce_round(
+                    group.launched.shape,
+                    rejection=group.acceptance_mode is AcceptanceMode.REJECTION,
+                )
         return GpuInFlightRound(prefill, verify, groups, submitted)
 
     def _shm_target_of(
@@ -456,15 +465,18 @@ def _remote_drafter(
 ) -> RemoteDrafter:
     """What exchanges with a drafter on another device; its buffers hold any round of `family`."""
     shapes = [shape for shape in family.all_shapes() if shape.draft_kind is DraftKind.IN_PROCESS]
+    num_slots = slots.padding + 1
     shape = ExchangeShape(
-        num_slots=slots.padding + 1,
+        num_slots=num_slots,
         max_rows=max(each.rows + each.chunks for each in shapes),
         draft_length=config.draft_length,
         max_chunks=max(each.chunks for each in shapes),
         chunk_tokens=CHUNK_TOKENS,
         feature_size=projection.hidden_size,
         feature_dtype=target.dtype,
-        distribution_entries=0,
+        distribution_entries=distribution_entries(
+            config.exchange_distribution_ids, num_slots=num_slots, draft_length=config.draft_length
+        ),
         fan_out=config.exchange_fan_out,
         ahead_rows=min(config.exchange_ahead_sessions, config.max_sessions),
     )

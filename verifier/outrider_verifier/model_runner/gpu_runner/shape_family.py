@@ -7,7 +7,11 @@ from outrider_verifier.config import VerifierConfig
 
 
 def shape_family_for(
-    config: VerifierConfig, *, in_process_nodes: int, features: bool
+    config: VerifierConfig,
+    *,
+    in_process_nodes: int,
+    features: bool,
+    remote_distributions: bool = False,
 ) -> ShapeFamily:
     """The shapes of a verifier's rounds; see `ShapeFamily` for the arguments."""
     return ShapeFamily(
@@ -21,4 +25,5 @@ def shape_family_for(
         has_features=features,
         has_sampled_acceptance=not config.simulated_acceptance,
         max_prefill_tokens=config.resolved_prefill_tokens,
+        has_remote_distributions=remote_distributions,
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.engine.device.exchange.layout import BufferLayout, ExchangeShape
+from outrider.engine.device.exchange.layout import BufferLayout, ExchangeShape, distribution_entries
 from outrider.engine.device.exchange.memory import (
     allocate_on_host,
     attach_buffer,
@@ -112,6 +112,17 @@ def test_a_shape_without_sense_is_refused(name: str, value: int) -> None:
     given = {field: getattr(SHAPE, field) for field in SHAPE.__dataclass_fields__}
     with pytest.raises(InvalidRequestError, match=name):
         ExchangeShape(**{**given, name: value})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_slots", "draft_length", "expected"),
+    [(2048, 257, 3, 2048), (0, 257, 3, 0), (4096, 1025, 8, 1023), (2048, 65_537, 64, 1)],
+)
+def test_distributions_of_many_sessions_have_fewer_entries(
+    wanted: int, num_slots: int, draft_length: int, expected: int
+) -> None:
+    found = distribution_entries(wanted, num_slots=num_slots, draft_length=draft_length)
+    assert found == expected
 
 
 def test_a_buffer_is_bounded() -> None:

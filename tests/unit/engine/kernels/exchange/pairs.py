@@ -14,7 +14,7 @@ from outrider.engine.kernels.exchange.buffers import (
     ExchangeState,
     new_state,
 )
-from outrider.engine.kernels.exchange.drafts import TakenDrafts, new_taken_drafts
+from outrider.engine.kernels.exchange.drafts import new_taken_tokens
 from outrider.engine.kernels.exchange.drafts_ahead import ChosenDrafts, new_chosen_drafts
 from outrider.engine.kernels.exchange.verdicts import (
     NO_SLOT,
@@ -117,9 +117,9 @@ def taken_rows(rows: int) -> TakenRows:
     return new_taken_rows(rows, WIDTH, SIZE, torch.bfloat16, CPU)
 
 
-def taken_drafts() -> TakenDrafts:
-    """Where drafts are taken to."""
-    return new_taken_drafts(SLOTS, CHAIN, ENTRIES, CPU)
+def taken_tokens() -> Tensor:
+    """Where tokens of drafts are taken to."""
+    return new_taken_tokens(SLOTS, CHAIN, CPU)
 
 
 def chosen_drafts() -> ChosenDrafts:

@@ -1,4 +1,4 @@
-"""Drafts cross with their distributions; what no honest drafter writes is no draft."""
+"""Drafts cross as they are; what no honest drafter writes is no draft."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.kernels.drafts.distribution_sampling import ChainDistributions
-from outrider.engine.kernels.exchange.buffers import DRAFT_FIELDS, ExchangeBuffer
+from outrider.engine.kernels.exchange.buffers import ExchangeBuffer
 from outrider.engine.kernels.exchange.drafts import (
-    TakenDrafts,
     advance_digests_torch,
     advance_digests_triton,
     put_drafts_torch,
@@ -20,7 +18,6 @@ from outrider.engine.kernels.exchange.drafts import (
     take_drafts_torch,
     take_drafts_triton,
 )
-from outrider.engine.kernels.exchange.drafts_ahead import ChosenDrafts
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from tests.unit.engine.kernels.exchange.pairs import (
     CHAIN,
@@ -31,8 +28,8 @@ from tests.unit.engine.kernels.exchange.pairs import (
     draft_buffer,
     int32s,
     open_state,
-    taken_drafts,
     taken_rows,
+    taken_tokens,
 )
 
 PUTS = [put_drafts_torch, put_drafts_triton]
@@ -40,19 +37,10 @@ TAKES = [take_drafts_torch, take_drafts_triton]
 DIGESTS = torch.tensor([11, -12, 2**62, 14], dtype=torch.int64)
 
 
-def distributions(rows: int) -> ChainDistributions:
-    """Of each token one with 1, 2, .. entries."""
-    sizes = torch.tensor([[1 + (r + s) % ENTRIES for s in range(CHAIN)] for r in range(rows)])
-    ids = torch.arange(ENTRIES + 2).expand(rows, CHAIN, -1) * 5
-    counts = torch.randint(1, 65536, (rows, CHAIN, ENTRIES + 2))
-    return ChainDistributions(sizes.int(), torch.stack((ids, counts)).int())
-
-
 def put(
     function: Callable[..., None],
     arrays: ExchangeBuffer,
     tokens: Tensor,
-    given: ChainDistributions | None = None,
     *,
     is_open: int = 1,
 ) -> None:
@@ -62,7 +50,7 @@ def put(
     rows.source_slots[:] = int32s([3, 0, 1, 2])
     rows.counts[:] = int32s([1, 2, 3, 0])
     rows.digests[:] = DIGESTS
-    function(arrays, state, rows, tokens, given, length=CHAIN, entries=ENTRIES)
+    function(arrays, state, rows, tokens, None, length=CHAIN, entries=ENTRIES)
 
 
 def take(
@@ -72,10 +60,9 @@ def take(
     digests: Tensor | None = None,
     is_open: int = 1,
     is_fresh: int = 1,
-    chosen: ChosenDrafts | None = None,
-) -> tuple[list[int], TakenDrafts]:
+) -> tuple[list[int], Tensor]:
     """Take the drafts of the slots 0, 1, 3 and of the padding slot."""
-    state, taken, lengths = open_state(), taken_drafts(), int32s([9, 9, 9, 9])
+    state, tokens, lengths = open_state(), taken_tokens(), int32s([9, 9, 9, 9])
     state.words[1], state.words[3] = is_open, is_fresh
     if digests is None:
         digests = torch.zeros(SLOTS, dtype=torch.int64) - 1
@@ -85,54 +72,28 @@ def take(
         state,
         int32s([0, 1, 3, SLOTS - 1]),
         digests,
-        taken,
+        tokens,
         lengths,
-        chosen=chosen_drafts() if chosen is None else chosen,
+        chosen=chosen_drafts(),
         vocab_size=VOCAB,
-        with_distributions=True,
     )
-    return lengths.tolist(), taken
-
-
-def array_of(arrays: ExchangeBuffer, name: str) -> Tensor:
-    """An array of the buffer."""
-    return arrays.bank(0)[DRAFT_FIELDS.index(name)]
+    return lengths.tolist(), tokens
 
 
 @pytest.mark.parametrize("function", PUTS)
 @pytest.mark.parametrize("taking", TAKES)
 @pytest.mark.parametrize("length", [1, CHAIN])
-@pytest.mark.parametrize("has_distributions", [False, True])
 def test_drafts_cross_as_they_are(
-    function: Callable[..., None],
-    taking: Callable[..., None],
-    length: int,
-    has_distributions: bool,
+    function: Callable[..., None], taking: Callable[..., None], length: int
 ) -> None:
     torch.manual_seed(length)
     arrays, tokens = draft_buffer(), torch.randint(0, VOCAB, (4, length)).int()
-    given = distributions(4) if has_distributions else None
-    if given is not None and length < CHAIN:
-        given = ChainDistributions(
-            given.sizes[:, :length].contiguous(), given.entries[:, :, :length].contiguous()
-        )
-    put(function, arrays, tokens, given)
+    put(function, arrays, tokens)
     lengths, taken = take(taking, arrays)
     assert lengths == [length, length, length, 0]
-    for row, slot in enumerate([3, 0, 1]):
-        assert torch.equal(taken.tokens[slot, :length], tokens[row])
-        assert bool((taken.tokens[slot, length:] == -1).all())
-        for step in range(length):
-            size = int(given.sizes[row, step]) if given is not None else 0
-            assert taken.sizes[slot, step] == size
-            if given is not None:
-                assert torch.equal(
-                    taken.entry_ids[slot, step, :size], given.entries[0, row, step, :size]
-                )
-                assert torch.equal(
-                    taken.entry_counts[slot, step, :size], given.entries[1, row, step, :size]
-                )
-    assert bool((taken.tokens[2] == -1).all())
+    assert torch.equal(taken[[3, 0, 1], :length], tokens[:3])
+    assert bool((taken[:, length:] == -1).all())
+    assert bool((taken[2] == -1).all())
 
 
 @pytest.mark.parametrize("function", PUTS)
@@ -150,11 +111,11 @@ def test_a_draft_for_another_prefix_is_no_draft(function: Callable[..., None]) -
     digests[3], digests[0] = DIGESTS[0], DIGESTS[1] + 1
     lengths, taken = take(function, arrays, digests=digests)
     assert lengths[:3] == [0, 0, CHAIN]
-    assert bool((taken.tokens[[0, 1]] == -1).all())
+    assert bool((taken[[0, 1]] == -1).all())
     for switch in ("is_open", "is_fresh"):
         lengths, taken = take(function, arrays, **{switch: 0})
         assert lengths == [0, 0, 0, 0]
-        assert bool((taken.tokens[[0, 1, 3]] == -1).all())
+        assert bool((taken[[0, 1, 3]] == -1).all())
 
 
 @pytest.mark.parametrize("function", TAKES)
@@ -167,40 +128,7 @@ def test_a_chain_ends_before_what_is_no_token(function: Callable[..., None], bad
     put(put_drafts_torch, arrays, tokens)
     lengths, taken = take(function, arrays)
     assert lengths == [0, CHAIN, 1, 0]
-    assert taken.tokens[3].tolist() == [1, -1, -1]
-
-
-@pytest.mark.parametrize("function", TAKES)
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("entry_ids", VOCAB),
-        ("entry_ids", -1),
-        ("entry_ids", 0),
-        ("entry_counts", 0),
-        ("entry_counts", 65536),
-        ("entry_counts", -5),
-    ],
-)
-def test_a_bad_distribution_is_none(function: Callable[..., None], field: str, value: int) -> None:
-    arrays, given = draft_buffer(), distributions(4)
-    put(put_drafts_torch, arrays, torch.ones((4, CHAIN), dtype=torch.int32), given)
-    # Of slot 0, the second row of the launch: its steps have 2, 3 and 4 entries.
-    array_of(arrays, field)[0, 1, 2] = value
-    _, taken = take(function, arrays)
-    assert taken.sizes[0].tolist() == [2, 0, 4]
-
-
-@pytest.mark.parametrize("function", TAKES)
-@pytest.mark.parametrize(("size", "expected"), [(-3, 0), (2**31 - 1, ENTRIES), (0, 0)])
-def test_sizes_are_bounded(function: Callable[..., None], size: int, expected: int) -> None:
-    arrays, given = draft_buffer(), distributions(4)
-    put(put_drafts_torch, arrays, torch.ones((4, CHAIN), dtype=torch.int32), given)
-    sizes, ids, counts = arrays.bank(0)[3:6]
-    sizes[0, 0] = size
-    ids[0, 0], counts[0, 0] = int32s([1, 2, 3, 4]), int32s([1, 2, 3, 4])
-    _, taken = take(function, arrays)
-    assert taken.sizes[0, 0] == expected
+    assert taken[3].tolist() == [1, -1, -1]
 
 
 @pytest.mark.parametrize("function", [advance_digests_torch, advance_digests_triton])

@@ -28,8 +28,8 @@ from tests.unit.engine.kernels.exchange.pairs import (
     int32s,
     noise,
     open_state,
-    taken_drafts,
     taken_rows,
+    taken_tokens,
 )
 
 PUTS = [put_outcomes_torch, put_outcomes_triton]
@@ -135,22 +135,19 @@ def test_any_words_are_outlived(name: str) -> None:
 def test_a_chosen_draft_is_taken_whatever_lies_in_the_buffer(
     function: Callable[..., None],
 ) -> None:
-    state, taken, lengths, chosen = open_state(), taken_drafts(), int32s([9, 9]), chosen_drafts()
+    state, tokens, lengths, chosen = open_state(), taken_tokens(), int32s([9, 9]), chosen_drafts()
     state.words[3] = 0
     chosen.outcomes[2] = 1
     chosen.tokens[2] = int32s([8, 9, -1])
-    taken.sizes[2] = 3
     function(
         draft_buffer(),
         state,
         int32s([2, 0]),
         torch.zeros(SLOTS, dtype=torch.int64) + 5,
-        taken,
+        tokens,
         lengths,
         chosen=chosen,
         vocab_size=VOCAB,
-        with_distributions=True,
     )
     assert lengths.tolist() == [2, 0]
-    assert taken.tokens[[2, 0]].tolist() == [[8, 9, -1], [-1, -1, -1]]
-    assert taken.sizes[2].tolist() == [0, 0, 0]
+    assert tokens[[2, 0]].tolist() == [[8, 9, -1], [-1, -1, -1]]
