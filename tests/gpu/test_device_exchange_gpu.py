@@ -14,8 +14,11 @@ from tests.unit.verifier.kv.test_suspend_resume import disturb
 from tests.unit.verifier.model_runner.test_device_exchange import (
     BLOCKS,
     PROMPTS,
+    REJECTION,
     SAMPLINGS,
+    drafted_rounds,
     exchanging,
+    rejection_beside,
     specs,
 )
 from tests.unit.verifier.round_driver import Driver, device_runner, host_runner, texts
@@ -58,6 +61,22 @@ def test_sessions_that_go_and_come_back_keep_their_texts(
     exchange = exchanging(tiny_target, tiny_head, device=device, fan_out=8 if ahead else 0)
     exchange.driver.ahead = ahead
     assert texts(exchange.driver, specs(SAMPLINGS[name]), disturb(7)) == expected
+    assert exchange.replica.state.words[1] == 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drafts_of_the_rejection_rule_come_with_their_distributions(
+    device: torch.device, tiny_target: Path, tiny_head: Path, ahead: bool
+) -> None:
+    runner, pool = host_runner(tiny_target, blocks=BLOCKS)
+    expected = texts(Driver(runner, pool), rejection_beside(SAMPLINGS["greedy"]))
+    exchange = exchanging(tiny_target, tiny_head, device=device, fan_out=8 if ahead else 0)
+    exchange.driver.ahead = ahead
+    found = texts(exchange.driver, rejection_beside(SAMPLINGS["greedy"]))
+    assert (found[0], found[2]) == (expected[0], expected[2])
+    assert not any(drafted_rounds(exchange.driver))
+    # Rounds of this rule alone, from the graphs that the first ones have captured.
+    texts(exchange.driver, specs(REJECTION))
     assert exchange.replica.state.words[1] == 1
 
 

@@ -117,6 +117,20 @@ def test_drafts_between_devices_change_no_text(stack: Stack, options: dict[str, 
     assert proposed > 0 and none == 0
 
 
+def test_drafts_of_the_rejection_rule_come_with_their_distributions(stack: Stack) -> None:
+    with Client(stack.router.address, timeout_s=60.0) as client:
+        result = client.generate(
+            PROMPT,
+            max_tokens=LENGTH,
+            ignore_eos=True,
+            drafter="eagle3",
+            temperature=0.8,
+            rule="rejection",
+        )
+    stats = result.finish.stats
+    assert stats.proposed > 0 and stats.target_only_rounds == 0
+
+
 def text_through(client: Client, fault: Callable[[], None]) -> tuple[int, ...]:
     """The tokens of a greedy request, during which something happens."""
     options = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}

@@ -71,6 +71,7 @@ _USUAL_ROWS: Final = 128
 _USUAL_CHUNKS: Final = 64
 """Prefill chunks of a round, as `prefill_tokens_per_round` of a verifier says by default."""
 _USUAL_DRAFT_LENGTH: Final = 3
+_USUAL_DISTRIBUTION_IDS: Final = 2048
 """What a verifier has that is told nothing."""
 _USUAL_SLOTS: Final = ReplicaSlots(num_blocks=128, block_tokens=16, table_blocks=128)
 _BUILT: Final = object()
@@ -165,7 +166,7 @@ class Replicas:
             chunk_tokens=CHUNK_TOKENS,
             feature_size=self._config.hidden_size,
             feature_dtype=self._dtype,
-            distribution_entries=0,
+            distribution_entries=_USUAL_DISTRIBUTION_IDS,
         )
         stream = self._take_stream()
         with torch.cuda.stream(stream):

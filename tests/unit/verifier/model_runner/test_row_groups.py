@@ -153,7 +153,7 @@ def test_a_launch_is_judged_as_its_most_demanding_session_asks(
     groups, own = group_rows(rows, seats(rows), any_number), row(prompt)
     chunk = PrefillRow(session=own.session, start=0, num_tokens=3, last=False)
     mine = DeviceSlot.create(own.session, len(rows), warped=warps(own))
-    add_prompts(groups, [(0, chunk, mine)], in_process_drafter=False, mixes=lambda drafts: True)
+    add_prompts(groups, [(0, chunk, mine)], in_process_drafter=False, mixes=lambda *_: True)
     (group,) = groups
     assert group.acceptance_mode is expected
 

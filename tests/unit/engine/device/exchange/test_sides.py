@@ -93,7 +93,7 @@ def test_a_verifier_reads_nothing_of_an_earlier_drafter(rows: NewRows) -> None:
         published[0] = number
 
     def received() -> list[int]:
-        remote.receive_drafts(rows.slots)
+        remote.receive_drafts(rows.slots, rejection=False)
         tokens: list[int] = remote.tokens[0].tolist()
         return tokens
 
