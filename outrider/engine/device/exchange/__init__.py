@@ -7,6 +7,8 @@ exchange_times.py          Idle time of rounds whose drafts pass between devices
                            the verifier's device.
 layout.py                  Layout of exchange buffers: what lies where in the memory that drafter
                            and verifier share.
+look_ahead_drafter.py      Drafts for outcomes of a round that the verifier still runs, on the
+                           drafter's device alone.
 memory.py                  Memory that two processes of one host share, and that kernels of both
                            their devices reach.
 remote_drafter.py          Drafter on another GPU, as the verifier's graphs see it: drafts come in,

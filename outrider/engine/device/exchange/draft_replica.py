@@ -21,8 +21,8 @@ from torch import Tensor
 from outrider.engine.device.drafting.draft_forward import DraftForward, NewRows
 from outrider.engine.device.drafting.look_ahead_program import LookAheadProgram
 from outrider.engine.device.exchange.layout import ExchangeShape
+from outrider.engine.device.exchange.look_ahead_drafter import LookAheadDrafter
 from outrider.engine.device.exchange.memory import SharedMemory
-from outrider.engine.device.exchange.outcome_drafter import OutcomeDrafter
 from outrider.engine.device.exchange.side import ExchangeSide
 from outrider.engine.device.graphs.graph_cache import GraphCache
 from outrider.engine.device.graphs.shapes import bucket_for
@@ -102,7 +102,7 @@ class DraftReplica:
         count, self._padding = shape.num_slots, shape.num_slots - 1
         layers, heads, dim = kv_shape
         # One block more than the verifier has: what is written past a table's end goes there.
-        branches = OutcomeDrafter.blocks_needed(
+        branches = LookAheadDrafter.blocks_needed(
             outcomes=shape.fan_out,
             length=shape.draft_length,
             max_rows=shape.ahead_rows,
@@ -127,9 +127,9 @@ class DraftReplica:
             )
         forward = make_forward(self.storage, slots.table_blocks * slots.block_tokens)
         self._program = LookAheadProgram(forward)
-        self._ahead: OutcomeDrafter | None = None
+        self._ahead: LookAheadDrafter | None = None
         if branches:
-            self._ahead = OutcomeDrafter(
+            self._ahead = LookAheadDrafter(
                 self._program,
                 tables=self.tables,
                 sampling=self._sampling,

@@ -379,10 +379,12 @@ def take_rows_torch(
         first : first + 6
     ]
     rows, width = taken.tokens.shape
+    known = followed.num_rows.clone()
     for row in range(rows):
         # Each word is read once: the peer may change it at any time.
         source, count, start = int(own_slots[row]), int(own_counts[row]), int(own_starts[row])
         digest, tokens = int(own_digests[row]), own_tokens[row].clone()
+        before = own_counts[:row][own_slots[:row] == source].clamp(0, width)
         fault, slot = FAULT_NONE, padding
         if source == NO_SLOT:
             fault = FAULT_ABSENT
@@ -392,7 +394,7 @@ def take_rows_torch(
             slot = int(followed.slot_of[source])
             if not 0 <= count <= width:
                 fault = FAULT_COUNT
-            elif start != int(followed.num_rows[slot]):
+            elif start != int(known[slot]) + int(before.sum()):
                 fault = FAULT_START
             elif start + count + rows_ahead > int(followed.max_rows[slot]):
                 fault = FAULT_ROOM
@@ -400,8 +402,8 @@ def take_rows_torch(
                 fault = FAULT_TOKEN
         if fault:
             source, slot, count, start, digest = NO_SLOT, padding, 0, 0, 0
-        else:
-            followed.num_rows[slot] = start + count
+        elif count:
+            followed.num_rows[slot] = max(int(followed.num_rows[slot]), start + count)
         taken.source_slots[row], taken.slots[row] = source, slot
         taken.counts[row], taken.starts[row], taken.faults[row] = count, start, fault
         taken.digests[row] = digest
@@ -423,7 +425,8 @@ def take_rows_triton(
     vocab_size: int,
     rows_ahead: int,
 ) -> None:
-    """Triton launches of `take_rows`: a program a row checks, then one a row and token copies."""
+    """Triton launches of `take_rows`: a program a row checks, then one a row and token copies; the
+    latter move `num_rows` on."""
     rows, width, size = taken.features.shape
     if not rows:
         return
@@ -448,6 +451,7 @@ def take_rows_triton(
         DEPTH=buffer.depth,
         WIDTH=width,
         BLOCK=next_power_of_2(width),
+        ROWS=next_power_of_2(rows),
         HAS_OUTCOMES=first == DECODE_ROWS,
         num_warps=1,
     )
@@ -456,7 +460,10 @@ def take_rows_triton(
         buffer.bank_bytes,
         state.words,
         state.stamps,
+        followed.num_rows,
+        taken.slots,
         taken.counts,
+        taken.starts,
         taken.features,
         FIRST=first,
         DEPTH=buffer.depth,
@@ -491,6 +498,7 @@ def _check_rows(
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     HAS_OUTCOMES: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -501,6 +509,7 @@ def _check_rows(
     count = 0
     start = 0
     outcome = -1
+    before = 0
     digest = tl.full((), 0, tl.int64)
     given = tl.zeros((BLOCK,), tl.int32)
     if is_open:
@@ -509,6 +518,14 @@ def _check_rows(
         count = tl.load(bank_array(addresses, FIRST + 1, bank, tl.int32) + row)
         start = tl.load(bank_array(addresses, FIRST + 2, bank, tl.int32) + row)
         digest = tl.load(bank_array(addresses, FIRST + 3, bank, tl.int64) + row)
+        # Rows of one session follow each other: their programs run at the same time.
+        other = tl.arange(0, ROWS)
+        own_slots = bank_array(addresses, FIRST, bank, tl.int32)
+        own_counts = bank_array(addresses, FIRST + 1, bank, tl.int32)
+        others = tl.load(own_slots + other, mask=other < row, other=-1)
+        lengths = tl.load(own_counts + other, mask=other < row, other=0)
+        lengths = tl.minimum(tl.maximum(lengths, 0), WIDTH)
+        before = tl.sum(tl.where(others == source, lengths, 0), axis=0)
         if HAS_OUTCOMES:
             outcome = tl.load(bank_array(addresses, _OUTCOMES, bank, tl.int32) + row)
         own_tokens = bank_array(addresses, FIRST + 4, bank, tl.int32)
@@ -527,7 +544,7 @@ def _check_rows(
     has_room = count + rows_ahead <= room - start
     fault = tl.where(is_strange, _TOKEN, _NONE)
     fault = tl.where(has_room, fault, _ROOM)
-    fault = tl.where(start == known, fault, _START)
+    fault = tl.where(start == known + before, fault, _START)
     fault = tl.where(has_count, fault, _COUNT)
     fault = tl.where(is_named, fault, _SLOT)
     fault = tl.where(is_there, fault, _ABSENT)
@@ -542,8 +559,6 @@ def _check_rows(
     tl.store(faults + row, fault)
     tl.store(outcomes + row, tl.where(good, outcome, -1))
     tl.store(tokens + row * WIDTH + at, tl.where(at < count, given, -1), mask=at < WIDTH)
-    if good:
-        tl.store(num_rows + slot, start + count)
 
 
 @triton.jit
@@ -552,7 +567,10 @@ def _copy_features(
     bank_bytes,
     words,
     stamps,
+    num_rows,
+    slots,
     counts,
+    starts,
     features,
     FIRST: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -570,5 +588,9 @@ def _copy_features(
             at = start + tl.arange(0, BLOCK)
             value = tl.load(own_features + base + at, mask=at < SIZE)
             tl.store(features + base + at, value, mask=at < SIZE)
+        if token == 0:
+            # Behind all checks, which compare with what was there before this launch.
+            end = tl.load(starts + row) + tl.load(counts + row)
+            tl.atomic_max(num_rows + tl.load(slots + row), end)
     if row + token == 0:
         tl.store(stamps + 3, device_clock())

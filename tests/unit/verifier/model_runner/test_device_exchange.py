@@ -22,6 +22,7 @@ from outrider.engine.device.exchange.draft_replica import (
     ReplicaRound,
     ReplicaSlots,
 )
+from outrider.engine.device.exchange.look_ahead_drafter import LookAheadDrafter
 from outrider.engine.device.exchange.memory import (
     SharedMemory,
     allocate_on_device,
@@ -29,7 +30,6 @@ from outrider.engine.device.exchange.memory import (
     map_device_memory,
     map_host_memory,
 )
-from outrider.engine.device.exchange.outcome_drafter import OutcomeDrafter
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
 from outrider.engine.draft_sampling import DistributionLimits
 from outrider.engine.heads import load_feature_projection, load_head
@@ -247,16 +247,16 @@ def test_a_draft_of_the_outcome_that_came_true_is_verified_next(
     runner, pool = host_runner(tiny_target, blocks=BLOCKS)
     expected = texts(Driver(runner, pool), [spec])
     text = torch.tensor([*PROMPTS[0], *expected[0], 0])
-    rank = OutcomeDrafter._rank
+    rank = LookAheadDrafter._rank
 
-    def foretell(self: OutcomeDrafter, rows: NewRows, *args: Any) -> tuple[Any, Tensor, Tensor]:
+    def foretell(self: LookAheadDrafter, rows: NewRows, *args: Any) -> tuple[Any, Tensor, Tensor]:
         # Row i has the token behind it; what it predicts is the next but one.
         found, live, features = rank(self, rows, *args)
         found.places[:, 2], found.are_there[:, 2] = 0, True
         found.tokens[:, 2] = text[(live.long() + 2).clamp(max=len(text) - 1)].int()
         return found, live, features
 
-    monkeypatch.setattr(OutcomeDrafter, "_rank", foretell)
+    monkeypatch.setattr(LookAheadDrafter, "_rank", foretell)
     verified: list[tuple[int, list[int], list[int]]] = []
     exchange = exchanging(tiny_target, tiny_head, fan_out=4)
 

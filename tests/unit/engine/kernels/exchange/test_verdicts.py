@@ -233,3 +233,18 @@ def test_kernel_and_reference_take_the_same() -> None:
             if mine.dtype == torch.int32:
                 assert torch.equal(mine, other)
         assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("function", TAKES)
+@pytest.mark.parametrize("first", [DECODE_ROWS, CHUNK_ROWS])
+def test_rows_of_one_session_follow_each_other(function: Callable[..., None], first: int) -> None:
+    arrays, followed = verdict_buffer(), followed_slots()
+    given = launch(4)._replace(
+        slots=int32s([0, 1, 0, 0]), counts=int32s([4, 2, 4, 3]), starts=int32s([10, 20, 14, 19])
+    )
+    put(put_rows_torch, arrays, given, first=first)
+    taken = take(function, arrays, followed, 4, first=first)
+    # The last one does not begin where the one before it ends.
+    assert taken.faults.tolist() == [FAULT_NONE, FAULT_NONE, FAULT_NONE, FAULT_START]
+    assert taken.counts.tolist() == [4, 2, 4, 0]
+    assert followed.num_rows[[7, 2]].tolist() == [18, 22]

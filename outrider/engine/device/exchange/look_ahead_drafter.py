@@ -46,7 +46,7 @@ class _Outcomes(NamedTuple):
     """bool [R, F]"""
 
 
-class OutcomeDrafter:
+class LookAheadDrafter:
     """Drafts for outcomes of the chains that were drafted last; never synchronises."""
 
     def __init__(
