@@ -41,20 +41,21 @@ class _Tuned(NamedTuple):
     """How many programs the splits should make, in all, over the multiprocessors."""
     block_slots: int = 64
     num_warps: int = 4
+    step_bytes: int = _STEP_BYTES
 
 
 _TUNED = (
     _Tuned(16, num_stages=2, rounded=False, programs_per_sm=2),
     _Tuned(320, num_stages=2, several=True, rounded=False),
     _Tuned(320, num_stages=3),
-    _Tuned(1 << 31, num_stages=3, block_slots=32, num_warps=2),
+    _Tuned(1 << 31, num_stages=3, num_warps=2, step_bytes=_STEP_BYTES // 2),
 )
 """The first entry that fits a shape is taken."""
 
 
-_PROMPT_ROWS = 128
-"""Query rows of a tile of prompts, where there are so many tiles that they fill the device. Every
-tile reads its whole context: with half as many tiles that is half as much."""
+_PROMPT_ROWS = 64
+"""Query rows of a tile of prompts, where there are so many tiles that they fill the device. Tiles
+of 128 rows read half as much and were slower on an H200."""
 _PROMPT_TILES_PER_SM = 2
 
 
@@ -108,7 +109,7 @@ def choose_config(
             block_rows=_PROMPT_ROWS,
             block_slots=64,
             splits=1,
-            num_warps=4 if dims <= 64 else 8,
+            num_warps=4,
             num_stages=3,
         )
     # float32 products have no matrix unit: a large tile would spill registers.
@@ -117,7 +118,7 @@ def choose_config(
     tiles = cdiv(rows, block_rows)
     all_tiles = batch * num_kv_heads * tiles
     tuned = next(t for t in _TUNED if all_tiles <= t.max_tiles and (tiles > 1 or not t.several))
-    block_slots = max(min(tuned.block_slots, _STEP_BYTES // (dims * itemsize)), 16)
+    block_slots = max(min(tuned.block_slots, tuned.step_bytes // (dims * itemsize)), 16)
     return AttentionConfig(
         block_rows=block_rows,
         block_slots=block_slots,

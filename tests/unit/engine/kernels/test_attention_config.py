@@ -53,9 +53,9 @@ def _prompts(chunks: int, *, kv_heads: int = 8, itemsize: int = 2) -> AttentionC
     )
 
 
-def test_a_chunk_of_a_long_prompt_reads_its_context_once_a_head() -> None:
+def test_prompts_of_many_chunks_have_launch_parameters_of_their_own() -> None:
     many = _prompts(64)
-    assert (many.block_rows, many.splits) == (128, 1)
+    assert (many.block_rows, many.block_slots, many.splits, many.num_warps) == (64, 64, 1, 4)
     # Few chunks need all the tiles that there are to fill the device.
     assert _prompts(8).block_rows == 64
     # Without groups a chunk is no larger tile; float32 has no matrix unit.
