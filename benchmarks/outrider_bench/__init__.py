@@ -5,6 +5,8 @@ __main__.py                Entry point `python -m outrider_bench NAME`, also rea
 decoding_methods.py        `outrider bench local`: speculative, plain and transformers decoding,
                            interleaved in one run.
 environment.py             Environment stored with every result: commit, versions, machine, date.
+long_prompts.py            Long prompts for `outrider bench serve --prompts`: distinct texts of a
+                           stated number of tokens.
 models.py                  Model, head and process selection of the benchmarks, with their shared
                            flags.
 prompts.py                 Prompts of the benchmarks, and detection of looping answers.

@@ -181,7 +181,12 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--sessions", metavar="A,B", help="requests at a time; default: 1,8,32")
     add("--rate", type=float, metavar="R", help="instead: R requests/s that arrive at random")
-    add("--prompts", type=Path, default=DEFAULT_PROMPTS, help="JSONL; default: the bundled 40")
+    add(
+        "--prompts",
+        type=Path,
+        default=DEFAULT_PROMPTS,
+        help="JSONL, see outrider_bench.long_prompts for long ones; default: the bundled 40",
+    )
     add("--limit", type=integer_at_least(1), help="number of prompts; default: all")
     add("--max-tokens", type=integer_at_least(2), metavar="N", help="default: 256; of a grid: 64")
     add("--waves", type=integer_at_least(1), help="default: 3; of a grid: 2; the last is reported")
