@@ -2,6 +2,7 @@
 may import `state`, `exchange` and `model_runner`.
 
 draft_length.py            Chooses the draft length of chains for each workload class and load.
+draft_recovery.py          Decides for which sessions draft K/V is computed once more.
 feature_retention.py       Decides which sessions that decode plainly stop keeping features for
                            drafters.
 in_process_planner.py      Decides whether sessions use the in-process drafter, with one decision
