@@ -4,19 +4,24 @@ processes: texts are those without, whatever becomes of the drafter and whatever
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from outrider_bench.hooks.exchange_garbage import GARBAGE_WRITTEN
 
 from outrider.client import Client, user
-from tests.integration.stack import Process, Stack, slow_rounds
+from tests.integration.stack import Process, Stack, metric, slow_rounds
 from tests.waiting import wait_until
 
 PROMPT = [user("Count: 0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5")]
 LENGTH = 80
+LONG = 200
+RECOVERIES = "outrider_verifier_draft_recoveries_total"
+PROPOSED = "outrider_verifier_proposed_tokens_total"
 GARBAGE = [
     f"buffer={buffer},number={number}"
     for buffer in ("drafts", "verdicts")
@@ -86,8 +91,9 @@ def serving(
             directory,
             model=str(tiny_target),
             head=str(tiny_head),
-            verifier=[*flags, *slow_rounds(round_ms)],
+            verifier=[*flags, *slow_rounds(round_ms), "--metrics-port", "0"],
             drafter=[*flags, *drafter],
+            verifier_module="tests.fakes.slow_verifier",
         ) as stack:
             yield stack
 
@@ -219,6 +225,40 @@ def test_a_drafter_that_is_late_changes_no_text(
         wait_until(lambda: exchanges(stack) > 0, what="an exchange")
         plain, _ = text(client, "none", temperature=0.0)
         assert text(client, "eagle3", temperature=0.0)[0] == plain
+
+
+def test_sessions_whose_drafter_was_lost_draft_with_its_successor(stack: Stack) -> None:
+    verifier = stack.verifier
+    prompts = [PROMPT, [*PROMPT, user("Go on.")]]
+    options: list[dict[str, Any]] = [
+        {"max_tokens": LONG, "ignore_eos": True, "seed": 3, "temperature": temperature}
+        for temperature in (0.0, 0.8)
+    ]
+    with Client(stack.router.address, timeout_s=90.0) as client:
+        plain = [
+            client.generate(prompt, drafter="none", **each).token_ids
+            for prompt, each in zip(prompts, options, strict=True)
+        ]
+        before, recovered = exchanges(stack), metric(verifier, RECOVERIES)
+        streams = [
+            client.stream(prompt, drafter="eagle3", **each)
+            for prompt, each in zip(prompts, options, strict=True)
+        ]
+        heard = [list(next(iter(stream)).token_ids) for stream in streams]
+        # Answers are to last for longer than the next drafter takes to start.
+        verifier.signal(signal.SIGUSR1)
+        stack.drafter.kill()
+        stack.drafter.restart()
+        wait_until(lambda: exchanges(stack) > before, what="another exchange")
+        wait_until(lambda: metric(verifier, RECOVERIES) == recovered + 2, what="both sessions")
+        verifier.signal(signal.SIGUSR2)
+        proposed = metric(verifier, PROPOSED)
+        for ids, stream in zip(heard, streams, strict=True):
+            for delta in stream:
+                ids += delta.token_ids
+        # A random head guesses next to nothing; what it drafts is verified round after round.
+        assert metric(verifier, PROPOSED) > proposed + LONG
+    assert [tuple(ids) for ids in heard] == plain
 
 
 def test_a_verifier_without_room_at_its_drafter_drafts_by_messages(

@@ -3,6 +3,8 @@
 
 core.py                    EngineCore: the state of all sessions, and how commands change it; engine
                            thread only.
+draft_recovery.py          DraftRecovery: gives sessions drafts between devices that have none, or
+                           have them no more.
 drafter_reassignment.py    Moves a running session to another drafter, or to none; its text and K/V
                            stay as they are.
 early_proposals.py         Prefetched-proposal path: plans the next round before the last one's

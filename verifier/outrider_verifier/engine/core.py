@@ -30,6 +30,7 @@ from outrider.wire.messages import (
     FinishReason,
     SessionSpec,
 )
+from outrider_verifier.engine.draft_recovery import DraftRecovery
 from outrider_verifier.engine.drafter_reassignment import move_session
 from outrider_verifier.engine.proposal_intake import ProposalIntake
 from outrider_verifier.exchange.drafter_health import DrafterHealth
@@ -125,6 +126,14 @@ class EngineCore:
             verdict_builder, post=post, sessions=lambda: self.sessions.values(), counters=counters
         )
         block_manager.begun = self.drafters.queue_prefix
+        self.draft_recovery = DraftRecovery(
+            runner,
+            block_manager,
+            has_remote_drafts=self._has_remote_drafts,
+            begin_drafts=self._begin_remote_drafts,
+            counters=counters,
+        )
+        block_manager.swapped_in = self.draft_recovery.add_session
         self.incoming = ProposalIntake(
             inbox=inbox,
             verdict_builder=verdict_builder,
@@ -280,9 +289,40 @@ class EngineCore:
             return self._runner.in_process_draft_length
         return self._remote_draft_length(spec)
 
-    def forget_remote_drafts(self) -> None:
-        """The drafter on another device is gone: its sessions decode plainly from here on."""
+    def _has_remote_drafts(self, session: Session) -> bool:
+        """Whether a session is one of those that are drafted for between devices now."""
+        speculation_state = session.speculation_state
+        if session.is_speculation_off and speculation_state and speculation_state.is_in_process:
+            # The planner found that such drafts lose.
+            return False
+        drafted = session.spec.drafter_id is not None
+        return drafted and self._in_process_draft(session.spec, session.plan) > 0
+
+    def _begin_remote_drafts(self, session: Session) -> None:
+        """Let a session be drafted for between devices, and by messages no more, if the planner
+        does not turn that off at once."""
         self.touched += 1
+        self.drafters.withdraw(session)
+        self.inbox.drop_session(session.handle)
+        session.in_process_draft_length = self._in_process_draft(session.spec, session.plan)
+        # Its rounds may write further than before.
+        session.covered_len = 0
+        session.has_stalled_drafter = session.is_speculation_off = False
+        self.policy.update_session(session)
+        self.ngram_fallback.add_session(session)
+
+    def open_remote_drafts(self) -> None:
+        """A drafter drafts between devices from here on: for sessions that are about to begin, and
+        for those that it has to catch up with."""
+        self.block_manager.forget_draft_kv()
+        for session in self.sessions.values():
+            self.draft_recovery.add_session(session)
+
+    def forget_remote_drafts(self) -> None:
+        """The drafter on another device is gone: its sessions are drafted for by messages, or not
+        at all, until there is another one."""
+        self.touched += 1
+        self.draft_recovery.clear()
         for session in self.sessions.values():
             if session.in_process_draft_length and session.spec.drafter_id is not None:
                 session.in_process_draft_length = session.covered_len = 0
@@ -296,6 +336,7 @@ class EngineCore:
         done = move_session(session, command.drafter_id, self.drafters, self.policy)
         # Its rounds may write further than before.
         session.covered_len = 0
+        self.draft_recovery.add_session(session)
         self.counters["sessions_moved" if done else "moves_refused"] += 1
         self._post(DrafterChanged(session.ticket, session.spec.drafter_id))
 
@@ -320,6 +361,7 @@ class EngineCore:
         lags, session.is_speculation_off = session.is_speculation_off, False
         self.policy.update_session(session)
         self.ngram_fallback.add_session(session)
+        self.draft_recovery.add_session(session)
         if lags:
             # Its drafter was told of the old plan only, and starts anew.
             self.drafters.withdraw(session)

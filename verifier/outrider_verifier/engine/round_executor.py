@@ -112,6 +112,10 @@ class RoundExecutor:
         self._keeping.fail_unstored_rounds()
         in_flight, block_manager = self._in_flight, self._core.block_manager
         under_way = () if in_flight is None else in_flight.plan
+        if not self._core.draft_recovery.recover_drafts(
+            now, in_flight=under_way, round_s=self._forward_s
+        ):
+            return RoundPlan()
         if not block_manager.prepare_round(now, touched=self._core.touched, in_flight=under_way):
             return RoundPlan()
         apply_speculation_changes(

@@ -1,8 +1,8 @@
 """Exchange with a drafter between devices, as the verifier's host manages it; engine thread only.
 
 The first drafter of this host that attaches is offered memory of this device. If it answers with
-memory of its own, sessions that are opened from then on draft with it: their drafts and features
-pass by no host. When it is lost, these sessions decode plainly, and the next one is made an offer.
+memory of its own, its sessions draft with it: their drafts and features pass by no host. When it is
+lost, the next one is made an offer.
 """
 
 from __future__ import annotations

@@ -83,6 +83,8 @@ class BlockManager:
         """Called for a session that cannot be admitted, which the policy found room for."""
         self.begun: StartedCallback = lambda session: None
         """Called for a session that was admitted, of whose prompt something was there already."""
+        self.swapped_in: StartedCallback = lambda session: None
+        """Called for a session whose K/V came back from its copy."""
         self.pressed = False
         """Whether somebody is to be preempted once the round in flight is settled."""
         self._recompute_s = 0.0
@@ -141,6 +143,14 @@ class BlockManager:
             if self._recompute_s
             else each_s
         )
+
+    def recompute_s(self, session: Session) -> float:
+        """Estimated time to prefill what a session has written; 0 where that was not measured."""
+        return self._recompute_s * session.kv.len
+
+    def expected_tokens_left(self, session: Session) -> int:
+        """Tokens that a session is expected to emit from now on."""
+        return self._expected_answer(session) - session.emitted - _emitted_before(session)
 
     # ---- before a round ------------------------------------------------------------------------
 
@@ -212,10 +222,8 @@ class BlockManager:
         )
 
     def _claim(self, session: Session, now: float) -> SessionClaim:
-        spec = session.spec
-        before = len(spec.token_ids) - spec.prompt_len
-        answer = self.lengths.expected_len(before + session.emitted, before + spec.max_new_tokens)
-        expected = spec.prompt_len + answer + self._runner.slot_headroom.slots_beyond(session)
+        beyond = self._runner.slot_headroom.slots_beyond(session)
+        expected = session.spec.prompt_len + self._expected_answer(session) + beyond
         lately = (
             session.length - session.resumed_len < GUARD_TOKENS
             and now - session.resumed_at < GUARD_S
@@ -226,6 +234,13 @@ class BlockManager:
             expected_blocks=min(session.max_blocks, self._pool.blocks_for(expected)),
             tokens=session.kv.len,
             is_protected=session.preemptions > 0 and lately,
+        )
+
+    def _expected_answer(self, session: Session) -> int:
+        """Tokens that an answer will have, those of earlier epochs included."""
+        before = _emitted_before(session)
+        return self.lengths.expected_len(
+            before + session.emitted, before + session.spec.max_new_tokens
         )
 
     def _ahead(self) -> int:
@@ -261,6 +276,9 @@ class BlockManager:
                 self._seen = -1
                 return
             self._admit(session, action.blocks, now)
+            if session.preemptions and not session.is_waiting:
+                self._counters["resumed_preemption"] += 1
+                timeline.mark_instant("resumed")
 
     def _cover(self, session: Session) -> None:
         session.covered_len = (
@@ -286,9 +304,25 @@ class BlockManager:
         fits = swap is not None and count and swap.has_room_for(count)
         return choose_mode(
             swap_s=swap.round_trip_s(count) if swap is not None and fits else None,
-            recompute_s=self._recompute_s * count,
+            recompute_s=self.recompute_s(session),
             wanted=self._way,
         )
+
+    def can_recompute(self, session: Session) -> bool:
+        """Whether a running session that gives its blocks back finds as many."""
+        shared = self._pool.ledger.shared_blocks(session.kv.blocks)
+        return len(shared) <= self._pool.free_blocks
+
+    def recompute_session(self, session: Session, now: float) -> None:
+        """Have a running session that is in no round, and of which `can_recompute` is true, prefill
+        all that it has written once more: the draft's K/V is written with it. It waits for nobody,
+        and does not count as preempted."""
+        blocks = session.kv.num_blocks
+        self._runner.suspend_session(session, None)
+        del self.running[session.session_id]
+        self.waiting[session.session_id] = session
+        session.waiting_since = now
+        self._admit(session, blocks, now)
 
     def forget_draft_kv(self) -> None:
         """See `PrefixCache`."""
@@ -312,6 +346,10 @@ class BlockManager:
         self._cover(session)
         del self.waiting[session.session_id]
         self.running[session.session_id] = session
-        if session.preemptions:
-            self._counters["resumed_preemption"] += 1
-            timeline.mark_instant("resumed")
+        if kept:
+            self.swapped_in(session)
+
+
+def _emitted_before(session: Session) -> int:
+    """Tokens that earlier epochs of a session emitted."""
+    return len(session.spec.token_ids) - session.spec.prompt_len

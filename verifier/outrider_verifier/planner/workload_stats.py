@@ -349,7 +349,8 @@ class SpeculationState:
         self.unsettled_rounds = LOOK_AHEAD_CHANGE_ROUNDS
 
     def record_resume(self) -> None:
-        """It was preempted: what passed since its last round tells nothing of rounds."""
+        """Its K/V is, or was, computed once more: what passed since its last round tells nothing of
+        rounds."""
         self.last_round = None
 
     def record_arrival(

@@ -64,6 +64,7 @@ _COUNTERS = {
     "fresh_rounds": "Fresh session rounds under look-ahead, whose proposal arrived later",
     "fresh_accepted_tokens": "Draft nodes accepted in fresh session rounds",
     "speculation_paused": "Sessions whose speculation the planner turned off",
+    "draft_recoveries": "Sessions prefilled once more so that drafts between devices continue",
     "features_dropped_sessions": "Sessions whose features the planner dropped",
     "speculation_resumed": "Sessions whose speculation the planner turned on again",
     "look_ahead_started": "Sessions whose look-ahead the planner turned on",

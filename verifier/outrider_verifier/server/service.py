@@ -194,7 +194,7 @@ class VerifierService(SessionIteratorMixin):
             block_tokens=self._pool.block_tokens,
             table_blocks=runner.table_blocks,
             feature_dtype=self._config.feature_dtype,
-            on_open=self._core.block_manager.forget_draft_kv,
+            on_open=self._core.open_remote_drafts,
             on_lost=lose,
             on_drafts=self._core.drafters.record_device_drafts,
         )

@@ -99,7 +99,8 @@ class Session:
     preemptions: int = 0
     resumed_at: float = 0.0
     resumed_len: int = 0
-    """When it was last resumed after a preemption, and its length then."""
+    """When it last got K/V blocks after a preemption, or to prefill once more what it has written,
+    and its length then."""
     covered_len: int = 0
     """Length up to which its blocks suffice for its next rounds."""
     is_swapped: bool = False
@@ -286,7 +287,7 @@ class Session:
         if not kept:
             self.prefill_target, self.prefill_sent = self.kv_len, found
             self.written_positions = max(self.written_positions, found)
-        if not self.preemptions:
+        if not (self.preemptions or self.emitted):
             return
         self.resumed_at, self.resumed_len = now, self.length
         if self.speculation_state is not None:

@@ -4,6 +4,7 @@ of it changes no text."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +60,8 @@ class Exchange(NamedTuple):
 
     driver: Driver
     replica: DraftReplica
+    join: Callable[[], DraftReplica]
+    """Has a new drafter join."""
 
 
 def exchanging(
@@ -92,23 +95,27 @@ def exchanging(
         head_dir, embedding=target.embedding, num_target_layers=6, make_linear=PlainLinear, **place
     )
     weights, shape = HeadWeights.from_head(head), remote.exchange_shape
-    replica = DraftReplica(
-        lambda storage, rows: HeadForward(
-            weights, storage=storage, block_tokens=target.pool.block_tokens, max_len=rows
-        ),
-        (1, head.config.num_kv_heads, head.config.head_dim),
-        shape,
-        ReplicaSlots(BLOCKS, target.pool.block_tokens, BLOCKS),
-        vocab_size=target.vocab_size,
-        dtype=dtype,
-        device=device,
-    )
-    drafts, peers_drafts = both_sides(shape.draft_layout().num_bytes, device)
-    verdicts, peers_verdicts = both_sides(shape.verdict_layout().num_bytes, device)
-    replica.attach(verdicts, peers_drafts)
-    remote.attach(drafts, peers_verdicts, replica)
+
+    def join() -> DraftReplica:
+        replica = DraftReplica(
+            lambda storage, rows: HeadForward(
+                weights, storage=storage, block_tokens=target.pool.block_tokens, max_len=rows
+            ),
+            (1, head.config.num_kv_heads, head.config.head_dim),
+            shape,
+            ReplicaSlots(BLOCKS, target.pool.block_tokens, BLOCKS),
+            vocab_size=target.vocab_size,
+            dtype=dtype,
+            device=device,
+        )
+        drafts, peers_drafts = both_sides(shape.draft_layout().num_bytes, device)
+        verdicts, peers_verdicts = both_sides(shape.verdict_layout().num_bytes, device)
+        replica.attach(verdicts, peers_drafts)
+        remote.attach(drafts, peers_verdicts, replica)
+        return replica
+
     swap = runner.make_swap_space(1 << 22, target.pool)
-    return Exchange(Driver(runner, target.pool, swap, draft_length=3), replica)
+    return Exchange(Driver(runner, target.pool, swap, draft_length=3), join(), join)
 
 
 def both_sides(num_bytes: int, device: torch.device) -> tuple[SharedMemory, SharedMemory]:
@@ -376,3 +383,63 @@ def test_only_rounds_of_the_rejection_rule_take_distributions(
         assert announced == {kind}
         # Nothing was drawn from distributions for anybody else.
         assert bool(remote_of(exchange)._drafts.bank(0)[3].any()) is kind[1]
+
+
+@pytest.mark.parametrize("name", ["greedy", "coupled"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_sessions_that_are_recomputed_draft_with_the_next_drafter(
+    tiny_target: Path, tiny_head: Path, name: str, swapped: bool
+) -> None:
+    """`swapped`: their K/V was swapped meanwhile, and came back without the draft's."""
+    runner, pool = host_runner(tiny_target, blocks=BLOCKS)
+    expected = texts(Driver(runner, pool), specs(SAMPLINGS[name]))
+    exchange = exchanging(tiny_target, tiny_head)
+    calm, found = Drafts(), Drafts()
+
+    def disturb(driver: Driver, step: int) -> None:
+        runner = driver.runner
+        assert isinstance(runner, GpuModelRunner)
+        found.record(driver, step)
+        if step == 6 and swapped:
+            for session in list(driver.sessions):
+                assert driver.suspend(session, swap=True)
+                driver.resume(session)
+        elif step == 6:
+            runner.detach_remote_drafter()
+            exchange.join()
+        elif step == 9:
+            for session in list(driver.sessions):
+                driver.suspend(session, swap=False)
+                driver.resume(session)
+        has_draft_kv = [*map(runner.has_draft_kv, driver.sessions)]
+        assert has_draft_kv == [step not in (6, 7, 8)] * len(has_draft_kv)
+
+    assert texts(exchange.driver, specs(SAMPLINGS[name]), disturb) == expected
+    assert texts(exchanging(tiny_target, tiny_head).driver, specs(SAMPLINGS[name]), calm.record)
+    # All decode by then, and draft what they would have drafted.
+    again = {key: found.by_prefix[key] for key, step in found.steps.items() if step >= 16}
+    assert len(again) > len(PROMPTS)
+    assert again == {key: calm.by_prefix[key] for key in again}
+
+
+class Drafts:
+    """What was drafted for each session behind each of its prefixes that a round verified."""
+
+    def __init__(self) -> None:
+        self.by_prefix: dict[tuple[int, int], list[int]] = {}
+        """By ticket and length."""
+        self.steps: dict[tuple[int, int], int] = {}
+        self._lengths: dict[int, int] = {}
+
+    def record(self, driver: Driver, step: int) -> None:
+        """Of the round before this step, once it is settled."""
+        runner = driver.runner
+        assert isinstance(runner, GpuModelRunner) and runner.remote_drafter is not None
+        driver.settle_all()
+        for session in driver.sessions:
+            slot = runner._device_slots.get_slot(session).slot
+            key = session.ticket, self._lengths.get(session.ticket, 0)
+            if session.length > key[1] > 0:
+                self.by_prefix[key] = runner.remote_drafter.tokens[slot].tolist()
+                self.steps[key] = step
+            self._lengths[session.ticket] = session.length

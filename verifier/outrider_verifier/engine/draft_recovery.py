@@ -1,0 +1,99 @@
+"""DraftRecovery: gives sessions drafts between devices that have none, or have them no more.
+
+A session lacks them whose drafter was lost, that began before its drafter could exchange, or whose
+K/V was swapped, for the draft's is not copied. Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
+
+from outrider.ids import SessionId
+from outrider_verifier.kv.block_manager import BlockManager
+from outrider_verifier.model_runner.interface import ModelRunner
+from outrider_verifier.planner.draft_recovery import (
+    MAX_RECOMPUTING,
+    UndraftedSession,
+    recovery_order,
+)
+from outrider_verifier.state.session import Session
+
+
+class DraftRecovery:
+    """Sessions whose draft K/V is to be computed once more, a few at a time."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        block_manager: BlockManager,
+        *,
+        has_remote_drafts: Callable[[Session], bool],
+        begin_drafts: Callable[[Session], None],
+        counters: Counter[str],
+    ) -> None:
+        """`has_remote_drafts`: whether a session is one of those that a drafter drafts for between
+        devices now. `begin_drafts`: has it draft for a session, unless the planner is against
+        it."""
+        self._runner, self._block_manager = runner, block_manager
+        self._has_remote_drafts, self._begin_drafts = has_remote_drafts, begin_drafts
+        self._counters = counters
+        self._undrafted: dict[SessionId, Session] = {}
+
+    def add_session(self, session: Session) -> None:
+        """Look at a session before the next round; it need not lack anything."""
+        self._undrafted[session.session_id] = session
+
+    def clear(self) -> None:
+        """Nobody drafts between devices any more."""
+        self._undrafted.clear()
+
+    def recover_drafts(
+        self, now: float, *, in_flight: Container[SessionId], round_s: float
+    ) -> bool:
+        """Before a round is planned, have a few sessions prefill once more. False: the round in
+        flight, with the sessions `in_flight`, is to be settled first. `round_s`: see
+        `recovery_order`."""
+        if not self._undrafted:
+            return True
+        manager, running = self._block_manager, self._block_manager.running.values()
+        recomputing = sum([session.emitted > 0 and session.prefill_left > 0 for session in running])
+        # A session that gains too little gains even less later: it is looked at no more.
+        order = recovery_order(self._lacking(), round_s=round_s)
+        self._undrafted = {name: self._undrafted[name] for name in order}
+        chosen = [each for each in self._undrafted.values() if manager.can_recompute(each)]
+        chosen = chosen[: max(0, MAX_RECOMPUTING - recomputing)]
+        if any([session.session_id in in_flight for session in chosen]):
+            manager.pressed = True
+            return False
+        for session in chosen:
+            if not manager.can_recompute(session):
+                # The one before it took the blocks.
+                continue
+            del self._undrafted[session.session_id]
+            self._begin(session)
+            if session.in_process_draft_length:
+                self._counters["draft_recoveries"] += 1
+                manager.recompute_session(session, now)
+        return True
+
+    def _lacking(self) -> Iterator[UndraftedSession]:
+        """Running sessions that lack drafts. Waiting ones get them with their K/V; those that were
+        swapped come here again once they run."""
+        for session in self._undrafted.values():
+            if session.is_ended or not self._has_remote_drafts(session):
+                continue
+            if session.is_waiting:
+                if not session.is_swapped:
+                    self._begin(session)
+            elif not (session.in_process_draft_length and self._runner.has_draft_kv(session)):
+                yield UndraftedSession(
+                    session.session_id,
+                    session.opened_at,
+                    self._block_manager.expected_tokens_left(session),
+                    self._block_manager.recompute_s(session),
+                )
+
+    def _begin(self, session: Session) -> None:
+        if not session.in_process_draft_length:
+            self._begin_drafts(session)
