@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
 
 
 def print_progress(line: str) -> None:
@@ -25,7 +25,7 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> st
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90 and p99; empty without values."""
+    """p50, p90, p95 and p99; empty without values."""
     if not values:
         return {}
     found = np.percentile(np.asarray(values), PERCENTILES)

@@ -125,10 +125,10 @@ class TestWave:
         assert figures["emitted_per_round"] == 2.0
         assert figures["proposed_per_round"] == 3.0
         assert figures["round_ms"] == 1000.0
-        assert figures["itl_ms"] == {"p50": 1000.0, "p90": 1000.0, "p99": 1000.0}
-        assert figures["per_token_ms"] == {"p50": 500.0, "p90": 500.0, "p99": 500.0}
+        assert figures["itl_ms"] == {"p50": 1000.0, "p90": 1000.0, "p95": 1000.0, "p99": 1000.0}
+        assert figures["per_token_ms"] == {"p50": 500.0, "p90": 500.0, "p95": 500.0, "p99": 500.0}
         # From when it was due, not from when a late client sent it.
-        assert figures["ttft_ms"] == {"p50": 2000.0, "p90": 2800.0, "p99": 2980.0}
+        assert figures["ttft_ms"] == {"p50": 2000.0, "p90": 2800.0, "p95": 2900.0, "p99": 2980.0}
 
     def test_rounds_that_looked_ahead_are_a_share_of_all_and_hits_one_of_them(self) -> None:
         ahead = replace(answer(0, 1, 5), look_ahead_rounds=2, hit_rounds=1)

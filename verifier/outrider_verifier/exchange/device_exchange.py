@@ -301,11 +301,13 @@ class DeviceExchange:
 
 
 def _medians(rounds: Sequence[ExchangedRound]) -> dict[str, float]:
-    """Medians in microseconds, and how many rounds they are of."""
+    """Medians in microseconds, how many rounds they are of, and the share of their sessions whose
+    draft was one of those made ahead."""
     named = {
         "idle_us": [each.idle_s for each in rounds],
         "drafting_us": [each.drafting_s for each in rounds],
         "waited_us": [each.waited_s for each in rounds],
     }
     medians = {name: round(statistics.median(values) * 1e6, 1) for name, values in named.items()}
-    return {"rounds": len(rounds), **medians}
+    hit_rate = sum(each.hits for each in rounds) / sum(each.rows for each in rounds)
+    return {"rounds": len(rounds), **medians, "hit_rate": round(hit_rate, 3)}
