@@ -131,6 +131,8 @@ class SamplingSetting:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: bool = False
+    ignore_eos: bool = False
+    """Whether answers go on to --max-tokens."""
 
     def options(self) -> dict[str, Any]:
         """What a request asks for; what is the default is not said."""
@@ -142,6 +144,8 @@ class SamplingSetting:
                 wanted[name] = getattr(self, name)
         if self.logit_bias:
             wanted["logit_bias"] = dict.fromkeys(BIASED_IDS, BIAS)
+        if self.ignore_eos:
+            wanted["ignore_eos"] = True
         return wanted
 
     @property

@@ -175,6 +175,7 @@ def _add_drafts(parser: argparse.ArgumentParser) -> None:
     add("--min-p", type=float, default=0.0)
     add("--repetition-penalty", type=float, default=1.0)
     add("--sampling", metavar="A,B", help=f"several at once, instead: {', '.join(SETS)}")
+    add("--ignore-eos", action="store_true", help="answers go on to --max-tokens")
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:

@@ -374,7 +374,8 @@ def _numbers(text: str, what: str, *, low: float) -> tuple[float, ...]:
 def samplings_of(args: argparse.Namespace) -> tuple[SamplingSetting, ...]:
     """What --sampling lists, a grid's temperatures, or what the flags describe."""
     if args.sampling:
-        return tuple(SETS[name] for name in parse_list(args.sampling, SETS, "--sampling"))
+        names = parse_list(args.sampling, SETS, "--sampling")
+        return tuple(replace(SETS[name], ignore_eos=args.ignore_eos) for name in names)
     said = _numbers(args.temperature or "0", "--temperature", low=0.0)
     temperatures = GRID_TEMPERATURES if args.grid and args.temperature is None else said
     return tuple(
@@ -384,6 +385,7 @@ def samplings_of(args: argparse.Namespace) -> tuple[SamplingSetting, ...]:
             top_p=args.top_p,
             min_p=args.min_p,
             repetition_penalty=args.repetition_penalty,
+            ignore_eos=args.ignore_eos,
         )
         for temperature in temperatures
     )

@@ -587,9 +587,12 @@ class TestFlags:
             top_p=1.0,
             min_p=0.0,
             repetition_penalty=1.0,
+            ignore_eos=False,
         )
         assert [sampling.temperature for sampling in samplings_of(args)] == [0, 0.7, 1, 1.5, 2]
         args.temperature = "1,2"
         assert [sampling.temperature for sampling in samplings_of(args)] == [1, 2]
         args.sampling = "greedy,rejection"
         assert samplings_of(args) == (SETS["greedy"], SETS["rejection"])
+        args.ignore_eos = True
+        assert [sampling.options()["ignore_eos"] for sampling in samplings_of(args)] == [True] * 2

@@ -264,6 +264,8 @@ class EngineCore:
                 self.store.open(session.handle)
             self.counters["speculation_paused"] += session.is_speculation_off
             self.counters["features_dropped_sessions"] += session.has_dropped_features
+            if in_process_draft and spec.drafter_id is not None:
+                session.has_dropped_features = True
             self.ngram_fallback.add_session(session)
             self.drafters.announce(session)
         except Exception:
@@ -304,6 +306,10 @@ class EngineCore:
         self.touched += 1
         self.drafters.withdraw(session)
         self.inbox.drop_session(session.handle)
+        if session.keeps_features:
+            session.keeps_features, session.has_dropped_features = False, True
+            if self.store is not None:
+                self.store.close(session.handle)
         session.in_process_draft_length = self._in_process_draft(session.spec, session.plan)
         # Its rounds may write further than before.
         session.covered_len = 0
@@ -319,8 +325,9 @@ class EngineCore:
             self.draft_recovery.add_session(session)
 
     def forget_remote_drafts(self) -> None:
-        """The drafter on another device is gone: its sessions are drafted for by messages, or not
-        at all, until there is another one."""
+        """The drafter on another device is gone: its sessions decode plainly, or with n-grams,
+        until there is another one. No host has their features, so messages cannot tell a
+        drafter."""
         self.touched += 1
         self.draft_recovery.clear()
         for session in self.sessions.values():

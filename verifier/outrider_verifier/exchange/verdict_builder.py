@@ -363,11 +363,13 @@ class VerdictBuilder:
 def may_need_features(spec: SessionSpec, in_process_draft: int) -> bool:
     """Whether the session's features may have to be told to a drafter some day: to its own one (of
     a plan without drafts, which may become another), or, where it should have one and none was
-    there, to one that comes later. `in_process_draft_length` is 0 where its drafts are not made
-    here."""
+    there, to one that comes later. `in_process_draft`: length of drafts that are made in this
+    process or between devices; 0: its drafts come by messages."""
+    if in_process_draft:
+        return False
     if spec.drafter_id is not None:
         return spec.plan.method in FEATURE_METHODS or spec.plan.method is DraftMethod.NONE
-    return spec.plan.is_speculative and spec.plan.method in FEATURE_METHODS and not in_process_draft
+    return spec.plan.is_speculative and spec.plan.method in FEATURE_METHODS
 
 
 def _part(

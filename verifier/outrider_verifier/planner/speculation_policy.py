@@ -141,7 +141,7 @@ class SpeculationPolicy:
         known.sessions += 1
         own = session.in_process_draft_length > 0
         session.speculation_state = speculation_state = SpeculationState(
-            known, own, feature_retention.can_never_draft(session)
+            known, own, not own and feature_retention.can_never_draft(session)
         )
         known.num_featureless += speculation_state.lacks_features
         if known.look_ahead is not None:

@@ -80,8 +80,8 @@ class Session:
     """Whether the speculation policy has it decode plainly; its drafter is told nothing
     meanwhile."""
     has_dropped_features: bool = False
-    """Whether the policy has its features be kept no more: whatever feeds on them never drafts for
-    it again."""
+    """Whether its features are kept no more: because the policy says so, or because they pass
+    between devices. Whoever needs them never drafts for it by messages again."""
     is_look_ahead_on: bool = False
     """Whether the speculation policy has it drafted for ahead of its verdicts; its drafter is told
     so."""

@@ -305,7 +305,8 @@ class DraftReplica:
         no such sessions."""
         shape, ahead = self.exchange_shape, self._ahead if is_ahead else None
         taken = self._taken(self._rows, count, shape.num_nodes)
-        self._take(DECODE_ROWS, taken, rows_ahead=shape.draft_length)
+        # The last draft token of a chain is drafted behind, and has no K/V.
+        self._take(DECODE_ROWS, taken, rows_ahead=shape.draft_length - 1)
         rows, warp = self._new_rows(taken), self._warp.state if sampled else None
         drafted = self._program.draft_chain(
             rows,

@@ -7,10 +7,10 @@ All that a side writes into its peer's memory is there before its number is, and
 wait for that number. Numbers wrap around at 2^32.
 
 A verifier does not need its drafter: a wait that ends without drafts only means that the round has
-none, and until the drafter has caught up no further wait takes any time. It puts rounds all the
-same, as long as the ring has a bank for them. A round that finds none closes the exchange, because
-the drafter would miss its tokens; so does a drafter's wait that ends without a round. A closed side
-reads and writes nothing any more.
+none, and no further wait takes any time until the drafter has only the last round to answer. The
+verifier puts rounds all the same, as long as the ring has a bank for them. A round that finds none
+closes the exchange, because the drafter would miss its tokens; so does a drafter's wait that ends
+without a round. A closed side reads and writes nothing any more.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def wait_drafts(
 
     drafts: the draft buffer, in this side's memory. `state.words[3]` says whether they are: the
     wait ends at its bound, when the host cancels it, or at once where the last one ended without
-    drafts. slots: int32 [R]: the sessions of this round, `padding` for none; outcomes: int32 [X]:
-    see `ChosenDrafts`. Nothing is waited for where all of them have a draft of their outcome.
+    drafts and the drafter has more to answer than the last round. slots: int32 [R]: the sessions of
+    this round, `padding` for none; outcomes: int32 [X]: see `ChosenDrafts`. Nothing is waited for
+    where all of them have a draft of their outcome.
     """
     if state.words.is_cuda:
         wait_drafts_triton(drafts, state, slots, outcomes, padding=padding)
@@ -59,7 +60,9 @@ def wait_drafts_torch(
     if int(words[1]) and hits == len(real):
         found = True
     elif int(words[1]):
-        found, polls = _poll(drafts.bank(0)[0], words[0], state, begun, bound=bool(words[3]))
+        number = drafts.bank(0)[0]
+        lasts = bool(words[3]) or int(number[0] - words[0]) >= -1
+        found, polls = _poll(number, words[0], state, begun, bound=lasts)
     words[2], words[3] = polls, int(found)
     state.host_control[2:] = words[[1, 3]]
     state.stamps[0], state.stamps[1] = begun, time.monotonic_ns()
@@ -314,7 +317,11 @@ def _wait_drafts(
         found = 1
         if is_waiting:
             number = array_at(addresses, 0, tl.int32)
-            found, polls = _wait(number, tl.load(words), control, begun, tl.load(words + 3))
+            wanted = tl.load(words)
+            lasts = tl.load(words + 3)
+            if load_acquire(number) - wanted >= -1:
+                lasts = 1
+            found, polls = _wait(number, wanted, control, begun, lasts)
     _tell_host(control, tl.load(words + 1), found)
     tl.store(words + 2, polls)
     tl.store(words + 3, found)

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 from outrider_verifier.engine.in_flight_round import InFlightRound
 from outrider_verifier.exchange.proposal_inbox import ProposalInbox
-from outrider_verifier.exchange.verdict_builder import VerdictBatch, VerdictBuilder
+from outrider_verifier.exchange.verdict_builder import (
+    VerdictBatch,
+    VerdictBuilder,
+    may_need_features,
+)
 from outrider_verifier.model_runner.batch import VerifyRow
 from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
 from outrider_verifier.model_runner.results import VerdictInputs
 from outrider_verifier.state.round_plan import RoundPlan
 from outrider_verifier.state.session import Session
 
+from outrider.ids import DrafterId
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
-from outrider.spec.plan import SpeculationPlan
+from outrider.spec.plan import DraftMethod, SpeculationPlan
 from outrider.wire.messages import Proposal, Proposals, TensorDtype
 from tests.fakes.scripted_drafter import make_tree
 from tests.fakes.target import FakeTarget
@@ -191,3 +196,15 @@ def test_a_sheet_that_is_ready_stands_until_sessions_are_touched() -> None:
     assert len(ready.make_batch(decoded((5, 6)))) == 1
     one.is_ended = True
     assert len(in_flight.verdict_inputs(8).make_batch(decoded((5, 6)))) == 0
+
+
+@pytest.mark.parametrize("drafter", [None, DrafterId("d0")])
+def test_features_are_kept_for_whom_messages_may_have_to_tell_a_drafter(
+    drafter: DrafterId | None,
+) -> None:
+    eagle = make_spec(drafter=drafter, plan=SpeculationPlan(method=DraftMethod.EAGLE3))
+    assert may_need_features(eagle, 0)
+    # In the verifier's process, or between devices.
+    assert not may_need_features(eagle, 3)
+    ngram = make_spec(drafter=drafter, plan=SpeculationPlan(method=DraftMethod.NGRAM))
+    assert not may_need_features(ngram, 0)

@@ -71,6 +71,7 @@ def exchanging(
     timeout_ms: float = 1000.0,
     fan_out: int = 0,
     distribution_ids: int = 2048,
+    acceptance: str = "",
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> Exchange:
@@ -87,6 +88,7 @@ def exchanging(
         exchange_fan_out=fan_out,
         exchange_ahead_sessions=4,
         exchange_distribution_ids=distribution_ids,
+        simulated_acceptance=acceptance,
     )
     runner = GpuModelRunner.build(config, target, projection, exchange_timeout_ms=timeout_ms)
     remote = runner.remote_drafter
@@ -180,6 +182,29 @@ def test_rounds_that_run_ahead_change_no_text(
     exchange.driver.ahead = True
     assert texts(exchange.driver, specs(SAMPLINGS[name])) == expected
     assert exchange.replica.is_open
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_sessions_whose_drafts_are_all_accepted_never_lack_one(
+    tiny_target: Path, tiny_head: Path, ahead: bool
+) -> None:
+    # A round of them all writes four rows, of blocks of sixteen: these prompts meet the end of a
+    # block in all ways.
+    given = [
+        make_spec(f"s{count}", prompt=tuple(range(40, 40 + count)), max_new_tokens=60, plan=PLAN)
+        for count in (5, 6, 7, 8)
+    ]
+    driver, replica, _ = exchanging(tiny_target, tiny_head, acceptance="1,1,1")
+    driver.ahead = ahead
+
+    def look(_: Driver, step: int) -> None:
+        if 4 < step < 12:
+            assert replica.state.words[1] and bool((drafter.tokens[:4] >= 0).all())
+
+    assert isinstance(driver.runner, GpuModelRunner)
+    drafter = driver.runner.remote_drafter
+    assert drafter is not None
+    texts(driver, given, look)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

@@ -131,6 +131,26 @@ def test_a_verifier_without_drafts_goes_on_and_waits_for_late_ones_no_more(
     assert both.verifier.words[[0, 1, 3]].tolist() == [4, 1, 1]
 
 
+def test_a_verifier_waits_again_for_a_drafter_that_has_only_the_last_round_to_answer() -> None:
+    both = pair(3, bound_us=1000)
+    both.drafts.bank(0)[0][0] = 2
+    numbers.wait_drafts_torch(both.drafts, both.verifier, *ROWS, padding=PADDING)
+    numbers.publish_number_torch(both.verdicts, both.verifier, step=1)
+    assert both.verifier.words[[0, 3]].tolist() == [4, 0]
+    both.drafts.bank(0)[0][0] = 3
+    both.verifier.host_control[1] = 20_000_000
+
+    def come() -> None:
+        time.sleep(0.02)
+        both.drafts.bank(0)[0][0] = 4
+
+    peer = threading.Thread(target=come)
+    peer.start()
+    numbers.wait_drafts_torch(both.drafts, both.verifier, *ROWS, padding=PADDING)
+    peer.join()
+    assert both.verifier.words[[0, 1, 3]].tolist() == [4, 1, 1]
+
+
 def test_a_verifier_is_closed_where_the_ring_is_full(call: Call) -> None:
     both = pair(2**31 - 2, bound_us=0)
     for place in range(4):
