@@ -13,6 +13,7 @@ from outrider.config.hooks import check_hooks
 from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.logs import LOG_LEVELS, check_level
 from outrider.spans import TracingConfig
+from outrider.spec.exchange_mode import AUTO, EXCHANGE_MODES, may_exchange
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import TlsConfig
 
@@ -87,10 +88,10 @@ class DrafterConfig:
     shared_memory: bool = True
     """Whether to exchange with verifiers of this host through shared memory, from working thread to
     working thread (Linux); off, and with other hosts, over the connection."""
-    device_exchange: bool = False
-    """Whether to exchange with verifiers of this host between the devices, where a verifier has
-    `device_exchange` on; for eagle3 heads."""
-    exchange_kv_rows: int = 1 << 20
+    device_exchange: Annotated[str, OneOf(EXCHANGE_MODES)] = AUTO
+    """Whether to exchange with verifiers of this host between the devices, where a verifier may:
+    on, off, or auto, which is on where this process computes on a GPU; for eagle3 heads."""
+    exchange_kv_rows: int = 1 << 22
     """Most K/V rows of the head for all verifiers of device_exchange together: one for each of
     their K/V tokens. A verifier for which no room is left is refused, and exchanges by messages."""
     drafter_id: str = field(default_factory=lambda: f"drafter-{secrets.token_hex(4)}")
@@ -151,7 +152,17 @@ class DrafterConfig:
     reconnect: ReconnectConfig = ReconnectConfig()
     """How a lost verifier is dialled again."""
 
+    @property
+    def exchanges_on_device(self) -> bool:
+        """Whether verifiers on other devices may exchange with this one's memory."""
+        has_head = DraftMethod.EAGLE3 in self.methods
+        return has_head and may_exchange(self.device_exchange, self.device)
+
     def __post_init__(self) -> None:
+        _require(
+            self.device_exchange in EXCHANGE_MODES,
+            f"device_exchange must be one of {', '.join(EXCHANGE_MODES)}",
+        )
         _require(self.dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}")
         _require(bool(self.methods), "methods must name at least one way of drafting")
         _require(DraftMethod.NONE not in self.methods, "methods: none is not a way of drafting")

@@ -7,6 +7,7 @@ digest.py                  Prefix digests: a 64-bit hash chain over token ids th
                            a committed prefix.
 draft_distribution.py      Draft distributions: the exact, quantised distributions that draft tokens
                            were drawn from.
+exchange_mode.py           Whether drafts and features may pass between devices: auto, on or off.
 flat_trees.py              Validates draft trees and draft distributions of many sessions at once,
                            in flat arrays.
 mix64.py                   64-bit mixing function (mix64) of prefix digests and noise: integers

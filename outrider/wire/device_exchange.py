@@ -63,6 +63,8 @@ class ReplicaOffer:
     """Outcomes of a round that are drafted for while it runs, a session; 0: none."""
     ahead_rows: int = 0
     """Decode rows of a round whose outcomes are drafted for, at most."""
+    gpu: str = ""
+    """UUID of the verifier's GPU; empty on a CPU. A drafter on the same one refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from outrider.wire.limits import (
     MAX_EXCHANGE_DEPTH,
     MAX_FAN_OUT,
     MAX_FEATURE_WIDTH,
+    MAX_GPU_BYTES,
     MAX_KV_BLOCKS,
     MAX_REPLICA_SLOTS,
     MAX_ROUND_CHUNKS,
@@ -122,6 +123,7 @@ def replica_offer_from_pb(message: pb.ReplicaOffer) -> ReplicaOffer:
         memory=require_member(MEMORY_KINDS_FROM_PB, message.memory, "memory"),
         fan_out=check_number(message.fan_out, "fan_out", high=MAX_FAN_OUT),
         ahead_rows=check_number(message.ahead_rows, "ahead_rows", high=MAX_AHEAD_ROWS),
+        gpu=check_text(message.gpu, "gpu", limit=MAX_GPU_BYTES, empty=True),
     )
 
 
@@ -198,6 +200,7 @@ def _offer_to_pb(offer: ReplicaOffer) -> pb.ReplicaOffer:
         memory=MEMORY_KINDS[offer.memory],
         fan_out=offer.fan_out,
         ahead_rows=offer.ahead_rows,
+        gpu=offer.gpu,
     )
 
 

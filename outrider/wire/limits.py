@@ -64,6 +64,7 @@ MAX_EXCHANGE_DEPTH = 64
 MAX_FAN_OUT = 64
 """Outcomes of a round that a replica drafts for, a session."""
 MAX_AHEAD_ROWS = 64
+MAX_GPU_BYTES = 64
 """Decode rows of a round whose outcomes a replica drafts for."""
 MAX_KV_BLOCKS = 1 << 24
 """K/V blocks of a verifier's pool."""

@@ -84,7 +84,7 @@ def serving(
     round_ms: float = 4,
 ) -> Iterator[Stack]:
     """A stack that exchanges between devices."""
-    flags = ["--device-exchange"]
+    flags = ["--device-exchange", "on"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_VERIFIER_EXCHANGE_TIMEOUT_MS", str(timeout_ms))
         with Stack(

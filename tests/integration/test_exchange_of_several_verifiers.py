@@ -29,7 +29,7 @@ def count(process: Process, event: str) -> int:
 def stack(
     tiny_target: Path, tiny_head: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
-    flags = ["--device-exchange"]
+    flags = ["--device-exchange", "on"]
     with pytest.MonkeyPatch.context() as patch:
         # On busy cores a drafter may be late.
         patch.setenv("OUTRIDER_VERIFIER_EXCHANGE_TIMEOUT_MS", "1000")

@@ -618,6 +618,10 @@ SAMPLES["replica_offer_ahead"] = (
     "verifier",
     replace(REPLICA_OFFER, fan_out=16, ahead_rows=2),
 )
+SAMPLES["replica_offer_gpu"] = (
+    "verifier",
+    replace(REPLICA_OFFER, gpu="8e1f0c9a-4f5e-3a57-9a6b-0c1d2e3f4a5b"),
+)
 SAMPLES["replica_round_ahead"] = (
     "verifier",
     m.ReplicaRoundLaunched(rows=2, chunks=0, is_sampled=False, is_ahead=True),

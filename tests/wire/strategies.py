@@ -232,6 +232,7 @@ REPLICA_COMMANDS: st.SearchStrategy[messages.ReplicaCommand] = st.one_of(
         memory=MEMORY_KINDS,
         fan_out=st.integers(0, 64),
         ahead_rows=st.integers(0, 64),
+        gpu=st.text(max_size=16),
     ),
     st.builds(
         messages.ReplicaSessionBegin,

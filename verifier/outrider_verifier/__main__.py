@@ -32,6 +32,7 @@ from outrider.process_tuning import (
 )
 from outrider.signals import stop_signals
 from outrider.spans import add_tracing_flags, export_spans
+from outrider.spec.exchange_mode import EXCHANGE_MODES, ON
 from outrider.timeline import record_timeline
 from outrider.watchdog import EXIT_GRACE_S, EXIT_NOTICE_S, EXIT_STALLED, exit_now, exit_within
 from outrider_verifier.config import DTYPES, PLACEMENTS, PLANNERS, VerifierConfig
@@ -98,8 +99,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device-exchange",
-        action=argparse.BooleanOptionalAction,
-        help="exchange drafts and features between devices of one host",
+        choices=EXCHANGE_MODES,
+        nargs="?",
+        const=ON,
+        help="exchange drafts and features between devices of one host; default: auto",
     )
     parser.add_argument(
         "--busy-polling-cores", type=int, help="cores kept from going idle while serving"

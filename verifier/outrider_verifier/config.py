@@ -11,6 +11,7 @@ from outrider.config.hooks import check_hooks
 from outrider.grammar.limits import CompileLimits, MaskLimits
 from outrider.logs import LOG_LEVELS, check_level
 from outrider.spans import TracingConfig
+from outrider.spec.exchange_mode import AUTO, EXCHANGE_MODES, ON, may_exchange
 from outrider.spec.plan import MAX_DRAFT_TOP_K
 from outrider.transport.tls import TlsConfig
 from outrider.wire.messages import TensorDtype
@@ -62,10 +63,11 @@ class VerifierConfig:
     draft_top_k: int = 1
     """Children that an in-process drafter tries of a node; 1 drafts chains, more grow trees of
     draft_length nodes."""
-    device_exchange: bool = False
-    """Whether to exchange drafts and features with a drafter on another device of this host without
-    passing them through the host; separate placement with `feature_head` only. Drafts have
-    `draft_length` tokens."""
+    device_exchange: Annotated[str, OneOf(EXCHANGE_MODES)] = AUTO
+    """Whether to exchange drafts and features with a drafter on another GPU of this host without
+    passing them through the host: on, off, or auto, which is on where this process computes on a
+    GPU with a `feature_head` and chains, in separate placement. Drafts then have `draft_length`
+    tokens, and who cannot be reached so exchanges by messages."""
     exchange_timeout_ms: float = 30.0
     """Longest wait of a round for drafts of device_exchange, ms. The round decodes plainly then,
     and no further round waits before the drafter has caught up."""
@@ -297,7 +299,10 @@ class VerifierConfig:
     @property
     def exchanges_on_device(self) -> bool:
         """Whether a drafter on another device may exchange with this one's memory."""
-        return self.device_exchange and not self.has_in_process_drafter
+        if self.has_in_process_drafter or not may_exchange(self.device_exchange, self.device):
+            return False
+        fits = self.draft_top_k == 1 and self.draft_length <= self.max_tree_nodes
+        return self.device_exchange == ON or (fits and bool(self.feature_head))
 
     @property
     def simulated_rates(self) -> tuple[float, ...]:
@@ -340,6 +345,10 @@ class VerifierConfig:
         _require(
             0 <= self.exchange_distribution_ids <= MAX_EXCHANGE_DISTRIBUTION_IDS,
             f"exchange_distribution_ids must be in [0, {MAX_EXCHANGE_DISTRIBUTION_IDS}]",
+        )
+        _require(
+            self.device_exchange in EXCHANGE_MODES,
+            f"device_exchange must be one of {', '.join(EXCHANGE_MODES)}",
         )
         if self.exchanges_on_device:
             _require(bool(self.feature_head), "device_exchange needs `feature_head`, a head")

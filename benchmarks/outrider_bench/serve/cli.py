@@ -17,6 +17,7 @@ from outrider.client.flags import integer_at_least, number_at_least, parse_fan_o
 from outrider.client.local.config import CPU, CUDA, DEVICES, SEPARATE
 from outrider.client.local.model_files import DEFAULT_MODEL
 from outrider.errors import InternalError, InvalidRequestError
+from outrider.spec.exchange_mode import EXCHANGE_MODES, ON
 from outrider.spec.sampling import Rule
 from outrider_bench.gpu.support.machine import BUSY_POLLING_CORES
 from outrider_bench.prompts import DEFAULT_PROMPTS
@@ -81,8 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--device-exchange",
-        action="store_true",
-        help="separate drafters exchange with verifiers between devices",
+        choices=EXCHANGE_MODES,
+        nargs="?",
+        const=ON,
+        help="whether separate drafters exchange with verifiers between devices; with --router say "
+        "on if they do; default: auto, where each has a GPU of its own",
     )
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on GPUs, else float32")

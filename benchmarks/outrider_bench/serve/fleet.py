@@ -10,8 +10,10 @@ from pathlib import Path
 
 from outrider.client import Client, OutriderError, RetryPolicy, ServerInfo
 from outrider.client.local.cluster import LocalCluster
-from outrider.client.local.config import CPU, HEAD_METHODS, SEPARATE, LocalFleetConfig
+from outrider.client.local.config import CPU, CUDA, HEAD_METHODS, SEPARATE, LocalFleetConfig
 from outrider.client.local.model_files import ModelFiles
+from outrider.client.local.process_flags import count_gpus
+from outrider.spec.exchange_mode import AUTO, ON
 from outrider.spec.plan import DraftMethod
 from outrider.transport.grpc import GrpcDialer
 from outrider.wire.messages import VerifierInfo
@@ -52,14 +54,22 @@ class ServiceMachine:
     """Processes of either kind, each on a GPU of its own where there are as many."""
     routers: int = 1
     prefix_cache: bool = True
-    device_exchange: bool = False
-    """Whether separate drafters exchange with verifiers between devices."""
+    device_exchange: str = AUTO
+    """Whether separate drafters exchange with verifiers between devices: see
+    `LocalFleetConfig`."""
     log_dir: Path | None = None
     trace_dir: Path | None = None
     round_ms: float = 0.0
     row_us: float = 0.0
     """What rounds are made to take, by the hook `outrider_bench.hooks.round_delay`; 0: what they
     do."""
+
+    @property
+    def exchanges_on_device(self) -> bool:
+        """Whether separate drafters exchange with verifiers between devices."""
+        if self.device_exchange == AUTO:
+            return self.device == CUDA and count_gpus() >= self.verifiers + self.drafters
+        return self.device_exchange == ON
 
     @property
     def name(self) -> str:
@@ -193,7 +203,7 @@ def local_config(machine: ServiceMachine, service: BenchService) -> LocalFleetCo
         device=machine.device,
         placement=service.placement if own else SEPARATE,
         device_exchange=machine.device_exchange,
-        draft_length=shapes[0][0] if (own or machine.device_exchange) and shapes else None,
+        draft_length=shapes[0][0] if (own or machine.exchanges_on_device) and shapes else None,
         draft_top_k=shapes[0][1] if own and shapes else None,
         kv_tokens=budget if machine.device == CPU else None,
         max_sessions=machine.sessions,

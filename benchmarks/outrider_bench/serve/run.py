@@ -16,6 +16,7 @@ from outrider.client.local.model_files import ModelFiles, find_model
 from outrider.engine.checkpoint import load_model_config
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.models import model_dir
+from outrider.spec.exchange_mode import AUTO, ON
 from outrider.spec.plan import DraftMethod
 from outrider_bench.environment import describe
 from outrider_bench.gpu.support.machine import DEVICE_COPY_BYTES_S
@@ -141,7 +142,7 @@ class BenchRun:
             drafters=args.drafters,
             routers=args.routers,
             prefix_cache=not args.no_prefix_cache,
-            device_exchange=args.device_exchange,
+            device_exchange=args.device_exchange or AUTO,
             max_tokens=self._max_tokens,
             threads=args.threads,
             planner=args.planner,
@@ -189,22 +190,30 @@ class BenchRun:
         drafted = BenchService(placement=placement, drafts=drafts, busy_polling_cores=busy_cores)
         for name in placements_of((placement,), self._args.in_turn):
             service = plain if name == PLAIN else drafted
-            self._measure_cells(meter, nullcontext(fleet), list(self._cells(service, model, fleet)))
+            exchanges = self._args.device_exchange == ON
+            cells = list(self._cells(service, model, fleet, exchanges=exchanges))
+            self._measure_cells(meter, nullcontext(fleet), cells)
 
     def _measure_service(
         self, meter: CellMeter, machine: ServiceMachine, service: BenchService
     ) -> None:
-        cells = list(self._cells(service, machine.name))
+        exchanges = machine.exchanges_on_device
+        cells = list(self._cells(service, machine.name, exchanges=exchanges))
         if service.placement == PLAIN:
             cells = [cell for cell in cells if plain_key(cell.described()) not in self._kept_plain]
         if cells:
             self._measure_cells(meter, start_service(machine, service), cells)
 
     def _cells(
-        self, service: BenchService, model: str, fleet: RunningFleet | None = None
+        self,
+        service: BenchService,
+        model: str,
+        fleet: RunningFleet | None = None,
+        *,
+        exchanges: bool,
     ) -> Iterator[BenchCell]:
         """The cells of a service, by rising load; plain decoding knows no rules. A fleet that runs
-        says how large it is."""
+        says how large it is. `exchanges`: whether separate drafters exchange between devices."""
         verifiers = self._args.verifiers
         drafters = self._args.drafters if service.has_drafters else 0
         if fleet is not None:
@@ -232,8 +241,7 @@ class BenchRun:
                         drafters=drafters,
                         routers=self._args.routers,
                         prefix_cache=not self._args.no_prefix_cache,
-                        device_exchange=self._args.device_exchange
-                        and service.placement == SEPARATE,
+                        device_exchange=exchanges and service.placement == SEPARATE,
                     )
                     if service.placement == PLAIN:
                         cell = cell.plain

@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 
+from outrider.engine.device.current_device import gpu_uuid
 from outrider.engine.device.drafting.eagle_forward import HeadForward
 from outrider.engine.device.drafting.eagle_weights import HeadWeights
 from outrider.engine.device.exchange.draft_replica import (
@@ -215,6 +216,12 @@ class Replicas:
         return ReplicaRefused(reason=str(error)[:_MAX_REASON] or "failed")
 
     def _check(self, offer: ReplicaOffer) -> None:
+        if offer.gpu and offer.gpu == gpu_uuid(self._device):
+            raise FailedPreconditionError(
+                f"verifier and drafter are on one GPU ({offer.gpu}), where who waits takes the "
+                "time of whom it waits for",
+                reason="REPLICA_GPU",
+            )
         if offer.vocab_size != self._vocab_size or offer.feature_size != self._config.hidden_size:
             raise FailedPreconditionError(
                 f"a replica is for {self._vocab_size} ids and features of "

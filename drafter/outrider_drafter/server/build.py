@@ -96,7 +96,7 @@ def _make_replicas(
 
         heads += [p.head for p in proposers if isinstance(p, GpuEagleProposer)]
     heads = [head for head in heads if can_extract(head)]
-    if not (heads and config.device_exchange):
+    if not (heads and config.exchanges_on_device):
         return None
     # Imported here: it needs Triton, which a drafter on a CPU can do without.
     from outrider_drafter.gpu.replicas import Replicas
@@ -185,7 +185,7 @@ def _load_weights(config: DrafterConfig, target: ModelConfig, dtype: torch.dtype
         dtype=dtype,
         device=config.device,
         # The programs of a device read weights as they are.
-        make_linear=PlainLinear if config.device_exchange else make_linear,
+        make_linear=PlainLinear if config.exchanges_on_device else make_linear,
     )
 
 

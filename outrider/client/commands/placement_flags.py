@@ -7,6 +7,7 @@ from typing import TypedDict
 
 from outrider.client.flags import integer_at_least
 from outrider.client.local.config import CPU, DEVICES, PLACEMENTS, SEPARATE
+from outrider.spec.exchange_mode import AUTO, EXCHANGE_MODES, ON
 
 
 class PlacementOptions(TypedDict):
@@ -15,7 +16,7 @@ class PlacementOptions(TypedDict):
     device: str
     drafter_device: str
     placement: str
-    device_exchange: bool
+    device_exchange: str
     draft_length: int | None
     draft_top_k: int | None
     cuda_graphs: bool
@@ -39,14 +40,17 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--device-exchange",
-        action="store_true",
-        help="let verifier and separate drafter exchange between their devices",
+        choices=EXCHANGE_MODES,
+        nargs="?",
+        const=ON,
+        help="whether verifier and separate drafter exchange between their devices; default: auto, "
+        "which is on where each has a GPU of its own",
     )
     add(
         "--draft-length",
         type=integer_at_least(1),
         metavar="K",
-        help="of a head in the verifier, or with --device-exchange",
+        help="of a head in the verifier, or of a drafter that exchanges between devices",
     )
     add("--no-cuda-graphs", action="store_true", help="launch kernels one by one (debugging)")
     add(
@@ -68,7 +72,7 @@ def placement_of(args: argparse.Namespace) -> PlacementOptions:
         "device": args.device or CPU,
         "drafter_device": args.drafter_device or "",
         "placement": args.placement or SEPARATE,
-        "device_exchange": args.device_exchange,
+        "device_exchange": args.device_exchange or AUTO,
         "draft_length": args.draft_length,
         # What else it means is for each command to say, so not all have the flag.
         "draft_top_k": getattr(args, "draft_top_k", None),

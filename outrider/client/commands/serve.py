@@ -32,6 +32,7 @@ from outrider.client.local.settings_check import ray_warnings
 from outrider.client.local.supervisor import Supervisor
 from outrider.errors import InvalidRequestError
 from outrider.signals import stop_signals
+from outrider.spec.exchange_mode import AUTO
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import CertificateRole
 
@@ -342,9 +343,9 @@ def ray_args(config: LocalFleetConfig) -> list[str]:
         "threads": config.threads,
         "busy-polling-cores": config.busy_polling_cores,
         "metrics-port": config.metrics_port,
+        "device-exchange": None if config.device_exchange == AUTO else config.device_exchange,
     }
     flags = ((f"--{name}", str(value)) for name, value in values.items() if value is not None)
     switches = [] if config.cuda_graphs else ["--no-cuda-graphs"]
     switches += [] if config.prefix_cache else ["--no-prefix-cache"]
-    switches += ["--device-exchange"] if config.device_exchange else []
     return [part for flag in flags for part in flag] + switches

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.errors import InvalidRequestError
+from outrider.spec.exchange_mode import AUTO, EXCHANGE_MODES
 from outrider.spec.plan import DraftMethod
 
 CPU, CUDA = DEVICES = ("cpu", "cuda")
@@ -69,9 +70,10 @@ class LocalFleetConfig:
     """torch device of the drafters; "" takes GPUs of their own where there are enough."""
     placement: str = SEPARATE
     """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
-    device_exchange: bool = False
+    device_exchange: str = AUTO
     """Whether a verifier and a separate drafter with an EAGLE-3 head exchange drafts and features
-    between their devices; where they cannot, they use messages."""
+    between their devices: on, off, or auto, which is on where each has a GPU of its own. Where they
+    cannot, they use messages."""
     draft_length: int | None = None
     """Draft tokens a round of a head in the verifier, or of a drafter by device_exchange; None
     takes the verifier's default."""
@@ -130,6 +132,12 @@ class LocalFleetConfig:
     """Let the processes log to our stderr instead."""
 
     def __post_init__(self) -> None:
+        if self.device_exchange not in EXCHANGE_MODES:
+            raise InvalidRequestError(
+                f"device_exchange must be one of {', '.join(EXCHANGE_MODES)}, got "
+                f"{self.device_exchange!r}",
+                reason="INVALID_DEVICE_EXCHANGE",
+            )
         if min(self.verifiers, self.drafters) < 1:
             raise InvalidRequestError(
                 f"verifiers and drafters must be at least 1, got {self.verifiers} and "
@@ -211,12 +219,6 @@ class LocalFleetConfig:
     def uses_gpus(self) -> bool:
         """Whether a process computes on a GPU of this machine."""
         return CUDA in (self.device, self.drafter_device.partition(":")[0])
-
-    @property
-    def exchanges_on_device(self) -> bool:
-        """Whether a pair may exchange between devices."""
-        separate = self.placement == SEPARATE and DraftMethod.EAGLE3 in self.methods
-        return self.device_exchange and separate
 
     @property
     def drafter_methods(self) -> tuple[DraftMethod, ...]:

@@ -22,6 +22,7 @@ from outrider.client.local.config import (
     LocalFleetConfig,
 )
 from outrider.errors import FailedPreconditionError, InvalidRequestError
+from outrider.spec.exchange_mode import AUTO, OFF
 from outrider.spec.plan import DraftMethod
 from outrider.transport.tls import CertificateRole
 
@@ -41,6 +42,8 @@ class ProcessPlacement:
     """Its torch device."""
     memory_fraction: float | None = None
     """Share of its GPU's memory that it may take; None is its default."""
+    shares_gpu: bool = False
+    """Whether both verifiers and drafters are on its GPU."""
 
 
 def count_gpus() -> int:
@@ -105,12 +108,18 @@ def plan_placement(
             return config.gpu_memory_utilization
         return SHARED_MEMORY_FRACTION if device != CPU and device in drafting else None
 
+    def shared(device: str) -> bool:
+        return device != CPU and device in verifying and device in drafting
+
     return (
         [
-            ProcessPlacement(f"verifier-{i}", device, share(device))
+            ProcessPlacement(f"verifier-{i}", device, share(device), shared(device))
             for i, device in enumerate(verifying)
         ],
-        [ProcessPlacement(f"drafter-{i}", device) for i, device in enumerate(drafting)],
+        [
+            ProcessPlacement(f"drafter-{i}", device, shares_gpu=shared(device))
+            for i, device in enumerate(drafting)
+        ],
     )
 
 
@@ -136,8 +145,19 @@ def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str
     )
     flags += _hook_flags(config.verifier_hooks)
     flags += [] if config.prefix_cache else ["--no-prefix-cache"]
-    flags += ["--device-exchange"] if config.exchanges_on_device else []
+    flags += _exchange_flags(config, place)
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
+
+
+def _exchange_flags(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
+    """What a process is told of the exchange between devices."""
+    if config.placement != SEPARATE or DraftMethod.EAGLE3 not in config.methods:
+        return []
+    mode = config.device_exchange
+    if mode == AUTO and place.shares_gpu:
+        # Who waits on a GPU takes its time from whom it waits for.
+        mode = OFF
+    return [] if mode == AUTO else ["--device-exchange", mode]
 
 
 def drafter_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
@@ -154,7 +174,7 @@ def drafter_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]
         **_common_flags(config, place, CertificateRole.DRAFTER),
     )
     flags += _hook_flags(config.drafter_hooks)
-    flags += ["--device-exchange"] if config.exchanges_on_device else []
+    flags += _exchange_flags(config, place)
     return flags if config.cuda_graphs else [*flags, "--no-cuda-graphs"]
 
 

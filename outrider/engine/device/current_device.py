@@ -28,6 +28,11 @@ def is_device_usable(device: torch.device) -> bool:
     return True
 
 
+def gpu_uuid(device: torch.device) -> str:
+    """UUID of the GPU that a device of this process is; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 def check_device(name: str) -> None:
     """Raise if this installation cannot compute on the device `name`.
 

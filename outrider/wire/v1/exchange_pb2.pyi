@@ -204,7 +204,7 @@ class SessionEnd(_message.Message):
     def __init__(self, handle: _Optional[int] = ...) -> None: ...
 
 class ReplicaOffer(_message.Message):
-    __slots__ = ("num_slots", "max_rows", "draft_length", "max_chunks", "chunk_tokens", "feature_size", "feature_dtype", "distribution_entries", "depth", "num_blocks", "block_tokens", "table_blocks", "vocab_size", "memory", "fan_out", "ahead_rows")
+    __slots__ = ("num_slots", "max_rows", "draft_length", "max_chunks", "chunk_tokens", "feature_size", "feature_dtype", "distribution_entries", "depth", "num_blocks", "block_tokens", "table_blocks", "vocab_size", "memory", "fan_out", "ahead_rows", "gpu")
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class ReplicaOffer(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     FAN_OUT_FIELD_NUMBER: _ClassVar[int]
     AHEAD_ROWS_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     num_slots: int
     max_rows: int
     draft_length: int
@@ -237,7 +238,8 @@ class ReplicaOffer(_message.Message):
     memory: MemoryKind
     fan_out: int
     ahead_rows: int
-    def __init__(self, num_slots: _Optional[int] = ..., max_rows: _Optional[int] = ..., draft_length: _Optional[int] = ..., max_chunks: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., feature_size: _Optional[int] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., distribution_entries: _Optional[int] = ..., depth: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., table_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., memory: _Optional[_Union[MemoryKind, str]] = ..., fan_out: _Optional[int] = ..., ahead_rows: _Optional[int] = ...) -> None: ...
+    gpu: str
+    def __init__(self, num_slots: _Optional[int] = ..., max_rows: _Optional[int] = ..., draft_length: _Optional[int] = ..., max_chunks: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., feature_size: _Optional[int] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., distribution_entries: _Optional[int] = ..., depth: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., table_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., memory: _Optional[_Union[MemoryKind, str]] = ..., fan_out: _Optional[int] = ..., ahead_rows: _Optional[int] = ..., gpu: _Optional[str] = ...) -> None: ...
 
 class ReplicaSessionBegin(_message.Message):
     __slots__ = ("slot", "blocks", "sampling", "num_rows")

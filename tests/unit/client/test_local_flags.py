@@ -38,12 +38,12 @@ def test_processes_have_a_gpu_each_where_there_are_as_many() -> None:
 def test_a_verifier_leaves_memory_to_those_on_its_gpu_alone() -> None:
     verifiers, drafters = plan_placement(of(2, 2), 2)
     assert verifiers == [
-        ProcessPlacement("verifier-0", "cuda:0", 0.7),
-        ProcessPlacement("verifier-1", "cuda:1", 0.7),
+        ProcessPlacement("verifier-0", "cuda:0", 0.7, shares_gpu=True),
+        ProcessPlacement("verifier-1", "cuda:1", 0.7, shares_gpu=True),
     ]
     assert drafters == [
-        ProcessPlacement("drafter-0", "cuda:0"),
-        ProcessPlacement("drafter-1", "cuda:1"),
+        ProcessPlacement("drafter-0", "cuda:0", shares_gpu=True),
+        ProcessPlacement("drafter-1", "cuda:1", shares_gpu=True),
     ]
 
 
@@ -60,7 +60,32 @@ def test_drafters_may_be_sent_elsewhere() -> None:
     assert verifiers == [ProcessPlacement("verifier-0", "cuda:0")]
     assert drafters == [ProcessPlacement("drafter-0", "cpu"), ProcessPlacement("drafter-1", "cpu")]
     verifiers, _ = plan_placement(replace(of(1, 1), drafter_device="cuda:0"), 2)
-    assert verifiers == [ProcessPlacement("verifier-0", "cuda:0", 0.7)]
+    assert verifiers == [ProcessPlacement("verifier-0", "cuda:0", 0.7, shares_gpu=True)]
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "said"),
+    [
+        ({}, 2, None),
+        # On one GPU, who waits takes the time of whom it waits for.
+        ({}, 1, "off"),
+        ({"device_exchange": "on"}, 1, "on"),
+        ({"device_exchange": "off"}, 2, "off"),
+        ({"device_exchange": "on", "placement": "fused"}, 1, None),
+    ],
+)
+def test_a_pair_exchanges_between_gpus_of_their_own(
+    given: dict[str, Any], gpus: int, said: str | None
+) -> None:
+    config = replace(of(1, 1), **given)
+    assert flags_of(verifier_arguments(config, gpus=gpus)).get("device-exchange") == said
+    if config.drafter_methods and config.placement == "separate":
+        assert flags_of(drafter_arguments(config, gpus=gpus)).get("device-exchange") == said
+
+
+def test_another_word_for_the_exchange_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="one of auto, on, off, got 'yes'"):
+        replace(CUDA, device_exchange="yes")
 
 
 def test_without_gpus_all_compute_on_cpus() -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from outrider.engine.device.current_device import gpu_uuid
 from outrider.engine.device.exchange.draft_replica import ReplicaRound
 from outrider.engine.device.exchange.exchange_times import ExchangedRound
 from outrider.engine.device.exchange.memory import SharedMemory, allocate_memory, map_memory
@@ -291,6 +292,7 @@ class DeviceExchange:
                 memory=self._kind,
                 fan_out=shape.fan_out,
                 ahead_rows=shape.ahead_rows,
+                gpu=gpu_uuid(device),
             ),
         )
 

@@ -197,6 +197,17 @@ def test_what_no_replica_is_for_is_refused(
     assert words in answer.reason
 
 
+def test_a_verifier_on_the_same_gpu_is_refused(
+    replicas: Replicas, offer: ReplicaOffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider_drafter.gpu.replicas.gpu_uuid", lambda device: "gpu-1")
+    answer, shared = join(replicas, CONNECTION, replace(offer, gpu="gpu-1"), memory_for(offer))
+    assert isinstance(answer, ReplicaRefused) and shared is None
+    assert "on one GPU (gpu-1)" in answer.reason
+    Peer(replicas, CONNECTION, replace(offer, gpu="gpu-2"))
+    replicas.close(CONNECTION)
+
+
 def test_memory_that_is_no_good_is_refused(replicas: Replicas, offer: ReplicaOffer) -> None:
     wide = replace(offer, distribution_entries=4096)
     for descriptor in (None, memory_for(offer), os.memfd_create("test")):

@@ -230,6 +230,7 @@ def test_a_drafter_without_room_leaves_memory_of_the_device_to_the_next(
     monkeypatch.setattr(
         module, "allocate_memory", lambda size, *_, **__: allocate_on_host(size, CPU)
     )
+    monkeypatch.setattr(module, "gpu_uuid", lambda device: "gpu-1")
     rig = Rig(device=torch.device("cuda"))
     for number in (1, 2):
         rig.exchange.add_drafter(link(number))
