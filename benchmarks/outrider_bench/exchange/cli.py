@@ -89,13 +89,10 @@ def run(args: argparse.Namespace) -> None:
     rows: list[list[object]] = []
     cells: list[dict[str, Any]] = []
     unavailable: dict[str, str] = {}
-    killed: dict[str, Any] = {}
     for transport in transports:
         print_progress(f"{transport}: {len(cases)} cases of {args.rounds} rounds")
         try:
             found = _measure(transport, cases, args)
-            if args.kill_drafter and transport in BUFFERS:
-                killed[transport] = _kill_drafter(transport, args)
         except (OSError, OutriderError) as error:
             # What one machine does not have shall not hide what it has.
             unavailable[transport] = str(error)
@@ -115,8 +112,12 @@ def run(args: argparse.Namespace) -> None:
     result: dict[str, object] = {"benchmark": "exchange", **describe()}
     result |= {"width": args.width, "draft_length": DRAFT_LENGTH, "rounds": args.rounds}
     result |= {"cells": cells, "unavailable": unavailable}
-    if killed:
-        result["killed"] = killed
+    if args.kill_drafter:
+        result["killed"] = {
+            transport: _kill_drafter(transport, args)
+            for transport in transports
+            if transport in BUFFERS and transport not in unavailable
+        }
     print_result(args, result)
 
 
@@ -227,12 +228,11 @@ def _faults(cells: Sequence[dict[str, Any]], work_ms: float) -> str:
     for cell in cells:
         if cell["work_ms"] != work_ms:
             continue
+        of_sessions = f"of {cell['sessions']} sessions"
         if cell.get("mismatches"):
-            faults += (
-                f"; {cell['mismatches']} rounds of {cell['sessions']} sessions had wrong values"
-            )
+            faults += f"; {cell['mismatches']} rounds {of_sessions} had late or wrong values"
         if not cell.get("is_open", True):
-            faults += f"; the exchange of {cell['sessions']} sessions was closed amid its rounds"
+            faults += f"; the exchange {of_sessions} was closed amid its rounds"
     return faults
 
 

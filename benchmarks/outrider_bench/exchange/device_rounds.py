@@ -92,7 +92,7 @@ class RoundTimes(NamedTuple):
     attach_ms: float
     """What mapping the drafter's memory took."""
     mismatches: int
-    """Rounds in which a side found other values than those that had to be there."""
+    """Rounds in which a side found other values than those that had to be there, or too late."""
     is_open: bool
     """Whether the exchange lasted to the end: rounds behind its close exchange nothing."""
 
