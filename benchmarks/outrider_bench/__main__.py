@@ -29,7 +29,10 @@ BENCHMARKS: Final = {
     ),
     "soak": ("faults.soak", "many concurrent streams for minutes: errors, and the slope of memory"),
     "events": ("events.cli", "events a second through one router, and its processor time for each"),
-    "exchange": ("exchange.cli", "round trips between verifier and drafter, without models"),
+    "exchange": (
+        "exchange.cli",
+        "idle time of a round by transport between verifier and drafter, without models",
+    ),
     "host": ("host.cli", "the host's share of a round in both processes, step by step"),
     "recovery": (
         "faults.recovery",

@@ -1,4 +1,10 @@
-"""Transports compared by the exchange benchmark: the drafter's end and the verifier's end."""
+"""Channels compared by the exchange benchmark: the drafter's end and the verifier's end.
+
+`grpc.aio`, with an event loop on either side, is used between hosts. `shm` is the shared-memory
+channel used on one host, `shm.in_place` the same with features that a device has written into its
+memory. With `grpc` the working threads read and write a synchronous stream, with `socket` a Unix
+socket; with `socket.aio` the event loops own the socket.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +31,8 @@ from outrider.transport.shm import Frame, ShmChannel, ShmListener, join_channel
 from outrider.wire.codec import decode_verifier_messages, encode_drafter_message
 from outrider.wire.limits import MAX_MESSAGE_BYTES
 from outrider.wire.messages import EncodedMessage, Proposal, Proposals, ShmOffer, Verdicts
+from outrider_bench.exchange.payload import DRAFT_LENGTH
 
-ROWS = 4
-"""Tokens and features of a session in a round."""
 _METHOD = "/bench/Exchange"
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -57,7 +62,7 @@ def answer_rounds(channel: BenchChannel) -> None:
         assert isinstance(told, Verdicts)
         count = len(told)
         if count not in made:
-            tree = DraftTree.chain(np.arange(ROWS, dtype=np.int32))
+            tree = DraftTree.chain(np.arange(DRAFT_LENGTH, dtype=np.int32))
             made[count] = Proposals.of_proposals(
                 [
                     Proposal(handle=handle, prefix_digest=handle, prefix_len=9, tree=tree)

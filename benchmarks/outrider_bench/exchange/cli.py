@@ -1,136 +1,248 @@
-"""Round-trip times of the exchange between two processes, without models, by transport.
+"""Idle time of a round between a verifier and a drafter in two processes, without models.
 
-A working thread encodes a round's verdicts, the other process's working thread decodes them and
-answers with proposals, which the first one decodes: the part of a round that does not depend on
-models. `grpc.aio`, with an event loop on either side, is used between hosts. `shm` is the
-shared-memory channel used on one host, `shm.in_place` the same with features that a device has
-written into its memory. With `grpc` the working threads read and write a synchronous stream, with
-`socket` a Unix socket; with `socket.aio` the event loops own the socket.
+One table compares the transports by which both exchange rounds, with the same payload: features of
+the accepted rows of a chain of four, and the next chain. Its figures are microseconds in which
+neither side works because of the exchange, by two methods:
+
+- Channels (`shm`, the shared-memory channel of one host; `grpc.aio`, between hosts; variants of
+  both): a round trip of host threads by the host's clock, encoding and decoding included. Features
+  lie in the memory of the host already, so the copies between devices and hosts that a service
+  makes as well are not part of it.
+- Exchange buffers (`buffers.device`, in memory of the devices; `buffers.host`, in memory of the
+  host that both devices map): time from the end of a round to the end of the next one by stamps of
+  the verifier's device, less the work of both sides. Taking, checking and putting rows is part of
+  it, and so are kernels that compare every value. Without a CUDA device `buffers.host` runs the
+  PyTorch reference of the kernels on the CPU, by the host's clock.
+
+Work (`--work-ms`) is a pause of the verifier's thread before a round trip by a channel; by buffers
+it is a sleeping kernel of the verifier, and one of a quarter of that time of the drafter.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import tempfile
-import time
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from outrider.process_tuning import keep_freed_memory
-from outrider.wire.codec import decode_drafter_messages, encode_verdicts
-from outrider.wire.messages import (
-    EncodedMessage,
-    FeatureRows,
-    Proposals,
-    TensorDtype,
-    Verdicts,
-)
-from outrider_bench.exchange.channels import ROWS, TRANSPORTS, BenchChannel, InPlaceShmBenchChannel
+from outrider.errors import InvalidRequestError, OutriderError
+from outrider.extras import explain_missing_packages
+from outrider.wire.limits import MAX_MESSAGE_BYTES
+from outrider_bench.environment import describe
+from outrider_bench.exchange.channel_rounds import run_transport
+from outrider_bench.exchange.channels import TRANSPORTS
+from outrider_bench.exchange.payload import DRAFT_LENGTH, FEATURE_BYTES, FEATURE_SIZE
+from outrider_bench.report import format_table, print_progress, print_result
 
-WIDTH = 4096
-
-
-def verdicts(sessions: int) -> Verdicts:
-    """A round of this many sessions."""
-    rng = np.random.default_rng(sessions)
-    counts = np.full(sessions, ROWS)
-    pieces = tuple(
-        rng.integers(0, 1 << 14, (ROWS, WIDTH)).astype(np.uint16) for _ in range(sessions)
-    )
-    return Verdicts(
-        handles=np.arange(sessions),
-        starts=counts * 9,
-        token_counts=counts,
-        tokens=rng.integers(0, 1 << 15, ROWS * sessions).astype(np.int32),
-        digests=rng.integers(0, 1 << 63, sessions).astype(np.uint64),
-        feature_starts=counts * 9,
-        feature_counts=counts,
-        draft_wanted=np.ones(sessions, dtype=np.bool_),
-        features=FeatureRows(dtype=TensorDtype.BFLOAT16, segments=pieces),
-    )
+BUFFERS: Final = {"buffers.device": "device", "buffers.host": "host"}
+"""Transports by exchange buffers, and the kind of memory that these lie in."""
+ALL_TRANSPORTS: Final = (*BUFFERS, *TRANSPORTS)
+DEFAULT_TRANSPORTS: Final = ("buffers.device", "buffers.host", "shm", "grpc.aio")
+BY_CHANNEL: Final = "round trip of host threads, with encoding and decoding"
+BY_STAMPS: Final = "rounds less work, by the verifier's device"
+BY_REFERENCE: Final = "rounds less work, PyTorch reference on the CPU"
+_MAX_SESSIONS: Final = 1024
+_MAX_ROUNDS: Final = 100_000
+_MAX_WORK_MS: Final = 1000.0
 
 
-def measure(channel: BenchChannel, sessions: int, *, rounds: int, idle_s: float) -> list[float]:
-    """The verifier's working thread: microseconds of each round trip."""
-    keep_freed_memory()
-    told = verdicts(sessions)
-    taken: list[float] = []
-    for _ in range(rounds):
-        time.sleep(idle_s)
-        round_told = _in_shm(told, channel)
-        began = time.perf_counter()
-        channel.send(EncodedMessage(encode_verdicts(round_told)))
-        del round_told
-        (drafts,) = decode_drafter_messages(channel.receive())
-        taken.append((time.perf_counter() - began) * 1e6)
-        assert isinstance(drafts, Proposals) and len(drafts) == sessions
-    return taken[rounds // 10 :]
+class TransportTimes(NamedTuple):
+    """Outcome of a transport."""
 
-
-def _in_shm(told: Verdicts, channel: BenchChannel) -> Verdicts:
-    """The same with its features where they are sent from, if the transport has such places: there
-    a device would have put them."""
-    features = told.features
-    if not isinstance(channel, InPlaceShmBenchChannel) or features is None:
-        return told
-    place = channel.reserve(features.nbytes)
-    if place is None:
-        return told
-    rows = place.view(np.uint16).reshape(features.count, features.width)
-    np.concatenate(features.segments, out=rows)
-    return replace(told, features=replace(features, segments=(rows,)))
+    measured: str
+    """What its microseconds are."""
+    idle_us: list[list[float]]
+    """Of each case: microseconds of each round."""
+    figures: list[dict[str, Any]]
+    """Of each case: what else was found."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("--sessions", default="1,64", help="sessions a round, several with commas")
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--idle-ms", default="0,4", help="pauses before a round, with commas")
-    parser.add_argument(
-        "--transports", default=",".join(TRANSPORTS), help="transports, with commas"
+    add = parser.add_argument
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add("--sessions", default="1,8,32,64", help="sessions of a round, several with commas")
+    add("--width", type=int, default=FEATURE_SIZE, help="width of a feature (bfloat16)")
+    add("--rounds", type=int, default=300, help="rounds measured of each case")
+    add("--work-ms", default="0,4", help="simulated work of the verifier, several with commas")
+    add(
+        "--transports",
+        default=",".join(DEFAULT_TRANSPORTS),
+        help=f"with commas, of {', '.join(ALL_TRANSPORTS)}; default: %(default)s",
     )
+    add("--same-device", action="store_true", help="buffers: both sides on one CUDA device")
+    add(
+        "--kill-drafter",
+        action="store_true",
+        help="also kill the drafter amid rounds by buffers, and exchange with a new one",
+    )
+    add("--out", type=Path, help="also write the result as JSON here")
+    add("--json", action="store_true", help="last line of the output is one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a table of medians in microseconds."""
-    cases = [
-        (int(sessions), float(idle))
-        for sessions in args.sessions.split(",")
-        for idle in args.idle_ms.split(",")
-    ]
-    titles = [f"{sessions} sessions, idle {idle:g} ms" for sessions, idle in cases]
-    print("| transport | " + " | ".join(titles) + " |")
-    print("|---|" + "---|" * len(cases))
-    for transport in args.transports.split(","):
-        medians = [
-            f"{np.median(taken):.0f}" for taken in run_transport(transport, cases, args.rounds)
-        ]
-        print(f"| {transport} | " + " | ".join(medians) + " |")
-
-
-def run_transport(transport: str, cases: list[tuple[int, float]], rounds: int) -> list[list[float]]:
-    """Round trips of every (sessions, idle ms), microseconds, in a process pair of their own."""
-    serve, through = TRANSPORTS[transport]
-    results: list[list[float]] = []
-
-    def work(channel: BenchChannel) -> None:
-        for sessions, idle_ms in cases:
-            measure(channel, sessions, rounds=20, idle_s=0.0)
-            results.append(measure(channel, sessions, rounds=rounds, idle_s=idle_ms / 1e3))
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "bench.sock")
-        address = f"unix:{path}" if transport.startswith("grpc") else path
-        drafter = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(address,), daemon=True
-        )
-        drafter.start()
+    """Measure and report."""
+    sessions, works, transports = _read_flags(args)
+    cases = [(count, work) for work in works for count in sessions]
+    rows: list[list[object]] = []
+    cells: list[dict[str, Any]] = []
+    unavailable: dict[str, str] = {}
+    for transport in transports:
+        print_progress(f"{transport}: {len(cases)} cases of {args.rounds} rounds")
         try:
-            through(address, work)
-        finally:
-            drafter.terminate()
-            drafter.join()
-    return results
+            found = _measure(transport, cases, args)
+        except (OSError, OutriderError) as error:
+            # What one machine does not have shall not hide what it has.
+            unavailable[transport] = str(error)
+            rows.append([transport, "-", *["-"] * (2 * len(sessions)), f"unavailable: {error}"])
+            continue
+        measured = _cells(transport, cases, found)
+        cells += measured
+        for work in works:
+            row: list[object] = [transport, f"{work:g}"]
+            for cell in measured:
+                if cell["work_ms"] == work:
+                    row += [f"{cell['p50_us']:.0f}", f"{cell['p99_us']:.0f}"]
+            rows.append([*row, found.measured + _faults(measured, work)])
+    print(_explain(args))
+    titles = [f"{count} sess. {p}" for count in sessions for p in ("p50", "p99")]
+    print(format_table(["transport", "work, ms", *titles, "measured"], rows))
+    result: dict[str, object] = {"benchmark": "exchange", **describe()}
+    result |= {"width": args.width, "draft_length": DRAFT_LENGTH, "rounds": args.rounds}
+    result |= {"cells": cells, "unavailable": unavailable}
+    if args.kill_drafter:
+        result["killed"] = {
+            transport: _kill_drafter(transport, args)
+            for transport in transports
+            if transport in BUFFERS and transport not in unavailable
+        }
+    print_result(args, result)
+
+
+def _read_flags(args: argparse.Namespace) -> tuple[list[int], list[float], list[str]]:
+    """Sessions, work in ms and transports. Raises InvalidRequestError."""
+    try:
+        sessions = [int(part) for part in args.sessions.split(",")]
+        works = [float(part) for part in args.work_ms.split(",")]
+    except ValueError as error:
+        raise _invalid(f"--sessions and --work-ms are numbers with commas: {error}") from None
+    if not all(1 <= count <= _MAX_SESSIONS for count in sessions):
+        raise _invalid(f"--sessions must be from 1 to {_MAX_SESSIONS}")
+    if not all(0.0 <= work <= _MAX_WORK_MS for work in works):
+        raise _invalid(f"--work-ms must be from 0 to {_MAX_WORK_MS:g}")
+    if not 1 <= args.rounds <= _MAX_ROUNDS:
+        raise _invalid(f"--rounds must be from 1 to {_MAX_ROUNDS}")
+    max_width = MAX_MESSAGE_BYTES // 2 // (max(sessions) * (DRAFT_LENGTH + 1) * FEATURE_BYTES)
+    if not 1 <= args.width <= max_width:
+        raise _invalid(f"--width must be from 1 to {max_width} at {max(sessions)} sessions")
+    transports = args.transports.split(",")
+    if unknown := [name for name in transports if name not in ALL_TRANSPORTS]:
+        raise _invalid(f"--transports is of {', '.join(ALL_TRANSPORTS)}, got {', '.join(unknown)}")
+    return list(dict.fromkeys(sessions)), list(dict.fromkeys(works)), transports
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, reason="INVALID_FLAG")
+
+
+def _measure(
+    transport: str, cases: Sequence[tuple[int, float]], args: argparse.Namespace
+) -> TransportTimes:
+    """Measure every (sessions, work ms). Raises OutriderError and OSError where this machine does
+    not have the transport."""
+    if transport in BUFFERS:
+        return _measure_buffers(transport, cases, args)
+    found = run_transport(transport, cases, args.rounds, width=args.width)
+    return TransportTimes(BY_CHANNEL, found, [{} for _ in cases])
+
+
+def _measure_buffers(
+    transport: str, cases: Sequence[tuple[int, float]], args: argparse.Namespace
+) -> TransportTimes:
+    # Only here: channels are measured without torch and triton, too.
+    with explain_missing_packages(transport):
+        from outrider_bench.exchange import device_rounds
+    kind = BUFFERS[transport]
+    devices = device_rounds.find_devices(kind, same_device=args.same_device)
+    settings = [
+        device_rounds.RoundSettings(
+            rows=sessions,
+            rounds=args.rounds + device_rounds.WARM_ROUNDS + 1,
+            verify_us=int(work_ms * 1000),
+            draft_us=int(work_ms * 250),
+            width=args.width,
+        )
+        for sessions, work_ms in cases
+    ]
+    found = device_rounds.measure_rounds(kind, devices, settings)
+    measured = BY_REFERENCE if devices.verifier == "cpu" else BY_STAMPS
+    if devices.verifier == devices.drafter != "cpu":
+        measured += "; one device twice, whose processes take turns"
+    figures = [
+        {
+            "devices": list(devices),
+            "attach_ms": round(times.attach_ms, 2),
+            "mismatches": times.mismatches,
+            "is_open": times.is_open,
+        }
+        for times in found
+    ]
+    return TransportTimes(measured, [times.idle_us for times in found], figures)
+
+
+def _kill_drafter(transport: str, args: argparse.Namespace) -> dict[str, Any]:
+    from outrider_bench.exchange import device_rounds
+
+    kind = BUFFERS[transport]
+    devices = device_rounds.find_devices(kind, same_device=args.same_device)
+    return device_rounds.measure_killed_drafter(kind, devices, width=args.width)
+
+
+def _cells(
+    transport: str, cases: Sequence[tuple[int, float]], found: TransportTimes
+) -> list[dict[str, Any]]:
+    cells = []
+    for (sessions, work_ms), idle_us, figures in zip(
+        cases, found.idle_us, found.figures, strict=True
+    ):
+        p50, p99 = np.percentile(idle_us, (50, 99))
+        cells.append(
+            {
+                "transport": transport,
+                "sessions": sessions,
+                "work_ms": work_ms,
+                "p50_us": round(float(p50), 2),
+                "p99_us": round(float(p99), 2),
+                "measured": found.measured,
+                **figures,
+            }
+        )
+    return cells
+
+
+def _faults(cells: Sequence[dict[str, Any]], work_ms: float) -> str:
+    """What was wrong with rounds beside this work, for the table; nothing, as a rule."""
+    faults = ""
+    for cell in cells:
+        if cell["work_ms"] != work_ms:
+            continue
+        of_sessions = f"of {cell['sessions']} sessions"
+        if cell.get("mismatches"):
+            faults += f"; {cell['mismatches']} rounds {of_sessions} had late or wrong values"
+        if not cell.get("is_open", True):
+            faults += f"; the exchange {of_sessions} was closed amid its rounds"
+    return faults
+
+
+def _explain(args: argparse.Namespace) -> str:
+    """What the figures of the table are."""
+    return (
+        f"Microseconds of a round that the exchange takes beside the work of both sides, "
+        f"{args.rounds} rounds each.\n"
+        f"Payload of a session: 1 to {DRAFT_LENGTH + 1} accepted tokens in turn, each with a "
+        f"feature of {args.width} bfloat16 values, and a chain of {DRAFT_LENGTH}.\n"
+        "Channels: without the copies between devices and hosts. Buffers: with the kernels that "
+        "check every value.\n"
+    )

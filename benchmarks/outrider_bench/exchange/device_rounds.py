@@ -1,26 +1,29 @@
-"""Rounds of two processes on two GPUs over exchange buffers, without models.
+"""Rounds of two processes over exchange buffers, without models.
 
 Each side replays one CUDA graph a round, two rounds ahead of its device, as verifier and drafter
 do: the verifier waits for drafts, takes them, works and puts accepted tokens and features; the
 drafter waits for these, takes them, works and puts drafts. Work is a sleeping kernel, so what a
-round takes beyond both works is what the exchange costs. Each side checks what the other one wrote.
+round takes beyond both works is what the exchange costs. Each side checks what the other one wrote,
+within that time.
 
-python -m outrider_bench.exchange.device_rounds [--rows 64] [--same-device] [--only device]
+Buffers lie in memory of the two devices or in memory of the host that both map. On a CPU both
+sides run the PyTorch reference of the same kernels over shared memory of the host; their times say
+what the protocol costs there, and nothing about devices.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import itertools
 import json
+import multiprocessing
 import os
-import signal
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -56,14 +59,42 @@ from outrider.engine.kernels.exchange.verdicts import (
     put_rows,
     take_rows,
 )
+from outrider.errors import UnavailableError
+from outrider_bench.exchange.payload import DRAFT_LENGTH, FEATURE_SIZE
 
 VOCAB: Final = 32_000
-CHAIN: Final = 4
-WIDTH: Final = 4096
+CHAIN: Final = DRAFT_LENGTH
 AHEAD: Final = 2
 """Rounds that a side launches before it waits for the first of them."""
 BOUND_US: Final = 30_000
+"""Microseconds that the verifier's device waits for drafts at most."""
+CPU_BOUND_US: Final = 2_000_000
+"""The same of a verifier on a CPU, where other processes may hold its drafter up."""
 WARM_ROUNDS: Final = 20
+LINK_TIMEOUT_S: Final = 180.0
+"""Seconds that a process waits for the other one, which may be compiling kernels, at most."""
+_ERROR: Final = "error: "
+"""Begins the last word of a process that cannot exchange."""
+
+
+class RoundDevices(NamedTuple):
+    """Where both sides of a measurement run."""
+
+    verifier: str
+    drafter: str
+
+
+class RoundTimes(NamedTuple):
+    """Outcome of a measurement."""
+
+    idle_us: list[float]
+    """Of each round: microseconds beyond the work of both sides."""
+    attach_ms: float
+    """What mapping the drafter's memory took."""
+    mismatches: int
+    """Rounds in which a side found other values than those that had to be there, or too late."""
+    is_open: bool
+    """Whether the exchange lasted to the end: rounds behind its close exchange nothing."""
 
 
 class RoundSettings(NamedTuple):
@@ -75,6 +106,8 @@ class RoundSettings(NamedTuple):
     """Time of the verifier's work, microseconds; 0: none."""
     draft_us: int
     """The same of the drafter's."""
+    width: int = FEATURE_SIZE
+    """Width of a feature."""
 
     @property
     def shape(self) -> ExchangeShape:
@@ -85,14 +118,19 @@ class RoundSettings(NamedTuple):
             draft_length=CHAIN,
             max_chunks=1,
             chunk_tokens=32,
-            feature_size=WIDTH,
+            feature_size=self.width,
             feature_dtype=torch.bfloat16,
             distribution_entries=0,
         )
 
 
 def _work(us: int, clock_mhz: float) -> None:
-    if us:
+    if not clock_mhz:
+        # A pause of the thread would end late, by as much as is measured.
+        end = time.perf_counter() + us / 1e6
+        while time.perf_counter() < end:
+            pass
+    elif us:
         torch.cuda._sleep(int(us * clock_mhz))  # type: ignore[no-untyped-call]
 
 
@@ -116,7 +154,9 @@ class _Verifier:
         self._starts = torch.zeros(rows, dtype=torch.int32, device=device)
         self._digests = torch.full((rows + 1,), 7, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((rows, CHAIN + 1), dtype=torch.int32, device=device)
-        self._features = torch.zeros((rows, CHAIN + 1, WIDTH), dtype=torch.bfloat16, device=device)
+        self._features = torch.zeros(
+            (rows, CHAIN + 1, settings.width), dtype=torch.bfloat16, device=device
+        )
         self._drafted = new_taken_tokens(rows + 1, CHAIN, device)
         self._chosen = new_chosen_drafts(rows + 1, CHAIN, device)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -185,7 +225,7 @@ class _Drafter:
         self._drafts, self._verdicts = drafts, verdicts
         rows = settings.rows
         self.state = new_state(device)
-        self._taken = new_taken_rows(rows, CHAIN + 1, WIDTH, torch.bfloat16, device)
+        self._taken = new_taken_rows(rows, CHAIN + 1, settings.width, torch.bfloat16, device)
         slots = torch.arange(rows + 1, dtype=torch.int32, device=device)
         slots[rows] = -1
         self._followed = FollowedSlots(
@@ -236,17 +276,28 @@ class _Link:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        connected.settimeout(LINK_TIMEOUT_S)
 
     def send(self, word: str, descriptors: list[int] | None = None) -> None:
         """Send a line, and descriptors with it."""
         socket.send_fds(self._socket, [word.encode()], descriptors or [])
 
     def receive(self) -> tuple[str, list[int]]:
-        """Wait for the next one."""
+        """Wait for the next one. Raises UnavailableError where the other process cannot exchange,
+        and OSError where it is gone or late."""
         data, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 4)
         if not data:
             raise ConnectionError("the other process is gone")
-        return data.decode(), list(descriptors)
+        word = data.decode()
+        if word.startswith(_ERROR):
+            raise UnavailableError(
+                f"the drafter's process: {word.removeprefix(_ERROR)}", reason="NO_DEVICE_EXCHANGE"
+            )
+        return word, list(descriptors)
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
 
 
 class _Side:
@@ -287,7 +338,8 @@ class _Side:
         drafts, verdicts = reversed(buffers) if is_drafter else buffers
         kind_of = _Drafter if is_drafter else _Verifier
         self.program = kind_of(settings, device, clock, drafts, verdicts)
-        self.program.state.host_control[1] = BOUND_US if not is_drafter else 2_000_000
+        bound_us = BOUND_US if device.type == "cuda" else CPU_BOUND_US
+        self.program.state.host_control[1] = bound_us if not is_drafter else 2_000_000
         self.graphs = GraphCache(device)
         self._device = device
 
@@ -296,7 +348,7 @@ class _Side:
         state = self.program.state
         state.words[1] = 0
         self.graphs.run_graph("round", self.program.run_round)
-        torch.cuda.synchronize(self._device)
+        self._synchronize()
         state.words.copy_(torch.tensor([0, 1, 0, 1], dtype=torch.int32))
         self.program.mismatches.zero_()
         if isinstance(self.program, _Verifier):
@@ -304,10 +356,12 @@ class _Side:
             self.program._starts.zero_()
             self.program._tokens.zero_()
             self.program._digests.fill_(7)
-        torch.cuda.synchronize(self._device)
+        self._synchronize()
 
     def run(self, rounds: int, *, until_closed: bool = False) -> list[float]:
         """Replay rounds, AHEAD at a time; microseconds between ends of rounds."""
+        if self._device.type == "cpu":
+            return self._run_on_cpu(rounds, until_closed=until_closed)
         flight: deque[torch.cuda.Event] = deque()
         ends: list[torch.cuda.Event] = []
         for _ in range(rounds):
@@ -323,15 +377,30 @@ class _Side:
         torch.cuda.synchronize(self._device)
         return [first.elapsed_time(second) * 1000 for first, second in itertools.pairwise(ends)]
 
+    def _run_on_cpu(self, rounds: int, *, until_closed: bool) -> list[float]:
+        ends: list[float] = []
+        for _ in range(rounds):
+            self.program.run_round()
+            ends.append(time.perf_counter() * 1e6)
+            if until_closed and not int(self.program.state.words[1]):
+                break
+        return [second - first for first, second in itertools.pairwise(ends)]
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def close(self) -> None:
         """Give the memory back."""
-        torch.cuda.synchronize(self._device)
+        self._synchronize()
         self._own.close()
         self._peer.close()
 
 
 def _clock_mhz(device: torch.device) -> float:
-    """Cycles a microsecond of the sleeping kernel."""
+    """Cycles a microsecond of the sleeping kernel; 0 on a CPU, which has none."""
+    if device.type == "cpu":
+        return 0.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):
         begin.record()
@@ -339,6 +408,26 @@ def _clock_mhz(device: torch.device) -> float:
         end.record()
         torch.cuda.synchronize(device)
     return 20_000_000 / (begin.elapsed_time(end) * 1000)
+
+
+def serve_drafter(connected: socket.socket, device_name: str) -> None:
+    """The drafter's process: its side of each measurement that the other process asks for."""
+    link, device = _Link(connected), _use_device(device_name)
+    try:
+        _serve(link, device)
+    except UnavailableError as error:
+        link.send(_ERROR + error.message[:1000])
+
+
+def _use_device(name: str) -> torch.device:
+    """Make a device this thread's current one."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        # Both sides look for each other all the time: threads of one would hold the other up.
+        torch.set_num_threads(1)
+    return device
 
 
 def _serve(link: _Link, device: torch.device) -> None:
@@ -354,7 +443,7 @@ def _serve(link: _Link, device: torch.device) -> None:
         side.capture()
         link.send("ready")
         link.receive()
-        side.run(settings.rounds, until_closed=bool(asked.get("until_closed")))
+        side.run(settings.rounds)
         words = [*side.program.mismatches.tolist(), *side.program.state.words.tolist()]
         link.send(json.dumps(words))
         link.receive()
@@ -363,7 +452,7 @@ def _serve(link: _Link, device: torch.device) -> None:
 
 def _measure(
     link: _Link, device: torch.device, settings: RoundSettings, kind: str, clock: float
-) -> dict[str, Any]:
+) -> RoundTimes:
     link.send(json.dumps({"settings": settings, "kind": kind}))
     side = _Side(link, device, settings, kind, is_drafter=False, clock=clock)
     side.capture()
@@ -371,54 +460,57 @@ def _measure(
     link.send("go")
     times = side.run(settings.rounds)[WARM_ROUNDS:]
     theirs = json.loads(link.receive()[0])
-    found = {
-        "memory": kind,
-        "rows": settings.rows,
-        "work_us": settings.verify_us + settings.draft_us,
-        "round_us_p50": round(statistics.median(times), 2),
-        "idle_us_p50": round(statistics.median(times) - settings.verify_us - settings.draft_us, 2),
-        "round_us_p99": round(sorted(times)[int(len(times) * 0.99)], 2),
-        "attach_ms": round(side.attach_s * 1000, 2),
-        "verifier": [*side.program.mismatches.tolist(), *side.program.state.words.tolist()],
-        "drafter": theirs,
-    }
+    mismatches, _ = side.program.mismatches.tolist()
+    words = side.program.state.words.tolist()
+    found = RoundTimes(
+        idle_us=[took - settings.verify_us - settings.draft_us for took in times],
+        attach_ms=side.attach_s * 1000,
+        mismatches=mismatches + theirs[0],
+        is_open=bool(words[1] and theirs[3]),
+    )
     link.send("close")
     side.close()
     return found
 
 
-def _start_peer(device: int) -> tuple[_Link, subprocess.Popen[bytes]]:
+@contextlib.contextmanager
+def _drafter(device: str) -> Iterator[tuple[_Link, BaseProcess]]:
+    """A drafter's process, which is killed in the end if it still runs."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "outrider_bench.exchange.device_rounds",
-            "--peer",
-            str(theirs.fileno()),
-            "--device",
-            str(device),
-        ],
-        pass_fds=[theirs.fileno()],
+    peer = multiprocessing.get_context("spawn").Process(
+        target=serve_drafter, args=(theirs, device), daemon=True
     )
-    theirs.close()
-    return _Link(ours), peer
+    link = _Link(ours)
+    try:
+        peer.start()
+        theirs.close()
+        yield link, peer
+    except OSError as error:
+        raise UnavailableError(f"rounds broke off: {error}", reason="NO_DEVICE_EXCHANGE") from error
+    finally:
+        link.close()
+        peer.kill()
+        peer.join()
 
 
 def _kill(
-    link: _Link, peer: subprocess.Popen[bytes], device: torch.device, clock: float
+    link: _Link,
+    peer: BaseProcess,
+    device: torch.device,
+    settings: RoundSettings,
+    kind: str,
+    clock: float,
 ) -> dict[str, Any]:
     """Kill the drafter in the middle of its rounds: how long the verifier waits, and whether its
     device goes on."""
-    settings = RoundSettings(8, 4000, 2000, 500)
-    link.send(json.dumps({"settings": settings, "kind": "device"}))
-    side = _Side(link, device, settings, "device", is_drafter=False, clock=clock)
+    link.send(json.dumps({"settings": settings, "kind": kind}))
+    side = _Side(link, device, settings, kind, is_drafter=False, clock=clock)
     side.capture()
     link.receive()
     link.send("go")
     side.run(100)
-    peer.send_signal(signal.SIGKILL)
-    peer.wait()
+    peer.kill()
+    peer.join()
     times = side.run(400, until_closed=True)
     rounds = side.run(50)
     found = {
@@ -431,35 +523,44 @@ def _kill(
     return found
 
 
-def main() -> None:
-    """Run one side, or everything."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--device", type=int, default=0, help="the verifier's device")
-    parser.add_argument("--rows", default="1,8,64", help="sessions, separated by commas")
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--same-device", action="store_true", help="both sides on one device")
-    parser.add_argument("--only", default="device,host", help="kinds of memory")
-    args = parser.parse_args()
-    torch.cuda.set_device(args.device)
-    device = torch.device("cuda", args.device)
-    if args.peer >= 0:
-        _serve(_Link(socket.socket(fileno=args.peer)), device)
-        return
+def find_devices(kind: str, *, same_device: bool = False) -> RoundDevices:
+    """Two devices for buffers of this kind of memory ("device" or "host"); one device twice, where
+    there is no other one that it has access to, and for "host" the CPU where there is none at all.
+    Raises UnavailableError."""
+    count = torch.cuda.device_count()
+    if not count:
+        if kind == "host":
+            return RoundDevices("cpu", "cpu")
+        raise UnavailableError("no CUDA device", reason="NO_DEVICE_EXCHANGE")
+    has_other = count > 1 and (kind == "host" or torch.cuda.can_device_access_peer(0, 1))
+    return RoundDevices("cuda:0", "cuda:1" if has_other and not same_device else "cuda:0")
+
+
+def measure_rounds(
+    kind: str, devices: RoundDevices, cases: Sequence[RoundSettings]
+) -> list[RoundTimes]:
+    """Run rounds of every case over buffers in memory of this kind, in two processes. Raises
+    UnavailableError where the devices cannot share it."""
+    device = _use_device(devices.verifier)
     clock = _clock_mhz(device)
-    other = args.device if args.same_device else args.device + 1
-    link, peer = _start_peer(other)
-    for kind in args.only.split(","):
-        for rows in map(int, args.rows.split(",")):
-            for works in ((0, 0), (4000, 1000)):
-                settings = RoundSettings(rows, args.rounds, *works)
-                print(json.dumps(_measure(link, device, settings, kind, clock)), flush=True)
-    print(json.dumps({"killed": _kill(link, peer, device, clock)}), flush=True)
-    link, peer = _start_peer(other)
-    print(json.dumps(_measure(link, device, RoundSettings(8, 100, 0, 0), "device", clock)))
-    link.send("end")
-    peer.wait()
+    with _drafter(devices.drafter) as (link, peer):
+        found = [_measure(link, device, settings, kind, clock) for settings in cases]
+        link.send("end")
+        peer.join(LINK_TIMEOUT_S)
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def measure_killed_drafter(
+    kind: str, devices: RoundDevices, *, width: int = FEATURE_SIZE
+) -> dict[str, Any]:
+    """How long the verifier waits for a drafter that is killed, and what rounds with a new one
+    take then. Raises UnavailableError."""
+    device = _use_device(devices.verifier)
+    clock, settings = _clock_mhz(device), RoundSettings(8, 4000, 2000, 500, width)
+    with _drafter(devices.drafter) as (link, peer):
+        killed = _kill(link, peer, device, settings, kind, clock)
+    (again,) = measure_rounds(kind, devices, [RoundSettings(8, 100, 0, 0, width)])
+    return killed | {
+        "attach_ms_again": round(again.attach_ms, 2),
+        "idle_us_again": round(statistics.median(again.idle_us), 2),
+    }

@@ -42,7 +42,10 @@ def run_without(tmp_path: Path) -> RunWithout:
     return run
 
 
-@pytest.mark.parametrize(("name", "flag"), [("serve", "--placement"), ("local", "--draft-top-k")])
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [("serve", "--placement"), ("local", "--draft-top-k"), ("exchange", "--transports")],
+)
 def test_benchmarks_of_a_cpu_need_no_triton(run_without: RunWithout, name: str, flag: str) -> None:
     ended = run_without({"triton", "ray"}, "outrider_bench", name, "--help")
     assert ended.returncode == 0 and flag in ended.stdout
