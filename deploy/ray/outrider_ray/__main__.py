@@ -21,6 +21,7 @@ from outrider.errors import OutriderError
 from outrider.extras import explain_missing_packages
 from outrider.logs import setup_logging
 from outrider.process_tuning import run_event_loop, tune_garbage_collector
+from outrider.spec.exchange_mode import EXCHANGE_MODES, ON
 from outrider_ray.commands import NAMES, run_command
 from outrider_ray.config import RayFleetConfig
 
@@ -55,7 +56,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--drafter-device", metavar="DEVICE", help="cpu or cuda; default: that of the target")
     add("--memory-fraction", type=float, metavar="F", help="of a GPU, for the verifier")
     add("--placement", metavar="WHERE", help="of the head: separate, colocated or fused")
-    add("--draft-length", type=int, metavar="K", help="of a head in the verifier")
+    add(
+        "--device-exchange",
+        choices=EXCHANGE_MODES,
+        nargs="?",
+        const=ON,
+        help="exchange drafts and features between GPUs of a node; default: auto",
+    )
+    add("--draft-length", type=int, metavar="K", help="of a head's chains")
     add("--draft-top-k", type=int, metavar="K", help="children it tries of a node")
     add("--look-ahead", type=int, choices=(0, 1), help="of requests that leave it open")
     add("--fan-out", type=int, metavar="N", help="outcomes drafted ahead; 0: drafter's choice")

@@ -15,6 +15,7 @@ from outrider.client.commands.ray_flags import PACK, STRATEGIES
 from outrider.client.local.config import CPU, CUDA, DEVICES, SHARED_MEMORY_FRACTION
 from outrider.config import KeysOf, OneOf, load_config
 from outrider.logs import LOG_LEVELS, check_level
+from outrider.spec.exchange_mode import AUTO, EXCHANGE_MODES, OFF
 from outrider.spec.plan import DraftMethod
 from outrider.transport.ray import EXCHANGES, GRPC, RayConfig
 from outrider_ray import fixed_keys
@@ -54,8 +55,13 @@ class RayFleetConfig:
     have the same GPU, else the verifier's default."""
     placement: str = SEPARATE
     """Where the head drafts: separate (in the drafter), colocated or fused (in the verifier)."""
+    device_exchange: Annotated[str, OneOf(EXCHANGE_MODES)] = AUTO
+    """Whether verifiers and drafters of one node exchange drafts and features between their GPUs:
+    on, off, or auto, which is on where both compute on GPUs and `exchange` is grpc. Where two
+    cannot, they exchange by messages."""
     draft_length: int | None = None
-    """Draft tokens a round of a head in the verifier; None takes its default."""
+    """Draft tokens a round of a head in the verifier, or of a drafter by device_exchange; None
+    takes the verifier's default."""
     draft_top_k: int | None = None
     """Children that such a head tries of a node; None takes its default."""
     planner: str | None = None
@@ -145,6 +151,7 @@ class RayFleetConfig:
             ("device", ("", *DEVICES)),
             ("drafter_device", ("", *DEVICES)),
             ("exchange", EXCHANGES),
+            ("device_exchange", EXCHANGE_MODES),
             ("strategy", STRATEGIES),
         )
         for name, known in choices:
@@ -253,6 +260,12 @@ class RayFleetConfig:
         return (self.verifier_resource, self.drafter_resource)[role]
 
     @property
+    def exchange_mode(self) -> str:
+        """`device_exchange` of verifiers and drafters, whose memory passes by the shared-memory
+        channel."""
+        return self.device_exchange if self.exchange == GRPC else OFF
+
+    @property
     def verifier_memory_fraction(self) -> float | None:
         """Share of a GPU's memory for the verifier; None leaves it its default."""
         shares = self.devices.count(CUDA) > 1 and self.gpus_of(MemberRole.VERIFIER) < 1.0
@@ -275,6 +288,7 @@ def verifier_config(config: RayFleetConfig, index: int = 0) -> VerifierConfig:
             "device": config.torch_device(MemberRole.VERIFIER),
             "memory_fraction": config.verifier_memory_fraction,
             "shared_memory": config.exchange == GRPC,
+            "device_exchange": config.exchange_mode,
             "placement": config.placement,
             "draft_length": config.draft_length,
             "draft_top_k": config.draft_top_k,
@@ -310,6 +324,7 @@ def drafter_config(config: RayFleetConfig, index: int = 0) -> DrafterConfig | No
             "dtype": config.dtype,
             "device": device,
             "shared_memory": config.exchange == GRPC,
+            "device_exchange": config.exchange_mode,
             "cuda_graphs": config.cuda_graphs,
             "threads": config.actor_threads,
             # One that computes on cores needs them for itself.

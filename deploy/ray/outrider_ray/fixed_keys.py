@@ -26,6 +26,7 @@ VERIFIER = _ACTOR | {
         "device",
         "memory_fraction",
         "shared_memory",
+        "device_exchange",
     ),
     *("placement", "draft_length", "draft_top_k", "planner", "cuda_graphs", "simulated_acceptance"),
     *("threads", "busy_polling_cores", "kv_tokens", "prefix_cache", "max_sessions", "log_level"),
@@ -34,5 +35,5 @@ VERIFIER = _ACTOR | {
 }
 DRAFTER = _ACTOR | {
     *("model", "drafter_id", "head", "draft_model", "methods", "dtype", "device", "shared_memory"),
-    *("cuda_graphs", "threads", "busy_polling_cores", "log_level"),
+    *("device_exchange", "cuda_graphs", "threads", "busy_polling_cores", "log_level"),
 }
