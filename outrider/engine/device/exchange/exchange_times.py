@@ -54,6 +54,10 @@ class ExchangeTimes:
         self._history = history
         self.answered = 0
         """Rounds so far that found drafts, as far as their times were kept."""
+        self.late = 0
+        """The same of rounds that wanted drafts and found none."""
+        self.hits = 0
+        """Drafts of the rounds so far that had been made for the outcome of the round before."""
         self._last: NDArray[np.int64] | None = None
 
     def take_rounds(self) -> Iterator[ExchangedRound]:
@@ -68,7 +72,13 @@ class ExchangeTimes:
             number = int(row[_NUMBER])
             if number == 0 or (last is not None and number <= last[_NUMBER]):
                 continue
-            self.answered += bool(row[_DRAFTING]) or bool(row[_HITS])
+            if last is None or row[_BEGIN] != last[_BEGIN]:
+                # A round that only prefills looks for no drafts, and keeps the stamps of the last
+                # one that did.
+                is_answered = bool(row[_DRAFTING]) or bool(row[_HITS])
+                self.answered += is_answered
+                self.late += not is_answered
+                self.hits += int(row[_HITS])
             if last is not None and number == last[_NUMBER] + 1:
                 found = _round(last, row)
                 if found is not None:
@@ -89,5 +99,8 @@ def _round(before: NDArray[np.int64], row: NDArray[np.int64]) -> ExchangedRound 
     if rows < 1 or rows != before[_ROWS] or not is_drafted:
         return None
     idle = int(row[_TAKEN] - before[_ACCEPTED]) - drafting
+    if idle < 0:
+        # The drafter says that it drafted longer than there was time.
+        return None
     waited = int(row[_END] - row[_BEGIN])
     return ExchangedRound(rows, idle * 1e-9, drafting * 1e-9, hits, waited * 1e-9)
