@@ -14,12 +14,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
+from outrider import timeline
+from outrider.engine.device.exchange.device_clock import DeviceClock
 from outrider.engine.device.exchange.draft_replica import ReplicaRound
 from outrider.engine.device.exchange.exchange_times import ExchangedRound
 from outrider.engine.device.exchange.memory import SharedMemory, allocate_memory, map_memory
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
+from outrider.engine.device.exchange.round_spans import VERIFIER_STEPS, RoundSpans
 from outrider.engine.logits_processor import has_penalties
 from outrider.errors import InvalidMessageError, OutriderError, UnavailableError
 from outrider.ids import DrafterId
@@ -145,6 +149,14 @@ class DeviceExchange:
         self._look_again = 0.0
         self._tell_again = 0.0
         self._offered_at = 0.0
+        self._clock: DeviceClock | None = None
+        if timeline.is_recording():
+            self._clock = DeviceClock(remote.device)
+            remote.times.spans = RoundSpans(
+                self._clock,
+                VERIFIER_STEPS,
+                partial(timeline.mark_span, track="device exchange"),
+            )
         on_device = remote.device.type == "cuda"
         self._first_kind = MemoryKind.DEVICE if on_device else MemoryKind.HOST
         self._kind = self._first_kind
@@ -211,6 +223,8 @@ class DeviceExchange:
             self._memory = None
             self._remote.attach(own, peer, _Host(lambda each: self._tell(link_id, each)))
             self.info = replace(self._closed, drafter_id=link.drafter_id, memory=answer.memory)
+            if self._clock is not None:
+                self._clock.measure()
             logger.info(
                 "exchanging between devices",
                 extra={"drafter_id": link.drafter_id, "memory": str(answer.memory)},

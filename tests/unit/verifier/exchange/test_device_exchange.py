@@ -3,9 +3,11 @@ lost, and nobody who answers wrongly."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind, Roun
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import SamplingParams
+from outrider.timeline import record_timeline
 from outrider.wire.messages import (
     DeviceExchangeInfo,
     FeatureLayout,
@@ -307,3 +310,18 @@ def test_the_state_of_the_exchange_is_told(rig: Rig) -> None:
     rig.exchange.remove_drafter(2)
     assert rig.exchange.info == DeviceExchangeInfo(draft_length=3)
     assert (len(rig.rounds), rig.answers[-1]) == (7, ("d2", 1))
+
+
+def test_rounds_are_on_the_timeline_where_one_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "verifier.json"
+    with record_timeline(path, "verifier"):
+        rig = Rig()
+        rig.exchange.add_drafter(link(2))
+        rig.answer_ready(2)
+        put_round(rig, 1, rows=2, idle_us=20)
+        rig.exchange.check()
+        put_round(rig, 2, rows=2, idle_us=20)
+        rig.exchange.close()
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["name"] for event in events].count("forward and acceptance") == 2
+    assert Rig().remote.times.spans is None
