@@ -28,6 +28,7 @@ __all__ = [
     "MAX_MARKS",
     "TimelineMark",
     "TimelineRecorder",
+    "is_recording",
     "mark_instant",
     "now",
     "record_timeline",
@@ -129,6 +130,11 @@ def mark_instant(name: str, n: int = 0, *, track: str = "") -> None:
     """Something that happens at this moment."""
     if _recorder is not None:
         _recorder.add_mark(now(), INSTANT, name, n, track)
+
+
+def is_recording() -> bool:
+    """Whether marks are kept."""
+    return _recorder is not None
 
 
 @contextmanager

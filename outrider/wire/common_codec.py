@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import Message
 
+from outrider.ids import DrafterId
 from outrider.spec.plan import MAX_DRAFT_TOKENS, DraftMethod, SpeculationPlan
 from outrider.spec.sampling import MAX_BANNED_IDS, MAX_BIASED_IDS, Rule, SamplingParams
 from outrider.spec.structured_output import StructuredKind, StructuredOutput
@@ -20,13 +21,26 @@ from outrider.spec.token_limits import (
 )
 from outrider.wire.checks import (
     check_count,
+    check_finite,
+    check_number,
     check_text,
     check_token_ids,
     convert_validation_errors,
     raise_invalid,
 )
-from outrider.wire.limits import MAX_DECISION_BYTES, MAX_METHODS
-from outrider.wire.messages import FeatureLayout, FinishReason, SpecStats
+from outrider.wire.limits import (
+    MAX_DECISION_BYTES,
+    MAX_DRAFT_LENGTH,
+    MAX_METHODS,
+    MAX_ROUND_ROWS,
+)
+from outrider.wire.messages import (
+    DeviceExchangeInfo,
+    FeatureLayout,
+    FinishReason,
+    MemoryKind,
+    SpecStats,
+)
 from outrider.wire.v1 import common_pb2 as pb
 
 EnumT = TypeVar("EnumT", bound=StrEnum)
@@ -60,6 +74,10 @@ LAYOUTS: dict[FeatureLayout, pb.FeatureLayout] = {
     FeatureLayout.NONE: pb.FEATURE_LAYOUT_NONE,
     FeatureLayout.PROJECTED: pb.FEATURE_LAYOUT_PROJECTED,
 }
+MEMORY_KINDS: dict[MemoryKind, pb.MemoryKind] = {
+    MemoryKind.DEVICE: pb.MEMORY_KIND_DEVICE,
+    MemoryKind.HOST: pb.MEMORY_KIND_HOST,
+}
 
 
 def _invert(table: Mapping[EnumT, int]) -> dict[int, EnumT]:
@@ -70,6 +88,7 @@ RULES_FROM_PB = _invert(RULES)
 METHODS_FROM_PB = _invert(METHODS)
 FINISH_REASONS_FROM_PB = _invert(FINISH_REASONS)
 LAYOUTS_FROM_PB = _invert(LAYOUTS)
+MEMORY_KINDS_FROM_PB = _invert(MEMORY_KINDS)
 
 
 def require_member(table: Mapping[int, EnumT], value: int, name: str) -> EnumT:
@@ -322,4 +341,30 @@ def stats_from_pb(message: pb.SpecDecodeStats) -> SpecStats:
         fresh_rounds=message.fresh_rounds,
         fresh_accepted=message.fresh_accepted,
         drafted_rounds=message.drafted_rounds,
+    )
+
+
+def device_exchange_to_pb(info: DeviceExchangeInfo | None) -> pb.DeviceExchangeInfo | None:
+    """Encode the exchange between devices of a verifier; None: it is off."""
+    if info is None:
+        return None
+    memory = pb.MEMORY_KIND_UNSPECIFIED if info.memory is None else MEMORY_KINDS[info.memory]
+    return pb.DeviceExchangeInfo(
+        drafter_id=info.drafter_id,
+        memory=memory,
+        draft_length=info.draft_length,
+        idle_us_p50=info.idle_us_p50,
+        idle_rows=info.idle_rows,
+    )
+
+
+def device_exchange_from_pb(message: pb.DeviceExchangeInfo) -> DeviceExchangeInfo:
+    """Decode the exchange between devices of a verifier that has it on."""
+    is_open = message.HasField("drafter_id")
+    return DeviceExchangeInfo(
+        drafter_id=DrafterId(check_text(message.drafter_id, "drafter_id")) if is_open else None,
+        memory=require_member(MEMORY_KINDS_FROM_PB, message.memory, "memory") if is_open else None,
+        draft_length=check_number(message.draft_length, "draft_length", high=MAX_DRAFT_LENGTH),
+        idle_us_p50=check_finite(message.idle_us_p50, "idle_us_p50"),
+        idle_rows=check_number(message.idle_rows, "idle_rows", high=MAX_ROUND_ROWS),
     )

@@ -12,6 +12,8 @@ from outrider.wire.common_codec import (
     LAYOUTS,
     LAYOUTS_FROM_PB,
     METHODS,
+    device_exchange_from_pb,
+    device_exchange_to_pb,
     methods_from_pb,
     plan_from_pb,
     plan_to_pb,
@@ -138,6 +140,7 @@ def encode_verifier_info(info: VerifierInfo) -> bytes:
         prefix_cache_query_tokens=info.prefix_cache_query_tokens,
         prefix_cache_hit_tokens=info.prefix_cache_hit_tokens,
         engine_steps=info.engine_steps,
+        device_exchange=device_exchange_to_pb(info.device_exchange),
     ).SerializeToString(deterministic=True)
 
 
@@ -207,6 +210,9 @@ def decode_verifier_info(data: bytes | memoryview) -> VerifierInfo:
         prefix_cache_query_tokens=message.prefix_cache_query_tokens,
         prefix_cache_hit_tokens=message.prefix_cache_hit_tokens,
         engine_steps=message.engine_steps,
+        device_exchange=device_exchange_from_pb(message.device_exchange)
+        if message.HasField("device_exchange")
+        else None,
     )
 
 

@@ -11,9 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.wire.checks import check_number, check_text, raise_invalid
-from outrider.wire.common_codec import drafter_sampling_from_pb, require_member, sampling_to_pb
+from outrider.wire.common_codec import (
+    MEMORY_KINDS,
+    MEMORY_KINDS_FROM_PB,
+    drafter_sampling_from_pb,
+    require_member,
+    sampling_to_pb,
+)
 from outrider.wire.device_exchange import (
-    MemoryKind,
     ReplicaAnswer,
     ReplicaBlocksAdded,
     ReplicaCommand,
@@ -46,13 +51,6 @@ from outrider.wire.limits import (
 from outrider.wire.tensors import DTYPES_FROM_PB, DTYPES_TO_PB, FLOAT_DTYPES, INT32, unpack
 from outrider.wire.v1 import exchange_pb2 as pb
 
-MEMORY_KINDS: dict[MemoryKind, pb.MemoryKind] = {
-    MemoryKind.DEVICE: pb.MEMORY_KIND_DEVICE,
-    MemoryKind.HOST: pb.MEMORY_KIND_HOST,
-}
-MEMORY_KINDS_FROM_PB: dict[int, MemoryKind] = {
-    int(value): kind for kind, value in MEMORY_KINDS.items()
-}
 _FEATURE_DTYPES_FROM_PB = {
     value: dtype for value, dtype in DTYPES_FROM_PB.items() if dtype in FLOAT_DTYPES
 }

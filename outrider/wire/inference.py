@@ -15,7 +15,7 @@ from outrider.spec.sampling import Rule
 from outrider.spec.structured_output import StructuredOutput
 from outrider.wire.limits import MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS
 from outrider.wire.logprobs import TokenLogprobs as TokenLogprobs
-from outrider.wire.messages import FinishReason, SpecStats
+from outrider.wire.messages import DeviceExchangeInfo, FinishReason, SpecStats
 
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_PROMPT_BYTES = 16 << 20
@@ -274,6 +274,8 @@ class VerifierSummary:
     """Tokens of sessions that were let in without K/V, since the start."""
     prefix_cache_hit_tokens: int = 0
     """Of these, tokens whose K/V other sessions had left behind."""
+    device_exchange: DeviceExchangeInfo | None = None
+    """Exchange with a drafter between devices; None: it is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

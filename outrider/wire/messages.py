@@ -40,6 +40,7 @@ from outrider.wire.rounds import Proposals as Proposals
 from outrider.wire.rounds import Verdict as Verdict
 from outrider.wire.rounds import Verdicts as Verdicts
 from outrider.wire.server_info import AttachedDrafter as AttachedDrafter
+from outrider.wire.server_info import DeviceExchangeInfo as DeviceExchangeInfo
 from outrider.wire.server_info import DrafterInfo as DrafterInfo
 from outrider.wire.server_info import FeatureLayout as FeatureLayout
 from outrider.wire.server_info import VerifierInfo as VerifierInfo

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from outrider.ids import DrafterId, VerifierId
 from outrider.spec.plan import DraftMethod
+from outrider.wire.device_exchange import MemoryKind
 from outrider.wire.stats import SpecStats
 
 
@@ -38,6 +39,23 @@ class AttachedDrafter:
     """Malformed messages, and proposals that failed validation or were for sessions of others."""
     silent_ms: float = 0.0
     """How long a session has waited in vain with nothing heard of it since; 0: nobody misses it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceExchangeInfo:
+    """Exchange of drafts and features between the devices of a verifier and a drafter."""
+
+    drafter_id: DrafterId | None = None
+    """The drafter with which the exchange is open; None: it is open with none, and drafts pass by
+    messages."""
+    memory: MemoryKind | None = None
+    """Memory that the exchange buffers are in; None unless the exchange is open."""
+    draft_length: int = 0
+    """Tokens of a draft."""
+    idle_us_p50: float = 0.0
+    """Median idle time before a round, microseconds, over recent rounds of `idle_rows` rows."""
+    idle_rows: int = 0
+    """Decode rows of most recent rounds, padding included; 0: no idle time was measured yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +114,8 @@ class VerifierInfo:
     engine_steps: int = 0
     """Steps of the engine since the start: it grows while sessions make progress, also within one
     long round and while they wait for proposals."""
+    device_exchange: DeviceExchangeInfo | None = None
+    """Exchange with a drafter between devices; None: it is off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

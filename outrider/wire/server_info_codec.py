@@ -6,7 +6,14 @@ from collections.abc import Collection, Iterable
 
 from outrider.ids import DrafterId, RequestId, VerifierId
 from outrider.wire.checks import check_count, check_finite, check_text
-from outrider.wire.common_codec import METHODS, methods_from_pb, stats_from_pb, stats_to_pb
+from outrider.wire.common_codec import (
+    METHODS,
+    device_exchange_from_pb,
+    device_exchange_to_pb,
+    methods_from_pb,
+    stats_from_pb,
+    stats_to_pb,
+)
 from outrider.wire.inference import (
     MAX_ABORT_IDS,
     DrafterLink,
@@ -73,6 +80,7 @@ def server_info_to_pb(info: ServerInfo) -> pb.GetServerInfoResponse:
                 preemptions_recompute=verifier.preemptions_recompute,
                 prefix_cache_query_tokens=verifier.prefix_cache_query_tokens,
                 prefix_cache_hit_tokens=verifier.prefix_cache_hit_tokens,
+                device_exchange=device_exchange_to_pb(verifier.device_exchange),
             )
             for verifier in info.verifiers
         ],
@@ -138,6 +146,9 @@ def server_info_from_pb(message: pb.GetServerInfoResponse) -> ServerInfo:
                 preemptions_recompute=verifier.preemptions_recompute,
                 prefix_cache_query_tokens=verifier.prefix_cache_query_tokens,
                 prefix_cache_hit_tokens=verifier.prefix_cache_hit_tokens,
+                device_exchange=device_exchange_from_pb(verifier.device_exchange)
+                if verifier.HasField("device_exchange")
+                else None,
             )
             for verifier in message.verifiers
         ),

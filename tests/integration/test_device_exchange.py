@@ -14,6 +14,7 @@ import pytest
 from outrider_bench.hooks.exchange_garbage import GARBAGE_WRITTEN
 
 from outrider.client import Client, user
+from outrider.client.commands.status import describe_server
 from tests.integration.stack import Process, Stack, metric, slow_rounds
 from tests.waiting import wait_until
 
@@ -135,6 +136,27 @@ def test_drafts_of_the_rejection_rule_come_with_their_distributions(stack: Stack
         )
     stats = result.finish.stats
     assert stats.proposed > 0 and stats.target_only_rounds == 0
+
+
+def test_status_and_metrics_tell_the_exchange(stack: Stack) -> None:
+    verifier = stack.verifier
+    with Client(stack.router.address, timeout_s=60.0) as client:
+        assert text(client, "eagle3", temperature=0.0)[1] > 0
+
+        def is_measured() -> bool:
+            exchange = client.server_info().verifiers[0].device_exchange
+            return exchange is not None and exchange.idle_rows > 0
+
+        wait_until(is_measured, what="an idle time")
+        info = client.server_info()
+    exchange = info.verifiers[0].device_exchange
+    assert exchange is not None and exchange.draft_length > 0
+    said = f"device exchange with {exchange.drafter_id} in pinned memory of the host, drafts of"
+    assert said in list(describe_server(info))[1]
+    assert metric(verifier, 'outrider_verifier_device_exchange_open{memory="host"}') == 1
+    assert metric(verifier, 'outrider_verifier_device_exchange_open{memory="device"}') == 0
+    assert metric(verifier, "outrider_verifier_device_exchange_rounds_total") > 0
+    assert metric(verifier, "outrider_verifier_device_exchange_idle_seconds_count") > 0
 
 
 def text_through(client: Client, fault: Callable[[], None]) -> tuple[int, ...]:
@@ -270,6 +292,7 @@ def test_a_verifier_without_room_at_its_drafter_drafts_by_messages(
         Client(stack.router.address, timeout_s=60.0) as client,
     ):
         wait_until(lambda: count(stack.verifier, "no replica") > 0, what="a refusal")
+        assert "device exchange not open" in list(describe_server(client.server_info()))[1]
         plain, _ = text(client, "none", temperature=0.0)
         drafted, proposed = text(client, "eagle3", temperature=0.0)
         assert (drafted, exchanges(stack)) == (plain, 0)

@@ -12,6 +12,7 @@ from outrider.spec.sampling import Rule
 from outrider.wire import inference, messages
 from tests.wire.strategies import (
     BIASES,
+    DEVICE_EXCHANGES,
     IDS,
     LENGTHS,
     MAYBE_NAMES,
@@ -162,6 +163,7 @@ SERVER_INFOS = st.builds(
             preemptions_recompute=UINT32,
             prefix_cache_query_tokens=UINT32,
             prefix_cache_hit_tokens=UINT32,
+            device_exchange=DEVICE_EXCHANGES,
         ),
         max_size=2,
     ).map(tuple),

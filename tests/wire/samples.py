@@ -630,3 +630,39 @@ SAMPLES["replica_round_rejection"] = (
     "verifier",
     m.ReplicaRoundLaunched(rows=2, chunks=0, is_sampled=True, has_rejection=True),
 )
+DEVICE_EXCHANGE = m.DeviceExchangeInfo(
+    drafter_id=DrafterId("drafter-a"),
+    memory=m.MemoryKind.DEVICE,
+    draft_length=3,
+    idle_us_p50=24.5,
+    idle_rows=8,
+)
+SAMPLES["exchange_verifier_info"] = (
+    "verifier_info",
+    replace(SAMPLES["verifier_info"][1], device_exchange=DEVICE_EXCHANGE),
+)
+SAMPLES["exchange_server_info"] = (
+    "server_info",
+    replace(
+        SAMPLES["pool"][1],
+        verifiers=tuple(
+            api.VerifierSummary(
+                verifier_id=VerifierId(f"verifier-{name}"),
+                address="10.0.0.1:7001",
+                healthy=True,
+                model="m",
+                sessions=1,
+                max_sessions=8,
+                kv_free_blocks=3,
+                kv_total_blocks=4,
+                device_exchange=exchange,
+            )
+            for name, exchange in (
+                ("a", DEVICE_EXCHANGE),
+                ("b", replace(DEVICE_EXCHANGE, memory=m.MemoryKind.HOST)),
+                ("c", m.DeviceExchangeInfo(draft_length=3)),
+                ("d", None),
+            )
+        ),
+    ),
+)

@@ -369,6 +369,21 @@ SESSIONS_MESSAGES: st.SearchStrategy[messages.SessionsMessage] = (
     | st.builds(messages.SessionMoved, handle=UINT32, drafter_id=st.none() | NAMES.map(DrafterId))
     | st.builds(messages.SessionsDraining, seconds=TIMES)
 )
+EXCHANGE_TIMES = {
+    "draft_length": st.integers(0, 64),
+    "idle_us_p50": TIMES,
+    "idle_rows": st.integers(0, 65536),
+}
+DEVICE_EXCHANGES: st.SearchStrategy[messages.DeviceExchangeInfo | None] = (
+    st.none()
+    | st.builds(messages.DeviceExchangeInfo, **EXCHANGE_TIMES)
+    | st.builds(
+        messages.DeviceExchangeInfo,
+        drafter_id=NAMES.map(DrafterId),
+        memory=MEMORY_KINDS,
+        **EXCHANGE_TIMES,
+    )
+)
 VERIFIER_INFOS = st.builds(
     messages.VerifierInfo,
     protocol_version=UINT32,
@@ -419,6 +434,7 @@ VERIFIER_INFOS = st.builds(
     prefix_cache_query_tokens=UINT64,
     prefix_cache_hit_tokens=UINT64,
     engine_steps=UINT64,
+    device_exchange=DEVICE_EXCHANGES,
 )
 DRAFTER_INFOS = st.builds(
     messages.DrafterInfo,

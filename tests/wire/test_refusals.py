@@ -26,6 +26,7 @@ from outrider.wire.messages import (
 )
 from outrider.wire.pool_codec import address_from_pb
 from outrider.wire.rounds import valid_proposals
+from outrider.wire.server_info_codec import server_info_from_pb
 from outrider.wire.v1 import common_pb2, control_pb2, exchange_pb2, inference_pb2, pool_pb2
 from tests.wire.samples import PLAN, SAMPLES, SAMPLING, SESSION, TREE, encoder
 
@@ -525,3 +526,34 @@ def test_garbage_is_called_by_the_name_of_its_request(
 ) -> None:
     with pytest.raises(InvalidMessageError, match=f"3 bytes are not a {name}"):
         decode(b"\xff\xff\xff")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"drafter_id": ""}, "drafter_id must not be empty"),
+        ({"drafter_id": "d" * 257}, "drafter_id must be at most 256 bytes"),
+        ({"memory": 0}, r"memory must be one of \[1, 2\], got 0"),
+        ({"memory": 3}, r"memory must be one of \[1, 2\], got 3"),
+        ({"draft_length": 65}, r"draft_length must be in \[0, 64\]"),
+        ({"idle_us_p50": math.nan}, "idle_us_p50 must be finite"),
+        ({"idle_us_p50": -1.0}, "idle_us_p50 must be finite and >= 0"),
+        ({"idle_rows": 65537}, r"idle_rows must be in \[0, 65536\]"),
+    ],
+)
+def test_an_exchange_between_devices_is_told_within_its_bounds(
+    change: dict[str, Any], complaint: str
+) -> None:
+    info = control_pb2.VerifierServiceGetInfoResponse.FromString(
+        encoder("exchange_verifier_info")(SAMPLES["exchange_verifier_info"][1])
+    )
+    server = inference_pb2.GetServerInfoResponse.FromString(
+        encoder("exchange_server_info")(SAMPLES["exchange_server_info"][1])
+    )
+    for message in (info.device_exchange, server.verifiers[0].device_exchange):
+        for field, value in change.items():
+            setattr(message, field, value)
+    with pytest.raises(InvalidMessageError, match=complaint):
+        codec.decode_verifier_info(info.SerializeToString())
+    with pytest.raises(InvalidMessageError, match=complaint):
+        server_info_from_pb(server)

@@ -15,13 +15,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
 
+from outrider import timeline
 from outrider.engine.device.current_device import gpu_uuid
 from outrider.engine.device.drafting.eagle_forward import HeadForward
 from outrider.engine.device.drafting.eagle_weights import HeadWeights
+from outrider.engine.device.exchange.device_clock import DeviceClock
 from outrider.engine.device.exchange.draft_replica import (
     DraftReplica,
     ReplicaRound,
@@ -33,6 +36,8 @@ from outrider.engine.device.exchange.memory import (
     allocate_memory,
     map_memory,
 )
+from outrider.engine.device.exchange.round_history import RoundHistory
+from outrider.engine.device.exchange.round_spans import DRAFTER_STEPS, RoundSpans
 from outrider.engine.device.graphs.shapes import CHUNK_TOKENS
 from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
 from outrider.engine.heads import DraftHead
@@ -75,6 +80,8 @@ _USUAL_DRAFT_LENGTH: Final = 3
 _USUAL_DISTRIBUTION_IDS: Final = 2048
 """Defaults of a verifier: `draft_length` and `exchange_distribution_ids`."""
 _USUAL_SLOTS: Final = ReplicaSlots(num_blocks=128, block_tokens=16, table_blocks=128)
+_MARKS_S: Final = 0.05
+"""Rounds are marked on a timeline so often: fewer are run in this time than the device keeps."""
 _BUILT: Final = object()
 
 
@@ -120,6 +127,15 @@ class _VerifierReplica:
     offered_at: float = field(default_factory=time.monotonic)
     longest_step_s: float = 0.0
     """Longest time that building has held the thread up."""
+    spans: tuple[RoundHistory, RoundSpans] | None = None
+    """Marks its rounds on the timeline; None: nothing is recorded."""
+
+    def mark_rounds(self) -> None:
+        """Mark the rounds since the last call on the timeline, if there is one."""
+        if self.spans is not None:
+            history, spans = self.spans
+            for row in history.take_rows():
+                spans.mark_round(row)
 
     @property
     def num_rows(self) -> int:
@@ -152,6 +168,8 @@ class Replicas:
         self._streams: list[torch.cuda.Stream] = []
         """Those that no replica has. They are used again, with the memory that torch keeps for
         them."""
+        self._clock = DeviceClock(device) if timeline.is_recording() else None
+        self._mark_again = 0.0
 
     def warm_up(self) -> None:
         """Compile the kernels ahead, for verifiers of the usual sizes: compiling holds the thread
@@ -309,6 +327,10 @@ class Replicas:
                     self._run(peer)
                 except OutriderError as error:
                     lost.append((connection, error.message))
+        if self._clock is not None and time.monotonic() >= self._mark_again:
+            self._mark_again = time.monotonic() + _MARKS_S
+            for peer in self._peers.values():
+                peer.mark_rounds()
         return lost
 
     def build_step(self) -> tuple[int, ReplicaAnswer, int | None] | None:
@@ -342,6 +364,11 @@ class Replicas:
             "longest_step_ms": round(peer.longest_step_s * 1e3, 1),
         }
         logger.info("replica built", extra=facts)
+        if self._clock is not None:
+            self._clock.measure()
+            mark = partial(timeline.mark_span, track=f"device exchange {connection}")
+            spans = RoundSpans(self._clock, DRAFTER_STEPS, mark)
+            peer.spans = RoundHistory(peer.replica.state.history.numpy()), spans
         return connection, ReplicaReady(memory=peer.offer.memory), shared
 
     def handle_command(self, connection: int, command: ReplicaCommand) -> None:
@@ -385,6 +412,7 @@ class Replicas:
         with torch.cuda.stream(peer.stream):
             if peer.steps is None:
                 peer.replica.detach()
+                peer.mark_rounds()
             else:
                 peer.steps = None
                 if peer.stream is not None:

@@ -12,8 +12,13 @@ from outrider.client.flags import add_connecting_arguments, tls_of
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync_client import Client
 from outrider.wire.inference import DrafterLink, DrafterSummary, ServerInfo, VerifierSummary
+from outrider.wire.messages import DeviceExchangeInfo, MemoryKind
 
 DEFAULT_ROUTER = "127.0.0.1:50050"
+_MEMORY = {
+    MemoryKind.DEVICE: "device memory",
+    MemoryKind.HOST: "pinned memory of the host",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +78,8 @@ def _verifier(verifier: VerifierSummary) -> str:
         parts.append(f"{share:.0%} of prompt tokens were there")
     if verifier.in_process_methods:
         parts.append(f"drafts itself ({', '.join(verifier.in_process_methods)})")
+    elif verifier.healthy:
+        parts.append(_device_exchange(verifier.device_exchange))
     if verifier.simulated_acceptance:
         parts.append(f"SIMULATED ACCEPTANCE {verifier.simulated_acceptance}")
     if verifier.planner:
@@ -80,6 +87,21 @@ def _verifier(verifier: VerifierSummary) -> str:
     if verifier.stats.look_ahead_rounds:
         parts.append(_look_ahead(verifier))
     return ", ".join(part for part in parts if part)
+
+
+def _device_exchange(exchange: DeviceExchangeInfo | None) -> str:
+    if exchange is None:
+        return "device exchange off"
+    if exchange.drafter_id is None or exchange.memory is None:
+        return "device exchange not open: drafts pass by messages (shared memory or gRPC)"
+    parts = [
+        f"device exchange with {exchange.drafter_id} in {_MEMORY[exchange.memory]}",
+        f"drafts of {exchange.draft_length}",
+    ]
+    if exchange.idle_rows:
+        rows = "1 row" if exchange.idle_rows == 1 else f"{exchange.idle_rows} rows"
+        parts.append(f"{exchange.idle_us_p50:.0f} us idle a round of {rows}")
+    return ", ".join(parts)
 
 
 def _look_ahead(verifier: VerifierSummary) -> str:

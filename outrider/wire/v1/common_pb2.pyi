@@ -47,6 +47,12 @@ class TensorDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TENSOR_DTYPE_INT32: _ClassVar[TensorDtype]
     TENSOR_DTYPE_INT64: _ClassVar[TensorDtype]
     TENSOR_DTYPE_UINT16: _ClassVar[TensorDtype]
+
+class MemoryKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMORY_KIND_UNSPECIFIED: _ClassVar[MemoryKind]
+    MEMORY_KIND_DEVICE: _ClassVar[MemoryKind]
+    MEMORY_KIND_HOST: _ClassVar[MemoryKind]
 RULE_UNSPECIFIED: Rule
 RULE_GREEDY: Rule
 RULE_COUPLED: Rule
@@ -73,6 +79,9 @@ TENSOR_DTYPE_BFLOAT16: TensorDtype
 TENSOR_DTYPE_INT32: TensorDtype
 TENSOR_DTYPE_INT64: TensorDtype
 TENSOR_DTYPE_UINT16: TensorDtype
+MEMORY_KIND_UNSPECIFIED: MemoryKind
+MEMORY_KIND_DEVICE: MemoryKind
+MEMORY_KIND_HOST: MemoryKind
 
 class LogitBias(_message.Message):
     __slots__ = ("id", "amount")
@@ -195,3 +204,17 @@ class Heartbeat(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class DeviceExchangeInfo(_message.Message):
+    __slots__ = ("drafter_id", "memory", "draft_length", "idle_us_p50", "idle_rows")
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    IDLE_US_P50_FIELD_NUMBER: _ClassVar[int]
+    IDLE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    drafter_id: str
+    memory: MemoryKind
+    draft_length: int
+    idle_us_p50: float
+    idle_rows: int
+    def __init__(self, drafter_id: _Optional[str] = ..., memory: _Optional[_Union[MemoryKind, str]] = ..., draft_length: _Optional[int] = ..., idle_us_p50: _Optional[float] = ..., idle_rows: _Optional[int] = ...) -> None: ...

@@ -1,21 +1,11 @@
 from outrider.wire.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class MemoryKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    MEMORY_KIND_UNSPECIFIED: _ClassVar[MemoryKind]
-    MEMORY_KIND_DEVICE: _ClassVar[MemoryKind]
-    MEMORY_KIND_HOST: _ClassVar[MemoryKind]
-MEMORY_KIND_UNSPECIFIED: MemoryKind
-MEMORY_KIND_DEVICE: MemoryKind
-MEMORY_KIND_HOST: MemoryKind
 
 class ExchangeRequest(_message.Message):
     __slots__ = ("hello", "proposals", "heartbeat", "sessions_lost", "shm_answer", "replica_ready", "replica_refused", "bundle")
@@ -235,11 +225,11 @@ class ReplicaOffer(_message.Message):
     block_tokens: int
     table_blocks: int
     vocab_size: int
-    memory: MemoryKind
+    memory: _common_pb2.MemoryKind
     fan_out: int
     ahead_rows: int
     gpu: str
-    def __init__(self, num_slots: _Optional[int] = ..., max_rows: _Optional[int] = ..., draft_length: _Optional[int] = ..., max_chunks: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., feature_size: _Optional[int] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., distribution_entries: _Optional[int] = ..., depth: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., table_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., memory: _Optional[_Union[MemoryKind, str]] = ..., fan_out: _Optional[int] = ..., ahead_rows: _Optional[int] = ..., gpu: _Optional[str] = ...) -> None: ...
+    def __init__(self, num_slots: _Optional[int] = ..., max_rows: _Optional[int] = ..., draft_length: _Optional[int] = ..., max_chunks: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., feature_size: _Optional[int] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., distribution_entries: _Optional[int] = ..., depth: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., table_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., memory: _Optional[_Union[_common_pb2.MemoryKind, str]] = ..., fan_out: _Optional[int] = ..., ahead_rows: _Optional[int] = ..., gpu: _Optional[str] = ...) -> None: ...
 
 class ReplicaSessionBegin(_message.Message):
     __slots__ = ("slot", "blocks", "sampling", "num_rows")
@@ -286,8 +276,8 @@ class ReplicaRoundLaunched(_message.Message):
 class ReplicaReady(_message.Message):
     __slots__ = ("memory",)
     MEMORY_FIELD_NUMBER: _ClassVar[int]
-    memory: MemoryKind
-    def __init__(self, memory: _Optional[_Union[MemoryKind, str]] = ...) -> None: ...
+    memory: _common_pb2.MemoryKind
+    def __init__(self, memory: _Optional[_Union[_common_pb2.MemoryKind, str]] = ...) -> None: ...
 
 class ReplicaRefused(_message.Message):
     __slots__ = ("reason",)

@@ -68,6 +68,7 @@ def _verifier(peer: VerifierPeer, service: RouterService) -> VerifierSummary:
         preemptions_recompute=info.preemptions_recompute if info is not None else 0,
         prefix_cache_query_tokens=info.prefix_cache_query_tokens if info is not None else 0,
         prefix_cache_hit_tokens=info.prefix_cache_hit_tokens if info is not None else 0,
+        device_exchange=info.device_exchange if info is not None else None,
     )
 
 

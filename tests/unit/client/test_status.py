@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from outrider.client.commands.status import describe_server
 from outrider.ids import DrafterId, VerifierId
 from outrider.spec.plan import DraftMethod
 from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
+from outrider.wire.messages import DeviceExchangeInfo, MemoryKind
 
 
 def line(handicap: str) -> str:
@@ -37,30 +39,32 @@ def test_a_drafter_that_is_slowed_down_is_never_taken_for_a_usual_one() -> None:
     assert "SLOWED" not in line("")
 
 
-def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:
-    def told(**more: Any) -> str:
-        verifier = VerifierSummary(
-            verifier_id=VerifierId("v"),
-            address="a:1",
-            healthy=True,
-            model="m",
-            sessions=3,
-            max_sessions=8,
-            kv_free_blocks=1,
-            kv_total_blocks=4,
-            **more,
-        )
-        info = ServerInfo(
-            version="1",
-            protocol_version=1,
-            queued=0,
-            queue_bound=1,
-            running=1,
-            verifiers=(verifier,),
-            drafters=(),
-        )
-        return list(describe_server(info))[1]
+def told(**more: Any) -> str:
+    """What is said of a verifier."""
+    verifier = VerifierSummary(
+        verifier_id=VerifierId("v"),
+        address="a:1",
+        healthy=True,
+        model="m",
+        sessions=3,
+        max_sessions=8,
+        kv_free_blocks=1,
+        kv_total_blocks=4,
+        **more,
+    )
+    info = ServerInfo(
+        version="1",
+        protocol_version=1,
+        queued=0,
+        queue_bound=1,
+        running=1,
+        verifiers=(verifier,),
+        drafters=(),
+    )
+    return list(describe_server(info))[1]
 
+
+def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:
     assert "about to stop" in told(draining=True)
     pressed = told(waiting_sessions=2, preemptions_swap=5, preemptions_recompute=7)
     assert "2 sessions wait for KV blocks" in pressed
@@ -70,3 +74,22 @@ def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:
     )
     assert "were there" not in told()
     assert "stop" not in told() and "preempted" not in told()
+
+
+def test_how_a_verifier_exchanges_between_devices_is_told() -> None:
+    exchange = DeviceExchangeInfo(
+        drafter_id=DrafterId("d"), memory=MemoryKind.DEVICE, draft_length=3
+    )
+    assert told(device_exchange=exchange).endswith(
+        "device exchange with d in device memory, drafts of 3"
+    )
+    measured = replace(exchange, memory=MemoryKind.HOST, idle_us_p50=24.6, idle_rows=8)
+    assert told(device_exchange=measured).endswith(
+        "device exchange with d in pinned memory of the host, drafts of 3, "
+        "25 us idle a round of 8 rows"
+    )
+    assert told(device_exchange=DeviceExchangeInfo(draft_length=3)).endswith(
+        "device exchange not open: drafts pass by messages (shared memory or gRPC)"
+    )
+    assert told().endswith("device exchange off")
+    assert "device exchange" not in told(in_process_methods=(DraftMethod.EAGLE3,))

@@ -11,21 +11,27 @@ import logging
 import os
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
+from outrider import timeline
 from outrider.engine.device.current_device import gpu_uuid
+from outrider.engine.device.exchange.device_clock import DeviceClock
 from outrider.engine.device.exchange.draft_replica import ReplicaRound
 from outrider.engine.device.exchange.exchange_times import ExchangedRound
 from outrider.engine.device.exchange.memory import SharedMemory, allocate_memory, map_memory
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
+from outrider.engine.device.exchange.round_spans import VERIFIER_STEPS, RoundSpans
 from outrider.engine.logits_processor import has_penalties
 from outrider.errors import InvalidMessageError, OutriderError, UnavailableError
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import SamplingParams
 from outrider.wire.messages import (
+    DeviceExchangeInfo,
     MemoryKind,
     ReplicaAnswer,
     ReplicaBlocksAdded,
@@ -44,8 +50,16 @@ logger = logging.getLogger(__name__)
 _TIMES_S: Final = 0.05
 """Rounds are looked at so often: fewer are run in this time than the device keeps."""
 _ROUNDS: Final = 512
-"""Rounds of a size over which the medians are computed."""
+"""Rounds of a size over which the medians are computed, and newest rounds whose idle time `info`
+tells."""
+_INFO_S: Final = 1.0
+"""The idle time in `info` is computed so often."""
 
+_COUNTERS: Final = (
+    "device_exchange_rounds",
+    "device_exchange_late_rounds",
+    "device_exchange_hits",
+)
 _ANSWER_TIMEOUT_S: Final = 120.0
 """Time for the answer to an offer: a drafter captures its graphs first, and may have to compile
 their kernels."""
@@ -108,14 +122,21 @@ class DeviceExchange:
         on_open: Callable[[], None],
         on_lost: Callable[[], None],
         on_drafts: Callable[[DrafterId, int], None],
+        on_rounds: Callable[[Sequence[ExchangedRound]], None],
     ) -> None:
         """`num_blocks`, `block_tokens`: of the K/V pool; `table_blocks`: of a session's table.
         `on_open`: the exchange is open; `on_lost`: it was, and is no more; `on_drafts`: so many
-        rounds found drafts of this drafter."""
+        rounds found drafts of this drafter; `on_rounds`: times of rounds that did."""
         self._remote, self._channels = remote, channels
         self._pool = (num_blocks, block_tokens, table_blocks)
         self._feature_dtype = feature_dtype
-        self._on_open, self._on_lost, self._on_drafts = on_open, on_lost, on_drafts
+        self._on_open, self._on_lost = on_open, on_lost
+        self._on_drafts, self._on_rounds = on_drafts, on_rounds
+        self._closed = DeviceExchangeInfo(draft_length=remote.exchange_shape.draft_length)
+        self.info = self._closed
+        """State of the exchange, replaced as a whole; any thread may read it."""
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        """Rounds since the start, as far as their times were kept."""
         self._link: ExchangeLink | None = None
         """The drafter that was made an offer, or has taken it up."""
         self._waiting: dict[int, ExchangeLink] = {}
@@ -124,8 +145,19 @@ class DeviceExchange:
         """What was offered, until the answer."""
         self._times: dict[int, deque[ExchangedRound]] = {}
         """The last rounds, by rows."""
+        self._newest: deque[ExchangedRound] = deque(maxlen=_ROUNDS)
+        """The last rounds of the exchange that is open."""
         self._look_again = 0.0
+        self._tell_again = 0.0
         self._offered_at = 0.0
+        self._clock: DeviceClock | None = None
+        if timeline.is_recording():
+            self._clock = DeviceClock(remote.device)
+            remote.times.spans = RoundSpans(
+                self._clock,
+                VERIFIER_STEPS,
+                partial(timeline.mark_span, track="device exchange"),
+            )
         on_device = remote.device.type == "cuda"
         self._first_kind = MemoryKind.DEVICE if on_device else MemoryKind.HOST
         self._kind = self._first_kind
@@ -160,8 +192,12 @@ class DeviceExchange:
         self._waiting.pop(link_id, None)
         if self._link is None or self._link.link_id != link_id:
             return
-        self._link = None
         was_open = self._remote.is_attached
+        if was_open:
+            # Its times go with it.
+            self._read_times()
+        self._link, self.info = None, self._closed
+        self._newest.clear()
         self._close_memory()
         if was_open:
             logger.warning("the exchange between devices is lost", extra={"link": link_id})
@@ -187,6 +223,9 @@ class DeviceExchange:
             peer = self._map(descriptor, size, on_device=on_device)
             self._memory = None
             self._remote.attach(own, peer, _Host(lambda each: self._tell(link_id, each)))
+            self.info = replace(self._closed, drafter_id=link.drafter_id, memory=answer.memory)
+            if self._clock is not None:
+                self._clock.measure()
             logger.info(
                 "exchanging between devices",
                 extra={"drafter_id": link.drafter_id, "memory": str(answer.memory)},
@@ -226,6 +265,9 @@ class DeviceExchange:
         if now >= self._look_again:
             self._look_again = now + _TIMES_S
             self._read_times()
+            if now >= self._tell_again and self._newest and self.info.drafter_id is not None:
+                self._tell_again = now + _INFO_S
+                self.info = _with_idle_time(self.info, self._newest)
         if self._link is None:
             return
         if self._remote.is_attached:
@@ -237,8 +279,13 @@ class DeviceExchange:
     def _read_times(self) -> None:
         times, drafter_id = self._remote.times, self.drafter_id
         before = times.answered
-        for each in times.take_rounds():
+        rounds = list(times.take_rounds())
+        for each in rounds:
             self._times.setdefault(each.rows, deque(maxlen=_ROUNDS)).append(each)
+        self._newest.extend(rounds)
+        self._on_rounds(rounds)
+        for name, count in zip(_COUNTERS, (times.answered, times.late, times.hits), strict=True):
+            self.counters[name] = count
         if drafter_id is not None and times.answered > before:
             self._on_drafts(drafter_id, times.answered - before)
 
@@ -300,6 +347,15 @@ class DeviceExchange:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+
+def _with_idle_time(
+    info: DeviceExchangeInfo, rounds: Sequence[ExchangedRound]
+) -> DeviceExchangeInfo:
+    """`info` with the median idle time of the rounds whose number of rows is the most frequent."""
+    ((rows, _),) = Counter(each.rows for each in rounds).most_common(1)
+    idle_s = statistics.median(each.idle_s for each in rounds if each.rows == rows)
+    return replace(info, idle_us_p50=round(idle_s * 1e6, 1), idle_rows=rows)
 
 
 def _medians(rounds: Sequence[ExchangedRound]) -> dict[str, float]:

@@ -10,20 +10,29 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from outrider.wire.messages import SpecStats
+from outrider.wire.messages import MemoryKind, SpecStats
 from outrider_verifier.state.effects import RoundReport
 from outrider_verifier.state.preemption_mode import PreemptionMode
+
+if TYPE_CHECKING:
+    # It imports Triton, which a verifier on a CPU can do without.
+    from outrider.engine.device.exchange.exchange_times import ExchangedRound
 
 WINDOW = 512
 """Number of recent rounds over which the medians are computed."""
 _BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _IDLE_BUCKETS = (25e-6, 50e-6, 75e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 0.001, 0.002, 0.005)
+_EXCHANGE_BUCKETS = (
+    *(10e-6, 15e-6, 20e-6, 25e-6, 30e-6, 40e-6, 50e-6, 75e-6),
+    *(100e-6, 150e-6, 200e-6, 500e-6, 0.001, 0.002, 0.005, 0.01, 0.05),
+)
 _PARTS = ("forward", "accept", "draft", "other", "wait")
 """Parts of a round's time. The time of the feature projection is in none of them."""
 _PROPOSALS = (
@@ -65,6 +74,9 @@ _COUNTERS = {
     "fresh_accepted_tokens": "Draft nodes accepted in fresh session rounds",
     "speculation_paused": "Sessions whose speculation the planner turned off",
     "draft_recoveries": "Sessions prefilled once more so that drafts between devices continue",
+    "device_exchange_rounds": "Rounds that found drafts of the drafter's device",
+    "device_exchange_late_rounds": "Rounds without drafts of the drafter's device: it was late",
+    "device_exchange_hits": "Drafts of the drafter's device, made ahead, whose outcome came true",
     "features_dropped_sessions": "Sessions whose features the planner dropped",
     "speculation_resumed": "Sessions whose speculation the planner turned on again",
     "look_ahead_started": "Sessions whose look-ahead the planner turned on",
@@ -211,6 +223,12 @@ class VerifierMetrics(Collector):
             buckets=_IDLE_BUCKETS,
             registry=self.registry,
         )
+        self._exchange_idle = Histogram(
+            "outrider_verifier_device_exchange_idle_seconds",
+            "Idle time before a round with drafts of the drafter's device, without their drafting",
+            buckets=_EXCHANGE_BUCKETS,
+            registry=self.registry,
+        )
         self.registry.register(self)
 
     def observe_report(self, report: RoundReport) -> None:
@@ -224,6 +242,11 @@ class VerifierMetrics(Collector):
         self._rows.observe(report.rows)
         if report.hit_idle_s is not None:
             self._hit_idle.observe(report.hit_idle_s)
+
+    def observe_exchange(self, rounds: Iterable[ExchangedRound]) -> None:
+        """Record rounds whose drafts came from the drafter's device; any thread."""
+        for each in rounds:
+            self._exchange_idle.observe(each.idle_s)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the counters and gauges at this moment."""
@@ -245,6 +268,15 @@ class VerifierMetrics(Collector):
         gauges = self._gauges()
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"outrider_verifier_{name}", text, gauges[name])
+        exchange = GaugeMetricFamily(
+            "outrider_verifier_device_exchange_open",
+            "1 while an exchange with a drafter between devices is open, by the memory it is in",
+            None,
+            ["memory"],
+        )
+        for kind in MemoryKind:
+            exchange.add_metric([kind.value], gauges[f"device_exchange_open_{kind.value}"])
+        yield exchange
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: registration must not read state that is still being built."""

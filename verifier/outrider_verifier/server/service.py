@@ -24,6 +24,8 @@ from outrider.watchdog import Watchdog
 from outrider.wire.limits import MAX_PLANNER_BYTES
 from outrider.wire.messages import (
     PROTOCOL_VERSION,
+    DeviceExchangeInfo,
+    MemoryKind,
     VerifierInfo,
     Welcome,
 )
@@ -197,6 +199,7 @@ class VerifierService(SessionIteratorMixin):
             on_open=self._core.open_remote_drafts,
             on_lost=lose,
             on_drafts=self._core.drafters.record_device_drafts,
+            on_rounds=lambda rounds: self.metrics.observe_exchange(rounds),
         )
 
     # ---- life ----------------------------------------------------------------------------------
@@ -298,6 +301,7 @@ class VerifierService(SessionIteratorMixin):
             prefix_cache_query_tokens=counters["prefix_cache_query_tokens"],
             prefix_cache_hit_tokens=counters["prefix_cache_hit_tokens"],
             engine_steps=self._steps(),
+            device_exchange=self._exchange_info(),
         )
 
     async def sessions(self) -> RouterConnection:
@@ -423,6 +427,11 @@ class VerifierService(SessionIteratorMixin):
         engine = 0 if self._loop is None else self._loop.session_steps
         return engine + self._routers.compilations
 
+    def _exchange_info(self) -> DeviceExchangeInfo | None:
+        if self._exchange is not None:
+            return self._exchange.info
+        return DeviceExchangeInfo() if self._config.exchanges_on_device else None
+
     def _identity(self) -> VerifierIdentity:
         return VerifierIdentity(
             welcome=Welcome(
@@ -442,11 +451,18 @@ class VerifierService(SessionIteratorMixin):
         counters.update(self._hub.counters)
         counters.update(self._shm_channels.counters)
         counters.update(self._routers.counters)
+        if self._exchange is not None:
+            counters.update(self._exchange.counters)
         return counters
 
     def _gauges(self) -> dict[str, float]:
-        store = self._core.store
+        store, exchange = self._core.store, self._exchange_info()
         return {
+            **{
+                f"device_exchange_open_{kind.value}": exchange is not None
+                and exchange.memory is kind
+                for kind in MemoryKind
+            },
             "sessions_running": len(self._core.block_manager.running),
             "sessions_waiting": len(self._core.block_manager.waiting),
             "swapped_bytes": self._core.block_manager.swapped_bytes,

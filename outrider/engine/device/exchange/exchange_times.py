@@ -13,6 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.engine.device.exchange.round_history import RoundHistory
+from outrider.engine.device.exchange.round_spans import RoundSpans
 from outrider.engine.kernels.exchange.buffers import ROUND_TIMES
 
 _BEGIN, _END, _TAKEN, _ACCEPTED, _DRAFTING, _HITS, _ROWS, _NUMBER = (
@@ -50,35 +52,40 @@ class ExchangeTimes:
     """Reads the history of a verifier's side; each round once."""
 
     def __init__(self, history: NDArray[np.int64]) -> None:
-        """`history`: [ROUNDS_KEPT, 10], see `ExchangeState`; the device writes it at any time."""
-        self._history = history
+        """`history`: see `RoundHistory`."""
+        self._history = RoundHistory(history)
+        self.spans: RoundSpans | None = None
+        """Marks each round on the timeline; None: nothing is recorded."""
         self.answered = 0
         """Rounds so far that found drafts, as far as their times were kept."""
+        self.late = 0
+        """The same of rounds that wanted drafts and found none."""
+        self.hits = 0
+        """Drafts of the rounds so far that had been made for the outcome of the round before."""
         self._last: NDArray[np.int64] | None = None
 
     def take_rounds(self) -> Iterator[ExchangedRound]:
         """The rounds since the last call, oldest first, as far as they are kept. A round of other
         rows than the one before it is left out, and so is one that found no drafts."""
-        rows = self._history.copy()
-        # Behind the copy: a row that the device was writing at that time has not its number yet.
-        rows = rows[rows[:, _NUMBER] == self._history[:, _NUMBER]]
-        rows = rows[np.argsort(rows[:, _NUMBER])]
-        last = self._last
-        for row in rows:
-            number = int(row[_NUMBER])
-            if number == 0 or (last is not None and number <= last[_NUMBER]):
-                continue
-            self.answered += bool(row[_DRAFTING]) or bool(row[_HITS])
-            if last is not None and number == last[_NUMBER] + 1:
+        for row in self._history.take_rows():
+            if self.spans is not None:
+                self.spans.mark_round(row)
+            last, self._last = self._last, row
+            if last is None or row[_BEGIN] != last[_BEGIN]:
+                # A round that only prefills looks for no drafts, and keeps the stamps of the last
+                # one that did.
+                is_answered = bool(row[_DRAFTING]) or bool(row[_HITS])
+                self.answered += is_answered
+                self.late += not is_answered
+                self.hits += int(row[_HITS])
+            if last is not None and row[_NUMBER] == last[_NUMBER] + 1:
                 found = _round(last, row)
                 if found is not None:
                     yield found
-            last = row
-        self._last = last
 
     def forget(self) -> None:
         """Begin anew: numbers of another exchange follow."""
-        self._history[:] = 0
+        self._history.forget()
         self._last = None
 
 
@@ -89,5 +96,8 @@ def _round(before: NDArray[np.int64], row: NDArray[np.int64]) -> ExchangedRound 
     if rows < 1 or rows != before[_ROWS] or not is_drafted:
         return None
     idle = int(row[_TAKEN] - before[_ACCEPTED]) - drafting
+    if idle < 0:
+        # The drafter says that it drafted longer than there was time.
+        return None
     waited = int(row[_END] - row[_BEGIN])
     return ExchangedRound(rows, idle * 1e-9, drafting * 1e-9, hits, waited * 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from dataclasses import replace
@@ -24,6 +25,7 @@ from outrider.engine.linear import PlainLinear
 from outrider.engine.model_loader import load_target
 from outrider.errors import InvalidMessageError
 from outrider.spec.sampling import SamplingParams
+from outrider.timeline import record_timeline
 from outrider.wire.messages import (
     MemoryKind,
     ReplicaAnswer,
@@ -47,6 +49,11 @@ ROUND = ReplicaRoundLaunched(rows=1, chunks=0, is_sampled=False)
 
 @pytest.fixture(scope="module")
 def replicas(tiny_target: Path, tiny_head: Path) -> Replicas:
+    return new_replicas(tiny_target, tiny_head)
+
+
+def new_replicas(tiny_target: Path, tiny_head: Path) -> Replicas:
+    """Replicas of the tiny head."""
     target = load_target(tiny_target, kv_tokens=64, packed=False)
     head = load_head(
         tiny_head, embedding=target.embedding, num_target_layers=6, make_linear=PlainLinear
@@ -280,3 +287,19 @@ def test_what_the_buffers_and_tables_do_not_hold_is_refused(
     with pytest.raises(InvalidMessageError):
         replicas.handle_command(CONNECTION, command)
     replicas.close(CONNECTION)
+
+
+def test_rounds_are_on_the_timeline_where_one_is_recorded(
+    tiny_target: Path, tiny_head: Path, offer: ReplicaOffer, tmp_path: Path
+) -> None:
+    path = tmp_path / "drafter.json"
+    with record_timeline(path, "drafter"):
+        replicas = new_replicas(tiny_target, tiny_head)
+        peer = Peer(replicas, CONNECTION, offer)
+        for command in (BEGIN, ROUND):
+            replicas.handle_command(CONNECTION, command)
+        peer.publish(1)
+        assert replicas.run_waiting() == []
+        replicas.close(CONNECTION)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["name"] for event in events].count("draft chains") == 1

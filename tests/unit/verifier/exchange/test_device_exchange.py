@@ -3,9 +3,11 @@ lost, and nobody who answers wrongly."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from outrider_verifier.exchange import device_exchange as module
 from outrider_verifier.exchange.device_exchange import DeviceExchange
 from outrider_verifier.state.commands import ExchangeLink
 
+from outrider.engine.device.exchange.exchange_times import ExchangedRound
 from outrider.engine.device.exchange.layout import ExchangeShape
 from outrider.engine.device.exchange.memory import allocate_on_host
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
@@ -20,7 +23,9 @@ from outrider.engine.device.graphs.shapes import AcceptanceMode, DraftKind, Roun
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import SamplingParams
+from outrider.timeline import record_timeline
 from outrider.wire.messages import (
+    DeviceExchangeInfo,
     FeatureLayout,
     MemoryKind,
     ReplicaBlocksAdded,
@@ -96,6 +101,7 @@ class Rig:
         self.opened = 0
         self.lost = 0
         self.answers: list[tuple[str, int]] = []
+        self.rounds: list[ExchangedRound] = []
         self.exchange = DeviceExchange(
             self.remote,
             self.channels,
@@ -106,6 +112,7 @@ class Rig:
             on_open=self._open,
             on_lost=self._lose,
             on_drafts=lambda drafter_id, rounds: self.answers.append((drafter_id, rounds)),
+            on_rounds=self.rounds.extend,
         )
 
     def _open(self) -> None:
@@ -266,6 +273,56 @@ def test_rounds_that_found_drafts_count_as_answers(rig: Rig) -> None:
     rig.answer_ready(2)
     history = rig.remote.state.history
     for number, drafting in ((1, 0), (2, 900_000), (3, 900_000)):
-        history[number] = torch.tensor([0, 0, 0, 0, 0, drafting, 0, 0, 1, number])
+        history[number] = torch.tensor([number, 0, 0, 0, 0, drafting, 0, 0, 1, number])
     rig.exchange.check()
     assert rig.answers == [("d2", 2)]
+    assert rig.exchange.counters == {
+        "device_exchange_rounds": 2,
+        "device_exchange_late_rounds": 1,
+        "device_exchange_hits": 0,
+    }
+
+
+def put_round(rig: Rig, number: int, *, rows: int, idle_us: int) -> None:
+    """Write a round as the device does, 5 ms behind the one before it."""
+    begun = number * 5_000_000
+    accepted_before = begun - 100_000
+    taken = accepted_before + 50_000 + idle_us * 1000
+    times = [begun, begun, begun, taken, accepted_before + 5_000_000, 50_000, 0, 0, rows, number]
+    rig.remote.state.history[number] = torch.tensor(times)
+
+
+def test_the_state_of_the_exchange_is_told(rig: Rig) -> None:
+    assert rig.exchange.info == DeviceExchangeInfo(draft_length=3)
+    rig.exchange.add_drafter(link(2))
+    assert rig.exchange.info == DeviceExchangeInfo(draft_length=3)
+    rig.answer_ready(2)
+    open_info = DeviceExchangeInfo(
+        drafter_id=DrafterId("d2"), memory=MemoryKind.HOST, draft_length=3
+    )
+    assert rig.exchange.info == open_info
+    for number, rows in enumerate((2, 2, 2, 4, 4, 4, 4, 4), 1):
+        put_round(rig, number, rows=rows, idle_us=20 + number)
+    rig.exchange.check()
+    # Rounds 5 to 8 follow one of as many rows.
+    assert [each.rows for each in rig.rounds] == [2, 2, 4, 4, 4, 4]
+    assert rig.exchange.info == replace(open_info, idle_us_p50=26.5, idle_rows=4)
+    put_round(rig, 9, rows=4, idle_us=30)
+    rig.exchange.remove_drafter(2)
+    assert rig.exchange.info == DeviceExchangeInfo(draft_length=3)
+    assert (len(rig.rounds), rig.answers[-1]) == (7, ("d2", 1))
+
+
+def test_rounds_are_on_the_timeline_where_one_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "verifier.json"
+    with record_timeline(path, "verifier"):
+        rig = Rig()
+        rig.exchange.add_drafter(link(2))
+        rig.answer_ready(2)
+        put_round(rig, 1, rows=2, idle_us=20)
+        rig.exchange.check()
+        put_round(rig, 2, rows=2, idle_us=20)
+        rig.exchange.close()
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event["name"] for event in events].count("forward and acceptance") == 2
+    assert Rig().remote.times.spans is None

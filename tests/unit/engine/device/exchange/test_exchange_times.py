@@ -68,6 +68,7 @@ def test_rounds_that_were_not_kept_are_left_out() -> None:
         {"drafting_ns": 0},
         {"drafting_ns": -(2**63)},
         {"drafting_ns": 2**62},
+        {"drafting_ns": 1_070_001},
     ],
 )
 def test_a_round_that_compares_with_nothing_is_left_out(strange: dict[str, int]) -> None:
@@ -86,6 +87,19 @@ def test_a_round_of_hits_waited_for_no_draft() -> None:
     (found,) = times.take_rounds()
     assert (found.hits, found.drafting_s) == (8, 0.0)
     assert found.idle_s == pytest.approx(1070e-6)
+
+
+def test_rounds_are_counted_by_what_their_wait_found() -> None:
+    history = new_history()
+    times = ExchangeTimes(history)
+    put(history, 1)
+    put(history, 2, drafting_ns=0)
+    put(history, 3, drafting_ns=0, hits=5)
+    put(history, 4, hits=2)
+    # It only prefills: the stamps are those of the round before.
+    put(history, 5, rows=-1, hits=2, wait_begin=20_000_000)
+    list(times.take_rounds())
+    assert (times.answered, times.late, times.hits) == (3, 1, 7)
 
 
 def test_another_exchange_begins_anew() -> None:

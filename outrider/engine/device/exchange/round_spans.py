@@ -1,0 +1,53 @@
+"""RoundSpans: what a device did in the rounds of an exchange, as spans of a timeline."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engine.device.exchange.device_clock import DeviceClock
+from outrider.engine.kernels.exchange.buffers import ROUND_TIMES
+
+VERIFIER_STEPS: Final = ("wait for drafts", "take drafts", "forward and acceptance", "put rows")
+DRAFTER_STEPS: Final = ("wait for a round", "take rows", "draft chains", "put drafts")
+_MOMENTS: Final = tuple(
+    ROUND_TIMES.index(name) for name in ("wait_begin", "wait_end", "taken", "accepted", "published")
+)
+"""Begin of the first step, and the end of each."""
+_BEGIN: Final = ROUND_TIMES.index("wait_begin")
+_ROWS: Final = ROUND_TIMES.index("rows")
+_WITHOUT_WAIT: Final = 3
+"""Place in `_MOMENTS` at which a round begins to stamp that looks for nothing of the peer's."""
+
+
+class MarkSpan(Protocol):
+    """`outrider.timeline.mark_span` for a track."""
+
+    def __call__(self, name: str, began: float, n: int, *, ended: float) -> None:
+        """Mark something that lasted from `began` to `ended`, seconds of `time.perf_counter`."""
+
+
+class RoundSpans:
+    """Marks the steps of one side's rounds."""
+
+    def __init__(
+        self, clock: DeviceClock, steps: tuple[str, str, str, str], mark: MarkSpan
+    ) -> None:
+        """`steps`: their names in order; `mark`: to be called with each step of a round."""
+        self._clock, self._steps, self._mark = clock, steps, mark
+        self._last_wait = 0
+
+    def mark_round(self, row: NDArray[np.int64]) -> None:
+        """Mark a round by its row of the history; rounds come in order."""
+        begin, rows = int(row[_BEGIN]), max(0, int(row[_ROWS]))
+        first = _WITHOUT_WAIT if begin == self._last_wait else 0
+        self._last_wait = begin
+        # A step that the round did not have kept the stamp of an earlier round: it takes no time.
+        stamps = np.maximum.accumulate(row[list(_MOMENTS[first:])]).tolist()
+        for step, (began, ended) in zip(self._steps[first:], pairwise(stamps), strict=True):
+            if ended > began:
+                host_time = self._clock.host_time
+                self._mark(step, host_time(began), rows, ended=host_time(ended))

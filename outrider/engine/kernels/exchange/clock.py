@@ -1,0 +1,40 @@
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,no-any-return,untyped-decorator"
+"""Reading of the clock that the stamps of an exchange are of."""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.kernels.exchange.numbers import device_clock
+
+
+def write_clock(moment: Tensor, address: Tensor) -> None:
+    """Write this moment, nanoseconds of the device's clock, into `moment`, int64 [1] in memory of
+    the host. address: int64 [1] on the device: where `moment` lies."""
+    if address.is_cuda:
+        write_clock_triton(moment, address)
+    else:
+        write_clock_torch(moment, address)
+
+
+def write_clock_torch(moment: Tensor, address: Tensor) -> None:
+    """PyTorch reference of `write_clock`, for the CPU only."""
+    del address
+    moment[0] = time.monotonic_ns()
+
+
+def write_clock_triton(moment: Tensor, address: Tensor) -> None:
+    """Triton launch of `write_clock`: one warp."""
+    del moment
+    _write_clock[(1,)](address, num_warps=1)
+
+
+@triton.jit
+def _write_clock(address):
+    tl.store(tl.load(address).to(tl.pointer_type(tl.int64)), device_clock())
