@@ -78,6 +78,11 @@ class ReplicaSessionBegin:
     """With a draft key in place of the seed."""
     num_rows: int
     """Draft rows whose K/V is in these blocks already."""
+    prompt_ids: tuple[int, ...] = ()
+    """Ids that its prompt has, each once; only where penalties look at tokens. Packed as int32 on
+    the wire."""
+    output_ids: tuple[int, ...] = ()
+    """Tokens that it has emitted, likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,14 +64,16 @@ def replica_command_to_pb(message: ReplicaCommand) -> pb.ExchangeResponse:
         case ReplicaSessionBegin():
             begin = pb.ReplicaSessionBegin(
                 slot=message.slot,
-                blocks=_pack_blocks(message.blocks),
+                blocks=_pack_int32s(message.blocks),
                 sampling=sampling_to_pb(message.sampling.for_drafter()),
                 num_rows=message.num_rows,
+                prompt_ids=_pack_int32s(message.prompt_ids),
+                output_ids=_pack_int32s(message.output_ids),
             )
             return pb.ExchangeResponse(replica_session_begin=begin)
         case ReplicaBlocksAdded():
             added = pb.ReplicaBlocksAdded(
-                slot=message.slot, first=message.first, blocks=_pack_blocks(message.blocks)
+                slot=message.slot, first=message.first, blocks=_pack_int32s(message.blocks)
             )
             return pb.ExchangeResponse(replica_blocks_added=added)
         case ReplicaSessionEnd():
@@ -132,6 +134,8 @@ def replica_session_begin_from_pb(message: pb.ReplicaSessionBegin) -> ReplicaSes
         blocks=_unpack_blocks(message.blocks),
         sampling=drafter_sampling_from_pb(message.sampling),
         num_rows=check_number(message.num_rows, "num_rows", high=MAX_SEQUENCE_LEN),
+        prompt_ids=_unpack_ids(message.prompt_ids, "prompt_ids"),
+        output_ids=_unpack_ids(message.output_ids, "output_ids"),
     )
 
 
@@ -206,8 +210,17 @@ def _check_slot(value: int) -> int:
     return check_number(value, "slot", high=MAX_REPLICA_SLOTS - 1)
 
 
-def _pack_blocks(blocks: tuple[int, ...]) -> bytes:
-    return np.array(blocks, dtype=INT32).tobytes()
+def _pack_int32s(values: tuple[int, ...]) -> bytes:
+    return np.array(values, dtype=INT32).tobytes()
+
+
+def _unpack_ids(data: bytes, name: str) -> tuple[int, ...]:
+    unpacked = unpack(data, INT32, name, max_len=MAX_SEQUENCE_LEN)
+    ids = cast("NDArray[np.int32]", unpacked)
+    wrong = (ids < 0) | (ids >= MAX_VOCAB_SIZE)
+    if wrong.any():
+        raise_invalid(f"{name} must be in [0, {MAX_VOCAB_SIZE - 1}], got {ids[wrong][0]}")
+    return tuple(ids.tolist())
 
 
 def _unpack_blocks(data: bytes) -> tuple[int, ...]:

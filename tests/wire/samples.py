@@ -622,6 +622,17 @@ SAMPLES["replica_offer_gpu"] = (
     "verifier",
     replace(REPLICA_OFFER, gpu="8e1f0c9a-4f5e-3a57-9a6b-0c1d2e3f4a5b"),
 )
+SAMPLES["replica_session_begin_penalties"] = (
+    "verifier",
+    m.ReplicaSessionBegin(
+        slot=3,
+        blocks=(1,),
+        sampling=SAMPLING.for_drafter(),
+        num_rows=0,
+        prompt_ids=(0, 2**24 - 1),
+        output_ids=(7, 7, 300),
+    ),
+)
 SAMPLES["replica_round_ahead"] = (
     "verifier",
     m.ReplicaRoundLaunched(rows=2, chunks=0, is_sampled=False, is_ahead=True),

@@ -240,6 +240,8 @@ REPLICA_COMMANDS: st.SearchStrategy[messages.ReplicaCommand] = st.one_of(
         blocks=BLOCKS,
         sampling=SAMPLING.map(SamplingParams.for_drafter),
         num_rows=LENGTHS,
+        prompt_ids=BLOCKS,
+        output_ids=BLOCKS,
     ),
     st.builds(messages.ReplicaBlocksAdded, slot=SLOTS, first=st.integers(0, 2**20), blocks=BLOCKS),
     st.builds(messages.ReplicaSessionEnd, slot=SLOTS),

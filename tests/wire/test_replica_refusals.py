@@ -85,6 +85,15 @@ def test_memory_is_of_a_kind_that_the_contract_knows(memory: int) -> None:
         codec.decode_drafter_message(ready.SerializeToString())
 
 
+@pytest.mark.parametrize("field", ["prompt_ids", "output_ids"])
+def test_ids_are_refused_beyond_the_vocabularies_that_there_are(field: str) -> None:
+    begin = decode_with("replica_session_begin", field, int32(0, 2**24 - 1))
+    assert getattr(begin, field) == (0, 2**24 - 1)
+    for ids in (int32(1, -1), int32(2**24)):
+        with pytest.raises(InvalidMessageError, match=rf"{field} must be in \[0, 16777215\]"):
+            decode_with("replica_session_begin", field, ids)
+
+
 @pytest.mark.parametrize("name", ["replica_session_begin", "replica_blocks_added"])
 def test_blocks_are_refused_beyond_their_bounds(name: str) -> None:
     assert decode_with(name, "blocks", b"").blocks == ()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+import numpy as np
 import torch
 
 from outrider import timeline
@@ -41,6 +42,7 @@ from outrider.engine.device.exchange.round_spans import DRAFTER_STEPS, RoundSpan
 from outrider.engine.device.graphs.shapes import CHUNK_TOKENS
 from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
 from outrider.engine.heads import DraftHead
+from outrider.engine.logits_processor import TokenHistory
 from outrider.errors import (
     FailedPreconditionError,
     InvalidMessageError,
@@ -451,7 +453,14 @@ def _run_command(replica: DraftReplica, command: ReplicaCommand) -> None:
             )
         case ReplicaSessionBegin():
             replica.begin_session(
-                command.slot, command.blocks, command.sampling, num_rows=command.num_rows
+                command.slot,
+                command.blocks,
+                command.sampling,
+                num_rows=command.num_rows,
+                history=TokenHistory(
+                    prompt_ids=np.array(command.prompt_ids, dtype=np.int32),
+                    output_ids=np.array(command.output_ids, dtype=np.int32),
+                ),
             )
         case ReplicaBlocksAdded():
             replica.add_blocks(command.slot, command.first, command.blocks)

@@ -232,16 +232,20 @@ class ReplicaOffer(_message.Message):
     def __init__(self, num_slots: _Optional[int] = ..., max_rows: _Optional[int] = ..., draft_length: _Optional[int] = ..., max_chunks: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., feature_size: _Optional[int] = ..., feature_dtype: _Optional[_Union[_common_pb2.TensorDtype, str]] = ..., distribution_entries: _Optional[int] = ..., depth: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_tokens: _Optional[int] = ..., table_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., memory: _Optional[_Union[_common_pb2.MemoryKind, str]] = ..., fan_out: _Optional[int] = ..., ahead_rows: _Optional[int] = ..., gpu: _Optional[str] = ...) -> None: ...
 
 class ReplicaSessionBegin(_message.Message):
-    __slots__ = ("slot", "blocks", "sampling", "num_rows")
+    __slots__ = ("slot", "blocks", "sampling", "num_rows", "prompt_ids", "output_ids")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     blocks: bytes
     sampling: _common_pb2.Sampling
     num_rows: int
-    def __init__(self, slot: _Optional[int] = ..., blocks: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., num_rows: _Optional[int] = ...) -> None: ...
+    prompt_ids: bytes
+    output_ids: bytes
+    def __init__(self, slot: _Optional[int] = ..., blocks: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., num_rows: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., output_ids: _Optional[bytes] = ...) -> None: ...
 
 class ReplicaBlocksAdded(_message.Message):
     __slots__ = ("slot", "first", "blocks")

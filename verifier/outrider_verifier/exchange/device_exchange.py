@@ -25,7 +25,7 @@ from outrider.engine.device.exchange.exchange_times import ExchangedRound
 from outrider.engine.device.exchange.memory import SharedMemory, allocate_memory, map_memory
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
 from outrider.engine.device.exchange.round_spans import VERIFIER_STEPS, RoundSpans
-from outrider.engine.logits_processor import has_penalties
+from outrider.engine.logits_processor import TokenHistory
 from outrider.errors import InvalidMessageError, OutriderError, UnavailableError
 from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
@@ -89,11 +89,22 @@ class _Host:
         self._send = send
 
     def begin_session(
-        self, slot: int, blocks: Sequence[int], sampling: SamplingParams, *, num_rows: int
+        self,
+        slot: int,
+        blocks: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        num_rows: int,
+        history: TokenHistory,
     ) -> None:
         self._send(
             ReplicaSessionBegin(
-                slot=slot, blocks=tuple(blocks), sampling=sampling, num_rows=num_rows
+                slot=slot,
+                blocks=tuple(blocks),
+                sampling=sampling,
+                num_rows=num_rows,
+                prompt_ids=tuple(history.prompt_ids.tolist()),
+                output_ids=tuple(history.output_ids.tolist()),
             )
         )
 
@@ -170,13 +181,10 @@ class DeviceExchange:
 
     def draft_length(self, spec: SessionSpec) -> int:
         """Length of the drafts that a session which begins now gets between devices; 0: it gets
-        none. Sessions in a grammar, and those whose logits depend on what they have emitted, draft
-        by messages."""
+        none. Sessions in a grammar, and those whose tokens are limited, draft by messages."""
         if spec.drafter_id is None or spec.drafter_id != self.drafter_id:
             return 0
         if spec.structured_output is not None or spec.token_limits is not None:
-            return 0
-        if has_penalties(spec.sampling):
             return 0
         return self._remote.exchange_shape.draft_length
 

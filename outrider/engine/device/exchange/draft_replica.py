@@ -41,12 +41,14 @@ from outrider.engine.kernels.exchange.verdicts import (
     new_taken_rows,
     take_rows,
 )
+from outrider.engine.kernels.logits_processor.process import count_tokens
 from outrider.engine.kernels.session_tensors import (
     NUM_STREAMS,
     RULE_NUMBERS,
     SamplingState,
     stream_key_row,
 )
+from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory
 from outrider.errors import InvalidMessageError
 from outrider.spec.sampling import SamplingParams
 
@@ -179,10 +181,17 @@ class DraftReplica:
 
     @torch.inference_mode()
     def begin_session(
-        self, slot: int, blocks: Sequence[int], sampling: SamplingParams, *, num_rows: int
+        self,
+        slot: int,
+        blocks: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        num_rows: int,
+        history: TokenHistory = EMPTY_HISTORY,
     ) -> None:
         """A session begins in a slot, of whose draft rows `num_rows` are in these blocks already.
-        Raises InvalidMessageError for a slot or blocks that there are not."""
+        `history`: its tokens so far, where penalties look at them; those of its rounds are added
+        on the device. Raises InvalidMessageError for a slot or blocks that there are not."""
         self._check(slot, 0, blocks)
         held = len(blocks) * self._sizes.block_tokens
         if not 0 <= num_rows <= held:
@@ -194,7 +203,9 @@ class DraftReplica:
         upload_int32s(state.stream_keys[slot].view(torch.int32), keys)
         state.temperatures[slot] = sampling.temperature
         state.rules[slot] = RULE_NUMBERS[sampling.effective_rule]
-        self._warp.begin_session(slot, sampling)
+        self._warp.begin_session(
+            slot, sampling, prompt_ids=history.prompt_ids, output_ids=history.output_ids
+        )
         followed = self._followed
         followed.num_rows[slot], followed.max_rows[slot] = num_rows, held
         followed.slot_of[slot] = slot
@@ -308,6 +319,9 @@ class DraftReplica:
         # The last draft token of a chain is drafted behind, and has no K/V.
         self._take(DECODE_ROWS, taken, rows_ahead=shape.draft_length - 1)
         rows, warp = self._new_rows(taken), self._warp.state if sampled else None
+        if warp is not None:
+            columns = self._warp.draft_columns
+            count_tokens(taken.tokens, taken.counts, warp, taken.slots, columns=columns)
         drafted = self._program.draft_chain(
             rows,
             length=shape.draft_length,

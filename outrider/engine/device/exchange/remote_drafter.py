@@ -40,6 +40,7 @@ from outrider.engine.kernels.exchange.drafts_ahead import (
 )
 from outrider.engine.kernels.exchange.numbers import publish_number, reserve_bank, wait_drafts
 from outrider.engine.kernels.exchange.verdicts import put_rows
+from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory
 from outrider.spec.sampling import SamplingParams
 
 
@@ -48,7 +49,13 @@ class ReplicaHost(Protocol):
     there."""
 
     def begin_session(
-        self, slot: int, blocks: Sequence[int], sampling: SamplingParams, *, num_rows: int
+        self,
+        slot: int,
+        blocks: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        num_rows: int,
+        history: TokenHistory,
     ) -> None:
         """A session begins in a slot."""
 
@@ -137,15 +144,17 @@ class RemoteDrafter:
         *,
         num_rows: int,
         digest: int,
+        history: TokenHistory = EMPTY_HISTORY,
     ) -> None:
         """A session that is drafted for begins, or comes back, with a prefix of this digest, and
-        with K/V of so many draft rows in its blocks."""
+        with K/V of so many draft rows in its blocks. `history`: its tokens so far, where penalties
+        look at them."""
         if self._host is None:
             return
         self.digests[slot].fill_(digest - (1 << 64) if digest >= 1 << 63 else digest)
         self._chosen.outcomes[slot].fill_(NOT_CHOSEN)
         self._followed.add(slot)
-        self._host.begin_session(slot, blocks, sampling, num_rows=num_rows)
+        self._host.begin_session(slot, blocks, sampling, num_rows=num_rows, history=history)
 
     def add_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """A session holds these blocks, too, from place `first` of its table on."""

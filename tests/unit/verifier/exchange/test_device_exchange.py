@@ -254,7 +254,7 @@ def test_a_drafter_without_room_leaves_memory_of_the_device_to_the_next(
         ({"drafter_id": DrafterId("d2")}, 0),
         ({"drafter_id": None}, 0),
         ({"sampling": SamplingParams(temperature=0.8, top_p=0.9, seed=1)}, 3),
-        ({"sampling": SamplingParams(presence_penalty=1.0)}, 0),
+        ({"sampling": SamplingParams(presence_penalty=1.0)}, 3),
     ],
 )
 def test_which_sessions_draft_between_devices(

@@ -147,7 +147,7 @@ SAMPLINGS = {
 REJECTION = SamplingParams(temperature=0.8, top_p=0.95, rule=Rule.REJECTION, seed=8)
 
 
-@pytest.mark.parametrize("name", ["greedy", "coupled"])
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_drafter_elsewhere_drafts_as_one_in_process(
     tiny_target: Path, tiny_head: Path, name: str
 ) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from outrider.engine.device.drafting.in_process_drafter import InProcessDrafter
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
 from outrider.engine.device.slots.logits_slots import LogitsSlots
 from outrider.engine.device.slots.session_slots import DeviceSessionSlots
+from outrider.engine.logits_processor import EMPTY_HISTORY, TokenHistory, has_penalties
 from outrider.engine.swap import SwapSpace
 from outrider.spec.digest import EMPTY_DIGEST, extend_digest
 from outrider.spec.sampling import Rule
@@ -141,6 +144,7 @@ class DeviceSlotTable:
                     session.spec.sampling,
                     num_rows=session.kv.len,
                     digest=extend_digest(EMPTY_DIGEST, session.tokens[: session.length]),
+                    history=_history(session),
                 )
                 device_slot.has_current_draft = begun
         return kept
@@ -225,6 +229,16 @@ class DeviceSlotTable:
         for device_slot, blocks in grown:
             device_slot.uploaded_blocks = max(device_slot.uploaded_blocks, len(blocks))
         self._grown.clear()
+
+
+def _history(session: Session) -> TokenHistory:
+    """What penalties of a drafter elsewhere look at; nothing where the session has none."""
+    if not has_penalties(session.spec.sampling):
+        return EMPTY_HISTORY
+    known, prompt_len = session.tokens[: session.length], session.spec.prompt_len
+    return TokenHistory(
+        prompt_ids=np.unique(known[:prompt_len]), output_ids=known[prompt_len:].copy()
+    )
 
 
 def _init_logits_state(warps: LogitsSlots, slot: int, session: Session, *, target: bool) -> bool:
