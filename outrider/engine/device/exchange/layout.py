@@ -110,7 +110,7 @@ class ExchangeShape:
     """F: outcomes of a round that the drafter drafts for while it runs, a session; 0: none."""
     ahead_rows: int = 0
     """Decode rows of a round, at most, whose outcomes are drafted for."""
-    depth: int = 4
+    depth: int = 8
     """Rounds that the verifier may be ahead of its drafter."""
 
     def __post_init__(self) -> None:
