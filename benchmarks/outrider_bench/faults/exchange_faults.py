@@ -31,6 +31,7 @@ from outrider.client.flags import integer_at_least
 from outrider.client.local.cluster import START_TIMEOUT_S, LocalCluster
 from outrider.client.local.config import CPU
 from outrider.errors import InternalError
+from outrider.spec.exchange_mode import ON
 from outrider.transport.tls import CertificateRole
 from outrider_bench.environment import describe
 from outrider_bench.faults.repair import wait_idle
@@ -83,8 +84,6 @@ def run(args: argparse.Namespace) -> None:
     kinds = [name.strip() for name in args.kinds.split(",")]
     if unknown := set(kinds) - set(KINDS):
         raise SystemExit(f"--kinds: there is no {', '.join(sorted(unknown))}")
-    for role in ("VERIFIER", "DRAFTER"):
-        os.environ.setdefault(f"OUTRIDER_{role}_DEVICE_EXCHANGE", "true")
     config = local_config(args, max_sessions=2 * args.streams, queue_limit=4 * args.streams)
     kv_tokens = args.kv_tokens or (None if config.device == CPU else KV_TOKENS)
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
@@ -94,7 +93,11 @@ def run(args: argparse.Namespace) -> None:
             for kind, options in GARBAGE.items()
         )
         config = replace(
-            config, kv_tokens=kv_tokens, drafter_hooks=hooks, log_dir=Path(directory) / "logs"
+            config,
+            kv_tokens=kv_tokens,
+            device_exchange=ON,
+            drafter_hooks=hooks,
+            log_dir=Path(directory) / "logs",
         )
         with LocalCluster(config, progress=print_progress) as fleet:
             wait_idle(fleet)
