@@ -134,9 +134,12 @@ class RoundProgram:
         acceptance = self._accept(shape, placed, logits, finite[:decoding])
         features = self._commit(shape, placed, acceptance, features)
         features = self._stored_features(shape, features)
+        flags = acceptance.flags
+        if shape.draft_kind is DraftKind.IN_PROCESS and self._in_process_drafter is not None:
+            flags = self._in_process_drafter.flag_undrafted(flags)
         words = [
             acceptance.counts[:, None],
-            acceptance.flags[:, None],
+            flags[:, None],
             acceptance.rows,
             acceptance.tokens,
         ]

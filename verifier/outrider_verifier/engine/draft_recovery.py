@@ -1,7 +1,8 @@
 """DraftRecovery: gives sessions drafts between devices that have none, or have them no more.
 
-A session lacks them whose drafter was lost, that began before its drafter could exchange, or whose
-K/V was swapped, for the draft's is not copied. Engine thread only.
+A session lacks them whose drafter was lost, that began before its drafter could exchange, whose
+K/V was swapped, for the draft's is not copied, or whose rows the drafter has refused. Engine thread
+only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from outrider_verifier.kv.block_manager import BlockManager
 from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.planner.draft_recovery import (
     MAX_RECOMPUTING,
+    MAX_UNDRAFTED_ROUNDS,
     UndraftedSession,
     recovery_order,
 )
@@ -39,14 +41,28 @@ class DraftRecovery:
         self._has_remote_drafts, self._begin_drafts = has_remote_drafts, begin_drafts
         self._counters = counters
         self._undrafted: dict[SessionId, Session] = {}
+        self._refused: set[SessionId] = set()
+        """Those whose drafter does not draft for them, though it should have their draft K/V."""
 
     def add_session(self, session: Session) -> None:
         """Look at a session before the next round; it need not lack anything."""
         self._undrafted[session.session_id] = session
 
+    def record_undrafted_round(self, session: Session) -> None:
+        """A round of the session found no draft. Late drafters catch up; one that has refused a row
+        of a session has none for it any more."""
+        follows = session.round_id == session.undrafted_round + 1
+        session.undrafted_rounds = session.undrafted_rounds + 1 if follows else 1
+        session.undrafted_round = session.round_id
+        if session.spec.drafter_id is not None and session.undrafted_rounds >= MAX_UNDRAFTED_ROUNDS:
+            session.undrafted_rounds = 0
+            self._refused.add(session.session_id)
+            self.add_session(session)
+
     def clear(self) -> None:
         """Nobody drafts between devices any more."""
         self._undrafted.clear()
+        self._refused.clear()
 
     def recover_drafts(
         self, now: float, *, in_flight: Container[SessionId], round_s: float
@@ -61,6 +77,7 @@ class DraftRecovery:
         # A session that gains too little gains even less later: it is looked at no more.
         order = recovery_order(self._lacking(), round_s=round_s)
         self._undrafted = {name: self._undrafted[name] for name in order}
+        self._refused &= self._undrafted.keys()
         chosen = [each for each in self._undrafted.values() if manager.can_recompute(each)]
         chosen = chosen[: max(0, MAX_RECOMPUTING - recomputing)]
         if any([session.session_id in in_flight for session in chosen]):
@@ -71,6 +88,7 @@ class DraftRecovery:
                 # The one before it took the blocks.
                 continue
             del self._undrafted[session.session_id]
+            self._refused.discard(session.session_id)
             self._begin(session)
             if session.in_process_draft_length:
                 self._counters["draft_recoveries"] += 1
@@ -86,7 +104,9 @@ class DraftRecovery:
             if session.is_waiting:
                 if not session.is_swapped:
                     self._begin(session)
-            elif not (session.in_process_draft_length and self._runner.has_draft_kv(session)):
+            elif session.session_id in self._refused or not (
+                session.in_process_draft_length and self._runner.has_draft_kv(session)
+            ):
                 yield UndraftedSession(
                     session.session_id,
                     session.opened_at,

@@ -235,6 +235,8 @@ class RoundReporter:
         if fallback:
             booked.fallbacks += 1
             flags |= FALLBACK
+            if row.in_process_depth:
+                self._core.draft_recovery.record_undrafted_round(session)
         proposed = row.nodes if row.drafted else result.draft_nodes
         accepted = settled.accepted
         if proposed:

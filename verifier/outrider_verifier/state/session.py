@@ -74,6 +74,10 @@ class Session:
     """When the newest usable proposal arrived."""
     in_process_draft_length: int = 0
     """Draft length of the in-process drafter, which drafts for the session; 0: it does not."""
+    undrafted_rounds: int = 0
+    """Rounds in a row, the last of which is `undrafted_round`, for which the drafter on another
+    device had no draft."""
+    undrafted_round: int = -1
     speculation_state: SpeculationState | None = None
     """What the policy keeps of it; None: its plan does not speculate."""
     is_speculation_off: bool = False

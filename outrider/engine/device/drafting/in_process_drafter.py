@@ -140,6 +140,10 @@ class InProcessDrafter:
         """Drafts were written where the next round reads them, with their distributions."""
         return self.distribution
 
+    def flag_undrafted(self, flags: Tensor) -> Tensor:
+        """The flags int32 [B] of a round's rows; the host knows which of them have no draft."""
+        return flags
+
     def begin_rows(self) -> None:
         """Rows need no preparation."""
 

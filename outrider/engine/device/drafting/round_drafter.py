@@ -45,6 +45,11 @@ class RoundDrafter(Protocol):
         `AcceptanceMode.REJECTION`)."""
         ...
 
+    def flag_undrafted(self, flags: Tensor) -> Tensor:
+        """The flags int32 [B] of the rows whose drafts were received last, with UNDRAFTED added to
+        those that the host cannot know to have none."""
+        ...
+
     def begin_rows(self) -> None:
         """The rows of a launch follow: those of prompts, then those to draft behind."""
 

@@ -22,6 +22,7 @@ from outrider.engine.device.exchange.memory import SharedMemory
 from outrider.engine.device.exchange.side import ExchangeSide
 from outrider.engine.device.graphs.shapes import RoundShape
 from outrider.engine.device.slots.logits_slots import LogitsSlots
+from outrider.engine.kernels.acceptance.matching import UNDRAFTED
 from outrider.engine.kernels.acceptance.randomized import SparseDistribution
 from outrider.engine.kernels.exchange.buffers import CHUNK_ROWS, DECODE_ROWS
 from outrider.engine.kernels.exchange.distributions import (
@@ -208,6 +209,11 @@ class RemoteDrafter:
             vocab_size=self.vocab_size,
         )
         return self._distributions.with_ranges(ranges)
+
+    def flag_undrafted(self, flags: Tensor) -> Tensor:
+        """The flags int32 [B] of the rows whose drafts were received last, with UNDRAFTED added to
+        those that had none."""
+        return torch.add(flags, self._static(self._lengths, len(flags)) == 0, alpha=UNDRAFTED)
 
     def _static(self, known: dict[int, Tensor], *shape: int) -> Tensor:
         """A tensor int32 that all graphs of as many rows share."""

@@ -38,6 +38,9 @@ TARGET_ONLY_FALLBACK = 2
 """The rejection rule was judged target-only because the distribution of the drafts was missing."""
 INVALID_OUTPUT = 4
 """The last accepted node's row has no finite logit: its token is 0, a placeholder."""
+UNDRAFTED = 8
+"""The drafter on another device had no draft for the row, which decoded plainly. Not of acceptance:
+a round adds it to the flags of its rows."""
 _RESAMPLED = tl.constexpr(RESAMPLED)
 _INVALID_OUTPUT = tl.constexpr(INVALID_OUTPUT)
 

@@ -200,6 +200,21 @@ async def test_sessions_that_draft_by_messages_go_over() -> None:
         assert rig.core.counters["proposals_used"] > 0
 
 
+async def test_a_session_for_which_its_drafter_has_no_draft_any_more_is_recomputed() -> None:
+    async with exchanging() as rig:
+        rig.open()
+        recovery = rig.core.draft_recovery
+
+        def refuse() -> None:
+            for session in rig.core.sessions.values():
+                if session.session_id == "s0" and session.round_id > session.undrafted_round:
+                    recovery.record_undrafted_round(session)
+
+        rig.before_rounds(refuse)
+        await rig.check(specs_of())
+        assert rig.recoveries >= 1
+
+
 async def test_where_blocks_are_shared_and_none_is_free_a_session_goes_on_as_it_is() -> None:
     async with exchanging() as rig:
         block_manager: Any = rig.core.block_manager

@@ -254,6 +254,8 @@ def test_a_drafter_that_stops_changes_no_text_and_costs_one_wait(
     assert texts(exchange.driver, specs(SAMPLINGS[name]), stop) == expected
     runner = exchange.driver.runner
     assert isinstance(runner, GpuModelRunner) and runner.remote_drafter is not None
+    # No row has had a draft since, and each says so.
+    assert all(0 < sum(map(bool, drafted)) < 10 for drafted in exchange.driver.drafted.values())
     # The ring has had no bank for the rounds since.
     assert not runner.remote_drafter.is_open and runner.remote_drafter.is_late
 

@@ -15,7 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.device.round_launcher import LaunchedRound
-from outrider.engine.kernels.acceptance.matching import INVALID_OUTPUT, TARGET_ONLY_FALLBACK
+from outrider.engine.kernels.acceptance.matching import (
+    INVALID_OUTPUT,
+    TARGET_ONLY_FALLBACK,
+    UNDRAFTED,
+)
 from outrider.engine.logprobs import PathLogprobs
 from outrider_verifier.exchange.shm_features import ShmFeatures
 from outrider_verifier.model_runner.gpu_runner.launch_groups import LaunchGroup
@@ -85,6 +89,8 @@ class LaunchResults(NamedTuple):
         for number, cut in self.group.draft_limits.items():
             verified[number] = cut
         for number in self.group.undrafted_rows:
+            verified[number] = 0
+        for number in np.flatnonzero(self.words[:, 1] & UNDRAFTED).tolist():
             verified[number] = 0
         return verified
 
