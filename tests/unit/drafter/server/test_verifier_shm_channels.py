@@ -147,7 +147,7 @@ def test_a_drafter_without_replicas_refuses_offers_and_ignores_the_rest() -> Non
     with serving(None) as (channels, ours, lost):
         offer(ours)
         others = [each for each in commands if not isinstance(each, ReplicaOffer)]
-        assert len(others) == 6
+        assert len({type(each) for each in others}) == 4
         ours.send(*encode_verifier_messages([*others, SessionEnd(handle=3)]))
         assert channels.receive_messages(channels.readers) == [(CONNECTION, SessionEnd(handle=3))]
         (frame,) = ours.receive()
