@@ -214,19 +214,18 @@ def _pack_int32s(values: tuple[int, ...]) -> bytes:
     return np.array(values, dtype=INT32).tobytes()
 
 
-def _unpack_ids(data: bytes, name: str) -> tuple[int, ...]:
-    unpacked = unpack(data, INT32, name, max_len=MAX_SEQUENCE_LEN)
-    ids = cast("NDArray[np.int32]", unpacked)
-    wrong = (ids < 0) | (ids >= MAX_VOCAB_SIZE)
+def _unpack_int32s(data: bytes, name: str, *, max_len: int, count: int) -> tuple[int, ...]:
+    """At most `max_len` numbers in [0, count)."""
+    numbers = cast("NDArray[np.int32]", unpack(data, INT32, name, max_len=max_len))
+    wrong = (numbers < 0) | (numbers >= count)
     if wrong.any():
-        raise_invalid(f"{name} must be in [0, {MAX_VOCAB_SIZE - 1}], got {ids[wrong][0]}")
-    return tuple(ids.tolist())
+        raise_invalid(f"{name} must be in [0, {count - 1}], got {numbers[wrong][0]}")
+    return tuple(numbers.tolist())
+
+
+def _unpack_ids(data: bytes, name: str) -> tuple[int, ...]:
+    return _unpack_int32s(data, name, max_len=MAX_SEQUENCE_LEN, count=MAX_VOCAB_SIZE)
 
 
 def _unpack_blocks(data: bytes) -> tuple[int, ...]:
-    unpacked = unpack(data, INT32, "blocks", max_len=MAX_TABLE_BLOCKS)
-    blocks = cast("NDArray[np.int32]", unpacked)
-    wrong = (blocks < 0) | (blocks >= MAX_KV_BLOCKS)
-    if wrong.any():
-        raise_invalid(f"blocks must be in [0, {MAX_KV_BLOCKS - 1}], got {blocks[wrong][0]}")
-    return tuple(blocks.tolist())
+    return _unpack_int32s(data, "blocks", max_len=MAX_TABLE_BLOCKS, count=MAX_KV_BLOCKS)

@@ -37,7 +37,7 @@ from outrider.engine.device.exchange.memory import (
     allocate_memory,
     map_memory,
 )
-from outrider.engine.device.exchange.round_history import RoundHistory
+from outrider.engine.device.exchange.round_history import READ_EVERY_S, RoundHistory
 from outrider.engine.device.exchange.round_spans import DRAFTER_STEPS, RoundSpans
 from outrider.engine.device.graphs.shapes import CHUNK_TOKENS
 from outrider.engine.device.transfer.cuda_driver import StreamEvent, driver_for
@@ -82,8 +82,6 @@ _USUAL_DRAFT_LENGTH: Final = 3
 _USUAL_DISTRIBUTION_IDS: Final = 2048
 """Defaults of a verifier: `draft_length` and `exchange_distribution_ids`."""
 _USUAL_SLOTS: Final = ReplicaSlots(num_blocks=128, block_tokens=16, table_blocks=128)
-_MARKS_S: Final = 0.05
-"""Rounds are marked on a timeline so often: fewer are run in this time than the device keeps."""
 _BUILT: Final = object()
 
 
@@ -238,8 +236,8 @@ class Replicas:
     def _check(self, offer: ReplicaOffer) -> None:
         if offer.gpu and offer.gpu == gpu_uuid(self._device):
             raise FailedPreconditionError(
-                f"verifier and drafter are on one GPU ({offer.gpu}), where who waits takes the "
-                "time of whom it waits for",
+                f"verifier and drafter are on one GPU ({offer.gpu}): a process that waits would "
+                "keep it from the other",
                 reason="REPLICA_GPU",
             )
         if offer.vocab_size != self._vocab_size or offer.feature_size != self._config.hidden_size:
@@ -330,7 +328,7 @@ class Replicas:
                 except OutriderError as error:
                     lost.append((connection, error.message))
         if self._clock is not None and time.monotonic() >= self._mark_again:
-            self._mark_again = time.monotonic() + _MARKS_S
+            self._mark_again = time.monotonic() + READ_EVERY_S
             for peer in self._peers.values():
                 peer.mark_rounds()
         return lost

@@ -150,12 +150,12 @@ def verifier_args(config: LocalFleetConfig, place: ProcessPlacement) -> list[str
 
 
 def _exchange_flags(config: LocalFleetConfig, place: ProcessPlacement) -> list[str]:
-    """What a process is told of the exchange between devices."""
+    """Flags of the exchange between devices."""
     if config.placement != SEPARATE or DraftMethod.EAGLE3 not in config.methods:
         return []
     mode = config.device_exchange
     if mode == AUTO and place.shares_gpu:
-        # Who waits on a GPU takes its time from whom it waits for.
+        # A process that waits would keep the GPU from the other.
         mode = OFF
     return [] if mode == AUTO else ["--device-exchange", mode]
 

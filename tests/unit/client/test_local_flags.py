@@ -67,7 +67,7 @@ def test_drafters_may_be_sent_elsewhere() -> None:
     ("given", "gpus", "said"),
     [
         ({}, 2, None),
-        # On one GPU, who waits takes the time of whom it waits for.
+        # On one GPU a process that waits would keep it from the other.
         ({}, 1, "off"),
         ({"device_exchange": "on"}, 1, "on"),
         ({"device_exchange": "off"}, 2, "off"),

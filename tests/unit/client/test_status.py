@@ -12,6 +12,22 @@ from outrider.wire.inference import DrafterSummary, ServerInfo, VerifierSummary
 from outrider.wire.messages import DeviceExchangeInfo, MemoryKind
 
 
+def peer_line(
+    *, verifiers: tuple[VerifierSummary, ...] = (), drafters: tuple[DrafterSummary, ...] = ()
+) -> str:
+    """What is said of the only peer of a server."""
+    info = ServerInfo(
+        version="1",
+        protocol_version=1,
+        queued=0,
+        queue_bound=1,
+        running=1,
+        verifiers=verifiers,
+        drafters=drafters,
+    )
+    return list(describe_server(info))[1]
+
+
 def line(handicap: str) -> str:
     """What is said of a drafter."""
     drafter = DrafterSummary(
@@ -22,16 +38,7 @@ def line(handicap: str) -> str:
         sessions=1,
         handicap=handicap,
     )
-    info = ServerInfo(
-        version="1",
-        protocol_version=1,
-        queued=0,
-        queue_bound=1,
-        running=1,
-        verifiers=(),
-        drafters=(drafter,),
-    )
-    return list(describe_server(info))[1]
+    return peer_line(drafters=(drafter,))
 
 
 def test_a_drafter_that_is_slowed_down_is_never_taken_for_a_usual_one() -> None:
@@ -52,16 +59,7 @@ def told(**more: Any) -> str:
         kv_total_blocks=4,
         **more,
     )
-    info = ServerInfo(
-        version="1",
-        protocol_version=1,
-        queued=0,
-        queue_bound=1,
-        running=1,
-        verifiers=(verifier,),
-        drafters=(),
-    )
-    return list(describe_server(info))[1]
+    return peer_line(verifiers=(verifier,))
 
 
 def test_a_verifier_that_drains_or_preempts_is_told_from_a_usual_one() -> None:

@@ -307,15 +307,20 @@ class EngineCore:
         self.drafters.withdraw(session)
         self.inbox.drop_session(session.handle)
         if session.keeps_features:
-            session.keeps_features, session.has_dropped_features = False, True
-            if self.store is not None:
-                self.store.close(session.handle)
+            self.drop_features(session)
         session.in_process_draft_length = self._in_process_draft(session.spec, session.plan)
         # Its rounds may write further than before.
         session.covered_len = 0
         session.has_stalled_drafter = session.is_speculation_off = False
         self.policy.update_session(session)
         self.ngram_fallback.add_session(session)
+
+    def drop_features(self, session: Session) -> None:
+        """Keep nothing any more that a drafter by messages would need of a session, which is
+        announced to none."""
+        self.policy.record_features_dropped(session)
+        if self.store is not None:
+            self.store.close(session.handle)
 
     def open_remote_drafts(self) -> None:
         """A drafter drafts between devices from here on: for sessions that are about to begin, and

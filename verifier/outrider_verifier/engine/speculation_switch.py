@@ -42,10 +42,8 @@ def apply_speculation_changes(core: EngineCore, now: float, *, in_flight: RoundP
 
 def _drop_features(core: EngineCore, session: Session) -> None:
     """Keep nothing any more that a drafter would need of a session that is paused."""
-    core.policy.record_features_dropped(session)
     core.drafters.withdraw(session)
-    if core.store is not None:
-        core.store.close(session.handle)
+    core.drop_features(session)
     core.counters["features_dropped_sessions"] += 1
 
 

@@ -24,6 +24,7 @@ from outrider.engine.device.exchange.draft_replica import ReplicaRound
 from outrider.engine.device.exchange.exchange_times import ExchangedRound
 from outrider.engine.device.exchange.memory import SharedMemory, allocate_memory, map_memory
 from outrider.engine.device.exchange.remote_drafter import RemoteDrafter
+from outrider.engine.device.exchange.round_history import READ_EVERY_S
 from outrider.engine.device.exchange.round_spans import VERIFIER_STEPS, RoundSpans
 from outrider.engine.logits_processor import TokenHistory
 from outrider.errors import InvalidMessageError, OutriderError, UnavailableError
@@ -47,8 +48,6 @@ from outrider.wire.messages import (
 from outrider_verifier.state.commands import ExchangeLink
 
 logger = logging.getLogger(__name__)
-_TIMES_S: Final = 0.05
-"""Rounds are looked at so often: fewer are run in this time than the device keeps."""
 _ROUNDS: Final = 512
 """Rounds of a size over which the medians are computed, and newest rounds whose idle time `info`
 tells."""
@@ -271,7 +270,7 @@ class DeviceExchange:
         rounds took; to be called now and then."""
         now = time.monotonic()
         if now >= self._look_again:
-            self._look_again = now + _TIMES_S
+            self._look_again = now + READ_EVERY_S
             self._read_times()
             if now >= self._tell_again and self._newest and self.info.drafter_id is not None:
                 self._tell_again = now + _INFO_S

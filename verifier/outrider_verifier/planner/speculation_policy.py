@@ -208,7 +208,7 @@ class SpeculationPolicy:
         return self._fresh(speculation_state.workload).drops_features
 
     def record_features_dropped(self, session: Session) -> None:
-        """The session is kept no features of any more, and so paused to its end."""
+        """The session's features are kept no more: nothing drafts for it by messages again."""
         session.has_dropped_features, session.keeps_features = True, False
         if session.speculation_state is not None:
             session.speculation_state.lacks_features = True

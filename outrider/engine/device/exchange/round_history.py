@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from outrider.engine.kernels.exchange.buffers import ROUND_TIMES
 
+READ_EVERY_S: Final = 0.05
+"""A history is to be read so often: fewer rounds are run in this time than a device keeps."""
 _NUMBER: Final = ROUND_TIMES.index("number")
 
 

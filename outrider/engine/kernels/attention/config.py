@@ -28,6 +28,10 @@ class AttentionConfig(NamedTuple):
     num_stages: int
 
 
+_BLOCK_SLOTS = 64
+"""K/V slots of a step, where they fit."""
+
+
 class _Tuned(NamedTuple):
     max_tiles: int
     """Row tiles over all bucket rows and key/value heads that the entry is for, at most."""
@@ -39,7 +43,6 @@ class _Tuned(NamedTuple):
     steps."""
     programs_per_sm: int = 1
     """How many programs the splits should make, in all, over the multiprocessors."""
-    block_slots: int = 64
     num_warps: int = 4
     step_bytes: int = _STEP_BYTES
 
@@ -107,7 +110,7 @@ def choose_config(
     if causal and many and rows > 64 and itemsize <= 2 and dims <= 128:
         return AttentionConfig(
             block_rows=_PROMPT_ROWS,
-            block_slots=64,
+            block_slots=_BLOCK_SLOTS,
             splits=1,
             num_warps=4,
             num_stages=3,
@@ -118,7 +121,7 @@ def choose_config(
     tiles = cdiv(rows, block_rows)
     all_tiles = batch * num_kv_heads * tiles
     tuned = next(t for t in _TUNED if all_tiles <= t.max_tiles and (tiles > 1 or not t.several))
-    block_slots = max(min(tuned.block_slots, tuned.step_bytes // (dims * itemsize)), 16)
+    block_slots = max(min(_BLOCK_SLOTS, tuned.step_bytes // (dims * itemsize)), 16)
     return AttentionConfig(
         block_rows=block_rows,
         block_slots=block_slots,

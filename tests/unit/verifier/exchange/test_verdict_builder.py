@@ -199,7 +199,7 @@ def test_a_sheet_that_is_ready_stands_until_sessions_are_touched() -> None:
 
 
 @pytest.mark.parametrize("drafter", [None, DrafterId("d0")])
-def test_features_are_kept_for_whom_messages_may_have_to_tell_a_drafter(
+def test_features_are_kept_where_drafts_may_come_by_messages(
     drafter: DrafterId | None,
 ) -> None:
     eagle = make_spec(drafter=drafter, plan=SpeculationPlan(method=DraftMethod.EAGLE3))
