@@ -36,8 +36,9 @@ class GpuDraftModel(NamedTuple):
     buckets: Buckets
 
 
-def make_eagle_model(head: DraftHead) -> GpuDraftModel:
-    """Raises FailedPreconditionError for heads without plain EAGLE-3 weights."""
+def make_eagle_model(head: DraftHead, buckets: Buckets | None = None) -> GpuDraftModel:
+    """A head whose graphs are of `buckets`; None: of all sizes. Raises FailedPreconditionError for
+    heads without plain EAGLE-3 weights."""
     weights, config = HeadWeights.from_head(head), head.config
 
     def forward(storage: Tensor, max_len: int) -> DraftForward:
@@ -49,7 +50,7 @@ def make_eagle_model(head: DraftHead) -> GpuDraftModel:
         vocabulary=DraftVocabulary(weights.target_ids, weights.draft_columns),
         max_context=config.max_position_embeddings,
         forward=forward,
-        buckets=Buckets(),
+        buckets=buckets or Buckets(),
     )
 
 

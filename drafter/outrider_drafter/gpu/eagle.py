@@ -9,6 +9,7 @@ from outrider.spec.plan import DraftMethod
 from outrider_drafter.gpu.draft_model import make_eagle_model
 from outrider_drafter.gpu.outcome_scoring import NUM_SWEEPS
 from outrider_drafter.gpu.proposer import GpuProposer
+from outrider_drafter.gpu.shapes import Buckets
 from outrider_drafter.proposers.eagle import EagleProposer
 
 
@@ -26,11 +27,12 @@ class GpuEagleProposer(GpuProposer):
         device: torch.device | str = "cuda",
         cuda_graphs: bool = True,
         bounded: bool = False,
+        buckets: Buckets | None = None,
         look_ahead: bool = True,
         sweeps: int = NUM_SWEEPS,
     ) -> None:
-        """See `GpuProposer`. Raises FailedPreconditionError for heads without plain EAGLE-3
-        weights."""
+        """See `GpuProposer`; `buckets`: see `make_eagle_model`. Raises FailedPreconditionError for
+        heads without plain EAGLE-3 weights."""
         self.head = head
 
         def host() -> EagleProposer:
@@ -40,7 +42,7 @@ class GpuEagleProposer(GpuProposer):
 
         super().__init__(
             DraftMethod.EAGLE3,
-            make_eagle_model(head),
+            make_eagle_model(head, buckets),
             host,
             max_rows=max_rows,
             max_context=max_context,

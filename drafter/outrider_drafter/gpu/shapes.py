@@ -81,6 +81,9 @@ MODEL_BUCKETS: Final = Buckets(
     chains=MODEL_CHAIN_LENGTHS,
     path_rows=PATH_ROW_BUCKETS[1:],
 )
+EXCHANGE_BUCKETS: Final = Buckets(rows=(8,), score_rows=(8,), sessions=COARSE_BATCH_SIZES)
+"""Those of a head that drafts by messages only what cannot be drafted between devices: a drafter
+captures them before it joins, also after it was killed."""
 
 
 class ProposalShape(NamedTuple):

@@ -157,7 +157,11 @@ def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> 
         )
     # Imported here: it needs Triton, which a drafter on a CPU can do without.
     from outrider_drafter.gpu.eagle import GpuEagleProposer
+    from outrider_drafter.gpu.shapes import EXCHANGE_BUCKETS
 
+    # Verifiers that exchange between devices ask by messages for little, and wait for a drafter
+    # that was killed until it has captured all of its graphs.
+    exchanges = config.exchanges_on_device
     source = GpuEagleProposer(
         head,
         max_rows=config.head_kv_rows,
@@ -167,6 +171,8 @@ def _head_source(head: DraftHead, config: DrafterConfig, dtype: torch.dtype) -> 
         device=config.device,
         cuda_graphs=config.cuda_graphs,
         bounded=config.cuda_graphs,
+        buckets=EXCHANGE_BUCKETS if exchanges else None,
+        look_ahead=not exchanges,
     )
     if config.cuda_graphs:
         source.warm_up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from outrider_drafter.gpu.eagle import GpuEagleProposer
+from outrider_drafter.gpu.shapes import Buckets
 
 from outrider.engine.heads import DraftHead
 
@@ -14,6 +15,8 @@ def on_device(
     max_rows: int = 8192,
     max_context: int = 256,
     bounded: bool = False,
+    buckets: Buckets | None = None,
+    look_ahead: bool = True,
     sweeps: int = 64,
 ) -> GpuEagleProposer:
     """A source of at most 16 sessions in float32; with so many sweeps scores are exact."""
@@ -25,5 +28,7 @@ def on_device(
         dtype=torch.float32,
         device="cpu",
         bounded=bounded,
+        buckets=buckets,
+        look_ahead=look_ahead,
         sweeps=sweeps,
     )

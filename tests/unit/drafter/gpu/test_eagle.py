@@ -14,8 +14,10 @@ from outrider_drafter.gpu.batch import ReadyRows
 from outrider_drafter.gpu.paged_kv import BLOCK_TOKENS
 from outrider_drafter.gpu.shapes import (
     CHAIN_LENGTHS,
+    EXCHANGE_BUCKETS,
     TREES,
     DraftTreeShape,
+    batch_sizes,
     draft_shapes,
     scoring_shapes,
 )
@@ -43,6 +45,7 @@ from tests.unit.drafter.helpers import (
     make_engine,
     name_of,
 )
+from tests.unit.drafter.look_ahead_sessions import launches
 from tests.unit.drafter.mixed_sessions import (
     COUPLED,
     HOSTED,
@@ -338,6 +341,24 @@ def test_warming_up_leaves_no_trace(head: DraftHead, monkeypatch: pytest.MonkeyP
     assert source.used_rows == 0
     assert not source._rows.storage.any()
     assert len(source.graphs) == 0, "a CPU captures nothing"
+
+
+def test_a_drafter_that_exchanges_launches_what_its_few_graphs_are_for(
+    head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = {
+        (shape, size, rows, general)
+        for shape, general in draft_shapes(EXCHANGE_BUCKETS.chains)
+        for size in batch_sizes(shape, EXCHANGE_BUCKETS.sessions)
+        for rows in EXCHANGE_BUCKETS.rows
+    }
+    assert len(captured) < 80
+    source = on_device(head, bounded=True, buckets=EXCHANGE_BUCKETS, look_ahead=False)
+    launched = launches(monkeypatch)
+    rounds = told(make_engine([source]), MIX, random_ends(3, seed=5))
+    assert rounds[-1]
+    drafts = {key for key in launched if isinstance(key, tuple) and key[0] != "write"}
+    assert drafts and drafts <= captured
 
 
 def test_a_cpu_gets_the_hosts_source_and_graphs_can_be_switched_off(
