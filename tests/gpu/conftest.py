@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# As drafters do; see `outrider_drafter.server.build.build_service`.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @pytest.fixture(scope="session", autouse=True)

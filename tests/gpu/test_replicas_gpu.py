@@ -113,6 +113,9 @@ class Verifier:
             self.side = ExchangeSide(SHAPE, device, timeout_us=2_000_000)
             self.side.attach(verdicts=peer, drafts=own)
         replicas.handle_command(connection, BEGIN)
+        # The first round compiles kernels of this side.
+        self.announce()
+        assert self.is_answered()
 
     def announce(self) -> None:
         self._replicas.handle_command(self._connection, ROUND)

@@ -71,7 +71,7 @@ class VerifierConfig:
     exchange_timeout_ms: float = 30.0
     """Longest wait of a round for drafts of device_exchange, ms. The round decodes plainly then,
     and no further round waits before the drafter has caught up."""
-    exchange_fan_out: int = 0
+    exchange_fan_out: int = 16
     """Outcomes of a round that a drafter by device_exchange drafts for while the round runs, a
     session; 0 drafts behind the round alone."""
     exchange_ahead_sessions: int = 1

@@ -4,9 +4,10 @@ A local fleet of a router, a verifier and a drafter serves greedy streams, each 
 faults follow each other: the drafter is killed, or stopped for a while; garbage is written into
 either buffer of the exchange, with the number of a round or without; half of the streams are
 cancelled. Before each fault the exchange must be open again and sessions must draft by it. Sessions
-that begin while it is lost draft by messages, for which rounds wait longer than for devices. Each
-text is compared with the one of the verifier alone; where the two differ first, their tokens may be
-a near tie of the target, which is counted apart.
+that begin while it is lost draft by messages. With `--planner fixed` a round waits for these as
+long as plans allow, a second; gaps as users see them are those of `--planner automatic`, with a
+model for which drafts pay. Each text is compared with the one of the verifier alone; where the two
+differ first, their tokens may be a near tie of the target, which is counted apart.
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=96, help="tokens of a stream; default: 96")
     add("--kv-tokens", type=int, help=f"of the verifier; default on a GPU: {KV_TOKENS}")
     add("--near-tie", type=float, help="largest difference of log-probabilities of a near tie")
+    add(
+        "--planner",
+        choices=("fixed", "automatic"),
+        default="fixed",
+        help="fixed: all sessions draft throughout; default: fixed",
+    )
     add("--max-seconds", type=float, default=0.0, help="ends the faults early; default: 0, never")
     add("--seed", type=int, default=0, help="seed of the order and the times of faults")
 
@@ -95,6 +102,7 @@ def run(args: argparse.Namespace) -> None:
         config = replace(
             config,
             kv_tokens=kv_tokens,
+            planner=args.planner,
             device_exchange=ON,
             drafter_hooks=hooks,
             log_dir=Path(directory) / "logs",
@@ -113,7 +121,8 @@ def run(args: argparse.Namespace) -> None:
     }
     result = {"benchmark": "exchange-faults", **describe(), "model": config.model_name}
     result |= describe_placement(config)
-    result |= {"streams": args.streams, "max_tokens": args.max_tokens, **figures}
+    result |= {"planner": args.planner, "streams": args.streams, "max_tokens": args.max_tokens}
+    result |= figures
     print_result(args, result)
     if figures["changed_texts"] or figures["failed"] or figures["not_reopened"]:
         raise InternalError("the exchange did not withstand all faults", reason="FAULTS")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,6 +60,10 @@ def build_service(
     Raises InvalidRequestError, NotFoundError or FailedPreconditionError where the parts do not fit
     together.
     """
+    if config.exchanges_on_device:
+        # Read when CUDA starts. Replicas wait on streams of their own, and streams that share one
+        # of these connections wait for each other; by default there are 8.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     check_device(config.device)
     set_compute_threads(config.threads, config.device)
     set_current_device(config.device)

@@ -18,8 +18,8 @@ SAVED_SHARE: Final = 0.5
 """Share of its rounds that a session with drafts is expected to save."""
 MAX_UNDRAFTED_ROUNDS: Final = 32
 """Rounds in a row without a draft after which a drafter is taken to have refused the session."""
-MAX_RECOMPUTING: Final = 2
-"""Sessions that prefill once more at the same time."""
+MAX_RECOMPUTING: Final = 1
+"""Sessions that prefill once more at the same time; each of two would stand still for both."""
 
 
 class UndraftedSession(NamedTuple):
