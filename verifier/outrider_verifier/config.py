@@ -57,7 +57,7 @@ class VerifierConfig:
     placement: Annotated[str, OneOf(PLACEMENTS)] = SEPARATE
     """Where drafts are made: separate (by drafters that attach), colocated (by the head of
     `feature_head` in this process), fused (the same, in one CUDA graph with the target)."""
-    draft_length: int = 3
+    draft_length: int = 4
     """Draft tokens a round of an in-process drafter; the positions that simulated_acceptance
     speaks of."""
     draft_top_k: int = 1
@@ -83,7 +83,7 @@ class VerifierConfig:
     without, and the rejection rule judges them target-only."""
     simulated_acceptance: str = ""
     """Benchmarks with random weights only: drafts are accepted by chance. The mean number of tokens
-    a round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4"); empty is
+    a round ("2.6"), or the conditional rate of each draft position ("0.8,0.6,0.4,0.2"); empty is
     off."""
     cuda_graphs: bool = True
     """Whether rounds are replayed from CUDA graphs; without, kernels are launched one by one."""

@@ -78,7 +78,7 @@ _USUAL_ROWS: Final = 128
 """Rows of a round for which kernels are compiled ahead; further buckets need few kernels more."""
 _USUAL_CHUNKS: Final = 64
 """Prefill chunks of a round, as `prefill_tokens_per_round` of a verifier says by default."""
-_USUAL_DRAFT_LENGTH: Final = 3
+_USUAL_DRAFT_LENGTH: Final = 4
 _USUAL_DISTRIBUTION_IDS: Final = 2048
 """Defaults of a verifier: `draft_length` and `exchange_distribution_ids`."""
 _USUAL_SLOTS: Final = ReplicaSlots(num_blocks=128, block_tokens=16, table_blocks=128)

@@ -46,7 +46,7 @@ def test_flags_of_the_verifier_fill_its_configuration(tmp_path: Path) -> None:
         {"memory_fraction": 1.1},
         {"simulated_acceptance": "often"},
         {"simulated_acceptance": "0.9"},
-        {"simulated_acceptance": "4.1"},
+        {"simulated_acceptance": "5.1"},
         {"simulated_acceptance": "0.5,0.5"},
         {"simulated_acceptance": "0.5,0.5,1.5"},
         {"simulated_acceptance": "nan"},
@@ -87,8 +87,8 @@ def test_flags_place_the_head_and_simulate() -> None:
     assert len(config.simulated_rates) == 5
     plain = parse_args(["--model", "m"])
     assert plain.cuda_graphs and not plain.has_in_process_drafter and plain.simulated_rates == ()
-    separate = parse_args(["--model", "m", "--simulated-acceptance", "0.8,0.6,0.4"])
-    assert separate.simulated_rates == (0.8, 0.6, 0.4)
+    separate = parse_args(["--model", "m", "--simulated-acceptance", "0.8,0.6,0.4,0.2"])
+    assert separate.simulated_rates == (0.8, 0.6, 0.4, 0.2)
 
 
 def test_parsing_flags_imports_no_torch() -> None:

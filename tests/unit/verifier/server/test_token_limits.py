@@ -100,7 +100,7 @@ async def test_drafts_from_outside_change_no_text_and_stand(
 
 @pytest.mark.parametrize(
     ("settings", "nodes"),
-    [({}, 3), ({"draft_length": 6, "draft_top_k": 3}, 6)],
+    [({}, 4), ({"draft_length": 6, "draft_top_k": 3}, 6)],
     ids=["chain", "tree"],
 )
 async def test_own_drafts_change_no_text_and_stand(
