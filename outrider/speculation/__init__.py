@@ -5,6 +5,8 @@ cost_table.py              Cost table: forward times by batch shape, measured in
 deficit.py                 Deficit of speculation against plain decoding since it was last ahead.
 draft_length.py            Choice of a session's draft length: most expected tokens per unit of
                            time.
+draft_shape_controller.py  Draft shape controller: the shape of in-process drafts with the most
+                           expected tokens per second.
 estimates.py               Estimates of draft acceptance by depth, and of proposal arrival times.
 in_process_controller.py   Controller of in-process drafts: sessions use them unless plain decoding
                            is faster.

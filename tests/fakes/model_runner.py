@@ -30,6 +30,7 @@ from outrider.engine.acceptance import AcceptRow, accept_drafts
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
 from outrider.errors import ResourceExhaustedError
+from outrider.speculation.draft_shape_controller import DraftShapeTimes
 from tests.fakes.target import FakeTarget
 
 Verify = Sequence[VerifyRow]
@@ -101,6 +102,13 @@ class FakeRunner:
     ) -> float | None:
         """As set."""
         return None if self.times is None else self.times[own]
+
+    def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
+        """There is no choice."""
+        return ()
+
+    def set_draft_shape(self, num_nodes: int) -> None:
+        """Nothing to do."""
 
     def verify_round_s(self, rows: int, nodes: int) -> float | None:
         """As set."""

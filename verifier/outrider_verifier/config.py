@@ -63,6 +63,10 @@ class VerifierConfig:
     draft_top_k: int = 1
     """Children that an in-process drafter tries of a node; 1 drafts chains, more grow trees of
     draft_length nodes."""
+    draft_tree_nodes: int = 16
+    """Draft tokens of the trees that an in-process drafter makes in place of chains where few
+    sessions decode and trees are faster; 0: it makes chains alone. With the planner, where
+    draft_top_k is 1."""
     device_exchange: Annotated[str, OneOf(EXCHANGE_MODES)] = AUTO
     """Whether to exchange drafts and features with a drafter on another GPU of this host without
     passing them through the host: on, off, or auto, which is on where this process computes on a
@@ -297,6 +301,15 @@ class VerifierConfig:
         return self.placement != SEPARATE
 
     @property
+    def in_process_tree_nodes(self) -> int:
+        """Draft tokens of trees of the in-process drafter beside its chains; 0: there are none."""
+        chooses = self.planner == AUTOMATIC_PLANNER and not self.simulated_acceptance
+        if not (self.has_in_process_drafter and chooses and self.draft_top_k == 1):
+            return 0
+        nodes = min(self.draft_tree_nodes, self.max_tree_nodes)
+        return nodes if nodes > self.draft_length else 0
+
+    @property
     def exchanges_on_device(self) -> bool:
         """Whether a drafter on another device may exchange with this one's memory."""
         if self.has_in_process_drafter or not may_exchange(self.device_exchange, self.device):
@@ -315,6 +328,10 @@ class VerifierConfig:
         _require(
             1 <= self.draft_length <= MAX_IN_PROCESS_DRAFT_LENGTH,
             f"draft_length must be in [1, {MAX_IN_PROCESS_DRAFT_LENGTH}]",
+        )
+        _require(
+            0 <= self.draft_tree_nodes <= MAX_IN_PROCESS_DRAFT_LENGTH,
+            f"draft_tree_nodes must be in [0, {MAX_IN_PROCESS_DRAFT_LENGTH}]",
         )
         _require(
             1 <= self.draft_top_k <= MAX_DRAFT_TOP_K,

@@ -142,6 +142,7 @@ class RoundLauncher:
         drafts: DraftKind,
         judge: AcceptanceMode,
         features: bool,
+        in_process_nodes: int = 0,
         chunks: Sequence[PrefillChunkInput] = (),
         asked: LogprobRequest | None = None,
         undrafted: bool = False,
@@ -149,6 +150,7 @@ class RoundLauncher:
         place: Callable[[int], NDArray[np.uint8] | None] | None = None,
     ) -> LaunchedRound:
         """Start a round of rows of one kind, and of prefill chunks; nothing waits for the device.
+        `in_process_nodes`: nodes of a row with in-process drafts; 0: of the first shape.
         `asked`: whose log-probabilities are wanted, if anybody's. `undrafted`: where in-process
         drafts are due and the shape allows it, leave them to `GrammarDraftBuffer.start_drafts`,
         which must follow for every row. `part`: which launch of its round it is. `place`: memory of
@@ -156,7 +158,7 @@ class RoundLauncher:
         it; or None."""
         shape = self.family.fit_shape(
             rows=len(rows.slots),
-            nodes=1 + rows.max_nodes,
+            nodes=in_process_nodes or 1 + rows.max_nodes,
             draft_kind=drafts,
             acceptance_mode=judge,
             has_features=features,
@@ -174,7 +176,7 @@ class RoundLauncher:
         endings = [piece.allowed for piece in chunks]
         if rows.allowed_tokens is not None or any(masks is not None for masks in endings):
             self._slots.allowed.fill_masks(rows.allowed_tokens or (), shape.nodes, endings)
-        undrafted = undrafted and shape.can_be_undrafted and self.form_drafts is not None
+        undrafted = undrafted and self._can_be_undrafted(shape)
         alone = undrafted or self._drafts_behind(shape)
         verified = self._verify(shape, inputs, added, alone=alone)
         at = time.perf_counter()
@@ -212,7 +214,7 @@ class RoundLauncher:
         verified = self._verify(shape, inputs, chunks, alone=alone)
         if alone:
             self._draft(shape, inputs, chunks, verified)
-        if shape.can_be_undrafted and self.form_drafts is not None:
+        if self._can_be_undrafted(shape):
             verified = self._verify(shape, inputs, chunks, alone=True)
             self._draft(shape, inputs, chunks, verified, undrafted=True)
 
@@ -233,6 +235,11 @@ class RoundLauncher:
                     shape.chunks, padding=self._slots.padding, device=self._device
                 )
         return inputs, chunks
+
+    def _can_be_undrafted(self, shape: RoundShape) -> bool:
+        """Whether in-process drafting may be postponed until the host has seen the outcome."""
+        drafts = self.form_drafts
+        return shape.can_be_undrafted and drafts is not None and shape.nodes == 1 + drafts.length
 
     def _drafts_behind(self, shape: RoundShape) -> bool:
         """Whether in-process drafts are a graph of their own."""

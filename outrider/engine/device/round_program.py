@@ -167,13 +167,15 @@ class RoundProgram:
         distribution: SparseDistribution | DenseChainDistribution | None = None
         if head is not None:
             distribution = head.receive_drafts(
-                slots, rejection=shape.acceptance_mode is AcceptanceMode.REJECTION
+                slots,
+                num_nodes=nodes,
+                rejection=shape.acceptance_mode is AcceptanceMode.REJECTION,
             )
         elif shape.has_distributions:
             distribution = inputs.distributions.distribution_of(shape.rows, nodes)
         parents = inputs.parents if shape.draft_kind is DraftKind.TREE else None
-        if head is not None and head.parents is not None:
-            parents = head.parents.index_select(0, slots)
+        if head is not None and (drafted := head.parents_of(nodes)) is not None:
+            parents = drafted[:, : nodes - 1].index_select(0, slots)
         drafts, own = (inputs.drafts, False) if head is None else (head.tokens, True)
         tokens, context = build_verify_inputs(sequence, slots, drafts, num_nodes=nodes, by_slot=own)
         layout = tree_layout(
@@ -335,7 +337,7 @@ class RoundProgram:
         """Own drafts for the next round of every session that decodes then."""
         assert self._in_process_drafter is not None
         rows = self._rows_to_draft(shape, inputs, chunks, verified)
-        self._in_process_drafter.draft_round(rows, sampled=shape.is_sampled)
+        self._in_process_drafter.draft_round(rows, num_nodes=shape.nodes, sampled=shape.is_sampled)
 
     @torch.inference_mode()
     def store_catch_up(

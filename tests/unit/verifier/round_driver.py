@@ -56,9 +56,8 @@ def device_runner(
             **place,
         )
         settings = {"placement": "fused", "feature_head": str(head_dir), **settings}
-    config = VerifierConfig(
-        model="tiny", max_sessions=4, device=device, max_tree_nodes=MAX_NODES, **settings
-    )
+    settings = {"max_sessions": 4, **settings}
+    config = VerifierConfig(model="tiny", device=device, max_tree_nodes=MAX_NODES, **settings)
     return GpuModelRunner.build(config, target, projection, head), target.pool
 
 

@@ -396,6 +396,7 @@ class RoundExecutor:
         waited_s: float,
     ) -> InFlightRound:
         marked = timeline.now()
+        self._engine.set_draft_shape(self._core.policy.num_draft_nodes)
         flight = self._engine.submit_round(prefill, verify)
         timeline.mark_span("submit", marked, len(verify))
         for row in prefill:

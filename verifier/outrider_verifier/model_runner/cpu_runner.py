@@ -21,6 +21,7 @@ from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import LogprobPath, PathLogprobs, path_logprobs
 from outrider.engine.swap import SwapSpace
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
+from outrider.speculation.draft_shape_controller import DraftShapeTimes
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.exchange.shm_features import ShmAllocator
@@ -126,6 +127,14 @@ class CpuModelRunner:
         """To be called once by the thread that will run the rounds."""
         # OpenMP keeps its number of threads per thread; asking makes torch pass on the process's.
         torch.get_num_threads()
+
+    def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
+        """See `ModelRunner`."""
+        del rows
+        return ()
+
+    def set_draft_shape(self, num_nodes: int) -> None:
+        """Nothing is drafted in this process."""
 
     @staticmethod
     def plain_round_s(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
+from outrider.speculation.draft_shape_controller import DraftShapeTimes
 from outrider_verifier.exchange.shm_features import ShmAllocator, ShmFeatures
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
 from outrider_verifier.model_runner.kv_headroom import KVHeadroom
@@ -156,6 +157,18 @@ class ModelRunner(Protocol):
         """Seconds of the device for a round in which so many sessions decode, with or without
         drafts of the in-process drafter, beside so many prefill chunks; `featured`: features
         of it are kept. None: not measured."""
+        ...
+
+    def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
+        """The shapes that in-process drafts of a round of so many sessions may have, and what it
+        takes, the usual one first; none without an in-process drafter, or where nothing was
+        measured."""
+        ...
+
+    def set_draft_shape(self, num_nodes: int) -> None:
+        """Have rounds from now on verify in-process drafts of this shape, one of `draft_shapes`, by
+        its nodes, the root included. The first of them has no drafts. Rounds that cannot have it
+        (with more sessions, or with any in a grammar) have the usual one."""
         ...
 
     def verify_round_s(self, rows: int, nodes: int) -> float | None:

@@ -5,8 +5,8 @@ draft_length.py            Chooses the draft length of chains for each workload 
 draft_recovery.py          Decides for which sessions draft K/V is computed once more.
 feature_retention.py       Decides which sessions that decode plainly stop keeping features for
                            drafters.
-in_process_planner.py      Decides whether sessions use the in-process drafter, with one decision
-                           for all of them.
+in_process_planner.py      Decides whether sessions use the in-process drafter, and in which draft
+                           shape, with one decision for all of them.
 load_burst_hold.py         Keeps sessions on plain decoding during load bursts and short dips.
 load_stats.py              LoadStats: current load, and measured times of plain rounds, prompts and
                            starts at each.

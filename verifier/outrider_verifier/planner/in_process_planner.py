@@ -1,12 +1,14 @@
-"""Decides whether sessions use the in-process drafter, with one decision for all of them. Pure."""
+"""Decides whether sessions use the in-process drafter, and in which draft shape, with one decision
+for all of them. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from outrider.spec.decoding_mode import DecodingMode
+from outrider.speculation.draft_shape_controller import DraftShapeController, DraftShapeTimes
 from outrider.speculation.in_process_controller import InProcessDraftController
 from outrider_verifier.model_runner.results import PlainRows, RowResult
 from outrider_verifier.planner.load_stats import LoadStats, RoundSample, prefill_weight
@@ -14,6 +16,13 @@ from outrider_verifier.planner.workload_stats import SpeculationState, WorkloadC
 
 MAX_KINDS: Final = 256
 """Kinds that are remembered; the oldest one without sessions is forgotten."""
+HOST_TIME_WEIGHT: Final = 0.05
+"""Weight of one round in the mean of what the host adds to rounds."""
+SHAPE_ROUNDS: Final = 8
+"""Rounds after which the draft shape is looked at again, or when the load has changed."""
+
+DraftShapes = Callable[[int], Sequence[DraftShapeTimes]]
+"""The draft shapes that a round of so many sessions may have, the usual one first."""
 
 
 InProcessRow = tuple[SpeculationState | None, int]
@@ -36,6 +45,12 @@ def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> list[InProc
     return own
 
 
+def verified_nodes(apart: Sequence[RowResult], alike: PlainRows) -> int:
+    """Nodes of a row with in-process drafts in a round, the root included; 0 without such rows."""
+    most = max([row.result.draft_nodes for row in apart if not row.nodes], default=0)
+    return 1 + drafted if (drafted := max([most, *alike.draft_nodes])) else 0
+
+
 class InProcessDraftPlanner:
     """Measured gain of in-process drafts by workload class, and the resulting decision.
 
@@ -44,8 +59,16 @@ class InProcessDraftPlanner:
     any of them is to decode plainly, all do.
     """
 
-    def __init__(self, loads: LoadStats) -> None:
-        self._loads = loads
+    def __init__(self, loads: LoadStats, draft_shapes: DraftShapes) -> None:
+        self._loads, self._draft_shapes = loads, draft_shapes
+        self._shape = DraftShapeController()
+        self.num_nodes = 0
+        """Nodes of a row of the next rounds, the root included: the draft shape; 0: whatever it
+        is."""
+        self._host_s = 0.0
+        """What rounds took beyond the device's time, of late."""
+        self._looked_at = (-1, 0)
+        """The load at which the shape was chosen, and rounds since."""
         self._drafts: dict[WorkloadClass | None, InProcessDraftController] = {}
         """None: of rounds with sessions of several kinds."""
         self._sessions: Counter[WorkloadClass] = Counter()
@@ -82,9 +105,24 @@ class InProcessDraftPlanner:
             for _, own in self._concerned()
         )
 
-    def observe_rows(self, rows: Sequence[InProcessRow], ran: RoundSample, now: float) -> None:
-        """`rows` verified in-process drafts in a round."""
+    def choose_shape(self) -> None:
+        """Before a round: see whether another draft shape is faster at the load of now."""
+        load, rounds = self._looked_at
+        if load == self._loads.load and rounds < SHAPE_ROUNDS:
+            self._looked_at = load, rounds + 1
+            return
+        self._looked_at = self._loads.load, 0
+        shapes = self._draft_shapes(self._loads.sessions)
+        self.num_nodes = self._shape.choose_shape(shapes, self._host_s)
+
+    def observe_rows(
+        self, rows: Sequence[InProcessRow], ran: RoundSample, now: float, *, num_nodes: int
+    ) -> None:
+        """`rows` verified in-process drafts in a round of the draft shape `num_nodes`."""
         loads, count, chunks = self._loads, len(rows), ran.chunks
+        emitted = [tokens for _, tokens in rows]
+        squares = sum([n * n for n in emitted])
+        self._shape.observe_round(num_nodes, count, sum(emitted), squares)
         alone = count == ran.rows
         # Where others have no drafts, too, it is asked what all would get if they had.
         judged = count if alone else max(count, loads.sessions)
@@ -94,6 +132,7 @@ class InProcessDraftPlanner:
         took_s, host_s = loads.times(count, own=True, chunks=chunks), None
         if alone and took_s and loads.is_representative(count):
             host_s = ran.seconds - loads.session_open_s(ran) - took_s
+            self._host_s += HOST_TIME_WEIGHT * (max(0.0, host_s) - self._host_s)
         # There are few, and a name is told apart faster than a kind.
         known = {id(pace.workload): pace.workload for pace, _ in rows if pace is not None}
         workload_classes = {each.workload_class for each in known.values()}
@@ -101,8 +140,6 @@ class InProcessDraftPlanner:
             workload_classes.pop() if len(workload_classes) == 1 else None,
             InProcessDraftController(),
         )
-        emitted = [tokens for _, tokens in rows]
-        squares = sum([n * n for n in emitted])
         weight = prefill_weight(chunks)
         drafts.observe_round(
             count, sum(emitted), squares, load=loads.load, host_s=host_s, weight=weight

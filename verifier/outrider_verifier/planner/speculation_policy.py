@@ -26,7 +26,7 @@ from outrider.wire.spec_stats_accumulator import REASON_FLAGS
 from outrider_verifier.model_runner.results import NO_ROWS, PlainRows, RowResult
 from outrider_verifier.planner import feature_retention
 from outrider_verifier.planner.draft_length import DraftLengthChooser
-from outrider_verifier.planner.in_process_planner import InProcessDraftPlanner
+from outrider_verifier.planner.in_process_planner import DraftShapes, InProcessDraftPlanner
 from outrider_verifier.planner.load_burst_hold import stays_off, update_hold
 from outrider_verifier.planner.load_stats import LoadStats, RoundCostModel
 from outrider_verifier.planner.round_observer import RoundObserver
@@ -60,11 +60,13 @@ class SpeculationPolicy:
         automatic: bool,
         ceiling_s: float,
         times: RoundCostModel = lambda rows, *, own, chunks=0, featured=False: None,
+        draft_shapes: DraftShapes = lambda _: (),
         verify_s: Callable[[int, int], float | None] = lambda rows, nodes: None,
         chunk_tokens: int = 1,
         shares_cores: bool = False,
     ) -> None:
-        """`automatic`: False carries plans out as they are. `ceiling_s`: see
+        """`automatic`: False carries plans out as they are. `draft_shapes`: the shapes that
+        in-process drafts may have in a round of so many sessions. `ceiling_s`: see
         `proposal_timeout_s`. `verify_s`: seconds of a forward over so many rows, of so many
         nodes each; None where that was not measured. `chunk_tokens`: prompt tokens of a piece, as
         `times` counts them. `shares_cores`: whether the target computes where a drafter of this
@@ -77,7 +79,7 @@ class SpeculationPolicy:
             automatic=automatic, begins_ahead=not shares_cores
         )
         self._loads = LoadStats(times, self.costs, chunk_tokens=chunk_tokens)
-        self._own = InProcessDraftPlanner(self._loads)
+        self._own = InProcessDraftPlanner(self._loads, draft_shapes)
         self._judging = RoundObserver(
             self._loads,
             self._workload_classes,
@@ -173,6 +175,8 @@ class SpeculationPolicy:
         if self._loads.begin_round(sessions):
             self.changed = self._automatic
             self._round_s = self._loads.round_s
+        if self._automatic:
+            self._own.choose_shape()
         if self._settled is not self._loads.is_load_steady:
             self._settled = self._loads.is_load_steady
             self.changed = self._automatic
@@ -187,6 +191,12 @@ class SpeculationPolicy:
             self._loads.reset_after_idle(sessions)
             self._round_s = self._loads.round_s
             self.changed = self._automatic
+
+    @property
+    def num_draft_nodes(self) -> int:
+        """Nodes of a row with in-process drafts in the next round, the root included: the draft
+        shape; 0: whatever it is."""
+        return self._own.num_nodes
 
     def should_pause(self, session: Session) -> bool:
         """Whether the session should decode plainly now, whatever its plan wishes for."""

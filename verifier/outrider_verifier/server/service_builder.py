@@ -192,7 +192,7 @@ def _kv_tokens(config: VerifierConfig, model: ModelConfig) -> int:
             + mask_bytes(
                 config.max_sessions,
                 config.max_tree_nodes + 1,
-                in_process_nodes,
+                max(in_process_nodes, 1 + config.in_process_tree_nodes),
                 model.vocab_size,
             ),
             graph_layers=model.num_layers * sum(1 for _ in family.all_shapes()),

@@ -116,9 +116,8 @@ class GrammarDraftBuffer:
     def read_trees(self, slots: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Of the trees that the next round of these slots' sessions verifies: tokens and parents,
         int32 [len(slots), n] each; -1 and PADDING_NODE where there is no node. Waits."""
-        assert self._head.parents is not None
-        tokens, parents = self._head.tokens.cpu().numpy(), self._head.parents.cpu().numpy()
-        return tokens[list(slots)], parents[list(slots)]
+        tokens, parents = self._head.read_trees(slots)
+        return tokens.numpy(), parents.numpy()
 
     def write_chains(self, slots: Sequence[int], tokens: NDArray[np.int32]) -> None:
         """Let the next round of these slots' sessions verify other chains: int32 [len(slots), n],
@@ -172,7 +171,7 @@ class GrammarDraftBuffer:
     @torch.inference_mode()
     def _put(self, rows: int) -> None:
         slots, tokens = self._given[:rows], self._given[rows : rows * (1 + self.length)]
-        self._head.tokens.index_copy_(0, slots.long(), tokens.view(rows, self.length))
+        self._head.first_tokens.index_copy_(0, slots.long(), tokens.view(rows, self.length))
 
     def _padded(self, slots: Sequence[int], rows: int) -> NDArray[np.int32]:
         padded = np.full(rows, self._head.padding, dtype=np.int32)

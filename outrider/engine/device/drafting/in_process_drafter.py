@@ -1,11 +1,13 @@
 """Draft head inside the verifier process (colocated and fused placement).
 
-X session slots, n drafts, Vd draft vocabulary. The head's K/V has the slots of the target's pool
-and is addressed by the same block tables.
+X session slots, n drafts of the largest shape, Vd draft vocabulary. The head's K/V has the slots of
+the target's pool and is addressed by the same block tables. All shapes share it, so that sessions
+change from one to another at the cost of one round without drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,10 +68,14 @@ class InProcessDrafter:
         slots: DeviceSessionSlots,
         pool: KVPool,
         *,
-        shape: InProcessDraftShape,
+        shapes: Sequence[InProcessDraftShape],
         max_len: int,
     ) -> None:
-        self.shape = shape
+        """`shapes`: those of the drafts, no two with as many nodes; the first one is that of rounds
+        with sessions in a grammar."""
+        self.shape = shapes[0]
+        self._shapes = {1 + shape.num_nodes: shape for shape in shapes}
+        """By nodes of a row, the root included."""
         self.weights = weights = HeadWeights.from_head(head)
         device, config = pool.storage.device, head.config
         self._slots = slots
@@ -87,12 +93,12 @@ class InProcessDrafter:
         )
         self.program = DraftProgram(forward)
         count = slots.sequence.lengths.shape[0]
-        size = (count, shape.num_nodes)
+        size = (count, max(shape.num_nodes for shape in shapes))
         self.tokens = torch.full(size, -1, dtype=torch.int32, device=device)
         """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
-        self.parents: Tensor | None = None
-        """int32 [X, n]: their parents (see `ConstrainedTree`), PADDING_NODE: no node. None:
-        chains."""
+        self._parents: Tensor | None = None
+        """int32 [X, n]: their parents (see `ConstrainedTree`), PADDING_NODE: no node. None: all
+        shapes are chains."""
         self.distribution: DenseChainDistribution | None = None
         """The distributions that chains were drawn from, kept with the session until they are used.
         Trees have none: the rejection rule judges them target-only."""
@@ -102,19 +108,20 @@ class InProcessDrafter:
         """What the sessions do to the head's logits."""
         self.kept = RecentRows(
             slots,
-            max_rows=1 + shape.num_nodes,
+            max_rows=1 + self.shape.num_nodes,
             hidden_size=config.hidden_size,
             dtype=pool.storage.dtype,
         )
         """What rounds committed in which a session may be in a grammar."""
         self.levels: ChainLevelDrafter | None = None
-        """Chains that are drafted level by level; None: trees."""
+        """Chains of the first shape, level by level; None: that is a tree."""
         self.padding = slots.padding
         """The slot of padding rows."""
-        if shape.is_tree:
-            self.parents = torch.full(size, PADDING_NODE, dtype=torch.int32, device=device)
+        if any(shape.is_tree for shape in shapes):
+            self._parents = torch.full(size, PADDING_NODE, dtype=torch.int32, device=device)
+        if self.shape.is_tree:
             return
-        distributions = (count, shape.num_nodes, config.draft_vocab_size)
+        distributions = (count, self.shape.num_nodes, config.draft_vocab_size)
         self.distribution = DenseChainDistribution(
             probs=torch.zeros(distributions, dtype=torch.float32, device=device),
             draft_columns=weights.draft_columns,
@@ -125,20 +132,42 @@ class InProcessDrafter:
             weights,
             slots,
             kept=self.kept,
-            tokens=self.tokens,
+            tokens=self.first_tokens,
             distribution=self.distribution,
             warp=self.logits_slots,
         )
 
+    @property
+    def shapes(self) -> Sequence[InProcessDraftShape]:
+        """Those of the drafts, the one of rounds with sessions in a grammar first."""
+        return tuple(self._shapes.values())
+
+    @property
+    def first_tokens(self) -> Tensor:
+        """int32 [X, nodes of the first shape]: the drafts of that shape."""
+        return self.tokens[:, : self.shape.num_nodes]
+
+    def parents_of(self, num_nodes: int) -> Tensor | None:
+        """See `RoundDrafter`."""
+        return self._parents if self._shapes[num_nodes].is_tree else None
+
     def forget_draft(self, slot: int) -> None:
         """Let the next round of a slot's session verify no draft, in the order of the stream."""
         self.tokens[slot].fill_(-1)
-        if self.parents is not None:
-            self.parents[slot].fill_(PADDING_NODE)
+        if self._parents is not None:
+            self._parents[slot].fill_(PADDING_NODE)
 
-    def receive_drafts(self, slots: Tensor, *, rejection: bool) -> DenseChainDistribution | None:
-        """Drafts were written where the next round reads them, with their distributions."""
-        return self.distribution
+    def forget_drafts(self) -> None:
+        """The same of all sessions, before a round of another shape."""
+        self.tokens.fill_(-1)
+        if self._parents is not None:
+            self._parents.fill_(PADDING_NODE)
+
+    def receive_drafts(
+        self, slots: Tensor, *, num_nodes: int, rejection: bool
+    ) -> DenseChainDistribution | None:
+        """Drafts were written where the next round reads them; the distributions of chains."""
+        return None if self._shapes[num_nodes].is_tree else self.distribution
 
     def flag_undrafted(self, flags: Tensor) -> Tensor:
         """The flags int32 [B] of a round's rows; the host knows which of them have no draft."""
@@ -151,24 +180,25 @@ class InProcessDrafter:
         """Write the K/V of rows whose prediction nobody wants."""
         self.program.forward.write_rows(rows)
 
-    def draft_round(self, rows: NewRows, *, sampled: bool) -> None:
-        """Catch up on real rows and draft for each of their sessions. sampled: whether any session
-        may warp its logits or need the distributions of its drafts."""
-        if sampled:
+    def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:
+        """Catch up on real rows and draft for each of their sessions. num_nodes: of the shape.
+        sampled: whether any session may warp its logits or need the distributions of its drafts."""
+        shape = self._shapes[num_nodes]
+        if sampled and shape is self.shape:
             self.kept.store_rows(rows)
-        if self.parents is not None:
-            self._draft_trees(rows, sampled=sampled)
+        if shape.is_tree:
+            self._draft_trees(rows, shape, sampled=sampled)
             return
         chain = self.program.draft_chain(
             rows,
-            length=self.shape.num_nodes,
+            length=shape.num_nodes,
             state=self._slots.sampling,
             warp=self.logits_slots.state if sampled else None,
             draft_distributions=self.distribution.probs
             if sampled and self.distribution is not None
             else None,
         )
-        self.tokens.index_copy_(0, rows.slots.long(), chain.tokens)
+        self.tokens[:, : shape.num_nodes].index_copy_(0, rows.slots.long(), chain.tokens)
 
     def store_catch_up(self, rows: NewRows) -> None:
         """Keep these rows of each session for drafts that are made later, and begin chains."""
@@ -179,22 +209,35 @@ class InProcessDrafter:
     def draft_stored(self, slots: Tensor, allowed_tokens: DraftTokenMasks) -> None:
         """Catch up on what was kept and draft trees, under masks of their first level, for sessions
         whose last drafts nobody has verified; slots: int32 [B]."""
-        self._draft_trees(self.kept.rows_of(slots), sampled=True, allowed_tokens=allowed_tokens)
+        rows = self.kept.rows_of(slots)
+        self._draft_trees(rows, self.shape, sampled=True, allowed_tokens=allowed_tokens)
+
+    def read_trees(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and parents of the first shape's trees, int32 [len(slots), n] each, on the host.
+        Waits."""
+        assert self._parents is not None
+        chosen, count = list(slots), self.shape.num_nodes
+        return self.tokens.cpu()[chosen, :count], self._parents.cpu()[chosen, :count]
 
     def _draft_trees(
-        self, rows: NewRows, *, sampled: bool, allowed_tokens: DraftTokenMasks | None = None
+        self,
+        rows: NewRows,
+        shape: InProcessDraftShape,
+        *,
+        sampled: bool,
+        allowed_tokens: DraftTokenMasks | None = None,
     ) -> None:
-        assert self.parents is not None
+        assert self._parents is not None
         tree = self.program.draft_tree(
             rows,
             state=self._slots.sampling,
-            num_nodes=self.shape.num_nodes,
-            top_k=self.shape.top_k,
-            depth=self.shape.levels,
+            num_nodes=shape.num_nodes,
+            top_k=shape.top_k,
+            depth=shape.levels,
             warp=self.logits_slots.state if sampled else None,
             coupled=True,
             allowed_tokens=allowed_tokens,
         )
         places = rows.slots.long()
-        self.tokens.index_copy_(0, places, tree.tokens)
-        self.parents.index_copy_(0, places, tree.parents)
+        self.tokens[:, : shape.num_nodes].index_copy_(0, places, tree.tokens)
+        self._parents[:, : shape.num_nodes].index_copy_(0, places, tree.parents)

@@ -26,9 +26,9 @@ class RoundDrafter(Protocol):
         """int32 [X, n]: the drafts that each session's next round verifies; -1: no node."""
         ...
 
-    @property
-    def parents(self) -> Tensor | None:
-        """int32 [X, n]: their parents; None: chains."""
+    def parents_of(self, num_nodes: int) -> Tensor | None:
+        """int32 [X, >= num_nodes - 1]: parents of the drafts of rounds whose rows have so many
+        nodes, the root included; None: chains."""
         ...
 
     @property
@@ -37,10 +37,11 @@ class RoundDrafter(Protocol):
         ...
 
     def receive_drafts(
-        self, slots: Tensor, *, rejection: bool
+        self, slots: Tensor, *, num_nodes: int, rejection: bool
     ) -> SparseDistribution | DenseChainDistribution | None:
         """Have the drafts of sessions, int32 [B], in `tokens` before their round reads them; the
         distributions that these were drawn from, None: the rejection rule judges them target-only.
+        `num_nodes`: of a row, the root included.
         `rejection`: whether the shape is for rounds with sessions of that rule (see
         `AcceptanceMode.REJECTION`)."""
         ...
@@ -56,6 +57,7 @@ class RoundDrafter(Protocol):
     def write_rows(self, rows: NewRows) -> None:
         """Take in rows whose prediction nobody wants."""
 
-    def draft_round(self, rows: NewRows, *, sampled: bool) -> None:
-        """Take in rows and draft behind the last one of each session. sampled: whether any session
+    def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:
+        """Take in rows and draft behind the last one of each session, as many nodes as a row of the
+        next round has with its root. sampled: whether any session
         may process its logits or need the distributions of its drafts."""

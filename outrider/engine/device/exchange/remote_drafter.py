@@ -73,8 +73,6 @@ class ReplicaHost(Protocol):
 class RemoteDrafter:
     """Takes drafts from another GPU and gives it the rows of each round."""
 
-    parents: Tensor | None = None
-    """Drafts are chains."""
     logits_slots: LogitsSlots | None = None
     """The drafter's own device knows it."""
 
@@ -179,9 +177,15 @@ class RemoteDrafter:
                 ReplicaRound(rows, shape.chunks, shape.is_sampled, is_ahead, rejection)
             )
 
-    def receive_drafts(self, slots: Tensor, *, rejection: bool) -> SparseDistribution | None:
+    def parents_of(self, num_nodes: int) -> None:
+        """Drafts are chains."""
+
+    def receive_drafts(
+        self, slots: Tensor, *, num_nodes: int, rejection: bool
+    ) -> SparseDistribution | None:
         """Wait for the drafts of these sessions' next round, int32 [B], and take them; with their
         distributions, if any of the sessions has the rejection rule."""
+        del num_nodes
         lengths = self._static(self._lengths, len(slots))
         wait_drafts(self._drafts, self.state, slots, self._chosen.outcomes, padding=self.padding)
         take_drafts(
@@ -234,9 +238,9 @@ class RemoteDrafter:
         self._has_chunks = True
         self._put(CHUNK_ROWS, rows, self.exchange_shape.max_chunks, rows.tokens.shape[1])
 
-    def draft_round(self, rows: NewRows, *, sampled: bool) -> None:
+    def draft_round(self, rows: NewRows, *, num_nodes: int, sampled: bool) -> None:
         """Give the drafter the rows behind which it is to draft, and end the launch's round."""
-        del sampled
+        del num_nodes, sampled
         shape = self.exchange_shape
         advance_digests(self.digests, rows.slots, rows.tokens, rows.counts)
         if shape.fan_out:

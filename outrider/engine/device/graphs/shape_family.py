@@ -17,6 +17,7 @@ from outrider.engine.device.graphs.shapes import (
     MANY_CHUNKS_CHAIN_BUCKETS,
     MANY_CHUNKS_ROW_BUCKETS,
     MAX_CHUNKS,
+    MAX_IN_PROCESS_TREE_ROWS,
     MAX_TOKEN_ROWS,
     MIXED_CHAIN_BUCKETS,
     MIXED_CHUNK_BUCKETS,
@@ -40,6 +41,7 @@ class ShapeFamily:
         max_rows: int,
         max_nodes: int,
         in_process_nodes: int,
+        in_process_tree_nodes: int = 0,
         has_features: bool,
         has_sampled_acceptance: bool,
         max_prefill_tokens: int,
@@ -54,6 +56,8 @@ class ShapeFamily:
             process or an n-gram lookup), the root included; 1 without such drafts.
         in_process_nodes: nodes of a row with drafts from the in-process drafter, the root included;
             0 without that drafter. With it, drafts from the host are rare and get few bucket sizes.
+        in_process_tree_nodes: nodes of a row with a tree of that drafter beside it, for few
+            sessions (`MAX_IN_PROCESS_TREE_ROWS`); 0 without such trees.
         has_features: whether the engine projects features for a drafter.
         has_sampled_acceptance: whether the engine serves acceptance rules that draw random numbers
             (`AcceptanceMode.SAMPLED`).
@@ -63,6 +67,7 @@ class ShapeFamily:
         self._max_rows = max_rows
         self._max_nodes = max_nodes
         self._in_process_nodes = in_process_nodes
+        self._in_process_tree_nodes = in_process_tree_nodes
         self._chain_sizes = FEW_CHAIN_BUCKETS if in_process_nodes else CHAIN_BUCKETS
         self._tree_sizes = FEW_TREE_BUCKETS if in_process_nodes else TREE_BUCKETS
         self._has_features = has_features
@@ -91,6 +96,11 @@ class ShapeFamily:
         _, size = self._draft_bucket(DraftKind.TREE, nodes, self._chain_sizes)
         fitting = [rows for rows in self._row_sizes() if rows * size <= MAX_TOKEN_ROWS]
         return min(fitting[-1] if fitting else 1, self._max_rows)
+
+    @property
+    def max_in_process_tree_rows(self) -> int:
+        """Maximum rows of one launch with trees of the in-process drafter beside its chains."""
+        return min(self._max_rows, MAX_IN_PROCESS_TREE_ROWS) if self._in_process_tree_nodes else 0
 
     @property
     def max_prefill_tokens(self) -> int:
@@ -210,6 +220,8 @@ class ShapeFamily:
         yield DraftKind.NONE, 1
         if self._in_process_nodes:
             yield DraftKind.IN_PROCESS, self._in_process_nodes
+        if self._in_process_tree_nodes:
+            yield DraftKind.IN_PROCESS, self._in_process_tree_nodes
         if self._max_nodes > 1:
             for nodes in buckets_up_to(
                 self._chain_sizes, min(self._max_nodes, self._chain_sizes[-1])
@@ -227,7 +239,8 @@ class ShapeFamily:
             case DraftKind.NONE:
                 return draft_kind, 1
             case DraftKind.IN_PROCESS:
-                return draft_kind, self._in_process_nodes
+                is_tree = nodes > 1 and nodes == self._in_process_tree_nodes
+                return draft_kind, nodes if is_tree else self._in_process_nodes
             case DraftKind.CHAIN if nodes <= self._chain_sizes[-1]:
                 return draft_kind, bucket_for(nodes, chain_sizes)
             case _:
@@ -235,4 +248,6 @@ class ShapeFamily:
 
     def _row_sizes(self, draft_kind: DraftKind = DraftKind.NONE, nodes: int = 1) -> tuple[int, ...]:
         most = self.max_rows(nodes) if draft_kind is DraftKind.TREE else self._max_rows
+        if draft_kind is DraftKind.IN_PROCESS and nodes == self._in_process_tree_nodes:
+            most = min(most, MAX_IN_PROCESS_TREE_ROWS)
         return buckets_up_to(ROW_BUCKETS, most)

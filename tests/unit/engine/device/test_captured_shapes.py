@@ -19,6 +19,12 @@ FAMILIES = {
     "plain": {"max_nodes": 1, "in_process_nodes": 0, "has_features": False},
     "separate": {"max_nodes": 65, "in_process_nodes": 0, "has_features": True},
     "own": {"max_nodes": 65, "in_process_nodes": 4, "has_features": True},
+    "own with trees": {
+        "max_nodes": 65,
+        "in_process_nodes": 5,
+        "in_process_tree_nodes": 17,
+        "has_features": True,
+    },
     "remote": {
         "max_nodes": 65,
         "in_process_nodes": 4,

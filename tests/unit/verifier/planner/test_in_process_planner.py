@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from outrider_verifier.model_runner.results import NO_ROWS
 from outrider_verifier.planner.in_process_planner import (
     MAX_KINDS,
     InProcessDraftPlanner,
     InProcessRow,
+    verified_nodes,
 )
 from outrider_verifier.planner.load_stats import LoadStats, RoundSample
 from outrider_verifier.planner.workload_stats import SpeculationState, WorkloadClass, WorkloadStats
@@ -13,6 +15,7 @@ from outrider_verifier.planner.workload_stats import SpeculationState, WorkloadC
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
 from outrider.speculation.cost_table import CostTable
+from outrider.speculation.draft_shape_controller import DraftShapeTimes
 
 
 def times(rows: int, *, own: bool, chunks: int = 0, featured: bool = False) -> float | None:
@@ -34,19 +37,23 @@ def row(of: WorkloadClass, tokens: int) -> InProcessRow:
 def verdicts(*workload_classes: WorkloadClass) -> InProcessDraftPlanner:
     loads = LoadStats(times, CostTable())
     loads.begin_round(8)
-    own = InProcessDraftPlanner(loads)
+    own = InProcessDraftPlanner(loads, lambda _: ())
     for of in workload_classes:
         own.add_session(of)
     return own
 
 
 def rounds(
-    own: InProcessDraftPlanner, rows: list[InProcessRow], *, count: int = 20, now: float = 0.0
+    own: InProcessDraftPlanner,
+    rows: list[InProcessRow],
+    *,
+    count: int = 20,
+    now: float = 0.0,
+    num_nodes: int = 5,
 ) -> None:
     for _ in range(count):
-        own.observe_rows(
-            rows, RoundSample(len(rows), 0, 0, 0.0065, has_in_process_drafts=True), now
-        )
+        ran = RoundSample(len(rows), 0, 0, 0.0065, has_in_process_drafts=True)
+        own.observe_rows(rows, ran, now, num_nodes=num_nodes)
 
 
 def test_hot_sessions_give_drafts_up_and_cold_ones_that_follow_do_not() -> None:
@@ -120,11 +127,14 @@ def test_beside_sessions_without_drafts_it_is_asked_what_all_would_get_with_them
 
     loads = LoadStats(dear, CostTable())
     loads.begin_round(64)
-    own = InProcessDraftPlanner(loads)
+    own = InProcessDraftPlanner(loads, lambda _: ())
     own.add_session(HOT)
     for _ in range(40):
         own.observe_rows(
-            [row(HOT, 2)] * 4, RoundSample(64, 0, 0, 0.01, has_in_process_drafts=True), 0.0
+            [row(HOT, 2)] * 4,
+            RoundSample(64, 0, 0, 0.01, has_in_process_drafts=True),
+            0.0,
+            num_nodes=5,
         )
     assert own.is_plain(1.0)
 
@@ -133,7 +143,10 @@ def test_rounds_with_others_tell_of_tokens_and_no_more_kinds_are_kept_than_fit()
     own = verdicts(HOT)
     for _ in range(20):
         own.observe_rows(
-            [row(HOT, 1)] * 8, RoundSample(9, 0, 3, 0.01, 1, has_in_process_drafts=True), 0.0
+            [row(HOT, 1)] * 8,
+            RoundSample(9, 0, 3, 0.01, 1, has_in_process_drafts=True),
+            0.0,
+            num_nodes=5,
         )
     assert own.is_plain(1.0)
     own.remove_session(HOT)
@@ -141,3 +154,29 @@ def test_rounds_with_others_tell_of_tokens_and_no_more_kinds_are_kept_than_fit()
         own.add_session(kind(3.0 + index))
         own.remove_session(kind(3.0 + index))
     assert len(own._drafts) <= MAX_KINDS
+
+
+def test_the_draft_shape_follows_the_load() -> None:
+    def shapes(rows: int) -> list[DraftShapeTimes]:
+        chains = DraftShapeTimes(5, False, 0.006)
+        return [chains, DraftShapeTimes(17, True, 0.0066)] if rows <= 16 else [chains]
+
+    loads = LoadStats(times, CostTable())
+    own = InProcessDraftPlanner(loads, shapes)
+    own.add_session(COLD)
+    assert own.num_nodes == 0, "whatever the runner has"
+    loads.begin_round(8)
+    own.choose_shape()
+    assert own.num_nodes == 5
+    for _ in range(100):
+        rounds(own, [row(COLD, 3)] * 8, count=1)
+        own.choose_shape()
+    assert own.num_nodes == 17
+    loads.reset_after_idle(64)
+    loads.begin_round(64)
+    own.choose_shape()
+    assert own.num_nodes == 5
+
+
+def test_rounds_say_which_draft_shape_they_verified() -> None:
+    assert verified_nodes([], NO_ROWS) == 0

@@ -31,19 +31,19 @@ def times(*, learned: bool = True) -> MeasuredRoundTimes:
 
 def test_without_measurements_nothing_is_known() -> None:
     unknown = times(learned=False)
-    assert unknown.plain_s(4, own=False) is None and unknown.drafted_round_s(4, 5) is None
+    assert unknown.plain_s(4) is None and unknown.drafted_round_s(4, 5) is None
 
 
 def test_a_round_takes_as_long_as_its_shape() -> None:
     known = times()
     drafted = [known.drafted_round_s(rows, nodes) for rows, nodes in ((1, 2), (8, 2), (8, 9))]
     assert None not in drafted and sorted(drafted) == drafted and len(set(drafted)) == 3
-    alone, beside = known.plain_s(4, own=False), known.plain_s(4, own=False, chunks=2)
+    alone, beside = known.plain_s(4), known.plain_s(4, chunks=2)
     assert alone is not None and beside == pytest.approx(alone + 2 * ROW_S * CHUNK_TOKENS)
 
 
 def test_what_was_said_before_measuring_does_not_stay() -> None:
     late = times(learned=False)
-    assert late.plain_s(4, own=False, chunks=64) is None
+    assert late.plain_s(4, chunks=64) is None
     late.set_measurements(MEASURED)
-    assert late.plain_s(4, own=False, chunks=64) is not None
+    assert late.plain_s(4, chunks=64) is not None

@@ -178,6 +178,17 @@ class DeviceSlotTable:
         if self._remote_drafter is not None:
             self._remote_drafter.end_session(slot)
 
+    def forget_in_process_drafts(self) -> None:
+        """Rounds of another draft shape follow: none of the drafts that lie on the device is
+        verified."""
+        assert self._in_process_drafter is not None
+        self._in_process_drafter.forget_drafts()
+        self._blank.update(
+            device_slot.slot
+            for device_slot in self._device_slots.values()
+            if device_slot.has_current_draft
+        )
+
     def forget_remote_drafts(self) -> None:
         """The drafter on another device is gone: no session has drafts or draft K/V."""
         for device_slot in self._device_slots.values():

@@ -100,8 +100,9 @@ class GpuInFlightRound:
         return self.submitted if launched is None else launched.launched_at
 
 
-def requested_logprobs(group: LaunchGroup) -> LogprobRequest | None:
-    """Which of the tokens that a launch emits come with log-probabilities; None: none of them."""
+def requested_logprobs(group: LaunchGroup, draft_levels: int) -> LogprobRequest | None:
+    """Which of the tokens that a launch emits come with log-probabilities; None: none of them.
+    `draft_levels`: of in-process drafts, at most."""
     rows: list[int] = []
     tops: list[int] = []
     depth = 0
@@ -113,9 +114,7 @@ def requested_logprobs(group: LaunchGroup) -> LogprobRequest | None:
         tops.append(top)
         draft = row.draft
         deepest = int(draft.depths.max()) if draft is not None and len(draft.tree) else 0
-        depth = max(
-            depth, 1 + deepest, 1 + (row.in_process_depth if group.has_in_process_drafts else 0)
-        )
+        depth = max(depth, 1 + deepest, 1 + (draft_levels if group.has_in_process_drafts else 0))
     chunks: list[int] = []
     for chunk in group.prompts:
         top = chunk.row.session.spec.top_logprobs

@@ -17,7 +17,7 @@ class MeasuredRoundTimes:
     def __init__(self, family: ShapeFamily) -> None:
         self._family = family
         self._seconds: Mapping[RoundShape, float] = {}
-        self._plain: dict[tuple[int, bool, int, bool], float | None] = {}
+        self._plain: dict[tuple[int, int, int, bool], float | None] = {}
         """What `plain_round_s` answered."""
 
     def set_measurements(self, seconds: Mapping[RoundShape, float]) -> None:
@@ -26,14 +26,15 @@ class MeasuredRoundTimes:
         self._plain.clear()
 
     def plain_s(
-        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
+        self, rows: int, *, own_nodes: int = 0, chunks: int = 0, featured: bool = False
     ) -> float | None:
-        """Seconds of a round without drafts from outside, with own ones or none; `featured`:
-        of which features are kept."""
-        asked = rows, own, chunks, featured
+        """Seconds of a round without drafts from outside, with own ones in rows of so many nodes
+        or none (0); `featured`: of which features are kept."""
+        asked = rows, own_nodes, chunks, featured
         if asked not in self._plain:
-            drafts = DraftKind.IN_PROCESS if own else DraftKind.NONE
-            self._plain[asked] = self._of(rows, 1, drafts, chunks, featured=featured)
+            drafts = DraftKind.IN_PROCESS if own_nodes else DraftKind.NONE
+            nodes = own_nodes or 1
+            self._plain[asked] = self._of(rows, nodes, drafts, chunks, featured=featured)
         return self._plain[asked]
 
     def drafted_round_s(self, rows: int, nodes: int) -> float | None:

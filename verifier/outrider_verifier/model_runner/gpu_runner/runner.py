@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
 from outrider.engine.target import TargetModel
+from outrider.speculation.draft_shape_controller import DraftShapeTimes
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.exchange.shm_features import ShmAllocator
@@ -72,6 +74,8 @@ from outrider_verifier.model_runner.results import has_drafter_link
 from outrider_verifier.state.session import Session
 
 logger = logging.getLogger(__name__)
+_TREE_TOP_K: Final = 4
+"""Children that are tried of a node of a tree beside chains."""
 
 
 class GpuModelRunner:
@@ -97,12 +101,19 @@ class GpuModelRunner:
         self._in_process_drafter = in_process_drafter
         self.remote_drafter = remote_drafter
         """What drafts on another device, once a drafter is attached; None: nothing may."""
-        self._draft_length = 0
-        """Drafts of a round that verifies such as lie on this device."""
+        self._draft_nodes = 0
+        """Nodes of a row that verifies drafts that lie on this device, the root included; 0: there
+        are none."""
+        self._draft_levels = 0
+        """Levels of these drafts, at most."""
+        self._wanted_nodes = 0
+        """The shape that rounds are to have where they can; 0: any."""
         if in_process_drafter is not None:
-            self._draft_length = in_process_drafter.shape.num_nodes
+            self._draft_nodes = 1 + in_process_drafter.shape.num_nodes
+            self._draft_levels = max(shape.levels for shape in in_process_drafter.shapes)
         elif remote_drafter is not None:
-            self._draft_length = remote_drafter.exchange_shape.draft_length
+            self._draft_levels = remote_drafter.exchange_shape.draft_length
+            self._draft_nodes = 1 + self._draft_levels
         self._feature_dtype = feature_dtype
         self._wire_dtype = to_wire_array(torch.empty(0), feature_dtype).dtype
         self._device = device
@@ -137,7 +148,10 @@ class GpuModelRunner:
         shape = InProcessDraftShape(
             config.draft_length if drafts_here else 0, config.draft_top_k if head else 1
         )
-        in_process_slots = shape.extra_slots if drafts_here else 0
+        shapes = [shape]
+        if config.in_process_tree_nodes:
+            shapes.append(InProcessDraftShape(config.in_process_tree_nodes, _TREE_TOP_K))
+        in_process_slots = max(each.extra_slots for each in shapes) if drafts_here else 0
         # The host's word on a session may be a round old.
         slack = KVHeadroom(config.max_tree_nodes, rounds=2, in_process_slots=in_process_slots)
         pool = target.pool
@@ -151,11 +165,11 @@ class GpuModelRunner:
             max_nodes=config.max_tree_nodes + 1,
             vocab_size=target.vocab_size,
             device=target.device,
-            in_process_nodes=1 + shape.num_nodes if drafts_here else 0,
+            in_process_nodes=1 + max(each.num_nodes for each in shapes) if drafts_here else 0,
             graphs=config.cuda_graphs,
         )
         in_process_drafter = (
-            InProcessDrafter(head, slots, pool, shape=shape, max_len=max_len) if head else None
+            InProcessDrafter(head, slots, pool, shapes=shapes, max_len=max_len) if head else None
         )
         family = shape_family_for(
             config,
@@ -236,8 +250,43 @@ class GpuModelRunner:
     def plain_round_s(
         self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
     ) -> float | None:
-        """See `MeasuredRoundTimes.plain_s`."""
-        return self._times.plain_s(rows, own=own, chunks=chunks, featured=featured)
+        """See `MeasuredRoundTimes.plain_s`; with drafts of the shape in force."""
+        nodes = self._draft_nodes if own else 0
+        return self._times.plain_s(rows, own_nodes=nodes, chunks=chunks, featured=featured)
+
+    def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
+        """See `ModelRunner`."""
+        drafter, family = self._in_process_drafter, self.rounds.family
+        if drafter is None:
+            return ()
+        return [
+            DraftShapeTimes(1 + shape.num_nodes, shape.is_tree, seconds)
+            for shape in drafter.shapes
+            if (shape is drafter.shape or rows <= family.max_in_process_tree_rows)
+            and (seconds := self._times.plain_s(rows, own_nodes=1 + shape.num_nodes)) is not None
+        ]
+
+    def set_draft_shape(self, num_nodes: int) -> None:
+        """See `ModelRunner`."""
+        self._wanted_nodes = num_nodes
+
+    def _prepare_draft_shape(
+        self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
+    ) -> None:
+        """Before a round of these rows: have drafts of the shape that it is to have."""
+        drafter, wanted = self._in_process_drafter, self._wanted_nodes
+        if drafter is None or not wanted:
+            return
+        usual = 1 + drafter.shape.num_nodes
+        if wanted != usual and (
+            len(verify) > self.rounds.family.max_in_process_tree_rows
+            or any([row.session.constraint is not None for row in verify])
+            or any([row.session.constraint is not None for row in prefill])
+        ):
+            wanted = usual
+        if wanted != self._draft_nodes:
+            self._draft_nodes = wanted
+            self._device_slots.forget_in_process_drafts()
 
     def verify_round_s(self, rows: int, nodes: int) -> float | None:
         """Seconds of a round of rows with drafts from outside."""
@@ -309,6 +358,7 @@ class GpuModelRunner:
         self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
     ) -> GpuInFlightRound:
         """Launch the round."""
+        self._prepare_draft_shape(prefill, verify)
         self._device_slots.upload_changes()
         device_slots = self._device_slots.get_slots([row.session for row in verify])
         groups = group_rows(verify, device_slots, self.rounds.family.max_rows)
@@ -318,7 +368,7 @@ class GpuModelRunner:
                 (place, row, self._device_slots.get_slot(row.session))
                 for place, row in enumerate(prefill)
             ],
-            in_process_drafter=self._draft_length > 0,
+            in_process_drafter=self._draft_nodes > 0,
             mixes=self.rounds.family.allows_prefill,
         )
         for group in groups:
@@ -334,8 +384,9 @@ class GpuModelRunner:
                 drafts=group.drafts,
                 judge=group.acceptance_mode,
                 features=group.needs_features,
+                in_process_nodes=self._draft_nodes if group.has_in_process_drafts else 0,
                 chunks=group.all_chunks,
-                asked=requested_logprobs(group) if self._asking else None,
+                asked=requested_logprobs(group, self._draft_levels) if self._asking else None,
                 undrafted=can_skip_drafts(group),
                 part=part,
                 place=self._shm_target_of(group) if len(groups) == 1 else None,
@@ -425,7 +476,7 @@ class GpuModelRunner:
         for row, count in zip(group.rows, counts, strict=True):
             if not row.session.is_ended:
                 row.session.kv.advance(count)
-        drafted = self._draft_length if group.has_in_process_drafts else 0
+        drafted = launched.shape.nodes - 1 if group.has_in_process_drafts else 0
         features = self._wire_features(launched)
         # Features that had to be converted lie elsewhere.
         in_place = launched.is_in_place and features is launched.read_features()

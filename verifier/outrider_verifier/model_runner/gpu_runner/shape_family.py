@@ -22,6 +22,9 @@ def shape_family_for(
         if in_process_nodes and config.simulated_acceptance
         else 1 + config.max_tree_nodes,
         in_process_nodes=in_process_nodes,
+        in_process_tree_nodes=1 + config.in_process_tree_nodes
+        if config.in_process_tree_nodes
+        else 0,
         has_features=features,
         has_sampled_acceptance=not config.simulated_acceptance,
         max_prefill_tokens=config.resolved_prefill_tokens,

@@ -93,13 +93,13 @@ def test_a_verifier_reads_nothing_of_an_earlier_drafter(rows: NewRows) -> None:
         published[0] = number
 
     def received() -> list[int]:
-        remote.receive_drafts(rows.slots, rejection=False)
+        remote.receive_drafts(rows.slots, num_nodes=rows.tokens.shape[1], rejection=False)
         tokens: list[int] = remote.tokens[0].tolist()
         return tokens
 
     def run_round() -> None:
         remote.begin_rows()
-        remote.draft_round(rows, sampled=False)
+        remote.draft_round(rows, num_nodes=rows.tokens.shape[1], sampled=False)
 
     early = join()
     run_round()

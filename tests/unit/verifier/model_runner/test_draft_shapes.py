@@ -1,0 +1,115 @@
+"""Chains and trees of one in-process drafter: rounds change from one to the other, and no text
+changes with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from outrider_verifier.config import VerifierConfig
+from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
+
+from outrider.spec.plan import DraftMethod, SpeculationPlan
+from outrider.spec.sampling import Rule, SamplingParams
+from outrider.wire.messages import SessionSpec
+from tests.unit.verifier.harness import make_spec
+from tests.unit.verifier.round_driver import Driver, device_runner, host_runner, texts
+
+CHAIN, TREE = 5, 13
+"""Nodes of a row, the root included."""
+PLAN = SpeculationPlan(method=DraftMethod.EAGLE3, draft_tokens=8)
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "coupled": SamplingParams(temperature=0.8, seed=3, rule=Rule.COUPLED),
+    "penalties": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4),
+}
+SETTINGS: dict[str, Any] = {"draft_length": CHAIN - 1, "draft_tree_nodes": TREE - 1}
+
+
+def specs(sampling: SamplingParams, count: int = 3) -> list[SessionSpec]:
+    return [
+        make_spec(
+            f"s{i}",
+            prompt=tuple((7 * i + j) % 24 for j in range(8 + 3 * i)),
+            plan=PLAN,
+            sampling=sampling,
+            max_new_tokens=24,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_rounds_of_either_shape_change_no_text(
+    name: str, ahead: bool, tiny_target: Path, tiny_head: Path
+) -> None:
+    wanted = specs(SAMPLINGS[name])
+    runner, pool = host_runner(tiny_target)
+    expected = texts(Driver(runner, pool), wanted)
+    runner, pool = device_runner(tiny_target, tiny_head, **SETTINGS)
+
+    def change(driver: Driver, step: int) -> None:
+        runner.set_draft_shape(TREE if step // 4 % 2 else CHAIN)
+
+    driver = Driver(runner, pool, ahead=ahead)
+    assert texts(driver, wanted, change) == expected
+    verified = {nodes for rows in driver.drafted.values() for nodes in rows[1:]}
+    assert verified == {0, CHAIN - 1, TREE - 1}, "a round without drafts lies between two shapes"
+
+
+def test_sessions_under_the_rejection_rule_go_through_both_shapes(
+    tiny_target: Path, tiny_head: Path
+) -> None:
+    sampling = SamplingParams(temperature=0.8, seed=3, rule=Rule.REJECTION)
+    runner, pool = device_runner(tiny_target, tiny_head, **SETTINGS)
+    driver = Driver(runner, pool)
+    texts(driver, specs(sampling), lambda _, step: runner.set_draft_shape((CHAIN, TREE)[step % 2]))
+    assert driver.counts
+
+
+def test_more_sessions_than_trees_are_for_get_chains(tiny_target: Path, tiny_head: Path) -> None:
+    runner, pool = device_runner(
+        tiny_target,
+        tiny_head,
+        blocks=256,
+        **SETTINGS,
+        max_sessions=20,
+        prefill_tokens_per_round=1024,
+    )
+    runner.set_draft_shape(TREE)
+    driver = Driver(runner, pool)
+    texts(driver, specs(SamplingParams(), 17))
+    assert CHAIN - 1 in {nodes for rows in driver.drafted.values() for nodes in rows}
+
+
+def test_without_measured_times_there_is_no_choice(tiny_target: Path, tiny_head: Path) -> None:
+    runner, _ = device_runner(tiny_target, tiny_head, **SETTINGS)
+    assert isinstance(runner, GpuModelRunner)
+    assert list(runner.draft_shapes(4)) == []
+    runner._times.set_measurements(
+        {shape: 1e-3 * shape.nodes for shape in runner.rounds.family.all_shapes()}
+    )
+    found = [(each.num_nodes, each.is_tree) for each in runner.draft_shapes(4)]
+    assert found == [(CHAIN, False), (TREE, True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes"),
+    [
+        ({}, 16),
+        ({"draft_tree_nodes": 0}, 0),
+        ({"draft_tree_nodes": 4}, 0),
+        ({"draft_top_k": 4}, 0),
+        ({"planner": "fixed"}, 0),
+        ({"max_tree_nodes": 9}, 9),
+        ({"placement": "separate"}, 0),
+        ({"simulated_acceptance": "2.6"}, 0),
+    ],
+)
+def test_trees_are_beside_chains_where_the_planner_may_choose(
+    settings: dict[str, Any], nodes: int
+) -> None:
+    settings = {"model": "m", "placement": "fused", "feature_head": "h", **settings}
+    assert VerifierConfig(**settings).in_process_tree_nodes == nodes
