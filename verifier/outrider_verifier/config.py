@@ -147,9 +147,6 @@ class VerifierConfig:
     planner: Annotated[str, OneOf(PLANNERS)] = AUTOMATIC_PLANNER
     """Whether sessions speculate, how long their drafts are and how long they wait for them:
     automatic follows what is measured, within their plans; fixed carries plans out as they are."""
-    ngram_fallback: bool = True
-    """With the automatic planner: whether a session's own text is looked up for a draft where its
-    drafter's does not come in time, or gives less (n-grams, in this process)."""
     max_proposals_per_session: int = 64
     """Proposals kept per session for prefixes that may come about with the next round; the newest
     stay."""

@@ -41,7 +41,6 @@ from outrider_verifier.exchange.verdict_builder import VerdictBuilder, may_need_
 from outrider_verifier.kv.block_manager import BlockManager
 from outrider_verifier.model_runner.grammar_preparation import start_session_constraint
 from outrider_verifier.model_runner.interface import ModelRunner
-from outrider_verifier.planner.ngram_fallback import NgramFallback
 from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.commands import (
     CloseSession,
@@ -91,7 +90,6 @@ class EngineCore:
         max_tree_nodes: int,
         max_sessions: int,
         policy: SpeculationPolicy,
-        ngram_fallback: NgramFallback,
         block_manager: BlockManager,
         counters: Counter[str],
         post: Post,
@@ -109,7 +107,6 @@ class EngineCore:
         self._max_context_len = max_context_len
         self._max_tree_nodes = max_tree_nodes
         self.policy = policy
-        self.ngram_fallback = ngram_fallback
         self.block_manager = block_manager
         self._post = post
         self._remote_draft_length = remote_draft_length
@@ -266,7 +263,6 @@ class EngineCore:
             self.counters["features_dropped_sessions"] += session.has_dropped_features
             if in_process_draft and spec.drafter_id is not None:
                 session.has_dropped_features = True
-            self.ngram_fallback.add_session(session)
             self.drafters.announce(session)
         except Exception:
             # From here on there is a session to be freed, its device slot included.
@@ -313,7 +309,6 @@ class EngineCore:
         session.covered_len = 0
         session.has_stalled_drafter = session.is_speculation_off = False
         self.policy.update_session(session)
-        self.ngram_fallback.add_session(session)
 
     def drop_features(self, session: Session) -> None:
         """Keep nothing any more that a drafter by messages would need of a session, which is
@@ -339,7 +334,6 @@ class EngineCore:
             if session.in_process_draft_length and session.spec.drafter_id is not None:
                 session.in_process_draft_length = session.covered_len = 0
                 self.policy.update_session(session)
-                self.ngram_fallback.add_session(session)
 
     def _set_drafter(self, command: SetDrafter) -> None:
         session = self.sessions.get(command.session_id)
@@ -372,7 +366,6 @@ class EngineCore:
         session.has_stalled_drafter = False
         lags, session.is_speculation_off = session.is_speculation_off, False
         self.policy.update_session(session)
-        self.ngram_fallback.add_session(session)
         self.draft_recovery.add_session(session)
         if lags:
             # Its drafter was told of the old plan only, and starts anew.

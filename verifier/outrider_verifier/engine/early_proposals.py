@@ -43,8 +43,6 @@ def _ready(session: Session, count: int, nodes: int) -> bool:
     """Whether a draft of so many nodes is verified as it is, once `count` tokens are committed."""
     if session.constraint is not None or session.is_ended or not session.draft_wanted:
         return False
-    if session.prefers_ngram_fallback:
-        return False
     # One token beyond the draft is emitted; no node is deeper than there are nodes.
     left = session.remaining - count - 1
     if not 0 <= nodes <= left or nodes > session.draft_limit or not left:

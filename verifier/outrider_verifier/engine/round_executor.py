@@ -271,7 +271,6 @@ class RoundExecutor:
         # Copying takes long: what clients wait for goes first.
         if not self.holds_back:
             self.flush()
-        self._core.ngram_fallback.observe_rows(prompts + decoded.special)
         if len(told):
             # While drafters draft.
             self._grow_ahead(in_flight, 0)

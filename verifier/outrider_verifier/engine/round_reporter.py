@@ -44,9 +44,6 @@ class _RoundSums:
     proposed: int = 0
     used: int = 0
     """Proposals."""
-    ngram_rounds: int = 0
-    ngram_accepted: int = 0
-    """Rounds in which the session's own text was looked up, and what of it stood."""
 
     def add_to_counters(self, counters: Counter[str]) -> None:
         """Add to the counters; what was never counted is not in them."""
@@ -58,8 +55,6 @@ class _RoundSums:
             ("accepted_tokens", self.accepted),
             ("proposed_tokens", self.proposed),
             ("proposals_used", self.used),
-            ("ngram_fallback_rounds", self.ngram_rounds),
-            ("ngram_fallback_accepted_tokens", self.ngram_accepted),
         ):
             if count:
                 counters[name] += count
@@ -242,16 +237,9 @@ class RoundReporter:
         if proposed:
             booked.accepted += accepted
             booked.proposed += proposed
-        if row.drafted:
-            booked.used += not row.ngram_fallback
-            booked.ngram_rounds += row.ngram_fallback
-            booked.ngram_accepted += accepted * row.ngram_fallback
+        booked.used += row.drafted
         accepted = min(accepted, tokens)
-        if (
-            (row.drafted or settled.missed_proposal)
-            and session.looks_ahead
-            and not row.ngram_fallback
-        ):
+        if (row.drafted or settled.missed_proposal) and session.looks_ahead:
             flags |= LOOKED_AHEAD
             kind = "fresh"
             if fallback:

@@ -230,7 +230,7 @@ def _sorted_out(
             decode = DecodeRow(row.session_id, True)
             ready.append(_Ready(at, 1 + row.nodes, decode, hit, row.priority))
         elif not row.awaits_proposal:
-            own = DecodeRow(session_id=row.session_id, uses_ngram_fallback=row.has_ngram_fallback)
+            own = DecodeRow(session_id=row.session_id)
             ready.append(
                 _Ready(row.root_known_at, 1 + row.in_process_nodes, own, priority=row.priority)
             )

@@ -8,10 +8,9 @@ from outrider.grammar.constraint import is_slow
 from outrider.ids import SessionId
 from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.engine.in_flight_round import make_verify_row
-from outrider_verifier.exchange.proposal_inbox import HeldProposal
 from outrider_verifier.model_runner.batch import VerifyRow
 from outrider_verifier.model_runner.interface import ModelRunner
-from outrider_verifier.state.round_plan import DecodeRow, RoundPlan, RowState
+from outrider_verifier.state.round_plan import RoundPlan, RowState
 from outrider_verifier.state.session import Session
 
 
@@ -69,19 +68,6 @@ class SchedulerInputs:
                 session.root_known_at,
                 session.proposal_at,
                 priority=priority,
-            )
-        better = None
-        if wanted and left == 0:
-            better = self._core.ngram_fallback.propose_better(session, self._decode_tokens - 1)
-        if better is not None:
-            return RowState(
-                spec.session_id,
-                0,
-                None,
-                session.root_known_at,
-                in_process_nodes=len(better.tree),
-                has_ngram_fallback=True,
-                priority=spec.priority,
             )
         awaits = session.awaits_proposal
         return RowState(
@@ -146,44 +132,18 @@ class SchedulerInputs:
             s.handle for s, row in zip(sessions, plan.decode, strict=True) if row.has_proposal
         ]
         taken = self._core.inbox.take_proposals(drafted) if drafted else []
-        if len(taken) == len(sessions) and not any(
-            [session.prefers_ngram_fallback for session in sessions]
-        ):
+        if len(taken) == len(sessions):
             return list(map(make_verify_row, sessions, taken))
         left = iter(taken)
         rows: list[VerifyRow] = []
-        nodes_left = self._decode_tokens - len(sessions) - sum([held.nodes for held in taken])
         for session, row in zip(sessions, plan.decode, strict=True):
             if row.has_proposal:
-                held = next(left)
-                rows.append(self._drafted(session, held, nodes_left + held.nodes))
-                nodes_left -= rows[-1].nodes - held.nodes
+                rows.append(make_verify_row(session, next(left)))
                 continue
             if row.is_timed_out:
                 self._core.incoming.record_timeout(session)
-            rows.append(self._undrafted(session, row, len(sessions), nodes_left))
-            nodes_left -= rows[-1].nodes
+            rows += self._bare([session])
         return rows
-
-    def _drafted(self, session: Session, held: HeldProposal, nodes_left: int) -> VerifyRow:
-        """A row with what its drafter sent, or with what is expected to be better and has room."""
-        row = make_verify_row(session, held)
-        better = self._core.ngram_fallback.propose_better(session, nodes_left)
-        return (
-            row if better is None else VerifyRow(session, held, draft=better, ngram_fallback=True)
-        )
-
-    def _undrafted(self, session: Session, row: DecodeRow, rows: int, nodes_left: int) -> VerifyRow:
-        """A row of a round of `rows` rows that has none, and room for so many nodes."""
-        draft = None
-        if row.uses_ngram_fallback:
-            draft = self._core.ngram_fallback.propose_better(session, nodes_left)
-        elif row.is_timed_out or (session.has_stalled_drafter and session.draft_wanted):
-            # Nobody waits for a drafter that is stalled.
-            draft = self._core.ngram_fallback.propose_for_miss(session, rows, nodes_left)
-        if draft is None:
-            return self._bare([session])[0]
-        return VerifyRow(session, draft=draft, ngram_fallback=True)
 
     def _bare(self, sessions: Sequence[Session]) -> list[VerifyRow]:
         """Rows without a draft from outside. Most rounds have only such, and all want the same."""

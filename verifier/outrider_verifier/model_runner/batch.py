@@ -129,7 +129,6 @@ class VerifyRow:
         "drafted",
         "held",
         "in_process_depth",
-        "ngram_fallback",
         "nodes",
         "session",
     )
@@ -141,13 +140,10 @@ class VerifyRow:
         *,
         draft: VerifyDraft | None = None,
         in_process_depth: int = 0,
-        ngram_fallback: bool = False,
     ) -> None:
-        """`draft`: what to verify, where that is not all of `held`: a part of it or, if
-        `ngram_fallback`, what was looked up instead. `in_process_depth`: how deep the draft that
-        this process's in-process drafter made may stand, 0 verifies none of it."""
+        """`draft`: what to verify, where that is not all of `held`. `in_process_depth`: how deep
+        the draft that this process's in-process drafter made may stand, 0 verifies none of it."""
         self.session, self.held, self.in_process_depth = session, held, in_process_depth
-        self.ngram_fallback = ngram_fallback
         self._draft = draft
         self.cut = draft is not None
         """Whether the draft is not what `held` has."""

@@ -62,11 +62,6 @@ class RowResult:
         return 0 if self.verify_row is None else self.verify_row.nodes
 
     @property
-    def used_ngram_fallback(self) -> bool:
-        """Whether that draft was looked up."""
-        return self.verify_row is not None and self.verify_row.ngram_fallback
-
-    @property
     def is_hit(self) -> bool:
         """Whether that draft was there before its prefix was."""
         verified = self.verify_row
@@ -287,9 +282,7 @@ def _commit(
         tokens, reason = truncate_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)
     if row is not None:
         # Wanted, whether or not there was anybody to make one.
-        if row.held is None and not (
-            row.ngram_fallback or session.in_process_draft_length or session.is_speculation_off
-        ):
+        if row.held is None and not (session.in_process_draft_length or session.is_speculation_off):
             missed = session.plan.is_speculative and session.max_draft_depth > 0
         session.round_id += 1
     session.commit_tokens(tokens, now)

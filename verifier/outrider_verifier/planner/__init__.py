@@ -10,8 +10,6 @@ in_process_planner.py      Decides whether sessions use the in-process drafter, 
 load_burst_hold.py         Keeps sessions on plain decoding during load bursts and short dips.
 load_stats.py              LoadStats: current load, and measured times of plain rounds, prompts and
                            starts at each.
-ngram_fallback.py          N-gram (prompt lookup) drafts, used when a drafter is late or less
-                           effective.
 round_observer.py          Observes the tokens of each round and decides which decoding mode is in
                            force.
 speculation_policy.py      Decides for each session whether and how it speculates, from its measured

@@ -132,7 +132,7 @@ def observe_row(row: RowResult, mark: RoundMark, touched: list[RoundTally], roun
         # Nothing arrived after the root, and yet the drafter follows.
         session.has_stalled_drafter = False
         speculation_state.record_healthy()
-    if nodes and not row.used_ngram_fallback:
+    if nodes:
         key = nodes, row.accepted
         known.accepted_levels[key] = known.accepted_levels.get(key, 0) + 1
     elif session.has_stalled_drafter or row.missed_proposal:
@@ -145,8 +145,7 @@ def observe_row(row: RowResult, mark: RoundMark, touched: list[RoundTally], roun
             if mark.ended_at >= speculation_state.proposals_late_since:
                 speculation_state.record_round(drafted=False)
             return
-    # What was looked up in its own text says nothing of its drafter.
-    drafted = nodes > 0 and not row.used_ngram_fallback
+    drafted = nodes > 0
     if last is None:
         # Its first round: the drafter had the prompt to read, as it will not again.
         speculation_state.record_round(drafted=drafted, missed=row.missed_proposal)

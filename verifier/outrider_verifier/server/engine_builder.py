@@ -22,7 +22,6 @@ from outrider_verifier.kv.preemption import PreemptionLimits
 from outrider_verifier.kv.prefix_cache import PrefixCache
 from outrider_verifier.model_runner.cpu_runner import FeatureProjector, TargetForward
 from outrider_verifier.model_runner.interface import ModelRunner
-from outrider_verifier.planner.ngram_fallback import NgramFallback
 from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.effects import Effect
 from outrider_verifier.state.preemption_mode import PreemptionMode
@@ -80,7 +79,6 @@ def build_engine(
         max_tree_nodes=config.max_tree_nodes,
         max_sessions=places,
         policy=policy,
-        ngram_fallback=NgramFallback(policy.costs, enabled=automatic and config.ngram_fallback),
         block_manager=_block_manager(config, runner, pool, prefixes, counters),
         counters=counters,
         post=outbox.append,

@@ -63,8 +63,6 @@ _COUNTERS = {
     "sessions_lost_by_drafters": "Sessions that their drafters reported as lost",
     "sessions_moved": "Running sessions moved to another drafter, or to none",
     "moves_refused": "Moves of running sessions that were requested and not possible",
-    "ngram_fallback_rounds": "Session rounds that verified an n-gram draft",
-    "ngram_fallback_accepted_tokens": "N-gram draft tokens accepted",
     "proposal_timeouts": "Waits for a proposal that ended by the proposal timeout",
     "paused_rounds": "Session rounds without speculation by decision of the planner",
     "look_ahead_rounds": "Session rounds under look-ahead: hits, fresh ones and misses",

@@ -6,8 +6,6 @@ commands.py                Commands from the asyncio thread to the engine thread
 effects.py                 Effects: messages from the engine thread to the asyncio thread; a round's
                            verdicts come first.
 handles.py                 Session handles: small integers that index the per-session columns.
-ngram_index.py             N-gram index of a session's own tokens: finds what followed its last
-                           tokens before.
 preemption_mode.py         PreemptionMode: recompute or swap, the ways in which preempted sessions
                            get their K/V back.
 round_plan.py              Inputs of the scheduler (limits, estimates, row states) and its output,

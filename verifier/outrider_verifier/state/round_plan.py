@@ -56,8 +56,6 @@ class RowState(NamedTuple):
     """When the usable proposal arrived."""
     in_process_nodes: int = 0
     """Nodes that this process drafted for it."""
-    has_ngram_fallback: bool = False
-    """Whether these were looked up, which is better than to wait for its drafter."""
     awaits_proposal: bool = False
     """Whether there is none and one is expected: speculative plan, live drafter that is not
     suspect."""
@@ -87,8 +85,6 @@ class DecodeRow(NamedTuple):
     """Whether there is a usable proposal."""
     is_timed_out: bool = False
     """Whether the row goes without a proposal because its proposal timeout is over."""
-    uses_ngram_fallback: bool = False
-    """Whether it goes without one because what is looked up is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

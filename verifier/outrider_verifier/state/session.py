@@ -16,7 +16,6 @@ from outrider.grammar.constraint import Constraint
 from outrider.ids import SessionId
 from outrider.spec.plan import SpeculationPlan
 from outrider.wire.messages import SessionSpec
-from outrider_verifier.state.ngram_index import NgramFallbackState
 
 if TYPE_CHECKING:
     from outrider_verifier.planner.workload_stats import SpeculationState
@@ -112,8 +111,6 @@ class Session:
     constraint: Constraint | None = None
     """What it may emit, by its grammar and the limits of its ids; None: anything. It follows the
     accepted tokens, so whatever was lost or preempted, it is where they are."""
-    ngram_fallback: NgramFallbackState | None = None
-    """What drafts for it where its drafter does not, or does worse; None: nothing."""
 
     @classmethod
     def create(
@@ -215,24 +212,13 @@ class Session:
 
     @property
     def lacks_drafter(self) -> bool:
-        """Whether it decodes plainly only because nobody has ever drafted for it. Where a drafter
-        did and is lost, or is stalled, lookups may stand in for it."""
-        if (
+        """Whether it decodes plainly only because nobody drafts for it."""
+        return self.plan.is_speculative and not (
             self.link_id is not None
             or self.has_stalled_drafter
             or self.is_speculation_off
             or self.in_process_draft_length
-        ):
-            return False
-        ngram_fallback = self.ngram_fallback
-        return self.plan.is_speculative and (
-            ngram_fallback is None or ngram_fallback.drafter_tokens_per_round is None
         )
-
-    @property
-    def prefers_ngram_fallback(self) -> bool:
-        """Whether a lookup is expected to emit more than its drafter's drafts."""
-        return self.ngram_fallback is not None and self.ngram_fallback.lookup_is_better
 
     @property
     def in_process_depth(self) -> int:

@@ -12,7 +12,6 @@ from outrider_verifier.engine.early_proposals import plan_prefetched_round
 from outrider_verifier.engine.in_flight_round import InFlightRound
 from outrider_verifier.exchange.proposal_inbox import HeldProposal
 from outrider_verifier.model_runner.batch import VerifyRow
-from outrider_verifier.state.ngram_index import NgramFallbackState
 from outrider_verifier.state.round_plan import RoundLimits, RoundPlan
 from outrider_verifier.state.session import Session
 
@@ -98,18 +97,11 @@ def is_in_a_grammar(session: Session) -> None:
     session.constraint = cast(Any, object())
 
 
-def is_outdone(session: Session) -> None:
-    session.ngram_fallback = NgramFallbackState()
-    session.ngram_fallback.lookup_is_better = True
-
-
 def is_paused(session: Session) -> None:
     session.is_speculation_off = True
 
 
-@pytest.mark.parametrize(
-    "change", [ends, is_limited, lacks_blocks, is_in_a_grammar, is_outdone, is_paused]
-)
+@pytest.mark.parametrize("change", [ends, is_limited, lacks_blocks, is_in_a_grammar, is_paused])
 def test_whoever_asks_for_more_is_booked_first(change: Any) -> None:
     of = sessions()
     change(of[1])

@@ -65,7 +65,7 @@ def serve(
     for _ in range(steps):
         plan = plan_round([_row(name, *each) for name, each in left.items()], now, limits)
         chunks = sum(-(-chunk.num_tokens // CHUNK_TOKENS) for chunk in plan.prefill)
-        took = times.plain_s(len(plan.decode), own=True, chunks=chunks)
+        took = times.plain_s(len(plan.decode), own_nodes=NODES, chunks=chunks)
         assert took is not None
         now += took
         decoding.append(len(plan.decode))

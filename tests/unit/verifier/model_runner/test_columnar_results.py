@@ -21,7 +21,7 @@ from tests.fakes.target import FakeTarget
 from tests.unit.verifier.harness import CHAIN, make_spec
 
 STOP, PLAIN = 9, SpeculationPlan()
-KINDS = ["plain", "paused", "own", "lost", "waits", "looked up", "flagged", "ended"]
+KINDS = ["plain", "paused", "own", "lost", "waits", "drafted", "flagged", "ended"]
 """`lost`: nobody drafts for it; `waits`: it has one, which sent nothing."""
 ALIKE = {"plain", "paused", "own", "lost"}
 
@@ -37,16 +37,16 @@ def session_of(number: int, kind: str, budget: int) -> Session:
         3 if kind == "own" else 0,
     )
     made.is_ended = kind == "ended"
-    made.link_id = 1 if kind in ("waits", "looked up") else None
+    made.link_id = 1 if kind in ("waits", "drafted") else None
     made.kv.advance(made.length)
     made.commit_tokens((7,), 0.0)
     return made
 
 
 def row_of(session: Session, kind: str) -> VerifyRow:
-    if kind == "looked up":
+    if kind == "drafted":
         draft = VerifyDraft(tree=make_tree([1]), distribution=None)
-        return VerifyRow(session, draft=draft, ngram_fallback=True)
+        return VerifyRow(session, draft=draft)
     return VerifyRow(session, in_process_depth=session.in_process_depth)
 
 
@@ -134,7 +134,7 @@ def test_own_drafts_are_judged_wherever_their_rows_are() -> None:
     seen: list[Any] = []
     for apart in (False, True):
         policy: Any = SpeculationPolicy(automatic=True, ceiling_s=0.04)
-        policy._own.observe_rows = lambda rows, *rest: seen.append(sorted(n for _, n in rows))
+        policy._own.observe_rows = lambda rows, *_, **__: seen.append(sorted(n for _, n in rows))
         policy._own.is_plain = lambda now: False
         made = [session_of(i, "own", 16) for i in range(3)]
         outcomes = [RowOutput((1,) * (1 + i), None, 3, is_target_only=apart) for i in range(3)]

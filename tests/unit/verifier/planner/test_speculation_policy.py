@@ -265,19 +265,6 @@ def test_a_session_that_comes_back_tells_of_drafts_when_it_has_had_three() -> No
         policy.remove_session(session)
 
 
-def test_lookups_do_not_end_the_catching_up() -> None:
-    policy = SpeculationPolicy(automatic=True, ceiling_s=0.04)
-    found = VerifyRow(session := _session(policy), draft=_DRAFT, ngram_fallback=True)
-    speculation_state = session.speculation_state
-    assert speculation_state is not None
-    policy.record_pause(session, paused=True)
-    policy.record_pause(session, paused=False)
-    for _ in range(4):
-        row = _row(session, (1, 2), found)
-        policy.observe_round([row], seconds=0.001, forward_s=0.001, prompts=(), now=1.0)
-    assert speculation_state.unsettled_rounds == RESUME_ROUNDS
-
-
 def test_a_drafter_that_is_missed_for_long_does_not_catch_up_for_ever() -> None:
     policy = SpeculationPolicy(automatic=True, ceiling_s=0.04)
     for waits, rounds in ((True, 3 + CATCH_UP_ROUNDS // MISS_WEIGHT), (False, 3 + CATCH_UP_ROUNDS)):
