@@ -48,6 +48,10 @@ BENCHMARKS: Final = {
     ),
     "serve": ("serve.cli", "tokens/s, latencies and efficiency through the router, by placement"),
     "pipeline": ("serve.pipeline", "what look-ahead gives, from the cells of serve"),
+    "round-census": (
+        "round_census",
+        "files that a steady round enters, and kinds of object that it hands over",
+    ),
     "timeline": (
         "timelines.merge",
         "what several processes did when, for Perfetto and as a picture",

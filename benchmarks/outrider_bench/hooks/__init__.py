@@ -1,6 +1,8 @@
 """Hooks of benchmarks and tests: modules for the setting `hooks` (`--hook`) of verifier and
 drafter. The packages that serve import none of them.
 
+call_census.py             Hook of a drafter or a verifier: which files its calls enter, and which
+                           objects they hand over.
 exchange_delay.py          Hook of a drafter: it answers the rounds of an exchange between devices
                            late.
 exchange_garbage.py        Hook of a drafter or a verifier: garbage lies in the buffers of an

@@ -36,7 +36,10 @@ def warm_up_shapes(rounds: RoundLauncher, device: torch.device) -> dict[RoundSha
         times[shape] = _time(rounds, shape)
         if time.monotonic() - said > _PROGRESS_S:
             said = time.monotonic()
-            logger.info("capturing rounds", extra={"done": done + 1, "of": len(shapes)})
+            # The first shapes compile the kernels of all, so that this is rather too long.
+            left_s = (said - began) / (done + 1) * (len(shapes) - done - 1)
+            facts = {"done": done + 1, "of": len(shapes), "seconds_left": round(left_s)}
+            logger.info("capturing rounds", extra=facts)
     if rounds.form_drafts is not None:
         rounds.form_drafts.warm_up()
     rounds.graphs.sealed = True
