@@ -56,7 +56,7 @@ def device_runner(
             **place,
         )
         settings = {"placement": "fused", "feature_head": str(head_dir), **settings}
-    settings = {"max_sessions": 4, **settings}
+    settings = {"max_sessions": 4, "draft_tree_nodes": 0, **settings}
     config = VerifierConfig(model="tiny", device=device, max_tree_nodes=MAX_NODES, **settings)
     return GpuModelRunner.build(config, target, projection, head), target.pool
 

@@ -85,6 +85,7 @@ def exchanging(
         device=str(device),
         max_tree_nodes=MAX_NODES,
         feature_head=str(head_dir),
+        draft_length=3,
         exchange_fan_out=fan_out,
         exchange_ahead_sessions=4,
         exchange_distribution_ids=distribution_ids,

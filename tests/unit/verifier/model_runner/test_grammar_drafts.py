@@ -302,12 +302,13 @@ class Seen:
                 and group.inputs.allowed_tokens is not None
             ):
                 head = drafts._head
-                tokens = head.tokens.numpy()
+                tokens = head.first_tokens.numpy()
+                trees = head.parents_of(1 + drafts.length)
                 chain = np.arange(-1, drafts.length - 1, dtype=np.int32)
                 for number, masks in enumerate(group.inputs.allowed_tokens):
                     if masks is not None and number not in group.undrafted_rows:
                         slot = group.device_slots[number].slot
-                        parents = chain if head.parents is None else head.parents.numpy()[slot]
+                        parents = chain if trees is None else trees.numpy()[slot]
                         self._note(tokens[slot], parents, masks)
 
         monkeypatch.setattr("outrider_verifier.model_runner.gpu_runner.runner.apply_grammars", spy)
