@@ -3,8 +3,8 @@ Pure.
 
 All sessions of a round share its shape. The time of a round by shape and load is measured at the
 start, and what the host adds to it is the same for all shapes. Tokens of a row depend on the text
-and hardly on the load; those of a shape that is not in force are what the shape in force gives now,
-times the ratio of the two when both were measured, or the usual ratio before that.
+and hardly on the load. Those of a shape that is not in force are what it gave last, where that is
+fresh, and otherwise what the shape in force gives now, times the usual ratio of the two.
 """
 
 from __future__ import annotations
