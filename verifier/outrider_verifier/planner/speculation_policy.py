@@ -345,6 +345,8 @@ class SpeculationPolicy:
         return "; ".join(self._summaries())
 
     def _summaries(self) -> Iterator[str]:
+        if self._own.num_nodes:
+            yield f"own drafts: {self._own.num_nodes - 1} tokens a session and round"
         for name, mode, gain in self._own.summaries(self._now):
             yield f"{name}: {mode}{format_gain(gain)}"
         for known in list(self._workload_classes.values()):
