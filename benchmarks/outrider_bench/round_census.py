@@ -58,7 +58,13 @@ def run(args: argparse.Namespace) -> None:
     result |= {"model": config.model_name, **describe_placement(config), "streams": args.streams}
     result |= found
     rows: list[list[object]] = [
-        [process, mode, len(lists["files"]), _own(process, lists["files"]), len(lists["kinds"])]
+        [
+            process,
+            mode,
+            len(lists["files"]),
+            _count_package_files(process, lists["files"]),
+            len(lists["kinds"]),
+        ]
         for mode, processes in found.items()
         for process, lists in processes.items()
     ]
@@ -72,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     print_result(args, result)
 
 
-def _own(process: str, files: Sequence[str]) -> int:
+def _count_package_files(process: str, files: Sequence[str]) -> int:
     return sum(name.startswith(f"outrider_{process}.") for name in files)
 
 
