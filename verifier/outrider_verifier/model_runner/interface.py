@@ -167,8 +167,8 @@ class ModelRunner(Protocol):
 
     def set_draft_shape(self, num_nodes: int) -> None:
         """Have rounds from now on verify in-process drafts of this shape, one of `draft_shapes`, by
-        its nodes, the root included. The first of them has no drafts. Rounds that cannot have it
-        (with more sessions, or with any in a grammar) have the usual one."""
+        its nodes, the root included. The first of them has no drafts. Rounds of more sessions than
+        it is for have the usual one, as have all rounds while any session is in a grammar."""
         ...
 
     def verify_round_s(self, rows: int, nodes: int) -> float | None:

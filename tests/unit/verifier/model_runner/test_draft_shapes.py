@@ -4,7 +4,7 @@ changes with them."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from outrider_verifier.config import VerifierConfig
@@ -82,6 +82,27 @@ def test_more_sessions_than_trees_are_for_get_chains(tiny_target: Path, tiny_hea
     driver = Driver(runner, pool)
     texts(driver, specs(SamplingParams(), 17))
     assert CHAIN - 1 in {nodes for rows in driver.drafted.values() for nodes in rows}
+
+
+def test_all_have_chains_while_any_session_is_in_a_grammar(
+    tiny_target: Path, tiny_head: Path
+) -> None:
+    runner, pool = device_runner(tiny_target, tiny_head, **SETTINGS)
+    runner.set_draft_shape(TREE)
+    driver = Driver(runner, pool)
+    one, other = (driver.open(spec) for spec in specs(SamplingParams(), 2))
+    # It waits, or sits rounds out.
+    other.constraint = cast(Any, object())
+    runner.open_session(other)
+    driver.resume(one)
+    for _ in range(4):
+        driver.step()
+    assert driver.drafted[one.ticket][-1] == CHAIN - 1
+    runner.close_session(other)
+    for _ in range(2):
+        driver.step()
+    assert driver.drafted[one.ticket][-2:] == [0, TREE - 1]
+    driver.close()
 
 
 def test_without_measured_times_there_is_no_choice(tiny_target: Path, tiny_head: Path) -> None:

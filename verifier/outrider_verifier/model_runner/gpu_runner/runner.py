@@ -123,7 +123,9 @@ class GpuModelRunner:
         self._reserve: ShmAllocator | None = None
         """Places for features; None: there are none."""
         self._asking: set[int] = set()
-        """Tickets of sessions that ask for log-probabilities."""
+        """Tickets of sessions that ask for log-probabilities,"""
+        self._constrained: set[int] = set()
+        """and of those in a grammar, or whose ids are limited."""
         self._collected = 0.0
         """When the last round had been collected."""
         self._times = MeasuredRoundTimes(rounds.family)
@@ -270,19 +272,14 @@ class GpuModelRunner:
         """See `ModelRunner`."""
         self._wanted_nodes = num_nodes
 
-    def _prepare_draft_shape(
-        self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
-    ) -> None:
-        """Before a round of these rows: have drafts of the shape that it is to have."""
+    def _prepare_draft_shape(self, rows: int) -> None:
+        """Before a round of so many sessions: have drafts of the shape that it is to have."""
         drafter, wanted = self._in_process_drafter, self._wanted_nodes
         if drafter is None or not wanted:
             return
         usual = 1 + drafter.shape.num_nodes
-        if wanted != usual and (
-            len(verify) > self.rounds.family.max_in_process_tree_rows
-            or any([row.session.constraint is not None for row in verify])
-            or any([row.session.constraint is not None for row in prefill])
-        ):
+        # Sessions in a grammar may sit rounds out: the shape shall not change each time.
+        if rows > self.rounds.family.max_in_process_tree_rows or self._constrained:
             wanted = usual
         if wanted != self._draft_nodes:
             self._draft_nodes = wanted
@@ -322,10 +319,13 @@ class GpuModelRunner:
         check_initial_bans(spec.stop_token_ids if spec.min_new_tokens else ())
         if spec.top_logprobs is not None:
             self._asking.add(session.ticket)
+        if session.constraint is not None:
+            self._constrained.add(session.ticket)
 
     def close_session(self, session: Session) -> None:
         """Take the slot back, or forget the copy."""
         self._asking.discard(session.ticket)
+        self._constrained.discard(session.ticket)
         self._device_slots.close_session(session)
 
     def record_new_blocks(self, session: Session) -> None:
@@ -358,7 +358,7 @@ class GpuModelRunner:
         self, prefill: Sequence[PrefillRow], verify: Sequence[VerifyRow]
     ) -> GpuInFlightRound:
         """Launch the round."""
-        self._prepare_draft_shape(prefill, verify)
+        self._prepare_draft_shape(len(verify))
         self._device_slots.upload_changes()
         device_slots = self._device_slots.get_slots([row.session for row in verify])
         groups = group_rows(verify, device_slots, self.rounds.family.max_rows)
