@@ -22,9 +22,8 @@ from outrider.client import Client, user
 from outrider.client.flags import integer_at_least
 from outrider.client.local.cluster import START_TIMEOUT_S, LocalCluster
 from outrider.errors import UnavailableError
-from outrider.transport.tls import CertificateRole
 from outrider_bench.environment import describe
-from outrider_bench.faults.repair import wait_idle
+from outrider_bench.faults.repair import poll_until, wait_idle
 from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import load_prompts
 from outrider_bench.report import format_table, print_progress, print_result
@@ -33,10 +32,9 @@ MODES: Final = {"drafted": "eagle3", "plain": "none"}
 """Drafters that streams ask for, by kind of round."""
 PROCESSES: Final = ("verifier", "drafter")
 BEGUN: Final = 4
-"""Tokens that each stream has emitted before calls are looked at,"""
+"""Tokens that each stream has emitted before calls are looked at."""
 _LOOK_S: Final = 1.0
-"""for so long."""
-_POLL_S: Final = 0.02
+"""Time for which calls are looked at."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +99,6 @@ class _Census:
         """By process: `files` and `kinds` of a steady round of this kind."""
         with LocalCluster(self.config, progress=print_progress) as fleet:
             wait_idle(fleet)
-            assert fleet.members[CertificateRole.VERIFIER]
             begun = [threading.Event() for _ in range(self._args.streams)]
             ended = threading.Event()
             prompts = load_prompts(self._args.prompts, self._args.limit)
@@ -130,11 +127,9 @@ class _Census:
         for process in processes:
             (self._directory / f"{process}.on").unlink()
         for process in processes:
-            out, end = self._directory / f"{process}.json", time.monotonic() + START_TIMEOUT_S
-            while not out.exists():
-                if time.monotonic() > end:
-                    raise UnavailableError(f"the {process} has written nothing", reason="CENSUS")
-                time.sleep(_POLL_S)
+            out = self._directory / f"{process}.json"
+            if not poll_until(out.exists):
+                raise UnavailableError(f"the {process} has written nothing", reason="CENSUS")
             found[process] = json.loads(out.read_text())
             out.unlink()
         return found

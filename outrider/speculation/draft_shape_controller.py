@@ -23,9 +23,10 @@ MIN_ROUNDS: Final = 24.0
 MIN_ROWS: Final = 48.0
 """Rounds, and rows of these, of the shape in force before it is left."""
 HALF_LIFE_ROUNDS: Final = 256.0
-"""Rounds of a shape after which its rows count half,"""
+"""Rounds of a shape after which its rows count half."""
 MEMORY_ROUNDS: Final = 4096.0
-"""and rounds of any shape: so one that lost is tried again when the text may have changed."""
+"""Rounds of other shapes after which they do: a shape that lost is tried again some time, as the
+text may have changed."""
 
 
 class DraftShapeTimes(NamedTuple):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.bench_command import run_bench
 
 CELL = {
     *("model", "placement", "drafts", "rule", "temperature", "top_p", "sessions", "max_tokens"),
@@ -19,23 +19,11 @@ FILE = [
     *("commit", "date", "device", "versions", "cells", "exchange_us", "host_ms_at_64"),
     *("round_cost", "events_per_s", "plain_floor_ratio_min"),
 ]
-CHECKOUT = Path(__file__).parents[2]
 
 
 def bench_serve(flags: dict[str, object], *switches: str) -> subprocess.CompletedProcess[str]:
-    """Run the command."""
-    path = os.pathsep.join((str(CHECKOUT / "benchmarks"), *filter(None, sys.path)))
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "outrider_bench", "serve", "--json", *switches),
-            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
-        ],
-        env=dict(os.environ, OMP_NUM_THREADS="1", OUTRIDER_COMMIT="abc", PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-        timeout=170.0,
-        check=False,
-    )
+    """Run the command, of a commit that has a name."""
+    return run_bench("serve", flags, *switches, timeout_s=170.0, OUTRIDER_COMMIT="abc")
 
 
 @pytest.mark.timeout(240)

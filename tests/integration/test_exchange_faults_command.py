@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.integration.bench_command import run_bench
+
 KINDS = ["garbage-drafts", "stop", "cancel"]
 
 
 @pytest.mark.timeout(240)
 def test_faults_are_counted_and_change_no_text(tiny_target: Path, tiny_head: Path) -> None:
-    path = os.pathsep.join((str(CHECKOUT / "benchmarks"), *filter(None, sys.path)))
-    flags = {
+    flags: dict[str, object] = {
         "model": tiny_target,
         "head": tiny_head,
         "threads": 1,
@@ -26,17 +23,7 @@ def test_faults_are_counted_and_change_no_text(tiny_target: Path, tiny_head: Pat
         "streams": 2,
         "max-tokens": 48,
     }
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "outrider_bench", "exchange-faults", "--json"),
-            *(part for name, value in flags.items() for part in (f"--{name}", str(value))),
-        ],
-        env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-        timeout=200.0,
-        check=False,
-    )
+    done = run_bench("exchange-faults", flags)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert sum(result["faults"].values()) == 4 and set(result["faults"]) <= set(KINDS)

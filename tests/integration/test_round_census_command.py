@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 
+from tests.integration.bench_command import run_bench
+
+
+@pytest.mark.timeout(240)
 def test_it_counts_files_and_kinds_of_both_processes(tiny_target: Path, tiny_head: Path) -> None:
-    path = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-m", "outrider_bench", "round-census", "--json", "--threads", "1"]
-    command += ["--model", str(tiny_target), "--head", str(tiny_head), "--max-tokens", "1500"]
-    done = subprocess.run(
-        command,
-        env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-        timeout=200.0,
-        check=False,
-    )
+    flags: dict[str, object] = {"model": tiny_target, "head": tiny_head, "threads": 1}
+    done = run_bench("round-census", {**flags, "max-tokens": 1500})
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     drafted, plain = result["drafted"], result["plain"]

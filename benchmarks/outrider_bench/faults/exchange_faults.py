@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
@@ -35,7 +35,7 @@ from outrider.errors import InternalError
 from outrider.spec.exchange_mode import ON
 from outrider.transport.tls import CertificateRole
 from outrider_bench.environment import describe
-from outrider_bench.faults.repair import wait_idle
+from outrider_bench.faults.repair import poll_until, wait_idle
 from outrider_bench.models import add_model_arguments, describe_placement, local_config
 from outrider_bench.prompts import load_prompts
 from outrider_bench.report import percentiles, print_progress, print_result
@@ -307,7 +307,7 @@ class _FaultRun:
         """Wait until the exchange is open and half of the streams have begun a request since."""
         time.sleep(_SETTLE_S)
         began = time.monotonic()
-        if not _wait(lambda: self._count(_OPENED) > self._count(_LOST)):
+        if not poll_until(lambda: self._count(_OPENED) > self._count(_LOST)):
             self._not_reopened += 1
             return
         opened = time.monotonic()
@@ -317,22 +317,12 @@ class _FaultRun:
             begun = sum(stream.begun_at > opened for stream in self._streams)
             return 2 * begun >= len(self._streams)
 
-        _wait(have_begun)
+        poll_until(have_begun)
 
     def _count(self, event: str) -> int:
         """How often the verifier has logged an event."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         return sum(_event_of(line) == event for line in lines)
-
-
-def _wait(condition: Callable[[], bool]) -> bool:
-    """Whether it came true in time."""
-    end = time.monotonic() + START_TIMEOUT_S
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_POLL_S)
-    return True
 
 
 def _event_of(line: str) -> str:

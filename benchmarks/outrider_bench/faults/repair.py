@@ -77,13 +77,20 @@ def wait_serving(fleet: LocalCluster) -> None:
     _wait(fleet, lambda info: _serves(fleet, info))
 
 
-def _wait(fleet: LocalCluster, is_met: Callable[[ServerInfo], bool]) -> None:
+def poll_until(is_met: Callable[[], bool], *, every_s: float = 0.02) -> bool:
+    """Ask again and again; whether the answer was yes before processes must have started."""
     end = time.monotonic() + START_TIMEOUT_S
+    while not is_met():
+        if time.monotonic() > end:
+            return False
+        time.sleep(every_s)
+    return True
+
+
+def _wait(fleet: LocalCluster, is_met: Callable[[ServerInfo], bool]) -> None:
     with Client(fleet.address, timeout_s=5.0, retry=RetryPolicy(max_attempts=1)) as client:
-        while not _asked(client, is_met):
-            if time.monotonic() > end:
-                raise UnavailableError("the fleet is not healthy", reason="NOT_HEALTHY")
-            time.sleep(0.05)
+        if not poll_until(lambda: _asked(client, is_met), every_s=0.05):
+            raise UnavailableError("the fleet is not healthy", reason="NOT_HEALTHY")
 
 
 def _asked(client: Client, is_met: Callable[[ServerInfo], bool]) -> bool:

@@ -15,7 +15,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -85,9 +85,13 @@ def _arguments(code: CodeType, values: Mapping[str, Any]) -> list[Any]:
 def kind_of(value: object) -> str | None:
     """The name of the class of a value, or of its first element, if that is one of this project's
     and no enumeration; else None."""
-    if type(value) in (list, tuple, dict, set) and value:
-        elements = value.values() if isinstance(value, dict) else value
-        value = next(iter(elements))  # type: ignore[call-overload]
+    elements: Iterable[object] = ()
+    # Not of their subclasses, which are kinds of their own.
+    if type(value) is dict:
+        elements = value.values()
+    elif type(value) is list or type(value) is tuple or type(value) is set:
+        elements = value
+    value = next(iter(elements), value)
     kind = type(value)
     if not is_counted(kind.__module__) or issubclass(kind, (enum.Enum, type, BaseException)):
         return None

@@ -29,7 +29,7 @@ class Scheduler:
 
     def __init__(self, core: EngineCore, engine: ModelRunner, limits: RoundLimits) -> None:
         self._core, self._engine, self._limits = core, engine, limits
-        self.rows = SchedulerInputs(core, engine, decode_tokens=limits.decode_tokens)
+        self.rows = SchedulerInputs(core, engine)
         self._two_batch_overlap = TwoBatchOverlap(engine.verify_round_s)
         self.half: int | None = None
         """Rows of a half; None: all sessions share a round."""

@@ -17,10 +17,8 @@ from outrider_verifier.state.session import Session
 class SchedulerInputs:
     """Reads the scheduler's inputs from a core's sessions, in some microseconds each."""
 
-    def __init__(self, core: EngineCore, engine: ModelRunner, *, decode_tokens: int) -> None:
-        """`decode_tokens`: roots and nodes of one round."""
+    def __init__(self, core: EngineCore, engine: ModelRunner) -> None:
         self._core, self._engine = core, engine
-        self._decode_tokens = decode_tokens
         self._rows: dict[int, VerifyRow] = {}
         """Of sessions by their handles, or of those that had them before."""
         self.num_sitting_out = 0

@@ -25,30 +25,26 @@ DraftShapes = Callable[[int], Sequence[DraftShapeTimes]]
 """The draft shapes that a round of so many sessions may have, the usual one first."""
 
 
-InProcessRow = tuple[SpeculationState | None, int]
-"""A row that verified an in-process draft: what the planner keeps of its session, tokens
-emitted."""
+InProcessRow = tuple[SpeculationState | None, int, int]
+"""A row that verified an in-process draft: what the planner keeps of its session, tokens emitted,
+nodes of the draft."""
 
 
 def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> list[InProcessRow]:
     """Those of a round's rows that verified in-process drafts, and nothing else."""
     own = [
-        (row.session.speculation_state, len(row.tokens))
+        (row.session.speculation_state, len(row.tokens), row.result.draft_nodes)
         for row in apart
         if row.result.draft_nodes and not row.nodes
     ]
     if any(alike.draft_nodes):
         columns = zip(alike.sessions, alike.counts, alike.draft_nodes, strict=True)
         own += [
-            (session.speculation_state, count) for session, count, drafted in columns if drafted
+            (session.speculation_state, count, drafted)
+            for session, count, drafted in columns
+            if drafted
         ]
     return own
-
-
-def verified_nodes(apart: Sequence[RowResult], alike: PlainRows) -> int:
-    """Nodes of a row with in-process drafts in a round, the root included; 0 without such rows."""
-    most = max([row.result.draft_nodes for row in apart if not row.nodes], default=0)
-    return 1 + drafted if (drafted := max([most, *alike.draft_nodes])) else 0
 
 
 class InProcessDraftPlanner:
@@ -115,12 +111,11 @@ class InProcessDraftPlanner:
         shapes = self._draft_shapes(self._loads.sessions)
         self.num_nodes = self._shape.choose_shape(shapes, self._host_s)
 
-    def observe_rows(
-        self, rows: Sequence[InProcessRow], ran: RoundSample, now: float, *, num_nodes: int
-    ) -> None:
-        """`rows` verified in-process drafts in a round of the draft shape `num_nodes`."""
+    def observe_rows(self, rows: Sequence[InProcessRow], ran: RoundSample, now: float) -> None:
+        """`rows`, at least one, verified in-process drafts in a round."""
         loads, count, chunks = self._loads, len(rows), ran.chunks
-        emitted = [tokens for _, tokens in rows]
+        emitted = [tokens for _, tokens, _ in rows]
+        num_nodes = 1 + max([nodes for _, _, nodes in rows])
         squares = sum([n * n for n in emitted])
         self._shape.observe_round(num_nodes, count, sum(emitted), squares)
         alone = count == ran.rows
@@ -134,7 +129,7 @@ class InProcessDraftPlanner:
             host_s = ran.seconds - loads.session_open_s(ran) - took_s
             self._host_s += HOST_TIME_WEIGHT * (max(0.0, host_s) - self._host_s)
         # There are few, and a name is told apart faster than a kind.
-        known = {id(pace.workload): pace.workload for pace, _ in rows if pace is not None}
+        known = {id(pace.workload): pace.workload for pace, _, _ in rows if pace is not None}
         workload_classes = {each.workload_class for each in known.values()}
         drafts = self._drafts.setdefault(
             workload_classes.pop() if len(workload_classes) == 1 else None,

@@ -19,11 +19,7 @@ from outrider.speculation.speculation_controller import SpeculationController
 from outrider_verifier.model_runner.results import PlainRows, RowResult
 from outrider_verifier.planner import feature_retention
 from outrider_verifier.planner.draft_length import DraftLengthChooser
-from outrider_verifier.planner.in_process_planner import (
-    InProcessDraftPlanner,
-    in_process_rows,
-    verified_nodes,
-)
+from outrider_verifier.planner.in_process_planner import InProcessDraftPlanner, in_process_rows
 from outrider_verifier.planner.load_stats import LoadStats, RoundSample
 from outrider_verifier.planner.workload_registry import WorkloadRegistry
 from outrider_verifier.planner.workload_stats import RoundMark, RoundTally, WorkloadStats
@@ -245,8 +241,7 @@ class RoundObserver:
             mark_round_end(alike.sessions, mark)
             mark_round_end([row.session for row in apart], mark)
         if own:
-            drafted = verified_nodes(apart, alike)
-            self._own.observe_rows(own, ran, now, num_nodes=drafted)
+            self._own.observe_rows(own, ran, now)
             self.turned = self._own.is_plain(now)
         elif count and not chunks:
             # Of a round with prompts nobody knows well what is left without them.

@@ -73,19 +73,18 @@ class SpeculationPolicy:
         host does, so that what is drafted ahead is likely to cost more than it hides."""
         self._automatic = automatic
         self._ceiling_s = ceiling_s
-        self.costs = CostTable()
-        """Forwards by the shape of their round."""
+        costs = CostTable()
         self._workload_classes = WorkloadRegistry(
             automatic=automatic, begins_ahead=not shares_cores
         )
-        self._loads = LoadStats(times, self.costs, chunk_tokens=chunk_tokens)
+        self._loads = LoadStats(times, costs, chunk_tokens=chunk_tokens)
         self._own = InProcessDraftPlanner(self._loads, draft_shapes)
         self._judging = RoundObserver(
             self._loads,
             self._workload_classes,
             self._own,
-            DraftLengthChooser(self.costs, verify_s),
-            self.costs,
+            DraftLengthChooser(costs, verify_s),
+            costs,
             automatic=automatic,
             chunk_tokens=chunk_tokens,
         )
@@ -346,7 +345,7 @@ class SpeculationPolicy:
 
     def _summaries(self) -> Iterator[str]:
         if self._own.num_nodes:
-            yield f"own drafts: {self._own.num_nodes - 1} tokens a session and round"
+            yield f"in-process drafts: {self._own.num_nodes - 1} tokens a session and round"
         for name, mode, gain in self._own.summaries(self._now):
             yield f"{name}: {mode}{format_gain(gain)}"
         for known in list(self._workload_classes.values()):

@@ -151,17 +151,12 @@ class InProcessDrafter:
         """See `RoundDrafter`."""
         return self._parents if self._shapes[num_nodes].is_tree else None
 
-    def forget_draft(self, slot: int) -> None:
-        """Let the next round of a slot's session verify no draft, in the order of the stream."""
-        self.tokens[slot].fill_(-1)
+    def forget_drafts(self, slots: int | slice = slice(None)) -> None:
+        """Let the next round of these slots' sessions verify no draft, in the order of the
+        stream."""
+        self.tokens[slots].fill_(-1)
         if self._parents is not None:
-            self._parents[slot].fill_(PADDING_NODE)
-
-    def forget_drafts(self) -> None:
-        """The same of all sessions, before a round of another shape."""
-        self.tokens.fill_(-1)
-        if self._parents is not None:
-            self._parents.fill_(PADDING_NODE)
+            self._parents[slots].fill_(PADDING_NODE)
 
     def receive_drafts(
         self, slots: Tensor, *, num_nodes: int, rejection: bool

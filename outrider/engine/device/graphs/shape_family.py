@@ -249,5 +249,5 @@ class ShapeFamily:
     def _row_sizes(self, draft_kind: DraftKind = DraftKind.NONE, nodes: int = 1) -> tuple[int, ...]:
         most = self.max_rows(nodes) if draft_kind is DraftKind.TREE else self._max_rows
         if draft_kind is DraftKind.IN_PROCESS and nodes == self._in_process_tree_nodes:
-            most = min(most, MAX_IN_PROCESS_TREE_ROWS)
+            most = self.max_in_process_tree_rows
         return buckets_up_to(ROW_BUCKETS, most)

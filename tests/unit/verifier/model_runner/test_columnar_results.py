@@ -134,7 +134,7 @@ def test_own_drafts_are_judged_wherever_their_rows_are() -> None:
     seen: list[Any] = []
     for apart in (False, True):
         policy: Any = SpeculationPolicy(automatic=True, ceiling_s=0.04)
-        policy._own.observe_rows = lambda rows, *_, **__: seen.append(sorted(n for _, n in rows))
+        policy._own.observe_rows = lambda rows, *_: seen.append(sorted(n for _, n, _ in rows))
         policy._own.is_plain = lambda now: False
         made = [session_of(i, "own", 16) for i in range(3)]
         outcomes = [RowOutput((1,) * (1 + i), None, 3, is_target_only=apart) for i in range(3)]

@@ -7,7 +7,7 @@ from outrider_verifier.planner.in_process_planner import (
     MAX_KINDS,
     InProcessDraftPlanner,
     InProcessRow,
-    verified_nodes,
+    in_process_rows,
 )
 from outrider_verifier.planner.load_stats import LoadStats, RoundSample
 from outrider_verifier.planner.workload_stats import SpeculationState, WorkloadClass, WorkloadStats
@@ -31,7 +31,7 @@ COLD, HOT = kind(0.0), kind(2.0)
 
 
 def row(of: WorkloadClass, tokens: int) -> InProcessRow:
-    return SpeculationState(WorkloadStats(of), is_in_process=True), tokens
+    return SpeculationState(WorkloadStats(of), is_in_process=True), tokens, 4
 
 
 def verdicts(*workload_classes: WorkloadClass) -> InProcessDraftPlanner:
@@ -44,16 +44,11 @@ def verdicts(*workload_classes: WorkloadClass) -> InProcessDraftPlanner:
 
 
 def rounds(
-    own: InProcessDraftPlanner,
-    rows: list[InProcessRow],
-    *,
-    count: int = 20,
-    now: float = 0.0,
-    num_nodes: int = 5,
+    own: InProcessDraftPlanner, rows: list[InProcessRow], *, count: int = 20, now: float = 0.0
 ) -> None:
     for _ in range(count):
         ran = RoundSample(len(rows), 0, 0, 0.0065, has_in_process_drafts=True)
-        own.observe_rows(rows, ran, now, num_nodes=num_nodes)
+        own.observe_rows(rows, ran, now)
 
 
 def test_hot_sessions_give_drafts_up_and_cold_ones_that_follow_do_not() -> None:
@@ -134,7 +129,6 @@ def test_beside_sessions_without_drafts_it_is_asked_what_all_would_get_with_them
             [row(HOT, 2)] * 4,
             RoundSample(64, 0, 0, 0.01, has_in_process_drafts=True),
             0.0,
-            num_nodes=5,
         )
     assert own.is_plain(1.0)
 
@@ -146,7 +140,6 @@ def test_rounds_with_others_tell_of_tokens_and_no_more_kinds_are_kept_than_fit()
             [row(HOT, 1)] * 8,
             RoundSample(9, 0, 3, 0.01, 1, has_in_process_drafts=True),
             0.0,
-            num_nodes=5,
         )
     assert own.is_plain(1.0)
     own.remove_session(HOT)
@@ -178,5 +171,5 @@ def test_the_draft_shape_follows_the_load() -> None:
     assert own.num_nodes == 5
 
 
-def test_rounds_say_which_draft_shape_they_verified() -> None:
-    assert verified_nodes([], NO_ROWS) == 0
+def test_a_round_without_in_process_drafts_has_no_rows_to_judge() -> None:
+    assert in_process_rows([], NO_ROWS) == []

@@ -131,7 +131,7 @@ class DeviceSlotTable:
             )
             device_slot.has_current_draft = begun and device_slot.has_full_draft_kv
             if device_slot.has_current_draft:
-                self._in_process_drafter.forget_draft(slot)
+                self._in_process_drafter.forget_drafts(slot)
                 self._blank.add(slot)
         self._were_whole.discard(session.ticket)
         if self._remote_drafter is not None and session.in_process_draft_length:

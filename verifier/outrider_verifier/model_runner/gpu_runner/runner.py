@@ -123,9 +123,9 @@ class GpuModelRunner:
         self._reserve: ShmAllocator | None = None
         """Places for features; None: there are none."""
         self._asking: set[int] = set()
-        """Tickets of sessions that ask for log-probabilities,"""
+        """Tickets of sessions that ask for log-probabilities."""
         self._constrained: set[int] = set()
-        """and of those in a grammar, or whose ids are limited."""
+        """Tickets of sessions in a grammar, and of those whose ids are limited."""
         self._collected = 0.0
         """When the last round had been collected."""
         self._times = MeasuredRoundTimes(rounds.family)
