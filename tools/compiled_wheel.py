@@ -125,7 +125,6 @@ PACKAGES: Final[Mapping[str, Sequence[str]]] = {
         "structured_output",
         "token_limits",
     ),
-    "outrider/speculation": (),
     "outrider/transport": (
         "error_codec",
         "in_process",

@@ -1,7 +1,7 @@
 """Decoding mode of a workload class (plain or speculative), and the reason for it.
 
 A workload class is the set of sessions that share drafter, draft method, draft plan and sampling
-settings (`outrider_verifier.planner.workload_stats.WorkloadClass`). The verifier measures both
+settings (`outrider_verifier.planner.workload.WorkloadClass`). The verifier measures both
 modes for each class and uses the faster one.
 """
 

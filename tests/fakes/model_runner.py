@@ -6,6 +6,7 @@ Texts are those of a `FakeTarget`; how much of an in-process draft stands follow
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from outrider_verifier.exchange.shm_features import ShmAllocator
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
 from outrider_verifier.model_runner.interface import (
     DecodeOutput,
+    DraftShapeTimes,
     RoundHandle,
     RowOutput,
     RunnerOutput,
@@ -30,7 +32,6 @@ from outrider.engine.acceptance import AcceptRow, accept_drafts
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
 from outrider.errors import ResourceExhaustedError
-from outrider.speculation.draft_shape_controller import DraftShapeTimes
 from tests.fakes.target import FakeTarget
 
 Verify = Sequence[VerifyRow]
@@ -97,15 +98,16 @@ class FakeRunner:
     def enter_thread(self) -> None:
         """Nothing to do."""
 
-    def plain_round_s(
-        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
-    ) -> float | None:
+    def plain_round_s(self, rows: int, *, own: bool, chunks: int = 0) -> float | None:
         """As set."""
         return None if self.times is None else self.times[own]
 
     def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
-        """There is no choice."""
-        return ()
+        """Chains, where there are drafts."""
+        if not self.in_process_draft_length:
+            return ()
+        seconds = math.nan if self.times is None else self.times[True]
+        return (DraftShapeTimes(1 + self.in_process_draft_length, False, seconds),)
 
     def set_draft_shape(self, num_nodes: int) -> None:
         """Nothing to do."""

@@ -17,7 +17,7 @@ import numpy as np
 from outrider_verifier.engine.schedule_policy import plan_round
 from outrider_verifier.exchange.proposal_inbox import HeldProposal
 from outrider_verifier.model_runner.batch import VerifyRow
-from outrider_verifier.model_runner.interface import RowOutput
+from outrider_verifier.model_runner.interface import DraftShapeTimes, RowOutput
 from outrider_verifier.model_runner.results import RowResult
 from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider_verifier.state.round_plan import (
@@ -37,6 +37,11 @@ from tests.fakes.target import NO_BLOCKS
 
 ROWS = (1, 8, 32, 64)
 DRAFT = 4
+TREE = 16
+"""Nodes of the trees that in-process drafts may be."""
+TREE_TOKENS = 1.3
+"""Tokens of a row with a tree over those of one with a chain."""
+MAX_TREE_ROWS = 16
 PIECE = 64
 LIMITS = RoundLimits(
     prefill_tokens=16 * PIECE, chunk_tokens=PIECE, decode_tokens=1024, batch_wait_s=0.005
@@ -54,6 +59,8 @@ class Costs:
     plain: tuple[float, ...]
     verify: tuple[float, ...]
     """A round of so many rows with drafts; with a head of the verifier's own, its drafting too."""
+    trees: tuple[float, ...] = ()
+    """The same with in-process trees; without it there are only chains."""
     exchange: tuple[float, ...]
     """From the end of a round to its sessions' next proposals; zeros for in-process drafts."""
     piece: float
@@ -61,8 +68,6 @@ class Costs:
     """What a round takes beyond what the device was measured to."""
     own_host: float = 0.0
     """How much more of that there is with in-process drafts."""
-    features: float = 0.0
-    """What keeping features adds to a plain round."""
     reading: float = 0.2
     """What the drafter takes for a prompt, or for what was missed in a pause."""
     opening: float = 0.0
@@ -74,13 +79,17 @@ class Costs:
         """Seconds for so many sessions."""
         return _between(tuple(row), sessions) / 1000.0
 
-    def times(
-        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
-    ) -> float | None:
+    def times(self, rows: int, *, own: bool, chunks: int = 0) -> float | None:
         """What a warm-up finds."""
         row = self.verify if own else self.plain
-        more = chunks * self.piece + self.features * featured
-        return self.of(row, rows) - (self.host - more) / 1000.0
+        return self.of(row, rows) - (self.host - chunks * self.piece) / 1000.0
+
+    def draft_shapes(self, sessions: int) -> list[DraftShapeTimes]:
+        """The same, of each shape that in-process drafts may have."""
+        found = [DraftShapeTimes(1 + DRAFT, False, self.of(self.verify, sessions))]
+        if self.trees and sessions <= MAX_TREE_ROWS:
+            found.append(DraftShapeTimes(1 + TREE, True, self.of(self.trees, sessions)))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +142,8 @@ class Service:
     """Session rounds that were decoded plainly by the planner's decision."""
     looked: int = 0
     """Session rounds under look-ahead."""
-    featured: int = 0
-    """Plain rounds with features."""
+    trees: int = 0
+    """Rounds with trees."""
     turns: int = 0
     """How often sessions went from one of lock-step and look-ahead to the other."""
 
@@ -235,9 +244,8 @@ class Service:
             plan=plan if speculative else SpeculationPlan(),
             drafter_id=DrafterId("drafter") if speculative and not self.own else None,
         )
-        keeps = speculative and self.costs.features > 0.0
         kv = NO_BLOCKS.new_sequence()
-        session = Session.create(spec, ticket=index, kv=kv, now=self.now, keeps_features=keeps)
+        session = Session.create(spec, ticket=index, kv=kv, now=self.now, keeps_features=False)
         session.handle = self._answers[index]
         if self.policy is not None:
             session.link_id = None if self.own else 1
@@ -261,8 +269,6 @@ class Service:
                 if not pauses:
                     session.root_known_at = self.now
                     resumed.append(session)
-            if self.policy.should_drop_features(session):
-                self.policy.record_features_dropped(session)
             ahead = self.policy.should_look_ahead(session)
             if not session.is_speculation_off and ahead != session.is_look_ahead_on:
                 self.policy.record_look_ahead(session, ahead=ahead)
@@ -298,10 +304,8 @@ class Service:
         stretches = self.ahead is not None and any(
             s.is_look_ahead_on and not s.is_speculation_off for s in rows
         )
+        self.trees += any(drafted) and self._has_trees
         took_s = self._took(len(rows), any(drafted), chunks, stretches=stretches)
-        if rows and not any(drafted) and any(s.keeps_features for s in rows):
-            self.featured += 1
-            took_s += self.costs.features / 1000.0
         self.now += took_s
         self._idle_since, self._round_s = self.now, self.now - began
         settled, told = [], []
@@ -341,7 +345,8 @@ class Service:
         costs = self.costs
         seconds, self._opening_s = self._opening_s + chunks * costs.piece / 1000.0, 0.0
         if rows:
-            seconds += costs.of(costs.verify if drafted else costs.plain, rows)
+            drafts = costs.trees if self._has_trees else costs.verify
+            seconds += costs.of(drafts if drafted else costs.plain, rows)
             seconds += costs.own_host / 1000.0 * drafted
         else:
             seconds += costs.of(costs.plain, 1)
@@ -360,7 +365,8 @@ class Service:
         count = min(1 + stood, session.handle - session.emitted)
         session.commit_tokens((1,) * count, self.now)
         self.tokens += count
-        result = RowOutput((1,) * (1 + stood), None, drafted if self.own else 0)
+        nodes = TREE if drafted and self._has_trees else drafted
+        result = RowOutput((1,) * (1 + stood), None, nodes if self.own else 0)
         if missed is None:
             return RowResult(session, result, (1,))
         held = HeldProposal(NOTHING, 0, drafted, hit) if drafted and not self.own else None
@@ -373,7 +379,14 @@ class Service:
         wave = math.sin(2.0 * math.pi * session.emitted / PASSAGE + self._phases[session.ticket])
         ease = math.exp(self._ease[session.ticket] + self.drift * wave)
         stale = self.ahead.stale if hit and self.ahead is not None else 1.0
-        return _rate(round(self.extra_tokens * ease * stale, 2))
+        extra = self.extra_tokens * ease * stale
+        if self._has_trees:
+            extra = TREE_TOKENS * (1.0 + extra) - 1.0
+        return _rate(round(extra, 2))
+
+    @property
+    def _has_trees(self) -> bool:
+        return self.policy is not None and self.policy.num_draft_nodes == 1 + TREE
 
     def _tell(self, sessions: Sequence[Session], *, first: bool) -> None:
         """The drafter hears of roots and answers, those of one round together."""

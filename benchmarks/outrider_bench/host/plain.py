@@ -11,27 +11,21 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from outrider_verifier.planner.speculation_controller import OFF, SpeculationController
 
-from outrider.spec.decoding_mode import DecodingMode
 from outrider.spec.plan import DraftMethod, SpeculationPlan
-from outrider.speculation.speculation_controller import SpeculationController
 from outrider_bench.host.fake_device import Steps, steps_table
 from outrider_bench.host.scripted_verifier import WIDTH, LookAheadSide
 
-FEATURES_DROPPED: Final = "head, no features kept"
-"""Paused, too; the others that are keep them."""
 LOST: Final = "head, nobody drafts"
 """Nothing else keeps them from speculating."""
 WAYS: Final = {
     "no drafter": None,
     "n-gram, paused": DraftMethod.NGRAM,
-    FEATURES_DROPPED: DraftMethod.EAGLE3,
     "head, paused": DraftMethod.EAGLE3,
     LOST: DraftMethod.EAGLE3,
 }
 """How sessions come to decode plainly, and the drafts that they did without."""
-ROUND_S: Final = 0.001
-"""A plain round on a device where it pays to keep no features."""
 
 
 class PlainSide(LookAheadSide):
@@ -47,22 +41,18 @@ class PlainSide(LookAheadSide):
         self.drafted = method is not None and way != LOST
         self.open(sessions, rounds + 64, self.plan, drafted=self.drafted)
         if way != LOST:
-            self._pause(lean=way == FEATURES_DROPPED)
+            self._turn_speculation_off()
         self.mark_steps("verifier: accounts, events")
         for _ in range(8):
             self.plain_round()
         self.steps.taken.clear()
 
-    def _pause(self, *, lean: bool) -> None:
-        """Have the planner find that drafts lose, by so much that it does not try them again."""
+    def _turn_speculation_off(self) -> None:
+        """Leave the policy nothing but plain decoding to choose."""
         policy: Any = self._core.policy
-        if lean:
-            policy._loads.times = lambda rows, **asked: ROUND_S
-        for known in policy._workload_classes.values():
-            contest: Any = SpeculationController(active_mode=DecodingMode.PLAIN)
-            contest._decided = True
-            contest._prices.record_loss(DecodingMode.SPECULATE, float("inf"))
-            known.controllers = {load: contest for load in range(10)}
+        for workload in policy.workloads:
+            workload.shapes, workload.controller = (OFF,), SpeculationController()
+            workload.shape = OFF
         policy.changed = True
 
     def plain_round(self) -> None:

@@ -260,7 +260,6 @@ class EngineCore:
             if session.keeps_features and self.store is not None:
                 self.store.open(session.handle)
             self.counters["speculation_paused"] += session.is_speculation_off
-            self.counters["features_dropped_sessions"] += session.has_dropped_features
             if in_process_draft and spec.drafter_id is not None:
                 session.has_dropped_features = True
             self.drafters.announce(session)
@@ -313,7 +312,7 @@ class EngineCore:
     def drop_features(self, session: Session) -> None:
         """Keep nothing any more that a drafter by messages would need of a session, which is
         announced to none."""
-        self.policy.record_features_dropped(session)
+        session.has_dropped_features, session.keeps_features = True, False
         if self.store is not None:
             self.store.close(session.handle)
 

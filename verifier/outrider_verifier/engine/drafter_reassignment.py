@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from outrider.ids import DrafterId
 from outrider_verifier.exchange.session_announcer import SessionAnnouncer
-from outrider_verifier.planner.feature_retention import can_never_draft
-from outrider_verifier.planner.speculation_policy import SpeculationPolicy
+from outrider_verifier.planner.speculation_policy import SpeculationPolicy, can_never_draft
 from outrider_verifier.state.session import Session
 
 

@@ -145,7 +145,7 @@ class ProposalIntake:
         for handle in np.unique(handles).tolist():
             session = self._of_handle(handle)
             length = (
-                session.speculation_state.missed_prefix_len
+                session.speculation_state.wait.missed_prefix_len
                 if session.speculation_state and handle in in_vain
                 else 0
             )

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 
 from outrider import timeline
-from outrider.speculation.cost_table import COST_EMA_WEIGHT
 from outrider.watchdog import record_step
 from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.engine.early_proposals import plan_prefetched_round
@@ -35,7 +34,7 @@ from outrider_verifier.model_runner.results import (
     commit_prompts,
     commit_rows,
 )
-from outrider_verifier.state.round_plan import RoundLimits, RoundPlan
+from outrider_verifier.state.round_plan import TIME_EMA_WEIGHT, RoundLimits, RoundPlan
 from outrider_verifier.state.session import Session
 
 logger = logging.getLogger(__name__)
@@ -316,7 +315,7 @@ class RoundExecutor:
         self._idle_since = self._clock()
         if not in_flight.prefill:
             known_s = self._forward_s or outcome.forward_s
-            self._forward_s = known_s + COST_EMA_WEIGHT * (outcome.forward_s - known_s)
+            self._forward_s = known_s + TIME_EMA_WEIGHT * (outcome.forward_s - known_s)
         else:
             alone_s = self._forward_s if rows else 0.0
             tokens = sum([row.num_tokens for row in in_flight.prefill])

@@ -36,15 +36,6 @@ def apply_speculation_changes(core: EngineCore, now: float, *, in_flight: RoundP
             _resume(core, session, now)
         if not session.is_speculation_off:
             _look_ahead(core, session)
-        elif policy.should_drop_features(session):
-            _drop_features(core, session)
-
-
-def _drop_features(core: EngineCore, session: Session) -> None:
-    """Keep nothing any more that a drafter would need of a session that is paused."""
-    core.drafters.withdraw(session)
-    core.drop_features(session)
-    core.counters["features_dropped_sessions"] += 1
 
 
 def _look_ahead(core: EngineCore, session: Session) -> None:

@@ -84,7 +84,7 @@ class SessionAnnouncer:
                 continue
             session.has_stalled_drafter = session.has_stalled_drafter or silent
             if session.speculation_state is not None:
-                session.speculation_state.is_silent = silent
+                session.speculation_state.wait.is_silent = silent
 
     def attach(self, link: ExchangeLink) -> None:
         """A drafter is ready: its sessions, from their present prefixes on."""
@@ -135,7 +135,7 @@ class SessionAnnouncer:
         # Nobody new waits for one that others miss.
         session.has_stalled_drafter = self._on_link[link.link_id].is_silent
         if session.speculation_state is not None:
-            session.speculation_state.is_silent = session.has_stalled_drafter
+            session.speculation_state.wait.is_silent = session.has_stalled_drafter
         for message in self._verdict_builder.start_session(session, link):
             # Before the next round is planned it may end, and others be given what it held.
             self._post(_tell(link.link_id, message).owned())

@@ -17,7 +17,6 @@ from outrider import timeline
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.swap import SwapSpace
 from outrider.ids import SessionId
-from outrider.speculation.cost_table import COST_EMA_WEIGHT
 from outrider_verifier.kv.preemption import (
     Action,
     KVPoolState,
@@ -33,6 +32,7 @@ from outrider_verifier.kv.preemption import (
 from outrider_verifier.kv.prefix_cache import PrefixCache
 from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.state.preemption_mode import PreemptionMode
+from outrider_verifier.state.round_plan import TIME_EMA_WEIGHT
 from outrider_verifier.state.session import Session
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class BlockManager:
         """So many tokens were prefilled, which took so long."""
         each_s = seconds / tokens
         self._recompute_s = (
-            self._recompute_s + COST_EMA_WEIGHT * (each_s - self._recompute_s)
+            self._recompute_s + TIME_EMA_WEIGHT * (each_s - self._recompute_s)
             if self._recompute_s
             else each_s
         )

@@ -21,7 +21,6 @@ from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import LogprobPath, PathLogprobs, path_logprobs
 from outrider.engine.swap import SwapSpace
 from outrider.engine.target import ForwardBatch, ForwardOutput, Segment
-from outrider.speculation.draft_shape_controller import DraftShapeTimes
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.exchange.shm_features import ShmAllocator
@@ -29,6 +28,7 @@ from outrider_verifier.hooks import RoundThrottle
 from outrider_verifier.model_runner.batch import PackedRow, PrefillRow, VerifyRow, pack_batch
 from outrider_verifier.model_runner.interface import (
     DecodeOutput,
+    DraftShapeTimes,
     RoundHandle,
     RowOutput,
     RunnerOutput,
@@ -137,9 +137,7 @@ class CpuModelRunner:
         """Nothing is drafted in this process."""
 
     @staticmethod
-    def plain_round_s(
-        rows: int, *, own: bool, chunks: int = 0, featured: bool = False
-    ) -> float | None:
+    def plain_round_s(rows: int, *, own: bool, chunks: int = 0) -> float | None:
         """Not measured."""
         return None
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
-from outrider.speculation.draft_shape_controller import DraftShapeTimes
 from outrider_verifier.exchange.shm_features import ShmAllocator, ShmFeatures
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow
 from outrider_verifier.model_runner.kv_headroom import KVHeadroom
@@ -106,6 +105,16 @@ class RunnerOutput:
     forward."""
 
 
+class DraftShapeTimes(NamedTuple):
+    """A shape that in-process drafts may have, and what a round of it takes."""
+
+    num_nodes: int
+    """Nodes of a row, the root included; it names the shape."""
+    is_tree: bool
+    seconds: float
+    """Of the device, for the number of sessions that was asked about; nan: not measured."""
+
+
 class RoundHandle(Protocol):
     """A round that was submitted; means something to the runner that made it only."""
 
@@ -151,12 +160,9 @@ class ModelRunner(Protocol):
         bound."""
         ...
 
-    def plain_round_s(
-        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
-    ) -> float | None:
+    def plain_round_s(self, rows: int, *, own: bool, chunks: int = 0) -> float | None:
         """Seconds of the device for a round in which so many sessions decode, with or without
-        drafts of the in-process drafter, beside so many prefill chunks; `featured`: features
-        of it are kept. None: not measured."""
+        drafts of the in-process drafter, beside so many prefill chunks; None: not measured."""
         ...
 
     def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:

@@ -1,21 +1,23 @@
 """Speculation control: measured acceptance and round times in, mode and draft length out. Pure. It
 may import `state`, `exchange` and `model_runner`.
 
-draft_length.py            Chooses the draft length of chains for each workload class and load.
+draft_length.py            Draft length of chains that are drafted by messages: the most expected
+                           tokens per second.
 draft_recovery.py          Decides for which sessions draft K/V is computed once more.
-feature_retention.py       Decides which sessions that decode plainly stop keeping features for
-                           drafters.
-in_process_planner.py      Decides whether sessions use the in-process drafter, and in which draft
-                           shape, with one decision for all of them.
-load_burst_hold.py         Keeps sessions on plain decoding during load bursts and short dips.
-load_stats.py              LoadStats: current load, and measured times of plain rounds, prompts and
-                           starts at each.
-round_observer.py          Observes the tokens of each round and decides which decoding mode is in
-                           force.
+in_process_planner.py      Decides the draft shape of all sessions with in-process drafts, and
+                           whether they have any.
+load.py                    Load: running sessions as a power of two, with hysteresis, and what
+                           prompts add to rounds.
+proposal_wait.py           How long a session waits for its proposal, and when a drafter counts as
+                           stalled.
+speculation_controller.py  Speculation controller: the draft shape with the most expected tokens per
+                           second.
 speculation_policy.py      Decides for each session whether and how it speculates, from its measured
                            rounds.
+statistics.py              Statistics of measured rounds: typical values without outliers, and
+                           tokens per row.
 two_batch_overlap.py       Decides whether drafted sessions share a round or alternate in two
                            half-batches.
-workload_registry.py       Registry of workload classes and their statistics.
-workload_stats.py          Statistics of a workload class, and the speculation state of a session.
+workload.py                Workload classes: sessions whose speculation goes alike, and what is
+                           measured about them.
 """

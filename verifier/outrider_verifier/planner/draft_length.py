@@ -1,63 +1,99 @@
-"""Chooses the draft length of chains for each workload class and load. Pure.
+"""Draft length of chains that are drafted by messages: the most expected tokens per second. Pure.
 
-The speculation controller decides whether to draft at all.
+Whether to draft at all is the speculation controller's choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.speculation.cost_table import COST_EMA_WEIGHT, CostTable
-from outrider.speculation.draft_length import choose_draft_length
-from outrider_verifier.planner.workload_stats import WorkloadStats
-from outrider_verifier.state.session import NO_LIMIT
+ACCEPTANCE_HALF_LIFE_ROWS: Final = 128.0
+"""Rows after which an observation of acceptance counts half."""
+PRIOR_ACCEPTANCE: Final = 0.7
+PRIOR_ROWS: Final = 6.0
+"""Conditional acceptance of a depth that no draft has reached, and the rows that this weighs."""
+MIN_SWITCH_GAIN: Final = 1.05
+"""Speed of another length relative to the present one that makes it replace that."""
 
-REVIEW_ROUNDS: Final = 48
-"""Rounds with drafts after which a kind's draft length is chosen anew."""
+
+class AcceptanceByDepth:
+    """Moving estimate of P(the draft token of depth d is accepted, given that its parent was)."""
+
+    def __init__(self, depth: int) -> None:
+        """`depth`: the longest draft, at least 1."""
+        self._accepted = [PRIOR_ROWS * PRIOR_ACCEPTANCE] * depth
+        self._tried = [PRIOR_ROWS] * depth
+        self._rows = 0
+
+    def observe_row(self, depth: int, accepted: int) -> None:
+        """A row verified a chain of `depth` tokens and accepted so many of them."""
+        depth = min(depth, len(self._tried))
+        for level in range(min(accepted + 1, depth)):
+            self._tried[level] += 1.0
+            self._accepted[level] += level < accepted
+        self._rows += 1
+
+    def reach(self) -> NDArray[np.float64]:
+        """float64 [depth]: P(the token of depth d is accepted)."""
+        if self._rows:
+            # What rows counted since the last call is kept, and will weigh less at the next one.
+            keep = 0.5 ** (self._rows / ACCEPTANCE_HALF_LIFE_ROWS)
+            rates = np.divide(self._accepted, self._tried)
+            self._tried = [max(PRIOR_ROWS, keep * tried) for tried in self._tried]
+            self._accepted = list(rates * self._tried)
+            self._rows = 0
+        return np.cumprod(np.divide(self._accepted, self._tried), dtype=np.float64)
 
 
-class DraftLengthChooser:
-    """Chooses the draft length from acceptance by depth and forward times.
+class ForwardTimes:
+    """Times of the target's forward at one load by draft nodes of a row, as seen in service."""
 
-    Engine thread only.
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def observe_forward(self, nodes: int, seconds: float) -> None:
+        """A forward took `seconds`; a row had so many draft nodes in the mean."""
+        before_s = self._seconds.get(nodes, seconds)
+        self._seconds[nodes] = before_s + (min(seconds, 3.0 * before_s) - before_s) / 8.0
+
+    def estimate(self, nodes: float) -> float:
+        """Seconds with so many nodes of a row; nan as in `estimates`."""
+        return float(self.estimates(np.asarray([nodes], dtype=np.float64))[0])
+
+    def estimates(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64 [n] -> [n]: seconds by the nodes of a row, interpolated; nan where fewer than two
+        numbers of nodes were seen."""
+        if len(self._seconds) < 2:
+            return np.full(len(lengths), np.nan)
+        nodes = sorted(self._seconds)
+        seconds = np.maximum.accumulate([self._seconds[each] for each in nodes])
+        return np.interp(lengths, np.asarray(nodes, dtype=np.float64), seconds)
+
+
+def choose_draft_length(
+    reach: NDArray[np.float64],
+    seconds: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    *,
+    extra_s: float,
+    present: int,
+) -> int:
+    """The length of a chain, 1 .. len(reach), with the most expected tokens per second.
+
+    `reach`: float64 [longest], P(the token of depth d is accepted). `seconds`: time of a forward by
+    the length of its drafts, float64 [n] -> [n]; the longest draft stays where one of them is nan.
+    `extra_s`: time of a round besides its forward. `present`: the length in force, which stays
+    unless another one is faster by `MIN_SWITCH_GAIN`.
     """
-
-    def __init__(self, costs: CostTable, verify_s: Callable[[int, int], float | None]) -> None:
-        """`costs`: forwards that were seen; `verify_s`: seconds of one over so many rows, of
-        so many nodes each, as measured at the start; None where it was not."""
-        self._costs, self._verify_s = costs, verify_s
-        self._host_s = 0.0
-        """What rounds with drafts take outside the target's forward."""
-
-    def observe_host_time(self, host_s: float) -> None:
-        """A round with drafts took so many seconds outside the target's forward."""
-        self._host_s += COST_EMA_WEIGHT * (max(0.0, host_s) - self._host_s)
-
-    def review_length(self, known: WorkloadStats, load: int, sessions: int) -> bool:
-        """Choose the length of a kind's chains at a load of so many sessions, if it is time to;
-        whether it is another one now."""
-        if known.rounds_since_review < REVIEW_ROUNDS or known.workload_class.top_k != 1:
-            return False
-        known.rounds_since_review = 0
-        known.share_acceptance()
-        before, longest = known.draft_limit(load), known.workload_class.draft_tokens
-        length = choose_draft_length(
-            known.acceptance.acceptance_by_depth(longest),
-            partial(self._forward_s, sessions),
-            extra_s=known.mean_wait_s + self._host_s,
-            present=min(before, longest),
-        )
-        known.limits[load] = limit = NO_LIMIT if length >= longest else length
-        return limit != before
-
-    def _forward_s(self, rows: int, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64 [n] -> [n]: a forward over `rows` chains, by their length."""
-        measured = [self._verify_s(rows, 1 + int(length)) for length in lengths]
-        if None in measured:
-            return self._costs.estimates(rows, lengths * np.float64(rows))
-        return np.asarray(measured, dtype=np.float64)
+    lengths = np.arange(1, len(reach) + 1, dtype=np.float64)
+    times = seconds(lengths) + extra_s
+    if not np.isfinite(times).all() or not (times > 0.0).all():
+        return len(reach)
+    rates = (1.0 + np.cumsum(reach)) / times
+    best = int(np.argmax(rates)) + 1
+    if 1 <= present <= len(reach) and rates[best - 1] < MIN_SWITCH_GAIN * rates[present - 1]:
+        return present
+    return best

@@ -1,165 +1,189 @@
-"""Decides whether sessions use the in-process drafter, and in which draft shape, with one decision
-for all of them. Pure."""
+"""Decides the draft shape of all sessions with in-process drafts, and whether they have any. Pure.
+
+All of them share one decision, because rounds of several shapes read the weights several times. A
+session whose drafts were given up decodes plainly to its end: the head's K/V ends there.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from outrider.spec.decoding_mode import DecodingMode
-from outrider.speculation.draft_shape_controller import DraftShapeController, DraftShapeTimes
-from outrider.speculation.in_process_controller import InProcessDraftController
+from outrider.spec.decoding_mode import DecodingModeReason
+from outrider_verifier.model_runner.interface import DraftShapeTimes
 from outrider_verifier.model_runner.results import PlainRows, RowResult
-from outrider_verifier.planner.load_stats import LoadStats, RoundSample, prefill_weight
-from outrider_verifier.planner.workload_stats import SpeculationState, WorkloadClass
+from outrider_verifier.planner.load import LoadStats, RoundCostModel
+from outrider_verifier.planner.speculation_controller import (
+    OFF,
+    CandidateShape,
+    DeviceTimes,
+    RoundObservation,
+    SpeculationController,
+)
+from outrider_verifier.planner.workload import MAX_WORKLOAD_CLASSES, WorkloadClass
 
-MAX_KINDS: Final = 256
-"""Kinds that are remembered; the oldest one without sessions is forgotten."""
-HOST_TIME_WEIGHT: Final = 0.05
-"""Weight of one round in the mean of what the host adds to rounds."""
+MIN_BATCH_SHARE: Final = 0.75
+"""Share of the running sessions without which a round tells nothing about the load."""
 SHAPE_ROUNDS: Final = 8
-"""Rounds after which the draft shape is looked at again, or when the load has changed."""
+"""Rounds after which the shape is looked up again, or when the load has changed."""
 
 DraftShapes = Callable[[int], Sequence[DraftShapeTimes]]
-"""The draft shapes that a round of so many sessions may have, the usual one first."""
+"""The shapes that in-process drafts of a round of so many sessions may have, the usual one
+first."""
 
 
-InProcessRow = tuple[SpeculationState | None, int, int]
-"""A row that verified an in-process draft: what the planner keeps of its session, tokens emitted,
-nodes of the draft."""
-
-
-def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> list[InProcessRow]:
-    """Those of a round's rows that verified in-process drafts, and nothing else."""
-    own = [
-        (row.session.speculation_state, len(row.tokens), row.result.draft_nodes)
-        for row in apart
-        if row.result.draft_nodes and not row.nodes
-    ]
+def in_process_rows(apart: Sequence[RowResult], alike: PlainRows) -> tuple[list[int], int]:
+    """Tokens of each of a round's rows that verified an in-process draft, and the draft nodes of
+    each (0: there is none)."""
+    drafted = [row for row in apart if row.result.draft_nodes and not row.nodes]
+    counts = [len(row.tokens) for row in drafted]
+    nodes = max([row.result.draft_nodes for row in drafted], default=0)
     if any(alike.draft_nodes):
-        columns = zip(alike.sessions, alike.counts, alike.draft_nodes, strict=True)
-        own += [
-            (session.speculation_state, count, drafted)
-            for session, count, drafted in columns
-            if drafted
-        ]
-    return own
+        columns = zip(alike.counts, alike.draft_nodes, strict=True)
+        counts += [tokens for tokens, of_row in columns if of_row]
+        nodes = max(nodes, *alike.draft_nodes)
+    return counts, nodes
 
 
-class InProcessDraftPlanner:
-    """Measured gain of in-process drafts by workload class, and the resulting decision.
+class InProcessPlanner:
+    """The shape of in-process drafts, by workload class and load.
 
-    Classes are judged apart while they are served alone, so that greedy sessions do not suffer from
-    results at high temperatures. While several are served, their common rounds are judged, and if
-    any of them is to decode plainly, all do.
+    Classes are observed apart while they are served alone, so that greedy sessions do not suffer
+    from sessions at high temperatures. While several are served, their common rounds count.
     """
 
-    def __init__(self, loads: LoadStats, draft_shapes: DraftShapes) -> None:
-        self._loads, self._draft_shapes = loads, draft_shapes
-        self._shape = DraftShapeController()
-        self.num_nodes = 0
-        """Nodes of a row of the next rounds, the root included: the draft shape; 0: whatever it
-        is."""
-        self._host_s = 0.0
-        """What rounds took beyond the device's time, of late."""
-        self._looked_at = (-1, 0)
-        """The load at which the shape was chosen, and rounds since."""
-        self._drafts: dict[WorkloadClass | None, InProcessDraftController] = {}
-        """None: of rounds with sessions of several kinds."""
+    def __init__(self, loads: LoadStats, times: RoundCostModel, draft_shapes: DraftShapes) -> None:
+        self._loads, self._times, self._draft_shapes = loads, times, draft_shapes
         self._sessions: Counter[WorkloadClass] = Counter()
+        self._controllers: dict[WorkloadClass | None, SpeculationController] = {}
+        """None: of rounds with sessions of several classes."""
+        self._plain_sessions = 0
+        """Sessions whose drafts were given up."""
+        self._looked_at = (-1, 0)
+        """The load at which the shape was looked up, and rounds since."""
+        self._shape: CandidateShape | None = None
+        self._tables: dict[int, DeviceTimes] = {}
+        """Device times by sessions of a round; the runner measures them once."""
 
-    def add_session(self, kind: WorkloadClass) -> None:
-        """A session of this kind begins."""
-        self._sessions[kind] += 1
-        if kind in self._drafts:
-            return
-        idle = [old for old in self._drafts if old is not None and old not in self._sessions]
-        if len(self._drafts) >= MAX_KINDS and idle:
-            del self._drafts[idle[0]]
-        self._drafts[kind] = InProcessDraftController()
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of a row of the next round, the root included; 0: as the runner has it."""
+        return 1 + self._shape.nodes if self._shape is not None and self._shape.nodes else 0
 
-    def remove_session(self, kind: WorkloadClass) -> None:
-        """A session that was followed is over."""
-        self._sessions[kind] -= 1
-        if self._sessions[kind] <= 0:
-            del self._sessions[kind]
+    @property
+    def num_controllers(self) -> int:
+        """Controllers that are remembered."""
+        return len(self._controllers)
 
-    def is_plain(self, now: float) -> bool:
-        """Whether the sessions that are being followed are to decode plainly.
+    def add_session(self, workload_class: WorkloadClass) -> None:
+        """A session with in-process drafts begins."""
+        self._sessions[workload_class] += 1
+        self._looked_at = (-1, 0)
 
-        For good, so a load has to last before it decides. At a lower one many sessions may have
-        left at once, to be followed by others: of these none would have drafts, or of those none be
-        without, and rows without drafts wait for those with them. At a higher one more may come, to
-        where drafts win.
-        """
-        loads = self._loads
-        load = loads.load if loads.is_load_steady else loads.peak
-        return any(
-            own.choose_mode(load, now) is DecodingMode.PLAIN
-            and (loads.is_load_steady or not own.is_active_above(load, now))
-            for _, own in self._concerned()
-        )
+    def remove_session(self, workload_class: WorkloadClass, *, is_plain: bool) -> None:
+        """A session ended; `is_plain`: its drafts had been given up."""
+        self._sessions[workload_class] -= 1
+        self._plain_sessions -= is_plain
+        self._looked_at = (-1, 0)
+        if self._sessions[workload_class] <= 0:
+            del self._sessions[workload_class]
 
-    def choose_shape(self) -> None:
-        """Before a round: see whether another draft shape is faster at the load of now."""
+    def record_drafts_given_up(self) -> None:
+        """A session decodes plainly from now on."""
+        self._plain_sessions += 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the sessions of now should decode plainly."""
+        return self._shape == OFF
+
+    def choose_shape(self) -> bool:
+        """Before a round: look the shape up. Returns whether sessions should decode plainly that
+        had drafts until now."""
         load, rounds = self._looked_at
-        if load == self._loads.load and rounds < SHAPE_ROUNDS:
+        if not self._sessions or (load == self._loads.load and rounds < SHAPE_ROUNDS):
             self._looked_at = load, rounds + 1
-            return
+            return False
         self._looked_at = self._loads.load, 0
-        shapes = self._draft_shapes(self._loads.sessions)
-        self.num_nodes = self._shape.choose_shape(shapes, self._host_s)
+        device_s = self._device_s(self._loads.sessions)
+        shape = self._controller().shape(self._loads.load, device_s)
+        if shape == OFF and self._shape != OFF and not self._loads.is_steady and self._shape:
+            # Giving drafts up is final, and at the next load they may win.
+            return False
+        before, self._shape = self._shape, shape
+        return self.is_plain and before != shape
 
-    def observe_rows(self, rows: Sequence[InProcessRow], ran: RoundSample, now: float) -> None:
-        """`rows`, at least one, verified in-process drafts in a round."""
-        loads, count, chunks = self._loads, len(rows), ran.chunks
-        emitted = [tokens for _, tokens, _ in rows]
-        num_nodes = 1 + max([nodes for _, _, nodes in rows])
-        squares = sum([n * n for n in emitted])
-        self._shape.observe_round(num_nodes, count, sum(emitted), squares)
-        alone = count == ran.rows
-        # Where others have no drafts, too, it is asked what all would get if they had.
-        judged = count if alone else max(count, loads.sessions)
-        plain_s, own_s = loads.times(judged, own=False), loads.times(judged, own=True)
-        if not plain_s or not own_s:
+    def observe_rows(
+        self, counts: Sequence[int], nodes: int, *, rows: int, seconds: float, weight: float
+    ) -> bool:
+        """A round ended. `counts`: tokens of the rows that verified in-process drafts, of `nodes`
+        draft nodes each; `rows`: sessions that decoded in it; `seconds`: its time without what
+        prompts added. Returns whether another shape is due."""
+        sessions = sum(self._sessions.values())
+        if not sessions or not (counts or (rows and self._plain_sessions >= sessions)):
+            return False
+        is_alone = len(counts) in (0, rows)
+        is_settled = is_alone and rows >= MIN_BATCH_SHARE * self._loads.sessions
+        device_s = self._device_s(rows)
+        shape = OFF
+        if counts:
+            shape = next((each for each in device_s if each.nodes == nodes), OFF)
+            if shape == OFF:
+                return False
+        else:
+            counts = (1,) * rows
+        seen = RoundObservation(
+            len(counts),
+            sum(counts),
+            sum([count * count for count in counts]),
+            seconds * len(counts),
+            max(len(counts), self._loads.sessions) if is_settled else rows,
+            is_settled,
+            weight,
+        )
+        controller, load = self._controller(), self._loads.load
+        controller.observe_round(load, shape, seen, device_s)
+        return controller.shape(load, self._device_s(self._loads.sessions)) != self._shape
+
+    def reason(self) -> DecodingModeReason:
+        """Why the shape in force is in force."""
+        return self._controller().reason(self._loads.load)
+
+    def summaries(self) -> Iterator[str]:
+        """The classes that are served, their shape and its gain; ASCII."""
+        if not self._sessions or self._shape is None:
             return
-        took_s, host_s = loads.times(count, own=True, chunks=chunks), None
-        if alone and took_s and loads.is_representative(count):
-            host_s = ran.seconds - loads.session_open_s(ran) - took_s
-            self._host_s += HOST_TIME_WEIGHT * (max(0.0, host_s) - self._host_s)
-        # There are few, and a name is told apart faster than a kind.
-        known = {id(pace.workload): pace.workload for pace, _, _ in rows if pace is not None}
-        workload_classes = {each.workload_class for each in known.values()}
-        drafts = self._drafts.setdefault(
-            workload_classes.pop() if len(workload_classes) == 1 else None,
-            InProcessDraftController(),
-        )
-        weight = prefill_weight(chunks)
-        drafts.observe_round(
-            count, sum(emitted), squares, load=loads.load, host_s=host_s, weight=weight
-        )
-        nodes = max([each.workload_class.draft_tokens for each in known.values()], default=1)
-        seen_s, seen_error = loads.measured_plain_round(judged)
-        drafts.evaluate(
-            loads.load,
-            plain_s,
-            own_s,
-            now,
-            nodes=nodes,
-            seen_s=seen_s,
-            seen_error=seen_error,
-            lasting=loads.is_load_steady,
-        )
+        names = list(self._sessions)
+        name = str(names[0]) if len(names) == 1 else f"{len(names)} classes"
+        device_s = self._device_s(self._loads.sessions)
+        gain = self._controller().gain(self._loads.load, device_s)
+        yield f"in-process drafts, {name}: {self._shape} ({self.reason()}{format_gain(gain)})"
 
-    def summaries(self, now: float) -> Iterator[tuple[str, DecodingMode, float]]:
-        """Of each kind being served: its name, what it is to do, and what drafts gain."""
-        for kind, own in self._concerned():
-            name = "own drafts of several kinds" if kind is None else f"own drafts, {kind}"
-            yield name, own.choose_mode(self._loads.load, now), own.gain
+    def _controller(self) -> SpeculationController:
+        key = next(iter(self._sessions)) if len(self._sessions) == 1 else None
+        controller = self._controllers.get(key)
+        if controller is None:
+            if len(self._controllers) >= MAX_WORKLOAD_CLASSES:
+                del self._controllers[next(iter(self._controllers))]
+            controller = self._controllers[key] = SpeculationController(can_resume=False)
+        return controller
 
-    def _concerned(self) -> Iterator[tuple[WorkloadClass | None, InProcessDraftController]]:
-        """The verdicts that concern the sessions of now."""
-        for kind, own in list(self._drafts.items()):
-            if kind in self._sessions or (kind is None and len(self._sessions) > 1):
-                yield kind, own
+    def _device_s(self, rows: int) -> DeviceTimes:
+        """The shapes that a round of so many sessions may have, `OFF` last."""
+        device_s = self._tables.get(rows)
+        if device_s is None:
+            shapes = self._draft_shapes(rows)
+            device_s = {
+                CandidateShape(each.num_nodes - 1, each.is_tree): each.seconds for each in shapes
+            }
+            plain_s = self._times(rows, own=False)
+            device_s[OFF] = math.nan if plain_s is None else plain_s
+            self._tables[rows] = device_s
+        return device_s
+
+
+def format_gain(gain: float) -> str:
+    """A gain as summaries say it; "" while it is not known."""
+    return "" if math.isnan(gain) else f", {gain:.2f}x of plain"

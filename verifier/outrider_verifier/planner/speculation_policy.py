@@ -1,57 +1,64 @@
 """Decides for each session whether and how it speculates, from its measured rounds. Pure.
 
-Sessions of one workload class (drafter, draft method and shape, rule, temperature) share what is
-measured: whether drafts beat plain decoding at this load
-(`outrider.speculation.speculation_controller`), whether look-ahead beats lock-step, when proposals
-arrive, and how deep drafts are accepted. Where plain decoding wins, *speculation is off* for the
-sessions of the class: they wait for nothing, and their drafter receives nothing and catches up when
-speculation is tried again. All sessions of an in-process drafter share one decision
-(`in_process_planner`), because rounds of both modes together read the weights twice; a session
-whose speculation is off stays so. The time that prompts add to rounds is left out, since it meets
-both modes alike on average. Times are seconds of one clock.
+Sessions of one workload class share a `SpeculationController`. Where plain decoding is faster,
+*speculation is off* for the sessions of the class: they wait for nothing, and their drafter
+receives nothing and catches up when speculation goes on again. All sessions with in-process drafts
+share one decision (`in_process_planner`). The time that prompts add to rounds is left out, since it
+meets all shapes alike on average. Times are seconds of one clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 from outrider.ids import DrafterId
-from outrider.spec.decoding_mode import DecodingMode, DecodingModeReason
-from outrider.speculation.cost_table import CostTable
-from outrider.speculation.estimates import MIN_WAIT_ROUNDS, proposal_timeout_s
+from outrider.spec.plan import FEATURE_METHODS
 from outrider.wire.messages import PAUSED
 from outrider.wire.spec_stats_accumulator import REASON_FLAGS
 from outrider_verifier.model_runner.results import NO_ROWS, PlainRows, RowResult
-from outrider_verifier.planner import feature_retention
-from outrider_verifier.planner.draft_length import DraftLengthChooser
-from outrider_verifier.planner.in_process_planner import DraftShapes, InProcessDraftPlanner
-from outrider_verifier.planner.load_burst_hold import stays_off, update_hold
-from outrider_verifier.planner.load_stats import LoadStats, RoundCostModel
-from outrider_verifier.planner.round_observer import RoundObserver
-from outrider_verifier.planner.workload_registry import WorkloadRegistry
-from outrider_verifier.planner.workload_stats import (
+from outrider_verifier.planner.draft_length import AcceptanceByDepth
+from outrider_verifier.planner.in_process_planner import (
+    DraftShapes,
+    InProcessPlanner,
+    format_gain,
+    in_process_rows,
+)
+from outrider_verifier.planner.load import LoadStats, RoundCostModel, RoundSample
+from outrider_verifier.planner.proposal_wait import MIN_WAIT_ROUNDS, proposal_timeout_s
+from outrider_verifier.planner.speculation_controller import (
+    OFF,
+    CandidateShape,
+    DeviceTimes,
+    SpeculationController,
+)
+from outrider_verifier.planner.workload import (
+    MAX_WORKLOAD_CLASSES,
+    RowTally,
     SpeculationState,
     WorkloadClass,
     WorkloadStats,
-    format_gain,
 )
 from outrider_verifier.state.session import NO_LIMIT, Session
 
-PLAIN_CHECK_ROUNDS: Final = 4
-"""Rounds for which what is in force for sessions that decode plainly is not looked up anew, if
-nothing has changed: a small model's rounds are short, and in each of them they would ask."""
 IDLE_S: Final = 0.25
-IDLE_ROUNDS: Final = 16
-"""Time, and plain rounds, without any round after which what the load was before is over: whoever
-comes then is not one of those who were left."""
+"""Time without any round after which the load of before is over."""
+PREFILL_ROUND_WEIGHT: Final = 0.25
+"""What the time of a round with prompts counts: what they added is known no better than that."""
+MAX_MISS_ROUNDS: Final = 4.0
+"""Plain rounds that a timeout counts as at most: one drafter that stops is no reason to leave
+speculation, timeouts that go on are."""
+MIN_TOKENS_LEFT: Final = 32
+"""Tokens that a session may yet emit without which its speculation does not go on again: its
+drafter would have to catch up first."""
 
 
 class SpeculationPolicy:
-    """Decides the decoding mode of all sessions of a verifier.
+    """Decides the draft shape of all sessions of a verifier.
 
-    Engine thread only; `describe` is read by any thread.
+    Engine thread only; any thread may call `describe` and `drafter_response_s`.
     """
 
     def __init__(
@@ -59,42 +66,24 @@ class SpeculationPolicy:
         *,
         automatic: bool,
         ceiling_s: float,
-        times: RoundCostModel = lambda rows, *, own, chunks=0, featured=False: None,
+        times: RoundCostModel = lambda rows, *, own, chunks=0: None,
         draft_shapes: DraftShapes = lambda _: (),
-        verify_s: Callable[[int, int], float | None] = lambda rows, nodes: None,
         chunk_tokens: int = 1,
         shares_cores: bool = False,
     ) -> None:
-        """`automatic`: False carries plans out as they are. `draft_shapes`: the shapes that
-        in-process drafts may have in a round of so many sessions. `ceiling_s`: see
-        `proposal_timeout_s`. `verify_s`: seconds of a forward over so many rows, of so many
-        nodes each; None where that was not measured. `chunk_tokens`: prompt tokens of a piece, as
-        `times` counts them. `shares_cores`: whether the target computes where a drafter of this
-        host does, so that what is drafted ahead is likely to cost more than it hides."""
-        self._automatic = automatic
-        self._ceiling_s = ceiling_s
-        costs = CostTable()
-        self._workload_classes = WorkloadRegistry(
-            automatic=automatic, begins_ahead=not shares_cores
-        )
-        self._loads = LoadStats(times, costs, chunk_tokens=chunk_tokens)
-        self._own = InProcessDraftPlanner(self._loads, draft_shapes)
-        self._judging = RoundObserver(
-            self._loads,
-            self._workload_classes,
-            self._own,
-            DraftLengthChooser(costs, verify_s),
-            costs,
-            automatic=automatic,
-            chunk_tokens=chunk_tokens,
-        )
-        self._round = 0
-        self._looked_at = 0
-        """The round in which it was last looked around; see `PLAIN_CHECK_ROUNDS`."""
-        self._settled = False
-        """Whether the load had lasted when the last round was planned."""
-        self._round_s = 0.0
-        """A plain round at this load; 0: not known."""
+        """`automatic`: False carries plans out as they are. `ceiling_s`: see `proposal_timeout_s`.
+        `times`: the device's times of rounds. `draft_shapes`: the shapes that in-process drafts may
+        have in a round of so many sessions. `chunk_tokens`: prompt tokens of a prefill chunk, as
+        `times` counts them. `shares_cores`: whether the target computes on cores that a drafter of
+        this host needs, so that look-ahead is likely to cost more than it hides."""
+        self._automatic, self._ceiling_s = automatic, ceiling_s
+        self._times, self._chunk_tokens = times, chunk_tokens
+        self._begins_ahead = not shares_cores
+        self._loads = LoadStats(times)
+        self._in_process = InProcessPlanner(self._loads, times, draft_shapes)
+        self._workloads: dict[WorkloadClass, WorkloadStats] = {}
+        self._touched: list[WorkloadStats] = []
+        """Workloads with rows in the round that is being observed."""
         self._now = 0.0
         self._ended_at = math.inf
         """Clock time of the end of the last round; infinite before there was one."""
@@ -102,158 +91,185 @@ class SpeculationPolicy:
         """Whether `should_pause`, `draft_limit` or `should_look_ahead` may answer differently than
         before; for the caller to reset."""
 
+    @property
+    def workloads(self) -> Sequence[WorkloadStats]:
+        """Statistics of the classes whose drafts come by messages."""
+        return list(self._workloads.values())
+
     # ---- sessions ------------------------------------------------------------------------------
 
     def add_session(self, session: Session) -> None:
-        """A session begins. No round has it yet, so what is in force for its kind holds for it at
-        once."""
+        """A session begins. The shape in force for its class holds for it at once."""
         self._now = max(self._now, session.root_known_at)
-        self._rest(1)
-        speculation_state = self._join(session)
-        if speculation_state is None:
-            return
-        if speculation_state.workload.sessions == 1 and not speculation_state.is_in_process:
-            # The only one of its kind may have changed what is in force.
-            self.changed = self._automatic
+        self._reset_after_idle(1)
+        self._join(session)
+        if session.speculation_state is None:
             return
         session.draft_limit = self.draft_limit(session)
-        held = (
-            self._automatic
-            and not speculation_state.is_in_process
-            and self._fresh(speculation_state.workload).begins_plainly
-        )
-        if not session.is_speculation_off and (held or self.should_pause(session)):
+        if not session.is_speculation_off and self.should_pause(session):
             self.record_pause(session, paused=True)
-        if self.should_drop_features(session):
-            self.record_features_dropped(session)
 
     def update_session(self, session: Session) -> None:
         """The plan of a session, or its drafter, has changed."""
-        if self._join(session) is not None:
+        self._join(session)
+        if session.speculation_state is not None:
             self.changed = self._automatic
 
-    def _join(self, session: Session) -> SpeculationState | None:
-        """Count a session to its kind; None: its plan has no choice."""
+    def _join(self, session: Session) -> None:
+        """Count a session to its class; its plan may leave no choice."""
         self.remove_session(session)
         session.draft_limit, session.is_look_ahead_on = NO_LIMIT, False
         if not session.plan.is_speculative:
-            return None
-        known = self._workload_classes.get_stats(WorkloadClass.of_session(session))
-        known.sessions += 1
-        own = session.in_process_draft_length > 0
-        session.speculation_state = speculation_state = SpeculationState(
-            known, own, not own and feature_retention.can_never_draft(session)
-        )
-        known.num_featureless += speculation_state.lacks_features
-        if known.look_ahead is not None:
-            known.look_ahead.begin_session(known.sessions)
-        session.is_look_ahead_on = self.should_look_ahead(session)
-        if own:
-            self._own.add_session(known.workload_class)
+            return
+        workload_class = WorkloadClass.of_session(session)
+        if session.in_process_draft_length:
+            session.speculation_state = SpeculationState(None, workload_class)
+            self._in_process.add_session(workload_class)
+            if self._automatic:
+                self._in_process.choose_shape()
             if self.should_pause(session):
                 self.record_pause(session, paused=True)
-        elif known.sessions == 1 and known.controllers:
-            self._workload_classes.get_controller(known, self._loads).begin_session()
-        return speculation_state
+            return
+        workload = None if can_never_draft(session) else self._workload(workload_class)
+        session.speculation_state = SpeculationState(workload)
+        if workload is not None:
+            workload.sessions += 1
+            self._look_up(workload)
+            session.is_look_ahead_on = self.should_look_ahead(session)
 
     def remove_session(self, session: Session) -> None:
         """A session ends, or its plan is about to change; idempotent."""
-        if session.speculation_state is not None:
-            known = session.speculation_state.workload
-            known.sessions -= 1
-            known.num_featureless -= session.speculation_state.lacks_features
-            if session.speculation_state.is_in_process:
-                self._own.remove_session(known.workload_class)
-            session.speculation_state = None
+        state, session.speculation_state = session.speculation_state, None
+        if state is None:
+            return
+        if state.workload is not None:
+            state.workload.sessions -= 1
+        if state.in_process_class is not None:
+            self._in_process.remove_session(
+                state.in_process_class, is_plain=session.is_speculation_off
+            )
+
+    def _workload(self, workload_class: WorkloadClass) -> WorkloadStats:
+        """What is known of a class; the oldest class without sessions gives way to a new one."""
+        workload = self._workloads.get(workload_class)
+        if workload is not None:
+            return workload
+        idle = [each for each, known in self._workloads.items() if not known.sessions]
+        if len(self._workloads) >= MAX_WORKLOAD_CLASSES and idle:
+            del self._workloads[idle[0]]
+        shape, ahead = workload_class.shape, workload_class.shape_ahead
+        shapes: tuple[CandidateShape, ...] = (shape, OFF)
+        if workload_class.look_ahead:
+            # Where nothing is decided, plans say how drafts are made.
+            is_ahead_first = self._begins_ahead or not self._automatic
+            shapes = (ahead, shape, OFF) if is_ahead_first else (shape, ahead, OFF)
+        workload = self._workloads[workload_class] = WorkloadStats(
+            workload_class,
+            SpeculationController(first=OFF if self._is_hopeless(workload_class) else None),
+            shapes,
+            AcceptanceByDepth(workload_class.draft_tokens),
+        )
+        return workload
+
+    def _is_hopeless(self, workload_class: WorkloadClass) -> bool:
+        """Whether easier drafts of the same drafter lose at this load."""
+        return any(
+            known.sessions and known.is_plain and workload_class.is_at_least_as_hard(other)
+            for other, known in self._workloads.items()
+        )
+
+    # ---- decisions -----------------------------------------------------------------------------
 
     def begin_round(self, sessions: int, now: float) -> None:
-        """A round is about to be planned while so many sessions are being served."""
-        self._round += 1
+        """A round is about to be planned while so many sessions are running."""
         self._now = now
-        self._rest(sessions)
+        self._reset_after_idle(sessions)
+        if not self._automatic:
+            self._loads.begin_round(sessions)
+            return
         if self._loads.begin_round(sessions):
-            self.changed = self._automatic
-            self._round_s = self._loads.round_s
-        if self._automatic:
-            self._own.choose_shape()
-        if self._settled is not self._loads.is_load_steady:
-            self._settled = self._loads.is_load_steady
-            self.changed = self._automatic
-        if self.changed or self._round - self._looked_at >= PLAIN_CHECK_ROUNDS:
-            self._looked_at = self._round
-            self._judging.update_sampling()
+            self.changed = True
+            for workload in self._workloads.values():
+                self._look_up(workload)
+        if self._in_process.choose_shape():
+            self.changed = True
 
-    def _rest(self, sessions: int) -> None:
-        """Begin anew with so many sessions if nothing has run for a while."""
-        if self._now - self._ended_at > max(IDLE_S, IDLE_ROUNDS * self._round_s):
+    def _reset_after_idle(self, sessions: int) -> None:
+        """Begin anew with so many sessions if no round ran for a while."""
+        if self._now - self._ended_at > IDLE_S:
             self._ended_at = self._now
             self._loads.reset_after_idle(sessions)
-            self._round_s = self._loads.round_s
             self.changed = self._automatic
+            for workload in self._workloads.values():
+                self._look_up(workload)
+
+    def _look_up(self, workload: WorkloadStats) -> None:
+        """Look up the shape in force for a class."""
+        before = workload.shape
+        if self._automatic:
+            workload.shape = workload.controller.shape(
+                self._loads.load, self._device_s(workload, self._loads.sessions)
+            )
+        else:
+            workload.shape = workload.shapes[0]
+        if workload.shape != before:
+            self.changed = self._automatic
+
+    def _device_s(self, workload: WorkloadStats, rows: int) -> DeviceTimes:
+        """The device's times by shape; how long an exchange by messages takes is not known before
+        it is seen."""
+        plain_s = self._times(rows, own=False)
+        return {
+            shape: plain_s if plain_s is not None and not shape.nodes else math.nan
+            for shape in workload.shapes
+        }
 
     @property
     def num_draft_nodes(self) -> int:
         """Nodes of a row with in-process drafts in the next round, the root included: the draft
-        shape; 0: whatever it is."""
-        return self._own.num_nodes
+        shape; 0: as the runner has it."""
+        return self._in_process.num_nodes
 
     def should_pause(self, session: Session) -> bool:
         """Whether the session should decode plainly now, whatever its plan wishes for."""
-        speculation_state = session.speculation_state
-        if not self._automatic or speculation_state is None:
+        state = session.speculation_state
+        if not self._automatic or state is None:
             return False
-        if speculation_state.is_in_process:
-            return session.is_speculation_off or self._own.is_plain(self._now)
-        known = self._fresh(speculation_state.workload)
-        return speculation_state.lacks_features or known.is_plain or stays_off(known, session)
-
-    def should_drop_features(self, session: Session) -> bool:
-        """Whether a paused session should keep no features any more: see `feature_retention`."""
-        speculation_state = session.speculation_state
-        if speculation_state is None or not (
-            session.is_speculation_off and session.keeps_features and self._automatic
-        ):
-            return False
-        return self._fresh(speculation_state.workload).drops_features
-
-    def record_features_dropped(self, session: Session) -> None:
-        """The session's features are kept no more: nothing drafts for it by messages again."""
-        session.has_dropped_features, session.keeps_features = True, False
-        if session.speculation_state is not None:
-            session.speculation_state.lacks_features = True
-            session.speculation_state.workload.num_featureless += 1
+        if state.is_in_process:
+            return session.is_speculation_off or self._in_process.is_plain
+        if state.workload is None:
+            return True
+        if session.is_speculation_off and session.remaining < MIN_TOKENS_LEFT:
+            return True
+        return state.workload.is_plain
 
     def should_look_ahead(self, session: Session) -> bool:
-        """Whether the session is to be drafted for ahead of its verdicts, if its plan allows it."""
-        speculation_state = session.speculation_state
-        if (
-            speculation_state is None
-            or speculation_state.is_in_process
-            or not session.plan.look_ahead
-        ):
-            return False
-        look = speculation_state.workload.look_ahead
-        return not self._automatic or (look is not None and look.is_active(self._loads.load))
+        """Whether the session is to be drafted for ahead of its verdicts."""
+        state = session.speculation_state
+        return state is not None and state.workload is not None and state.workload.shape.is_ahead
 
     def draft_limit(self, session: Session) -> int:
         """Draft levels of the session that are worth verifying.
 
-        What is drafted ahead is for outcomes of whole drafts: of one that was cut, those that end
-        at the cut are none of them, so every cut would be a miss.
+        A draft that was made ahead is for the outcomes of whole drafts: an outcome that ends where
+        a draft was cut is none of them.
         """
-        speculation_state = session.speculation_state
-        if speculation_state is None or self.should_look_ahead(session):
+        state = session.speculation_state
+        if state is None or state.workload is None or state.workload.shape.is_ahead:
             return NO_LIMIT
-        return speculation_state.workload.draft_limit(self._loads.load)
+        return state.workload.draft_limit(self._loads.load)
 
     def record_pause(self, session: Session, *, paused: bool) -> None:
-        """The session pauses or resumes speculation with its next round."""
+        """The session's speculation goes off or on with its next round."""
         session.is_speculation_off = paused
-        if session.speculation_state is not None:
-            session.speculation_state.record_mode_change(self._now, paused=paused)
-            if paused and session.speculation_state.is_in_process:
-                # The head's K/V ends here: its drafts cannot be had again.
-                session.in_process_draft_length = 0
+        state = session.speculation_state
+        if state is None:
+            return
+        state.record_mode_change(paused=paused)
+        if paused and state.is_in_process:
+            # The head's K/V ends here: its drafts cannot be had again.
+            session.in_process_draft_length = 0
+            self._in_process.record_drafts_given_up()
 
     def record_look_ahead(self, session: Session, *, ahead: bool) -> None:
         """The session's drafter is about to be told to look ahead, or not to."""
@@ -262,49 +278,65 @@ class SpeculationPolicy:
             session.speculation_state.record_look_ahead_change()
 
     def reset_drafter(self, drafter_id: DrafterId) -> None:
-        """A drafter has connected: what was found of its predecessor's speed is void."""
+        """A drafter has connected: what was measured of its predecessor is void."""
+        for workload_class, workload in self._workloads.items():
+            if workload_class.drafter_id == drafter_id:
+                fresh = WorkloadStats(
+                    workload_class,
+                    SpeculationController(),
+                    workload.shapes,
+                    workload.acceptance,
+                )
+                workload.controller, workload.arrivals = fresh.controller, fresh.arrivals
+                self._look_up(workload)
         self.changed = self._automatic
-        self._workload_classes.reset_drafter(drafter_id)
-
-    def slowest_response_s(self) -> float:
-        """See `WorkloadRegistry.slowest_response_s`."""
-        return self._workload_classes.slowest_response_s()
-
-    def drafter_response_s(self, drafter_id: DrafterId) -> float:
-        """See `WorkloadRegistry.drafter_response_s`; any thread may ask."""
-        return self._workload_classes.drafter_response_s(drafter_id)
 
     # ---- waiting -------------------------------------------------------------------------------
 
     def proposal_timeout_s(self, session: Session) -> float:
         """How long the session's next round waits for a proposal; the plan's bound holds."""
-        bound_s = session.plan.proposal_timeout_ms / 1000.0
-        speculation_state = session.speculation_state
-        if not self._automatic or speculation_state is None:
+        bound_s, state = session.plan.proposal_timeout_ms / 1000.0, session.speculation_state
+        if not self._automatic or state is None or state.workload is None:
             return bound_s
-        if speculation_state.is_holding:
-            # A drafter that has to catch up first takes longer than it usually does.
-            return min(bound_s, max(self._ceiling_s, MIN_WAIT_ROUNDS * self._round_s))
-        return min(bound_s, self._fresh(speculation_state.workload).proposal_timeout_s)
+        round_s = self._loads.round_s
+        if state.wait.is_catching_up:
+            return min(bound_s, max(self._ceiling_s, MIN_WAIT_ROUNDS * round_s))
+        return proposal_timeout_s(
+            state.workload.arrival, round_s, bound_s=bound_s, ceiling_s=self._ceiling_s
+        )
 
     def record_arrival(
         self, session: Session, *, prefix_len: int, usable: bool, now: float
     ) -> None:
         """A proposal arrived; `usable`: it is for the session's present prefix."""
         session.has_stalled_drafter = False
-        if session.speculation_state is not None and not session.is_speculation_off:
-            session.speculation_state.record_arrival(
-                session, prefix_len=prefix_len, usable=usable, now=now
-            )
+        state = session.speculation_state
+        if state is None or state.workload is None or session.is_speculation_off:
+            return
+        arrival = state.workload.arrivals[session.is_look_ahead_on]
+        state.wait.record_arrival(session, arrival, prefix_len=prefix_len, usable=usable, now=now)
 
     def record_timeout(self, session: Session) -> None:
         """A proposal timeout ran out: the session's rounds do not wait until its drafter is heard
         of, or for a number of rounds."""
         session.has_stalled_drafter = True
         if session.speculation_state is not None:
-            session.speculation_state.record_timeout(session)
+            session.speculation_state.wait.record_timeout(session)
 
-    # ---- what rounds were seen to give ---------------------------------------------------------
+    def slowest_response_s(self) -> float:
+        """Time from a round's end to its proposals, of the slowest drafter in use; what was drafted
+        ahead does not count. 0 while unknown."""
+        used = (each.arrival.mean_s for each in self._workloads.values() if each.sessions)
+        return max(used, default=0.0)
+
+    def drafter_response_s(self, drafter_id: DrafterId) -> float:
+        """The same of one drafter, as it was last if it is not in use."""
+        workloads = list(self._workloads.values())
+        mine = [each for each in workloads if each.workload_class.drafter_id == drafter_id]
+        used = [each for each in mine if each.sessions]
+        return max((each.arrival.mean_s for each in used or mine), default=0.0)
+
+    # ---- observation ---------------------------------------------------------------------------
 
     def observe_round(
         self,
@@ -317,64 +349,141 @@ class SpeculationPolicy:
         now: float,
     ) -> None:
         """A round ended that took `seconds` without waiting, `forward_s` of them for the target's
-        forward: `rows` and those that were `alike`. `prompts`: the tokens of each one in it."""
+        forward: `rows`, and those that were `alike`. `prompts`: prompt tokens of each session with
+        some in it."""
         self._ended_at = now
-        judging = self._judging
-        judging.observe_round(rows, alike, seconds, forward_s, prompts, now, self._round_s)
-        self.changed = self.changed or (self._automatic and judging.turned)
-        if judging.plain:
-            self._round_s = self._loads.round_s
+        decoded = [row for row in rows if row.verify_row is not None]
+        count = len(decoded) + len(alike)
+        nodes = sum([row.nodes for row in decoded])
+        counts, in_process_nodes = in_process_rows(decoded, alike)
+        chunks = sum([-(-tokens // self._chunk_tokens) for tokens in prompts])
+        sample = RoundSample(
+            count, nodes + in_process_nodes, sum(prompts), chunks, seconds, bool(counts)
+        )
+        own_s = self._loads.observe_round(sample)
+        weight = PREFILL_ROUND_WEIGHT if chunks else 1.0
+        if self._automatic and self._in_process.observe_rows(
+            counts, in_process_nodes, rows=count, seconds=own_s, weight=weight
+        ):
+            self.changed = True
+        if not self._workloads:
+            return
+        clock = now - self._loads.prompts_s
+        for session in alike.sessions:
+            self._observe_session(session, clock)
+        for row in decoded:
+            self._observe_row(row, clock)
+        self._evaluate(weight)
+        if count and not (chunks or counts):
+            for workload in self._workloads.values():
+                if workload.sessions:
+                    workload.observe_forward(self._loads.load, round(nodes / count), forward_s)
+
+    def _observe_session(self, session: Session, clock: float) -> None:
+        """A session emitted one token without a draft, as it was to."""
+        state = session.speculation_state
+        if state is None or state.workload is None:
+            return
+        last_s, state.last_round_s = state.last_round_s, clock
+        if not session.is_speculation_off or last_s != last_s:
+            # Nobody drafts for it, so there was no choice.
+            return
+        state.unsettled_rounds -= 1.0
+        tally = self._tally(state.workload, OFF, state.unsettled_rounds < 0.0)
+        tally.add_row(1, max(0.0, clock - last_s))
+
+    def _observe_row(self, row: RowResult, clock: float) -> None:
+        session, state = row.session, row.session.speculation_state
+        if state is None or state.workload is None:
+            return
+        workload, nodes = state.workload, row.nodes
+        last_s, state.last_round_s = state.last_round_s, clock
+        if session.link_id is None and not session.is_speculation_off:
+            # Nobody drafts for it, so there was no choice.
+            return
+        spent_s = max(0.0, clock - last_s)
+        if row.is_hit:
+            # It did not arrive after the root, and yet the drafter follows.
+            session.has_stalled_drafter = False
+            state.wait.record_healthy()
+        if nodes:
+            workload.acceptance.observe_row(nodes, row.accepted)
+        elif session.has_stalled_drafter or row.missed_proposal:
+            has_waited = not state.wait.rounds_without_proposal
+            if self._loads.round_s:
+                spent_s = min(spent_s, MAX_MISS_ROUNDS * self._loads.round_s)
+            state.wait.record_skipped_round(session)
+            if row.missed_proposal and not has_waited:
+                # It did not wait, so it tells nothing about drafts.
+                return
+        is_settled = state.unsettled_rounds <= 0.0
+        state.record_round(
+            is_drafted=nodes > 0, is_off=session.is_speculation_off, missed=row.missed_proposal
+        )
+        if spent_s == spent_s:
+            shape = workload.shape_of(session)
+            self._tally(workload, shape, is_settled).add_row(len(row.tokens), spent_s)
+
+    def _tally(self, workload: WorkloadStats, shape: CandidateShape, is_settled: bool) -> RowTally:
+        tally = workload.tally(shape, is_settled)
+        if not tally.rows and workload not in self._touched:
+            self._touched.append(workload)
+        return tally
+
+    def _evaluate(self, weight: float) -> None:
+        """Let the controllers see what the sessions of their classes got in this round."""
+        load, touched = self._loads.load, self._touched
+        self._touched = []
+        for workload in touched:
+            device_s = self._device_s(workload, self._loads.sessions)
+            step_s, step_rows = 0.0, 0
+            for (shape, is_settled), tally in workload.tallies.items():
+                if not tally.rows:
+                    continue
+                if shape.nodes and is_settled:
+                    step_s, step_rows = step_s + tally.seconds, step_rows + tally.rows
+                seen = tally.take(workload.sessions, is_settled=is_settled, weight=weight)
+                if self._automatic:
+                    workload.controller.observe_round(load, shape, seen, device_s)
+            if not self._automatic:
+                continue
+            self._look_up(workload)
+            if step_rows and workload.review_draft_length(load, step_s / step_rows):
+                self.changed = True
 
     # ---- reports -------------------------------------------------------------------------------
 
     def decision_flags(self, session: Session) -> int:
         """Flags of the mode in force for the session and why; 0 without a choice."""
-        speculation_state = session.speculation_state
-        if speculation_state is None or not self._automatic:
+        state = session.speculation_state
+        if state is None or not self._automatic or state.lacks_features:
             return 0
-        why = (
-            REASON_FLAGS[DecodingModeReason.FASTER]
-            if speculation_state.is_in_process
-            else self._fresh(speculation_state.workload).reason_flags
-        )
-        return why | PAUSED if session.is_speculation_off else why
+        if state.workload is None:
+            reason = self._in_process.reason()
+        else:
+            reason = state.workload.controller.reason(self._loads.load)
+        flags = REASON_FLAGS[reason]
+        return flags | PAUSED if session.is_speculation_off else flags
 
     def describe(self) -> str:
-        """For each kind of session being served: its mode, why, and what drafts gain; ASCII."""
-        return "; ".join(self._summaries())
+        """For each class that is being served: its shape, why, and what drafts gain; ASCII."""
+        return "; ".join(chain(self._in_process.summaries(), self._summaries()))
 
     def _summaries(self) -> Iterator[str]:
-        if self._own.num_nodes:
-            yield f"in-process drafts: {self._own.num_nodes - 1} tokens a session and round"
-        for name, mode, gain in self._own.summaries(self._now):
-            yield f"{name}: {mode}{format_gain(gain)}"
-        for known in list(self._workload_classes.values()):
-            yield from known.summaries(self._loads.load)
+        load = self._loads.load
+        for workload in list(self._workloads.values()):
+            if workload.sessions:
+                controller = workload.controller
+                gain = controller.gain(load, self._device_s(workload, self._loads.sessions))
+                why = f"{controller.reason(load)}{format_gain(gain)}"
+                yield f"{workload.workload_class}: {workload.shape} ({why})"
 
     @property
     def is_automatic(self) -> bool:
         """Whether anything is decided here."""
         return self._automatic
 
-    def _fresh(self, known: WorkloadStats) -> WorkloadStats:
-        """`known` with what rows ask of it looked up for this round."""
-        if known.refresh_round < (self._looked_at if known.is_plain else self._round):
-            known.refresh_round = self._round
-            known.is_looking_ahead = known.look_ahead is not None and known.look_ahead.is_active(
-                self._loads.load
-            )
-            known.proposal_timeout_s = proposal_timeout_s(
-                known.arrival, self._round_s, bound_s=math.inf, ceiling_s=self._ceiling_s
-            )
-            controller = self._workload_classes.get_controller(known, self._loads)
-            known.is_plain = controller.current_mode is DecodingMode.PLAIN
-            if controller.active_mode is DecodingMode.PLAIN:
-                controller.preparation_s = feature_retention.preparation_s(known, self._loads)
-            update_hold(known, controller, self._loads)
-            lets_go = feature_retention.should_drop_features(known, controller, self._loads)
-            if lets_go and not known.drops_features:
-                # Whoever is paused already was not asked about it.
-                self.changed = self._automatic
-            known.drops_features = lets_go
-            known.reason_flags = REASON_FLAGS[controller.decision_reason]
-        return known
+
+def can_never_draft(session: Session) -> bool:
+    """Whether the session's plan needs features that are kept no more."""
+    return session.has_dropped_features and session.plan.method in FEATURE_METHODS

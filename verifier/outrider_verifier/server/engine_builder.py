@@ -58,7 +58,6 @@ def build_engine(
         ceiling_s=config.max_proposal_wait_s,
         times=runner.plain_round_s,
         draft_shapes=runner.draft_shapes,
-        verify_s=runner.verify_round_s,
         chunk_tokens=runner.chunk_tokens,
         shares_cores=not config.is_on_cuda,
     )

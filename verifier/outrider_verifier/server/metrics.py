@@ -75,7 +75,6 @@ _COUNTERS = {
     "device_exchange_rounds": "Rounds that found drafts of the drafter's device",
     "device_exchange_late_rounds": "Rounds without drafts of the drafter's device: it was late",
     "device_exchange_hits": "Drafts of the drafter's device, made ahead, whose outcome came true",
-    "features_dropped_sessions": "Sessions whose features the planner dropped",
     "speculation_resumed": "Sessions whose speculation the planner turned on again",
     "look_ahead_started": "Sessions whose look-ahead the planner turned on",
     "look_ahead_ended": "Sessions whose look-ahead the planner turned off",

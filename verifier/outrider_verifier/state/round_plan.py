@@ -6,9 +6,12 @@ Times are seconds of one clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from outrider.ids import SessionId
+
+TIME_EMA_WEIGHT: Final = 1.0 / 8.0
+"""Weight of a new measurement in the moving averages of the times of rounds and prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

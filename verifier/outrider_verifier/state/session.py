@@ -18,7 +18,7 @@ from outrider.spec.plan import SpeculationPlan
 from outrider.wire.messages import SessionSpec
 
 if TYPE_CHECKING:
-    from outrider_verifier.planner.workload_stats import SpeculationState
+    from outrider_verifier.planner.workload import SpeculationState
 
 NO_LIMIT: Final = 1 << 20
 """A draft limit that no draft reaches."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from outrider_verifier.model_runner.batch import VerifyDraft, VerifyRow
 from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
-from outrider_verifier.model_runner.results import commit_rows
-from outrider_verifier.planner.speculation_policy import SpeculationPolicy
+from outrider_verifier.model_runner.results import NO_ROWS, commit_rows
+from outrider_verifier.planner.in_process_planner import in_process_rows
 from outrider_verifier.state.effects import EventBatch, SessionEventRow
 from outrider_verifier.state.session import Session
 
@@ -130,19 +130,12 @@ def test_events_leave_in_the_order_in_which_they_were_added() -> None:
     assert EventBatch().iter_events() == []
 
 
-def test_own_drafts_are_judged_wherever_their_rows_are() -> None:
-    seen: list[Any] = []
+def test_in_process_drafts_count_wherever_their_rows_are() -> None:
     for apart in (False, True):
-        policy: Any = SpeculationPolicy(automatic=True, ceiling_s=0.04)
-        policy._own.observe_rows = lambda rows, *_: seen.append(sorted(n for _, n, _ in rows))
-        policy._own.is_plain = lambda now: False
         made = [session_of(i, "own", 16) for i in range(3)]
         outcomes = [RowOutput((1,) * (1 + i), None, 3, is_target_only=apart) for i in range(3)]
         rows = [row_of(session, "own") for session in made]
         committed = commit_rows(rows, DecodeOutput.of_rows(outcomes), 1.0)
         assert len(committed.special) == (3 if apart else 0)
-        policy.begin_round(3, 1.0)
-        policy.observe_round(
-            committed.special, committed.plain, seconds=0.01, forward_s=0.01, prompts=(), now=1.0
-        )
-    assert seen == [[1, 2, 3], [1, 2, 3]]
+        assert in_process_rows(committed.special, committed.plain) == ([1, 2, 3], 3)
+    assert in_process_rows([], NO_ROWS) == ([], 0)

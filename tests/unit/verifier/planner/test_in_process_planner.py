@@ -1,26 +1,30 @@
-"""Own drafts are judged by kind of session while kinds come alone, and together where they meet."""
+"""In-process drafts are observed by class while classes come alone, together where they meet."""
 
 from __future__ import annotations
 
-from outrider_verifier.model_runner.results import NO_ROWS
-from outrider_verifier.planner.in_process_planner import (
-    MAX_KINDS,
-    InProcessDraftPlanner,
-    InProcessRow,
-    in_process_rows,
-)
-from outrider_verifier.planner.load_stats import LoadStats, RoundSample
-from outrider_verifier.planner.workload_stats import SpeculationState, WorkloadClass, WorkloadStats
+from collections.abc import Sequence
+
+from outrider_verifier.model_runner.interface import DraftShapeTimes
+from outrider_verifier.planner.in_process_planner import InProcessPlanner
+from outrider_verifier.planner.load import LoadStats, RoundSample
+from outrider_verifier.planner.workload import MAX_WORKLOAD_CLASSES, WorkloadClass
 
 from outrider.spec.plan import DraftMethod
 from outrider.spec.sampling import Rule
-from outrider.speculation.cost_table import CostTable
-from outrider.speculation.draft_shape_controller import DraftShapeTimes
 
 
-def times(rows: int, *, own: bool, chunks: int = 0, featured: bool = False) -> float | None:
-    """Own drafts make rounds half as long again."""
+def times(rows: int, *, own: bool, chunks: int = 0) -> float | None:
+    """In-process drafts make rounds half as long again."""
     return 0.006 if own else 0.004
+
+
+def chains(rows: int) -> Sequence[DraftShapeTimes]:
+    return [DraftShapeTimes(5, False, 0.006)]
+
+
+def chains_and_trees(rows: int) -> Sequence[DraftShapeTimes]:
+    found = [DraftShapeTimes(5, False, 0.006), DraftShapeTimes(17, True, 0.0066)]
+    return found if rows <= 16 else found[:1]
 
 
 def kind(temperature: float) -> WorkloadClass:
@@ -30,146 +34,115 @@ def kind(temperature: float) -> WorkloadClass:
 COLD, HOT = kind(0.0), kind(2.0)
 
 
-def row(of: WorkloadClass, tokens: int) -> InProcessRow:
-    return SpeculationState(WorkloadStats(of), is_in_process=True), tokens, 4
+class Rounds:
+    """A planner and its rounds."""
 
+    def __init__(self, sessions: int, shapes=chains) -> None:  # type: ignore[no-untyped-def]
+        self.loads = LoadStats(times)
+        self.loads.begin_round(sessions)
+        self.planner = InProcessPlanner(self.loads, times, shapes)
 
-def verdicts(*workload_classes: WorkloadClass) -> InProcessDraftPlanner:
-    loads = LoadStats(times, CostTable())
-    loads.begin_round(8)
-    own = InProcessDraftPlanner(loads, lambda _: ())
-    for of in workload_classes:
-        own.add_session(of)
-    return own
-
-
-def rounds(
-    own: InProcessDraftPlanner, rows: list[InProcessRow], *, count: int = 20, now: float = 0.0
-) -> None:
-    for _ in range(count):
-        ran = RoundSample(len(rows), 0, 0, 0.0065, has_in_process_drafts=True)
-        own.observe_rows(rows, ran, now)
+    def run(self, tokens: int, *, rounds: int = 60, rows: int = 0, with_drafts: int = 0) -> int:
+        """Rounds of all sessions, or of so many `rows`, of which `with_drafts` have drafts, 0: as
+        the planner says. Trees give one token more. Returns how many rounds had drafts."""
+        drafted_rounds = 0
+        for _ in range(rounds):
+            self.planner.choose_shape()
+            count = rows or self.loads.sessions
+            nodes = (self.planner.num_nodes or 5) - 1
+            drafted = 0 if self.planner.is_plain else with_drafts or count
+            seconds = {0: 0.0045, 4: 0.0065, 16: 0.0071}[nodes if drafted else 0]
+            self.loads.observe_round(RoundSample(count, nodes, 0, 0, seconds))
+            self.planner.observe_rows(
+                [tokens + (nodes == 16)] * drafted, nodes, rows=count, seconds=seconds, weight=1.0
+            )
+            drafted_rounds += drafted > 0
+        self.planner.choose_shape()
+        return drafted_rounds
 
 
 def test_hot_sessions_give_drafts_up_and_cold_ones_that_follow_do_not() -> None:
-    own = verdicts(HOT)
-    rounds(own, [row(HOT, 1)] * 8)
-    assert own.is_plain(1.0)
-    assert [name for name, _, _ in own.summaries(1.0)] == [f"own drafts, {HOT}"]
-    own.remove_session(HOT)
-    own.add_session(COLD)
-    assert not own.is_plain(1.0)
-    own.remove_session(COLD)
-    own.add_session(HOT)
-    assert own.is_plain(2.0)
-    assert not own.is_plain(40.0)
+    rounds = Rounds(8)
+    rounds.planner.add_session(HOT)
+    rounds.run(1)
+    assert rounds.planner.is_plain
+    (summary,) = rounds.planner.summaries()
+    assert str(HOT) in summary and "plain" in summary
+    rounds.planner.remove_session(HOT, is_plain=False)
+    rounds.planner.add_session(COLD)
+    rounds.run(3)
+    assert not rounds.planner.is_plain
+    rounds.planner.remove_session(COLD, is_plain=False)
+    rounds.planner.add_session(HOT)
+    rounds.planner.choose_shape()
+    assert rounds.planner.is_plain
+    assert list(rounds.planner.summaries())
 
 
-def test_while_sessions_of_a_kind_without_drafts_are_served_all_decode_plainly() -> None:
-    own = verdicts(HOT)
-    rounds(own, [row(HOT, 1)] * 8)
-    own.add_session(COLD)
-    assert own.is_plain(1.0)
+def test_classes_that_share_rounds_are_judged_by_what_these_give() -> None:
+    rounds = Rounds(8)
+    rounds.planner.add_session(HOT)
+    rounds.planner.add_session(COLD)
+    rounds.run(2)
+    assert not rounds.planner.is_plain
+    rounds.run(1, rounds=300)
+    assert rounds.planner.is_plain
+    rounds.planner.remove_session(HOT, is_plain=True)
+    rounds.planner.choose_shape()
+    assert not rounds.planner.is_plain
 
 
-def test_kinds_that_share_rounds_are_judged_by_what_these_give() -> None:
-    own = verdicts(HOT, COLD)
-    rounds(own, [row(HOT, 1)] * 4 + [row(COLD, 4)] * 4)
-    assert not own.is_plain(1.0)
-    rounds(own, [row(HOT, 1)] * 7 + [row(COLD, 2)], count=200)
-    # Whether the host has less to do in plain rounds is seen first, for a moment.
-    rounds(own, [row(HOT, 1)] * 7 + [row(COLD, 2)], now=0.5)
-    assert own.is_plain(1.0)
-    own.remove_session(HOT)
-    assert not own.is_plain(1.0)
+def test_rounds_of_a_part_of_the_sessions_or_with_others_decide_nothing() -> None:
+    rounds = Rounds(8)
+    rounds.planner.add_session(HOT)
+    rounds.run(1, rows=4)
+    rounds.run(1, rows=8, with_drafts=4)
+    assert not rounds.planner.is_plain
 
 
-def test_a_load_that_is_left_for_a_moment_goes_on_deciding() -> None:
-    own = verdicts(HOT)
-    loads = own._loads
-    for _ in range(100):
-        loads.begin_round(64)
-        loads.observe_round(RoundSample(64, 0, 0, 0.004))
-    rounds(own, [row(HOT, 1)] * 64)
-    assert own.is_plain(1.0)
-    loads.begin_round(20)
-    assert loads.load < 6 and own.is_plain(1.0)
-    for _ in range(100):
-        loads.begin_round(20)
-        loads.observe_round(RoundSample(20, 0, 0, 0.004))
-    assert not own.is_plain(1.0)
+def test_drafts_are_given_up_only_at_a_load_that_lasts() -> None:
+    rounds = Rounds(64)
+    rounds.planner.add_session(HOT)
+    rounds.run(1, rounds=70)
+    assert not rounds.planner.is_plain, "64 sessions have only begun"
+    rounds.run(1, rounds=40)
+    assert rounds.planner.is_plain
 
 
-def test_a_load_that_is_passed_on_the_way_to_one_where_drafts_win_pauses_nobody() -> None:
-    own = verdicts(HOT)
-    loads = own._loads
-    rounds(own, [row(HOT, 1)] * 8)
-    assert own.is_plain(1.0)
-    loads.reset_after_idle(1)
-    loads.begin_round(64)
-    rounds(own, [row(HOT, 4)] * 64)
-    loads.reset_after_idle(1)
-    loads.begin_round(8)
-    assert not own.is_plain(1.0)
-    for _ in range(100):
-        loads.observe_round(RoundSample(8, 0, 0, 0.004))
-    assert own.is_plain(1.0)
-
-
-def test_beside_sessions_without_drafts_it_is_asked_what_all_would_get_with_them() -> None:
-    def dear(rows: int, *, own: bool, chunks: int = 0, featured: bool = False) -> float:
-        return 0.002 + 0.0001 * rows if own else 0.002
-
-    loads = LoadStats(dear, CostTable())
-    loads.begin_round(64)
-    own = InProcessDraftPlanner(loads, lambda _: ())
-    own.add_session(HOT)
-    for _ in range(40):
-        own.observe_rows(
-            [row(HOT, 2)] * 4,
-            RoundSample(64, 0, 0, 0.01, has_in_process_drafts=True),
-            0.0,
-        )
-    assert own.is_plain(1.0)
-
-
-def test_rounds_with_others_tell_of_tokens_and_no_more_kinds_are_kept_than_fit() -> None:
-    own = verdicts(HOT)
-    for _ in range(20):
-        own.observe_rows(
-            [row(HOT, 1)] * 8,
-            RoundSample(9, 0, 3, 0.01, 1, has_in_process_drafts=True),
-            0.0,
-        )
-    assert own.is_plain(1.0)
-    own.remove_session(HOT)
-    for index in range(2 * MAX_KINDS):
-        own.add_session(kind(3.0 + index))
-        own.remove_session(kind(3.0 + index))
-    assert len(own._drafts) <= MAX_KINDS
+def test_sessions_that_begin_get_drafts_again_some_time() -> None:
+    rounds = Rounds(8)
+    rounds.planner.add_session(HOT)
+    rounds.run(1)
+    rounds.planner.record_drafts_given_up()
+    assert rounds.planner.is_plain
+    drafted = rounds.run(1, rounds=40_000)
+    assert 0 < drafted < 1000
 
 
 def test_the_draft_shape_follows_the_load() -> None:
-    def shapes(rows: int) -> list[DraftShapeTimes]:
-        chains = DraftShapeTimes(5, False, 0.006)
-        return [chains, DraftShapeTimes(17, True, 0.0066)] if rows <= 16 else [chains]
-
-    loads = LoadStats(times, CostTable())
-    own = InProcessDraftPlanner(loads, shapes)
-    own.add_session(COLD)
-    assert own.num_nodes == 0, "whatever the runner has"
-    loads.begin_round(8)
-    own.choose_shape()
-    assert own.num_nodes == 5
-    for _ in range(100):
-        rounds(own, [row(COLD, 3)] * 8, count=1)
-        own.choose_shape()
-    assert own.num_nodes == 17
-    loads.reset_after_idle(64)
-    loads.begin_round(64)
-    own.choose_shape()
-    assert own.num_nodes == 5
+    rounds = Rounds(8, chains_and_trees)
+    assert rounds.planner.num_nodes == 0, "whatever the runner has"
+    rounds.planner.add_session(COLD)
+    rounds.planner.choose_shape()
+    assert rounds.planner.num_nodes == 5
+    rounds.run(3, rounds=120)
+    assert rounds.planner.num_nodes == 17
+    rounds.loads.reset_after_idle(64)
+    rounds.loads.begin_round(64)
+    rounds.planner.choose_shape()
+    assert rounds.planner.num_nodes == 5
 
 
-def test_a_round_without_in_process_drafts_has_no_rows_to_judge() -> None:
-    assert in_process_rows([], NO_ROWS) == []
+def test_no_more_classes_are_kept_than_fit() -> None:
+    rounds = Rounds(8)
+    for index in range(2 * MAX_WORKLOAD_CLASSES):
+        rounds.planner.add_session(kind(3.0 + index))
+        rounds.run(3, rounds=1)
+        rounds.planner.remove_session(kind(3.0 + index), is_plain=False)
+    assert rounds.planner.num_controllers <= MAX_WORKLOAD_CLASSES
+
+
+def test_a_round_without_in_process_drafts_tells_nothing() -> None:
+    rounds = Rounds(8)
+    assert not rounds.planner.observe_rows([], 0, rows=8, seconds=0.004, weight=1.0)
+    assert not list(rounds.planner.summaries())

@@ -14,16 +14,10 @@ from outrider_verifier.planner.speculation_policy import SpeculationPolicy
 from outrider.ids import DrafterId
 from tests.fakes.simulated_service import PIECE, Ahead, Costs, Service, plain_s
 from tests.grids import thorough
-from tests.unit.verifier.planner.test_planner_grid import HOPED, LARGE
+from tests.unit.verifier.planner.test_planner_grid import HOPED, MESSAGES, ON_CPUS
 
-ON_CPUS = Costs(
-    plain=(30.0, 60.0, 150.0, 280.0),
-    verify=(36.0, 90.0, 300.0, 560.0),
-    exchange=(20.0, 40.0, 120.0, 240.0),
-    piece=20.0,
-)
-NEAR = replace(LARGE, exchange=HOPED)
-SLOW_LINK = replace(LARGE, exchange=(12.7, 13.2, 16.0, 18.6))
+NEAR = replace(MESSAGES, exchange=HOPED)
+SLOW_LINK = replace(MESSAGES, exchange=(12.7, 13.2, 16.0, 18.6))
 WAVES = {1: 36, 8: 40, 32: 12}
 SEEDS = {1: 4, 8: 1, 32: 1}
 
@@ -90,7 +84,7 @@ def found(
 @pytest.mark.parametrize("sessions", [1, thorough(8), 32])  # eight lie between them
 @pytest.mark.parametrize("hits", [0.7, thorough(0.8)])  # more hits win by more
 def test_look_ahead_that_wins_is_kept(sessions: int, hits: float) -> None:
-    world = found(LARGE, Ahead(hits=hits), sessions, 2.2)
+    world = found(MESSAGES, Ahead(hits=hits), sessions, 2.2)
     assert world.ahead > 1.05 * world.lockstep
     assert world.planned >= (0.97 if sessions < 32 else 0.96) * world.ahead
     assert world.looked > 0.85
@@ -99,7 +93,7 @@ def test_look_ahead_that_wins_is_kept(sessions: int, hits: float) -> None:
 @pytest.mark.parametrize("sessions", [1, 8])
 @pytest.mark.parametrize("tokens", [2.2, 1.6])
 def test_look_ahead_that_delays_misses_is_left(sessions: int, tokens: float) -> None:
-    world = found(LARGE, Ahead(hits=0.2, late=2.5), sessions, tokens)
+    world = found(MESSAGES, Ahead(hits=0.2, late=2.5), sessions, tokens)
     assert world.ahead < 0.9 * world.lockstep
     assert world.planned >= 0.97 * world.lockstep
     assert world.looked < 0.15
@@ -115,14 +109,14 @@ def test_texts_that_differ_are_no_reason_to_leave_look_ahead(
     sessions: int, texts: float, drift: float
 ) -> None:
     waves = 18 if sessions == 1 else WAVES[sessions]
-    world = found(LARGE, Ahead(hits=0.7), sessions, 2.2, texts=texts, drift=drift, waves=waves)
+    world = found(MESSAGES, Ahead(hits=0.7), sessions, 2.2, texts=texts, drift=drift, waves=waves)
     assert world.ahead > 1.2 * world.lockstep
     assert world.planned >= 0.97 * world.ahead
     assert world.looked > 0.93
 
 
 def test_nor_are_they_one_to_keep_it() -> None:
-    world = found(LARGE, Ahead(hits=0.2, late=2.5), 8, 2.2, texts=0.5)
+    world = found(MESSAGES, Ahead(hits=0.2, late=2.5), 8, 2.2, texts=0.5)
     assert world.ahead < 0.9 * world.lockstep
     assert world.planned >= 0.97 * world.lockstep
     assert world.looked < 0.05
@@ -134,21 +128,21 @@ def test_nor_are_they_one_to_keep_it() -> None:
     [(2.2, 0.8, 0.4), *(thorough(*w) for w in ((1.6, 0.8, 0.4), (2.2, 0.5, 0.4), (1.6, 0.5, 0.0)))],
 )
 def test_nor_are_they_one_to_leave_speculation(tokens: float, texts: float, drift: float) -> None:
-    world = found(LARGE, Ahead(hits=0.2, late=2.5), 1, tokens, texts=texts, drift=drift)
+    world = found(MESSAGES, Ahead(hits=0.2, late=2.5), 1, tokens, texts=texts, drift=drift)
     assert world.lockstep > 1.15
     assert world.planned >= 0.965 * world.lockstep
     assert world.paused < 0.6
 
 
-def test_where_many_texts_are_bad_the_others_pay() -> None:
-    world = found(LARGE, Ahead(hits=0.2, late=2.5), 1, 1.1, texts=0.8, drift=0.4)
+def test_texts_that_are_bad_for_drafts_cost_nothing_in_the_mean() -> None:
+    world = found(MESSAGES, Ahead(hits=0.2, late=2.5), 1, 1.1, texts=0.8, drift=0.4)
     assert world.lockstep < 1.07
-    assert world.planned > 1.05
+    assert world.planned > 1.0
     assert world.looked < 0.05
 
 
 def test_a_service_of_twelve_answers_loses_little_by_finding_out() -> None:
-    world = found(LARGE, Ahead(hits=0.7), 1, 2.2, texts=0.5, waves=12)
+    world = found(MESSAGES, Ahead(hits=0.7), 1, 2.2, texts=0.5, waves=12)
     assert world.planned >= 0.97 * world.ahead
 
 
@@ -179,9 +173,9 @@ def test_on_cpus_look_ahead_that_wins_is_found_in_the_end() -> None:
     ("costs", "ahead"),
     [
         (SLOW_LINK, Ahead(hits=0.7)),
-        (LARGE, Ahead(hits=0.2, late=2.5)),
-        (LARGE, Ahead(hits=0.3, late=5.0)),
-        (LARGE, Ahead(hits=0.6, late=0.5)),
+        (MESSAGES, Ahead(hits=0.2, late=2.5)),
+        (MESSAGES, Ahead(hits=0.3, late=5.0)),
+        (MESSAGES, Ahead(hits=0.6, late=0.5)),
     ],
     ids=["slow link", "late", "later", "hits"],
 )
@@ -199,7 +193,7 @@ def test_over_a_slow_link_look_ahead_makes_drafts_pay(sessions: int) -> None:
 
 
 def test_plans_are_carried_out_as_they_are_where_nothing_is_decided() -> None:
-    run = Service(costs=LARGE, sessions=1, extra_tokens=2.2, policy=None, ahead=Ahead(hits=0.1))
+    run = Service(costs=MESSAGES, sessions=1, extra_tokens=2.2, policy=None, ahead=Ahead(hits=0.1))
     policy = SpeculationPolicy(automatic=False, ceiling_s=0.04)
     mine = replace(run, policy=policy)
     mine.run()

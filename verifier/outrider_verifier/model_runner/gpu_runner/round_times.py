@@ -17,7 +17,7 @@ class MeasuredRoundTimes:
     def __init__(self, family: ShapeFamily) -> None:
         self._family = family
         self._seconds: Mapping[RoundShape, float] = {}
-        self._plain: dict[tuple[int, int, int, bool], float | None] = {}
+        self._plain: dict[tuple[int, int, int], float | None] = {}
         """What `plain_round_s` answered."""
 
     def set_measurements(self, seconds: Mapping[RoundShape, float]) -> None:
@@ -25,25 +25,21 @@ class MeasuredRoundTimes:
         self._seconds = seconds
         self._plain.clear()
 
-    def plain_s(
-        self, rows: int, *, own_nodes: int = 0, chunks: int = 0, featured: bool = False
-    ) -> float | None:
+    def plain_s(self, rows: int, *, own_nodes: int = 0, chunks: int = 0) -> float | None:
         """Seconds of a round without drafts from outside, with own ones in rows of so many nodes
-        or none (0); `featured`: of which features are kept."""
-        asked = rows, own_nodes, chunks, featured
+        or none (0)."""
+        asked = rows, own_nodes, chunks
         if asked not in self._plain:
             drafts = DraftKind.IN_PROCESS if own_nodes else DraftKind.NONE
             nodes = own_nodes or 1
-            self._plain[asked] = self._of(rows, nodes, drafts, chunks, featured=featured)
+            self._plain[asked] = self._of(rows, nodes, drafts, chunks)
         return self._plain[asked]
 
     def drafted_round_s(self, rows: int, nodes: int) -> float | None:
         """Seconds of a round that verifies so many nodes of each row from outside."""
         return self._of(rows, nodes, DraftKind.CHAIN)
 
-    def _of(
-        self, rows: int, nodes: int, drafts: DraftKind, chunks: int = 0, *, featured: bool = False
-    ) -> float | None:
+    def _of(self, rows: int, nodes: int, drafts: DraftKind, chunks: int = 0) -> float | None:
         if not self._seconds:
             return None
         shape = self._family.fit_shape(
@@ -51,7 +47,7 @@ class MeasuredRoundTimes:
             nodes=nodes,
             draft_kind=drafts,
             acceptance_mode=AcceptanceMode.MATCH,
-            has_features=featured,
+            has_features=False,
             chunks=chunks,
         )
         return self._seconds.get(shape)

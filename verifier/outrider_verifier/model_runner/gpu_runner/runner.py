@@ -8,6 +8,7 @@ Prefill chunks join one of them. N nodes of a row's bucket, P rows of a chunk, H
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,7 +40,6 @@ from outrider.engine.kv_cache import KVPool
 from outrider.engine.logprobs import PathLogprobs
 from outrider.engine.swap import SwapSpace
 from outrider.engine.target import TargetModel
-from outrider.speculation.draft_shape_controller import DraftShapeTimes
 from outrider.wire.messages import TensorDtype
 from outrider_verifier.config import VerifierConfig
 from outrider_verifier.exchange.shm_features import ShmAllocator
@@ -68,7 +68,12 @@ from outrider_verifier.model_runner.gpu_runner.launch_groups import (
 )
 from outrider_verifier.model_runner.gpu_runner.round_times import MeasuredRoundTimes
 from outrider_verifier.model_runner.gpu_runner.shape_family import shape_family_for
-from outrider_verifier.model_runner.interface import RoundHandle, RowOutput, RunnerOutput
+from outrider_verifier.model_runner.interface import (
+    DraftShapeTimes,
+    RoundHandle,
+    RowOutput,
+    RunnerOutput,
+)
 from outrider_verifier.model_runner.kv_headroom import KVHeadroom
 from outrider_verifier.model_runner.results import has_drafter_link
 from outrider_verifier.state.session import Session
@@ -249,24 +254,27 @@ class GpuModelRunner:
         """Prompt tokens that one round takes."""
         return self.rounds.family.max_prefill_tokens
 
-    def plain_round_s(
-        self, rows: int, *, own: bool, chunks: int = 0, featured: bool = False
-    ) -> float | None:
+    def plain_round_s(self, rows: int, *, own: bool, chunks: int = 0) -> float | None:
         """See `MeasuredRoundTimes.plain_s`; with drafts of the shape in force."""
         nodes = self._draft_nodes if own else 0
-        return self._times.plain_s(rows, own_nodes=nodes, chunks=chunks, featured=featured)
+        return self._times.plain_s(rows, own_nodes=nodes, chunks=chunks)
 
     def draft_shapes(self, rows: int) -> Sequence[DraftShapeTimes]:
         """See `ModelRunner`."""
         drafter, family = self._in_process_drafter, self.rounds.family
         if drafter is None:
             return ()
-        return [
-            DraftShapeTimes(1 + shape.num_nodes, shape.is_tree, seconds)
-            for shape in drafter.shapes
-            if (shape is drafter.shape or rows <= family.max_in_process_tree_rows)
-            and (seconds := self._times.plain_s(rows, own_nodes=1 + shape.num_nodes)) is not None
-        ]
+        shapes = list[DraftShapeTimes]()
+        for shape in drafter.shapes:
+            seconds = self._times.plain_s(rows, own_nodes=1 + shape.num_nodes)
+            fits = rows <= family.max_in_process_tree_rows and seconds is not None
+            if fits or shape is drafter.shape:
+                shapes.append(
+                    DraftShapeTimes(
+                        1 + shape.num_nodes, shape.is_tree, math.nan if seconds is None else seconds
+                    )
+                )
+        return shapes
 
     def set_draft_shape(self, num_nodes: int) -> None:
         """See `ModelRunner`."""
