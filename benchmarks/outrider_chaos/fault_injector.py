@@ -8,7 +8,7 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from outrider.chaos.faults import FRAME_FAULTS, Fault, FaultKind, FaultRole, SessionPhase
+from outrider.chaos.faults import FRAME_FAULTS, Fault, FaultKind, FaultPhase, FaultRole
 from outrider.chaos.frame_faults import FrameFaults
 from outrider.chaos.network import NetworkDirection
 from outrider_chaos.clients import ChaosClient
@@ -40,7 +40,7 @@ class FaultInjector:
 
     async def _one(self, fault: Fault) -> None:
         await wait_until(lambda: self._tokens >= fault.after or self._over, timeout_s=2.0)
-        if fault.phase is SessionPhase.DRAINING and fault.kind is not FaultKind.TERMINATE:
+        if fault.phase is FaultPhase.DRAINING and fault.kind is not FaultKind.TERMINATE:
             async with self._draining():
                 await self._hit(fault)
             return
@@ -60,14 +60,14 @@ class FaultInjector:
     def _over(self) -> bool:
         return all(reader.over for reader in self._readers)
 
-    def _in(self, phase: SessionPhase) -> bool:
+    def _in(self, phase: FaultPhase) -> bool:
         verifiers = self._fleet.verifiers
         match phase:
-            case SessionPhase.PREFILL:
+            case FaultPhase.PREFILL:
                 return any(part.reads_prompts for part in verifiers)
-            case SessionPhase.PREEMPTED:
+            case FaultPhase.PREEMPTED:
                 return any(part.preempted for part in verifiers)
-            case SessionPhase.SWAPPING:
+            case FaultPhase.SWAPPING:
                 return any(part.swapped for part in verifiers)
             case _:
                 return any(part.decodes for part in verifiers)

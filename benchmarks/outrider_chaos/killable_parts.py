@@ -143,7 +143,7 @@ class KillableVerifier:
     @property
     def preempted(self) -> bool:
         """Whether a session that had K/V waits for it."""
-        return any(session.preemptions > 0 for session in self._num_sessions("waiting"))
+        return any(session.preemption.count > 0 for session in self._num_sessions("waiting"))
 
     @property
     def swapped(self) -> bool:

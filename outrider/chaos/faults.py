@@ -15,8 +15,8 @@ class FaultRole(StrEnum):
     CLIENT = "client"
 
 
-class SessionPhase(StrEnum):
-    """Phase of a session at which a fault is injected."""
+class FaultPhase(StrEnum):
+    """Phase of its target at which a fault is injected."""
 
     PREFILL = "prefill"
     """A verifier has sessions, and no token of one has been heard yet."""
@@ -119,7 +119,7 @@ class Fault:
     role: FaultRole
     index: int = 0
     """Which of that role; of clients, the request of that number."""
-    phase: SessionPhase = SessionPhase.ROUND
+    phase: FaultPhase = FaultPhase.ROUND
     """When: as soon as a session is in it, after `after` tokens of all clients."""
     after: int = 0
     lasts_s: float = 0.05
@@ -135,10 +135,10 @@ class Fault:
         )
 
 
-CELLS: tuple[tuple[FaultKind, FaultRole, SessionPhase], ...] = tuple(
+CELLS: tuple[tuple[FaultKind, FaultRole, FaultPhase], ...] = tuple(
     (kind, role, phase)
     for role, kinds in FAULTS_BY_ROLE.items()
     for kind in kinds
-    for phase in SessionPhase
+    for phase in FaultPhase
 )
 """Every fault in every phase."""

@@ -12,8 +12,8 @@ from outrider.chaos.faults import (
     FRAME_FAULTS,
     Fault,
     FaultKind,
+    FaultPhase,
     FaultRole,
-    SessionPhase,
 )
 from outrider.chaos.requests import ChaosRequest, draw_requests, priority_request
 
@@ -60,7 +60,7 @@ class FaultSchedule:
         """The run of a seed: its first fault goes through all cells as seeds are counted up."""
         rng = random.Random(f"outrider-chaos-{seed}")
         kind, role, phase = CELLS[seed * _STRIDE % len(CELLS)]
-        tight = phase in (SessionPhase.PREEMPTED, SessionPhase.SWAPPING) or rng.random() < 0.3
+        tight = phase in (FaultPhase.PREEMPTED, FaultPhase.SWAPPING) or rng.random() < 0.3
         asks = draw_requests(rng, rng.randint(4, 5) if tight else rng.randint(3, 5))
         asks += (priority_request(rng),) * tight
         shape = FleetShape(
@@ -69,7 +69,7 @@ class FaultSchedule:
             kv_tokens=rng.choice((320, 352, 384)) if tight else 4096,
             planner=rng.choice(("fixed", "fixed", "automatic")),
             preemption="swap"
-            if phase is SessionPhase.SWAPPING
+            if phase is FaultPhase.SWAPPING
             else rng.choice(("auto", "swap", "recompute")),
         )
         cells = [(kind, role, phase)]
@@ -111,12 +111,12 @@ def _fault(
     rng: random.Random,
     kind: FaultKind,
     role: FaultRole,
-    phase: SessionPhase,
+    phase: FaultPhase,
     shape: FleetShape,
     clients: int,
 ) -> Fault:
     assert kind in FAULTS_BY_ROLE[role]
-    early = phase is not SessionPhase.ROUND and rng.random() < 0.8
+    early = phase is not FaultPhase.ROUND and rng.random() < 0.8
     lasts = rng.choice((0.02, 0.06, 0.15))
     if kind is FaultKind.STOP:
         # Some are over before anybody notices, some last beyond every heartbeat.

@@ -27,6 +27,7 @@ from outrider_verifier.model_runner.interface import (
 from outrider_verifier.model_runner.kv_headroom import KVHeadroom
 from outrider_verifier.model_runner.swapped_sessions import SwappedSessions
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 from outrider.engine.acceptance import AcceptRow, accept_drafts
 from outrider.engine.kv_cache import KVPool
@@ -233,7 +234,7 @@ class FakeRunner:
         if self.before_collect is not None:
             self.before_collect(flight)
         for row, count in zip((*flight.prefill, *flight.verify), flight.written, strict=True):
-            if not row.session.is_ended:
+            if row.session.phase is not ENDED:
                 kv = row.session.kv
                 kv.begin(torch.zeros(count, dtype=torch.int64))
                 kv.commit(range(count))

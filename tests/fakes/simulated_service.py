@@ -246,6 +246,7 @@ class Service:
         )
         kv = NO_BLOCKS.new_sequence()
         session = Session.create(spec, ticket=index, kv=kv, now=self.now, keeps_features=False)
+        session.mark_admitted(self.now, kept=False)
         session.handle = self._answers[index]
         if self.policy is not None:
             session.link_id = None if self.own else 1
@@ -311,7 +312,7 @@ class Service:
         settled, told = [], []
         for chunk in plan.prefill:
             session = self._live[chunk.session_id]
-            session.prefill_sent += chunk.num_tokens
+            session.mark_submitted(session.prefill.sent + chunk.num_tokens)
             if not session.prefill_left:
                 settled.append(self._commit(session, 0, None))
                 told.append(session)

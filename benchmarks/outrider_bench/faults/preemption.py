@@ -215,7 +215,7 @@ def _noting_preemptions(service: VerifierService) -> dict[SessionId, int]:
 
     def noting(session: object, now: float) -> None:
         preempt(session, now)  # type: ignore[arg-type]
-        most[session.session_id] = session.preemptions  # type: ignore[attr-defined]
+        most[session.session_id] = session.preemption.count  # type: ignore[attr-defined]
 
     room._preempt = noting  # type: ignore[method-assign, assignment]
     return most

@@ -179,13 +179,18 @@ def _open(runner: Any, pool: Any, number: int, prompt: list[int], max_new: int) 
         plan=plan,
     )
     session = Session.create(
-        spec, ticket=number, kv=pool.new_sequence(), now=0.0, keeps_features=False
+        spec,
+        ticket=number,
+        kv=pool.new_sequence(),
+        now=0.0,
+        keeps_features=False,
+        in_process_draft_length=length,
     )
-    session.in_process_draft_length = length
     reserved = session.kv.reserve(len(prompt) + runner.slot_headroom.slots_beyond(session))
     assert reserved, "the pool is too small"
     runner.open_session(session)
-    runner.resume_session(session)
+    kept = runner.resume_session(session)
+    session.mark_admitted(0.0, kept=kept)
     return session
 
 
@@ -277,7 +282,7 @@ class RoundDriver:
             while session.prefill_left:
                 row = PrefillRow.from_next_tokens(session, min(most, session.prefill_left))
                 flight = self._runner.submit_round([row], [])
-                session.prefill_sent = row.end
+                session.mark_submitted(row.end)
                 result = self._runner.collect_round(flight).prefill[0]
                 if result.tokens:
                     session.commit_tokens(result.tokens, 0.0)

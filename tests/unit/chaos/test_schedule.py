@@ -9,8 +9,8 @@ from outrider.chaos.faults import (
     FAULTS_BY_ROLE,
     FRAME_FAULTS,
     FaultKind,
+    FaultPhase,
     FaultRole,
-    SessionPhase,
 )
 from outrider.chaos.schedule import FaultSchedule
 from outrider.chaos.shrink import shrink_schedule
@@ -32,7 +32,7 @@ def test_as_many_seeds_as_there_are_cells_hit_every_role_with_every_fault_in_eve
     }
     assert first == set(CELLS)
     assert {role for _, role, _ in first} == set(FaultRole)
-    assert {phase for _, _, phase in first} == set(SessionPhase)
+    assert {phase for _, _, phase in first} == set(FaultPhase)
 
 
 def test_faults_fit_those_they_hit() -> None:

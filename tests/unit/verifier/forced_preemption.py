@@ -19,10 +19,10 @@ def preempt_often(service: VerifierService, *, every: int = 3, most: int = 4) ->
     ready, rounds = block_manager.prepare_round, count(1)
 
     def restless(now: float, *, touched: int, in_flight: Container[SessionId]) -> bool:
-        running = [s for s in block_manager.running.values() if s.preemptions < most]
+        running = [s for s in block_manager.running.values() if s.preemption.count < most]
         due = block_manager.pressed or next(rounds) % every == 0
         if due and running:
-            victim = min(running, key=lambda session: session.preemptions)
+            victim = min(running, key=lambda session: session.preemption.count)
             block_manager.pressed = victim.session_id in in_flight
             if block_manager.pressed:
                 return False

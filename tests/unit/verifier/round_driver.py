@@ -15,6 +15,7 @@ from outrider_verifier.model_runner.cpu_runner import CpuModelRunner
 from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 from outrider_verifier.model_runner.interface import ModelRunner, RoundHandle
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import PREFILLING
 
 from outrider.engine.heads import load_feature_projection, load_head
 from outrider.engine.kv_cache import KVPool
@@ -74,8 +75,6 @@ class Driver:
     """Whether a round is submitted before the one before it is collected."""
     sessions: list[Session] = field(default_factory=list)
     waiting: list[Session] = field(default_factory=list)
-    ends: dict[int, int] = field(default_factory=dict)
-    """Tokens that are run before a session decodes, by ticket."""
     whole: bool = False
     """Whether sessions hold at once all the blocks that they may ever need."""
     draft: Callable[[Session], VerifyDraft | None] = lambda session: None
@@ -101,8 +100,8 @@ class Driver:
             kv=self.pool.new_sequence(),
             now=0.0,
             keeps_features=False,
+            in_process_draft_length=self.runner.in_process_draft_length or self.draft_length,
         )
-        session.in_process_draft_length = self.runner.in_process_draft_length or self.draft_length
         self.runner.open_session(session)
         self.waiting.append(session)
         return session
@@ -111,8 +110,7 @@ class Driver:
         """With blocks for what is written; more come as it goes on."""
         assert session.kv.reserve(max(1, session.length - 1))
         kept = self.runner.resume_session(session)
-        session.prefill_sent = session.kv.len
-        self.ends[session.ticket] = session.length - int(session.emitted > 0)
+        session.mark_admitted(0.0, kept=kept)
         self.waiting.remove(session)
         self.sessions.append(session)
         return kept
@@ -124,6 +122,7 @@ class Driver:
         self.waiting.append(session)
         kept = self.runner.suspend_session(session, self.swap if swap else None)
         assert session.kv.num_blocks == 0
+        session.mark_preempted(0.0, swapped=kept)
         self.gone.add(kept)
         return kept
 
@@ -136,14 +135,11 @@ class Driver:
             # Every round emits a token at least.
             if session.remaining - under_way.count(session) <= 0:
                 continue
-            end, nodes = self.ends[session.ticket], 0
-            if session.prefill_sent < end:
-                count = min(PIECE, end - session.prefill_sent)
-                last = not session.emitted and session.prefill_sent + count == end
-                start = session.prefill_sent
-                row = PrefillRow(session=session, start=start, num_tokens=count, last=last)
+            nodes = 0
+            if session.phase is PREFILLING:
+                row = PrefillRow.from_next_tokens(session, min(PIECE, session.prefill_left))
                 prefill.append(row)
-                session.prefill_sent = row.end
+                session.mark_submitted(row.end)
             else:
                 draft = self.draft(session)
                 verify.append(
@@ -158,7 +154,7 @@ class Driver:
 
     def _reserve(self, session: Session, nodes: int) -> None:
         """No more than the next round may write."""
-        base = session.max_len if self.whole else max(session.kv.len, session.prefill_sent)
+        base = session.max_len if self.whole else max(session.kv.len, session.prefill.sent)
         slack = self.runner.slot_headroom
         need = base + (slack.max_slots if self.whole else slack.slots_beyond(session, nodes))
         if session.kv.blocks_missing(need):
@@ -193,7 +189,7 @@ class Driver:
         self.settle_all()
         for session in [*self.sessions, *self.waiting]:
             session.kv.release()
-            session.is_ended = True
+            session.mark_ended()
             self.runner.close_session(session)
         self.sessions.clear()
         self.waiting.clear()

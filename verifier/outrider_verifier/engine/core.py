@@ -67,6 +67,7 @@ from outrider_verifier.state.effects import (
 )
 from outrider_verifier.state.handles import SessionHandles
 from outrider_verifier.state.session import Session, check_plan, check_spec
+from outrider_verifier.state.session_phase import ENDED
 
 logger = logging.getLogger(__name__)
 
@@ -249,8 +250,16 @@ class EngineCore:
         in_process_draft = self._in_process_draft(spec, spec.plan)
         keeps = self.store is not None and may_need_features(spec, in_process_draft)
         kv = self._pool.new_sequence()
-        session = Session.create(spec, ticket=command.ticket, kv=kv, now=now, keeps_features=keeps)
-        session.in_process_draft_length, session.constraint = in_process_draft, constraint
+        session = Session.create(
+            spec,
+            ticket=command.ticket,
+            kv=kv,
+            now=now,
+            keeps_features=keeps,
+            max_blocks=self.block_manager.max_blocks(len(spec.token_ids) + spec.max_new_tokens),
+            in_process_draft_length=in_process_draft,
+            constraint=constraint,
+        )
         self.sessions[spec.session_id] = session
         try:
             self.block_manager.add_session(session)
@@ -303,9 +312,7 @@ class EngineCore:
         self.inbox.drop_session(session.handle)
         if session.keeps_features:
             self.drop_features(session)
-        session.in_process_draft_length = self._in_process_draft(session.spec, session.plan)
-        # Its rounds may write further than before.
-        session.covered_len = 0
+        session.set_in_process_drafts(self._in_process_draft(session.spec, session.plan))
         session.has_stalled_drafter = session.is_speculation_off = False
         self.policy.update_session(session)
 
@@ -331,7 +338,7 @@ class EngineCore:
         self.draft_recovery.clear()
         for session in self.sessions.values():
             if session.in_process_draft_length and session.spec.drafter_id is not None:
-                session.in_process_draft_length = session.covered_len = 0
+                session.set_in_process_drafts(0)
                 self.policy.update_session(session)
 
     def _set_drafter(self, command: SetDrafter) -> None:
@@ -339,8 +346,7 @@ class EngineCore:
         if session is None or session.ticket != command.ticket:
             return
         done = move_session(session, command.drafter_id, self.drafters, self.policy)
-        # Its rounds may write further than before.
-        session.covered_len = 0
+        session.recheck_blocks()
         self.draft_recovery.add_session(session)
         self.counters["sessions_moved" if done else "moves_refused"] += 1
         self._post(DrafterChanged(session.ticket, session.spec.drafter_id))
@@ -358,10 +364,7 @@ class EngineCore:
                 reason="NO_FEATURES",
             )
         same_method = plan.method is session.plan.method
-        session.plan = plan
-        session.in_process_draft_length = self._in_process_draft(session.spec, plan)
-        # Its rounds may write further than before.
-        session.covered_len = 0
+        session.change_plan(plan, self._in_process_draft(session.spec, plan))
         session.has_stalled_drafter = False
         lags, session.is_speculation_off = session.is_speculation_off, False
         self.policy.update_session(session)
@@ -439,8 +442,8 @@ class EngineCore:
         self._post(effect)
 
     def free_session(self, session: Session, *, failed: bool = False) -> None:
-        """Forget a session and give back its blocks, proposals and features; what it has written
-        may be of use to others, unless it failed."""
+        """End a session and give back its blocks, proposals and features; what it has written may
+        be of use to others, unless it failed."""
         if not failed:
             self.block_manager.store_prefix(session)
         self.drafters.withdraw(session)
@@ -451,7 +454,7 @@ class EngineCore:
                 self.store.close(session.handle)
             self.inbox.drop_session(session.handle)
             self._handles.release(session)
-        session.is_ended = True
+        session.mark_ended()
         self.touched += 1
         self.block_manager.remove_session(session)
 
@@ -469,7 +472,8 @@ class EngineCore:
     def drop_all_sessions(self) -> None:
         """Forget all sessions where not even failing them works; what they held is lost."""
         for session in self.sessions.values():
-            session.is_ended, session.handle = True, -1
+            if session.phase is not ENDED:
+                session.mark_ended()
         self._handles.clear()
         self.touched += 1
         for held in (self.sessions, self.block_manager.running, self.block_manager.waiting):

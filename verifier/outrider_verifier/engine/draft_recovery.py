@@ -20,6 +20,7 @@ from outrider_verifier.planner.draft_recovery import (
     recovery_order,
 )
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED, SWAPPED
 
 
 class DraftRecovery:
@@ -51,11 +52,9 @@ class DraftRecovery:
     def record_undrafted_round(self, session: Session) -> None:
         """A round of the session found no draft. Late drafters catch up; one that has refused a row
         of a session has none for it any more."""
-        follows = session.round_id == session.undrafted_round + 1
-        session.undrafted_rounds = session.undrafted_rounds + 1 if follows else 1
-        session.undrafted_round = session.round_id
-        if session.spec.drafter_id is not None and session.undrafted_rounds >= MAX_UNDRAFTED_ROUNDS:
-            session.undrafted_rounds = 0
+        rounds = session.drafter_record.record_undrafted_round(session.round_id)
+        if session.spec.drafter_id is not None and rounds >= MAX_UNDRAFTED_ROUNDS:
+            session.drafter_record.reset_undrafted_rounds()
             self._refused.add(session.session_id)
             self.add_session(session)
 
@@ -99,10 +98,10 @@ class DraftRecovery:
         """Running sessions that lack drafts. Waiting ones get them with their K/V; those that were
         swapped come here again once they run."""
         for session in self._undrafted.values():
-            if session.is_ended or not self._has_remote_drafts(session):
+            if session.phase is ENDED or not self._has_remote_drafts(session):
                 continue
             if session.is_waiting:
-                if not session.is_swapped:
+                if session.phase is not SWAPPED:
                     self._begin(session)
             elif session.session_id in self._refused or not (
                 session.in_process_draft_length and self._runner.has_draft_kv(session)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from outrider.ids import DrafterId
 from outrider_verifier.exchange.session_announcer import SessionAnnouncer
 from outrider_verifier.planner.speculation_policy import SpeculationPolicy, can_never_draft
@@ -30,8 +28,8 @@ def move_session(
         if not can_never_draft(session) or drafters.link_of(drafter_id) is None:
             return False
         # Nobody drafts for it, whoever would.
-        session.spec = replace(session.spec, drafter_id=drafter_id)
-        session.has_stalled_drafter, session.drafter_losses = False, 0
+        session.assign_drafter(drafter_id)
+        session.has_stalled_drafter = False
         policy.update_session(session)
         return True
     if session.spec.drafter_id == drafter_id and session.link_id is not None:
@@ -40,9 +38,8 @@ def move_session(
     if session.is_speculation_off:
         # What it committed meanwhile was told to nobody.
         drafters.advance_without_speculation(session)
-    session.spec = replace(session.spec, drafter_id=drafter_id)
+    session.assign_drafter(drafter_id)
     session.has_stalled_drafter = session.is_speculation_off = False
-    session.drafter_losses = 0
     policy.update_session(session)
     if drafter_id is None:
         drafters.drop_drafter(session)

@@ -14,6 +14,7 @@ from outrider_verifier.engine.schedule_policy import plan_drafted
 from outrider_verifier.model_runner.batch import VerifyRow
 from outrider_verifier.state.round_plan import RoundLimits, RoundPlan
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 
 def plan_prefetched_round(
@@ -41,7 +42,7 @@ def plan_prefetched_round(
 
 def _ready(session: Session, count: int, nodes: int) -> bool:
     """Whether a draft of so many nodes is verified as it is, once `count` tokens are committed."""
-    if session.constraint is not None or session.is_ended or not session.draft_wanted:
+    if session.constraint is not None or session.phase is ENDED or not session.draft_wanted:
         return False
     # One token beyond the draft is emitted; no node is deeper than there are nodes.
     left = session.remaining - count - 1

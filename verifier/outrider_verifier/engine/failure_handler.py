@@ -10,6 +10,7 @@ from outrider.watchdog import record_step
 from outrider_verifier.engine.core import EngineCore
 from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 logger = logging.getLogger(__name__)
 
@@ -61,5 +62,5 @@ class FailureHandler:
                 f"the round failed: {type(bug).__name__}: {bug}", reason="ROUND_FAILED"
             )
         for session in sessions:
-            if not session.is_ended:
+            if session.phase is not ENDED:
                 self._core.fail_session(session, error)

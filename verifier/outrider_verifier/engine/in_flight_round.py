@@ -13,6 +13,7 @@ from outrider_verifier.model_runner.interface import RoundHandle
 from outrider_verifier.model_runner.results import RowResult, VerdictInputs, has_drafter_link
 from outrider_verifier.state.round_plan import RoundPlan
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,7 +63,9 @@ class InFlightRound:
     @property
     def expects_look_ahead(self) -> bool:
         """Whether drafts for what the round may emit are to be expected while it runs."""
-        return any(row.session.looks_ahead and not row.session.is_ended for row in self.verify)
+        return any(
+            row.session.looks_ahead and row.session.phase is not ENDED for row in self.verify
+        )
 
     @property
     def is_all_hits(self) -> bool:
@@ -103,7 +106,7 @@ def prompt_verdicts(prompts: Sequence[RowResult]) -> VerdictBatch:
 
 def must_await_drafts(in_flight: InFlightRound) -> bool:
     """Whether no session of the round can go on without a draft."""
-    sessions = [session for session in in_flight.sessions if not session.is_ended]
+    sessions = [session for session in in_flight.sessions if session.phase is not ENDED]
     return bool(sessions) and all(session.has_drafter for session in sessions)
 
 

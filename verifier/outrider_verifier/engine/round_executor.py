@@ -36,6 +36,7 @@ from outrider_verifier.model_runner.results import (
 )
 from outrider_verifier.state.round_plan import TIME_EMA_WEIGHT, RoundLimits, RoundPlan
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 logger = logging.getLogger(__name__)
 
@@ -290,7 +291,9 @@ class RoundExecutor:
         """Account for whoever goes on, and let the planner see the round; `emitted`: the tokens of
         those who do not."""
         settled = prompts + decoded.special
-        emitted += self._accounts.record_rows([row for row in settled if not row.session.is_ended])
+        emitted += self._accounts.record_rows(
+            [row for row in settled if row.session.phase is not ENDED]
+        )
         emitted += self._accounts.record_plain_rows(decoded.plain)
         self._core.policy.observe_round(
             settled,
@@ -398,7 +401,7 @@ class RoundExecutor:
         flight = self._engine.submit_round(prefill, verify)
         timeline.mark_span("submit", marked, len(verify))
         for row in prefill:
-            row.session.prefill_sent = row.end
+            row.session.mark_submitted(row.end)
         return InFlightRound(
             plan=plan,
             prefill=prefill,
@@ -418,8 +421,10 @@ class RoundExecutor:
         if self._stays_for_drafts(in_flight):
             return True
         # Proposals need the host after their round; so no command can come between.
-        return all(row.session.is_ended or row.held is None for row in in_flight.verify) and all(
-            session.is_ended or self._plans.rows.can_run_ahead(session)
+        return all(
+            row.session.phase is ENDED or row.held is None for row in in_flight.verify
+        ) and all(
+            session.phase is ENDED or self._plans.rows.can_run_ahead(session)
             for session in in_flight.sessions
         )
 

@@ -24,6 +24,7 @@ from outrider_verifier.model_runner.interface import DecodeOutput, RunnerOutput
 from outrider_verifier.model_runner.results import CommittedRows, PlainRows, RowResult
 from outrider_verifier.state.effects import EVENT_FIELDS, RoundReport
 from outrider_verifier.state.session import Session, any_keeps_features
+from outrider_verifier.state.session_phase import ENDED
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ class RoundReporter:
         block = decoded.block
         # With a block the rows that decode have none of their own.
         for row in (*prompts, *(rows.special if block is None else ())):
-            if row.result.features is not None and not row.ends and not row.session.is_ended:
+            if row.result.features is not None and not row.ends and row.session.phase is not ENDED:
                 store.append(row.session.handle, row.result.features)
         if block is not None:
             # A session that has ended has no handle.
@@ -177,7 +178,7 @@ class RoundReporter:
             features = decoded.features()
             for session, number in zip(rows.plain.sessions, rows.plain.numbers, strict=True):
                 mine = features[number]
-                if mine is not None and not session.is_ended:
+                if mine is not None and session.phase is not ENDED:
                     store.append(session.handle, mine)
 
     def report_round(self, in_flight: InFlightRound, outcome: RunnerOutput, emitted: int) -> float:

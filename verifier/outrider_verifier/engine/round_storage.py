@@ -18,6 +18,7 @@ from outrider_verifier.engine.round_reporter import RoundReporter
 from outrider_verifier.model_runner.interface import RunnerOutput
 from outrider_verifier.model_runner.results import CommittedRows, RowResult
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 
 class RoundStorage:
@@ -69,7 +70,7 @@ class RoundStorage:
         try:
             self._accounts.keep_round_features(in_flight, outcome.decoded, prompts, decoded)
             for row in prompts:
-                if row.session.is_prefilled and not row.session.is_ended:
+                if row.session.is_prefilled and row.session.phase is not ENDED:
                     self._core.block_manager.store_prefix(row.session)
         except Exception as bug:
             self._unkept.append((in_flight.sessions, bug))

@@ -12,6 +12,7 @@ from outrider_verifier.model_runner.batch import VerifyRow
 from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.state.round_plan import RoundPlan, RowState
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import PREFILLING
 
 
 class SchedulerInputs:
@@ -99,7 +100,7 @@ class SchedulerInputs:
             if session.link_id is not None and not session.is_speculation_off:
                 return None
             spec = session.spec
-            if session.prefill_sent < session.prefill_target:
+            if session.phase is PREFILLING:
                 prefilling.append(self.row_of(session, -1))
                 continue
             if session.emitted + 1 >= spec.max_new_tokens:

@@ -23,6 +23,7 @@ from outrider_verifier.exchange.verdict_builder import VerdictBatch, VerdictBuil
 from outrider_verifier.state.commands import ExchangeLink
 from outrider_verifier.state.effects import Post, SendMessage
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 _MAX_LOSSES = 3
 """How often a session that its drafter lost is announced to it again."""
@@ -100,7 +101,7 @@ class SessionAnnouncer:
                 if session.link_id is not None:
                     # What its predecessor still sends is no fault.
                     drafter_health.record_release()
-                session.link_id = None
+                session.mark_withdrawn()
                 self.announce(session)
 
     def detach(self, link_id: int) -> None:
@@ -111,7 +112,7 @@ class SessionAnnouncer:
         self._on_link.pop(link_id, None)
         for session in self._sessions():
             if session.link_id == link_id:
-                session.link_id = None
+                session.mark_withdrawn()
                 self._verdict_builder.forget_session(session)
 
     def can_announce(self, session: Session, drafter_id: DrafterId) -> bool:
@@ -131,7 +132,7 @@ class SessionAnnouncer:
             or not self._verdict_builder.can_announce(session, link)
         ):
             return
-        session.link_id = link.link_id
+        session.mark_announced(link.link_id)
         # Nobody new waits for one that others miss.
         session.has_stalled_drafter = self._on_link[link.link_id].is_silent
         if session.speculation_state is not None:
@@ -144,9 +145,9 @@ class SessionAnnouncer:
     def reannounce(self, session: Session) -> None:
         """Begin anew with a session that its drafter lost, a few times."""
         self._counters["sessions_lost_by_drafters"] += 1
-        session.drafter_losses += 1
+        losses = session.drafter_record.record_loss()
         self.withdraw(session)
-        if session.drafter_losses <= _MAX_LOSSES:
+        if losses <= _MAX_LOSSES:
             self.announce(session)
 
     def withdraw(self, session: Session) -> None:
@@ -154,7 +155,7 @@ class SessionAnnouncer:
         if session.link_id is not None:
             self.send_message(session, SessionEnd(handle=session.handle))
             self._on_link[session.link_id].record_release()
-            session.link_id = None
+            session.mark_withdrawn()
         self._verdict_builder.forget_session(session)
 
     def drop_drafter(self, session: Session) -> None:
@@ -179,7 +180,9 @@ class SessionAnnouncer:
         submitted, and before any with these sessions is told of."""
         begun, self._begun = self._begun, []
         for session in begun:
-            if session.link_id is not None and not (session.is_speculation_off or session.is_ended):
+            if session.link_id is not None and not (
+                session.is_speculation_off or session.phase is ENDED
+            ):
                 for message in self._verdict_builder.build_catch_up(session):
                     self.send_message(session, message)
 

@@ -34,6 +34,7 @@ from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.state.preemption_mode import PreemptionMode
 from outrider_verifier.state.round_plan import TIME_EMA_WEIGHT
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED, SWAPPED
 
 logger = logging.getLogger(__name__)
 
@@ -92,23 +93,24 @@ class BlockManager:
         self._seen, self._again_at = -1, 0.0
         """What `touched` was when the policy was last asked, and when to ask it again."""
 
+    def max_blocks(self, max_len: int) -> int:
+        """K/V blocks that a session of at most `max_len` tokens may ever have to hold, whatever its
+        plan becomes."""
+        # The last token is never written.
+        return self._pool.blocks_for(max_len - 1 + self._runner.slot_headroom.max_slots)
+
     def add_session(self, session: Session) -> None:
         """A session was opened; it waits. Raises InvalidRequestError if it can never run."""
         self._runner.open_session(session)
-        session.is_open = True
-        # Its plan may change yet. The last token is never written.
-        session.max_blocks = self._pool.blocks_for(
-            session.max_len - 1 + self._runner.slot_headroom.max_slots
-        )
         self.waiting[session.session_id] = session
 
     def remove_session(self, session: Session) -> None:
         """Forget a session and give back all that it holds; idempotent."""
-        self.running.pop(session.session_id, None)
-        self.waiting.pop(session.session_id, None)
+        # The runner knows the sessions that run or wait.
+        running = self.running.pop(session.session_id, None)
+        waiting = self.waiting.pop(session.session_id, None)
         session.kv.release()
-        if session.is_open:
-            session.is_open = False
+        if running is not None or waiting is not None:
             self._runner.close_session(session)
 
     def store_prefix(self, session: Session) -> None:
@@ -164,7 +166,7 @@ class BlockManager:
         """While a round runs, or drafts are made: let these sessions hold what they need once up to
         `tokens` more of each are committed, and tell the device, so that the next round need not
         wait for that. Where blocks are short nothing is done."""
-        short = [s for s in sessions if s.length + tokens > s.covered_len and not s.is_ended]
+        short = [s for s in sessions if s.length + tokens > s.covered_len and s.phase is not ENDED]
         if short and self._hold_all(short, tokens):
             self._runner.upload_new_blocks()
 
@@ -207,7 +209,7 @@ class BlockManager:
 
     def _brief_claim(self, session: Session, now: float) -> SessionClaim:
         """Of a session that waits, as far as `admit_all` looks at it."""
-        since, most = session.waiting_since, session.max_blocks
+        most = session.max_blocks
         held_next = session.kv_len + self._runner.slot_headroom.slots_beyond(session)
         return SessionClaim(
             session_id=session.session_id,
@@ -217,23 +219,23 @@ class BlockManager:
             next_blocks=self._pool.blocks_for(held_next),
             max_blocks=most,
             expected_blocks=most,
-            preemptions=session.preemptions,
-            waited_s=session.total_wait_s + (0.0 if since is None else now - since),
+            preemptions=session.preemption.count,
+            waited_s=session.waited_s(now),
         )
 
     def _claim(self, session: Session, now: float) -> SessionClaim:
         beyond = self._runner.slot_headroom.slots_beyond(session)
         expected = session.spec.prompt_len + self._expected_answer(session) + beyond
         lately = (
-            session.length - session.resumed_len < GUARD_TOKENS
-            and now - session.resumed_at < GUARD_S
+            session.length - session.preemption.resumed_len < GUARD_TOKENS
+            and now - session.preemption.resumed_at < GUARD_S
         )
         return self._brief_claim(session, now)._replace(
             blocks=session.kv.num_blocks,
             shared=tuple(self._pool.ledger.shared_blocks(session.kv.blocks)),
             expected_blocks=min(session.max_blocks, self._pool.blocks_for(expected)),
             tokens=session.kv.len,
-            is_protected=session.preemptions > 0 and lately,
+            is_protected=session.preemption.count > 0 and lately,
         )
 
     def _expected_answer(self, session: Session) -> int:
@@ -261,7 +263,7 @@ class BlockManager:
         tokens = min(tokens, session.max_len - session.length)
         if not session.kv.reserve(session.kv_len + tokens + beyond):
             return False
-        self._cover(session)
+        session.record_blocks(beyond)
         self._runner.record_new_blocks(session)
         return True
 
@@ -275,15 +277,10 @@ class BlockManager:
                 # Its copy comes beside the rounds, which do not wait for it; one at a time.
                 self._seen = -1
                 return
-            self._admit(session, action.blocks, now)
-            if session.preemptions and not session.is_waiting:
+            admitted = self._admit(session, action.blocks, now)
+            if admitted and session.preemption.count:
                 self._counters["resumed_preemption"] += 1
                 timeline.mark_instant("resumed")
-
-    def _cover(self, session: Session) -> None:
-        session.covered_len = (
-            session.kv.capacity - self._runner.slot_headroom.slots_beyond(session) + 1
-        )
 
     def _preempt(self, session: Session, now: float) -> None:
         swap = self._swap if self._mode_of(session) is PreemptionMode.SWAP else None
@@ -321,7 +318,7 @@ class BlockManager:
         self._runner.suspend_session(session, None)
         del self.running[session.session_id]
         self.waiting[session.session_id] = session
-        session.waiting_since = now
+        session.mark_recomputing(now)
         self._admit(session, blocks, now)
 
     def forget_draft_kv(self) -> None:
@@ -329,9 +326,10 @@ class BlockManager:
         if self._prefixes is not None:
             self._prefixes.forget_draft_kv()
 
-    def _admit(self, session: Session, blocks: int, now: float) -> None:
+    def _admit(self, session: Session, blocks: int, now: float) -> bool:
+        """Let a session run with so many blocks; False if it failed, and has ended."""
         slots, found, told = blocks * self._pool.block_tokens, 0, session.written_positions
-        if self._prefixes is not None and not session.is_swapped:
+        if self._prefixes is not None and session.phase is not SWAPPED:
             found = self._prefixes.attach_prefix(session, slots)
         held = found > 0 or session.kv.reserve(slots)
         assert held, (session.session_id, blocks)
@@ -339,15 +337,16 @@ class BlockManager:
             kept = self._runner.resume_session(session)
         except Exception as bug:
             self.failed(session, bug)
-            return
+            return False
         session.mark_admitted(now, kept=kept, found=found)
         if session.written_positions > told:
             self.begun(session)
-        self._cover(session)
+        session.record_blocks(self._runner.slot_headroom.slots_beyond(session))
         del self.waiting[session.session_id]
         self.running[session.session_id] = session
         if kept:
             self.swapped_in(session)
+        return True
 
 
 def _emitted_before(session: Session) -> int:

@@ -109,7 +109,7 @@ class PrefillRow:
         """The first `num_tokens` of those that were not submitted yet."""
         return cls(
             session=session,
-            start=session.prefill_sent,
+            start=session.prefill.sent,
             num_tokens=num_tokens,
             last=num_tokens == session.prefill_left and not session.emitted,
         )

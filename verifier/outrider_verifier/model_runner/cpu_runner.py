@@ -36,6 +36,7 @@ from outrider_verifier.model_runner.interface import (
 from outrider_verifier.model_runner.kv_headroom import KVHeadroom
 from outrider_verifier.model_runner.swapped_sessions import SwappedSessions
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 
 class TargetForward(Protocol):
@@ -204,7 +205,7 @@ class CpuModelRunner:
         assert isinstance(flight, _FinishedRound)
         with torch.inference_mode():
             for row in flight.packed:
-                if not row.session.is_ended:
+                if row.session.phase is not ENDED:
                     row.session.kv.commit(row.committed_rows)
         return flight.outcome
 

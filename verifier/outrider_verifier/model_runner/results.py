@@ -21,6 +21,7 @@ from outrider_verifier.exchange.verdict_builder import VerdictBatch
 from outrider_verifier.model_runner.batch import PrefillRow, VerifyRow, truncate_emission
 from outrider_verifier.model_runner.interface import DecodeOutput, RowOutput
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 _NOBODY: Final = VerdictBatch.of_current([], [])
 _NO_NUMBERS: Final = np.empty(0, dtype=np.int64)
@@ -223,7 +224,7 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) 
     counts, drafted = decoded.counts.tolist(), decoded.draft_nodes()
     for number, (row, count, own) in enumerate(zip(verify, counts, drafted, strict=True)):
         session, start, end = row.session, end, end + count
-        if session.is_ended:
+        if session.phase is ENDED:
             continue
         emitted = tokens[start:end]
         if (
@@ -238,8 +239,7 @@ def commit_rows(verify: Sequence[VerifyRow], decoded: DecodeOutput, now: float) 
             others.append(number)
             continue
         going.append(number)
-        session.round_id += 1
-        session.commit_tokens(emitted, now)
+        session.commit_tokens(emitted, now, 1)
     alike = PlainRows.of_rows(verify, going, counts, tokens, drafted)
     results = decoded.row_outputs(others) if others else ()
     apart = [
@@ -256,7 +256,7 @@ def commit_prompts(
     return [
         _commit_prompt(row, result, now)
         for row, result in zip(prefill, results, strict=True)
-        if not row.session.is_ended
+        if row.session.phase is not ENDED
     ]
 
 
@@ -280,12 +280,14 @@ def _commit(
     remaining = session.spec.max_new_tokens - session.emitted
     if len(tokens) >= remaining or not session.stop_ids.isdisjoint(tokens):
         tokens, reason = truncate_emission(tokens, stop_ids=session.stop_ids, remaining=remaining)
-    if row is not None:
+    if (
+        row is not None
+        and row.held is None
+        and not (session.in_process_draft_length or session.is_speculation_off)
+    ):
         # Wanted, whether or not there was anybody to make one.
-        if row.held is None and not (session.in_process_draft_length or session.is_speculation_off):
-            missed = session.plan.is_speculative and session.max_draft_depth > 0
-        session.round_id += 1
-    session.commit_tokens(tokens, now)
+        missed = session.plan.is_speculative and session.max_draft_depth > 0
+    session.commit_tokens(tokens, now, int(row is not None))
     return RowResult(session, result, tokens, reason, row, missed)
 
 
@@ -303,5 +305,5 @@ def has_drafter_link(session: Session) -> bool:
     """Whether a drafter hears by messages of what the session commits; of one that has ended, and
     whose place another may have, nobody does."""
     return session.spec.drafter_id is not None and not (
-        session.is_speculation_off or session.is_ended or session.in_process_draft_length
+        session.is_speculation_off or session.phase is ENDED or session.in_process_draft_length
     )

@@ -12,6 +12,10 @@ round_plan.py              Inputs of the scheduler (limits, estimates, row state
                            `RoundPlan`.
 session.py                 Session: tokens, K/V, plan and phase of one served request; owned by the
                            engine thread.
+session_phase.py           SessionPhase: where a session is in its life on the verifier, and what
+                           may follow.
+session_records.py         Parts of a session: its prefill progress, its preemptions, and its
+                           drafter's failures.
 simulated_acceptance.py    Parses the draft acceptance rates of --simulated-acceptance, for
                            benchmarks without weights.
 """

@@ -40,6 +40,9 @@ class SessionHandles:
         return session
 
     def clear(self) -> None:
-        """All are free, whoever had them."""
+        """Take all handles back from whoever has them."""
+        for session in self._owners:
+            if session is not None:
+                session.handle = -1
         self._owners = [None] * self.count
         self._free = list(range(self.count))

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.kv_cache import KVSequence
-from outrider.errors import InvalidRequestError
+from outrider.errors import InternalError, InvalidRequestError
 from outrider.grammar.constraint import Constraint
-from outrider.ids import SessionId
+from outrider.ids import DrafterId, SessionId
 from outrider.spec.plan import SpeculationPlan
 from outrider.wire.messages import SessionSpec
+from outrider_verifier.state.session_phase import (
+    ALLOWED_TRANSITIONS,
+    DECODING,
+    ENDED,
+    PREFILLING,
+    SWAPPED,
+    WAITING,
+    SessionPhase,
+)
+from outrider_verifier.state.session_records import (
+    DrafterRecord,
+    PreemptionRecord,
+    PrefillProgress,
+)
 
 if TYPE_CHECKING:
     from outrider_verifier.planner.workload import SpeculationState
@@ -29,9 +43,9 @@ class Session:
     """A request being served.
 
     `tokens[:length]` is the committed prefix. While prefilling, K/V is written for fewer than
-    `prefill_target` of them; afterwards for length - 1: the last token is the root. A waiting
-    session has no K/V: it was preempted, or has not begun. All its other state stays: a committed
-    token is sent once, and so is a position's feature.
+    `prefill.target` of them; afterwards for length - 1: the last token is the root. A waiting
+    session has no K/V. All its other state stays: a committed token is sent once, and so is a
+    position's feature.
     """
 
     spec: SessionSpec
@@ -48,13 +62,19 @@ class Session:
     keeps_features: bool
     """Whether features are kept: from the opening on or not at all, because they cannot be had
     later."""
-    prefill_target: int
-    """Tokens to prefill: the prompt, or what a preempted session had written when it lost it."""
-    max_blocks: int = 0
+    opened_at: float
+    prefill: PrefillProgress
+    preemption: PreemptionRecord
+    max_blocks: int
     """K/V blocks that it may ever have to hold."""
-    prefill_sent: int = 0
-    """Of these, tokens that rounds were submitted with; K/V is written for those of settled
-    rounds."""
+    in_process_draft_length: int
+    """Draft length of the in-process drafter, which drafts for the session; 0: it does not."""
+    constraint: Constraint | None
+    """What it may emit, by its grammar and the limits of its ids; None: anything. It follows the
+    accepted tokens, so whatever was lost or preempted, it is where they are."""
+    phase: SessionPhase = WAITING
+    """Where in its life the session is; written by `change_phase` alone, which every method calls
+    that marks a step of that life."""
     written_positions: int = 0
     """Positions whose K/V was written, also if it was lost since: drafters know their features."""
     handle: int = -1
@@ -67,16 +87,9 @@ class Session:
     has_stalled_drafter: bool = False
     """Its drafter let a proposal timeout run out; no waiting until a proposal shows that it is
     back."""
-    drafter_losses: int = 0
-    """How often its drafter could not follow it any more."""
+    drafter_record: DrafterRecord = field(default_factory=DrafterRecord)
     proposal_at: float = 0.0
     """When the newest usable proposal arrived."""
-    in_process_draft_length: int = 0
-    """Draft length of the in-process drafter, which drafts for the session; 0: it does not."""
-    undrafted_rounds: int = 0
-    """Rounds in a row, the last of which is `undrafted_round`, for which the drafter on another
-    device had no draft."""
-    undrafted_round: int = -1
     speculation_state: SpeculationState | None = None
     """What the policy keeps of it; None: its plan does not speculate."""
     is_speculation_off: bool = False
@@ -90,33 +103,24 @@ class Session:
     so."""
     draft_limit: int = NO_LIMIT
     """Draft levels that the policy finds worth verifying."""
-    is_ended: bool = False
-    """Whether everything it held was given back; a round in flight may still name it."""
-    opened_at: float = 0.0
-    is_open: bool = False
-    """Whether the runner knows it."""
-    waiting_since: float | None = None
-    """Since when it has no K/V; None: it runs."""
-    total_wait_s: float = 0.0
-    """How long it had waited before."""
-    preemptions: int = 0
-    resumed_at: float = 0.0
-    resumed_len: int = 0
-    """When it last got K/V blocks after a preemption, or to prefill once more what it has written,
-    and its length then."""
     covered_len: int = 0
     """Length up to which its blocks suffice for its next rounds."""
-    is_swapped: bool = False
-    """Whether its K/V was copied when it was preempted, and is to be brought back."""
-    constraint: Constraint | None = None
-    """What it may emit, by its grammar and the limits of its ids; None: anything. It follows the
-    accepted tokens, so whatever was lost or preempted, it is where they are."""
 
     @classmethod
     def create(
-        cls, spec: SessionSpec, *, ticket: int, kv: KVSequence, now: float, keeps_features: bool
+        cls,
+        spec: SessionSpec,
+        *,
+        ticket: int,
+        kv: KVSequence,
+        now: float,
+        keeps_features: bool,
+        max_blocks: int = 0,
+        in_process_draft_length: int = 0,
+        constraint: Constraint | None = None,
     ) -> Session:
-        """State of a session that is about to be prefilled."""
+        """State of a session that waits to be prefilled. `max_blocks`: 0 where its blocks are not
+        managed; the other arguments are described at the attributes."""
         prompt = np.asarray(spec.token_ids, dtype=np.int32)
         tokens = np.empty(len(prompt) + spec.max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
@@ -127,12 +131,15 @@ class Session:
             kv=kv,
             tokens=tokens,
             length=len(prompt),
-            prefill_target=len(prompt),
             root_known_at=now,
-            opened_at=now,
-            waiting_since=now,
             stop_ids=frozenset(spec.stop_token_ids),
             keeps_features=keeps_features,
+            opened_at=now,
+            prefill=PrefillProgress(target=len(prompt)),
+            preemption=PreemptionRecord(waiting_since=now),
+            max_blocks=max_blocks,
+            in_process_draft_length=in_process_draft_length,
+            constraint=constraint,
         )
 
     @property
@@ -155,7 +162,7 @@ class Session:
     @property
     def prefill_left(self) -> int:
         """Tokens to prefill that no round was submitted with; 0 once the session can decode."""
-        return self.prefill_target - self.prefill_sent
+        return 0 if self.phase is DECODING else self.prefill.left
 
     @property
     def is_prefilled(self) -> bool:
@@ -170,8 +177,8 @@ class Session:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has no K/V and is no row of any round."""
-        return self.waiting_since is not None
+        """Whether it has no K/V, waits for blocks and is no row of any round."""
+        return self.phase is WAITING or self.phase is SWAPPED
 
     @property
     def root(self) -> int:
@@ -247,8 +254,16 @@ class Session:
         """Whether the next round should wait for a proposal, within the proposal timeout."""
         return self.link_id is not None and not self.has_stalled_drafter and self.draft_wanted
 
-    def commit_tokens(self, tokens: Sequence[int], now: float) -> None:
-        """Commit emitted tokens; the last one becomes the root."""
+    def waited_s(self, now: float) -> float:
+        """How long it has waited for K/V blocks, in seconds."""
+        before = self.preemption.total_wait_s
+        return before + (now - self.preemption.waiting_since if self.is_waiting else 0.0)
+
+    # ---- its tokens, plan and drafter ----------------------------------------------------------
+
+    def commit_tokens(self, tokens: Sequence[int], now: float, rounds: int = 0) -> None:
+        """Commit emitted tokens; the last one becomes the root. `rounds`: decode rounds that they
+        took; 0 of a prompt's first token."""
         count = len(tokens)
         end = self.length + count
         if count == 1:  # as in every plain round; a slice takes four times as long
@@ -258,41 +273,102 @@ class Session:
         self.length = end
         self.written_positions = end - 1
         self.emitted += count
+        self.round_id += rounds
         self.root_known_at = now
+
+    def change_plan(self, plan: SpeculationPlan, in_process_draft_length: int) -> None:
+        """Speculate by another plan from the next round on."""
+        self.plan = plan
+        self.set_in_process_drafts(in_process_draft_length)
+
+    def set_in_process_drafts(self, length: int) -> None:
+        """Verify in-process drafts of this length from the next round on; 0: none."""
+        self.in_process_draft_length = length
+        self.recheck_blocks()
+
+    def assign_drafter(self, drafter_id: DrafterId | None) -> None:
+        """Have another drafter, or none, draft for it."""
+        self.spec = replace(self.spec, drafter_id=drafter_id)
+        self.drafter_record.reset_losses()
+
+    def mark_announced(self, link_id: int) -> None:
+        """Its drafter was told of it on this link, and follows it."""
+        self.link_id = link_id
+
+    def mark_withdrawn(self) -> None:
+        """No drafter follows it any more."""
+        self.link_id = None
+
+    # ---- its K/V blocks ------------------------------------------------------------------------
+
+    def record_blocks(self, headroom: int) -> None:
+        """Note up to which length the blocks that it holds suffice, if a round writes up to
+        `headroom` slots past the committed ones."""
+        self.covered_len = self.kv.capacity - headroom + 1
+
+    def recheck_blocks(self) -> None:
+        """Have its blocks looked at before the next round, which may write further than before."""
+        self.covered_len = 0
+
+    # ---- its phase -----------------------------------------------------------------------------
+
+    def change_phase(self, phase: SessionPhase) -> None:
+        """Enter another phase. Raises InternalError if that may not follow the present one."""
+        if phase not in ALLOWED_TRANSITIONS[self.phase]:
+            raise InternalError(
+                f"session {self.session_id} is {self.phase.value} and cannot become {phase.value}",
+                reason="INVALID_PHASE",
+            )
+        self.phase = phase
 
     def mark_preempted(self, now: float, *, swapped: bool) -> None:
         """It has lost its K/V: it waits. `swapped`: there is a copy."""
-        self.waiting_since = now
-        self.preemptions += 1
-        self.is_swapped = swapped
+        self.change_phase(SWAPPED if swapped else WAITING)
+        self.preemption.waiting_since = now
+        self.preemption.count += 1
+
+    def mark_recomputing(self, now: float) -> None:
+        """It has given its K/V back in order to prefill again at once, which is no preemption."""
+        self.change_phase(WAITING)
+        self.preemption.waiting_since = now
 
     def mark_admitted(self, now: float, *, kept: bool, found: int = 0) -> None:
         """It has blocks, and runs. `kept`: its K/V is there as it was; else it is to be computed
         (again), but for the first `found` tokens, behind which the root, if there is one, stays as
         it is."""
-        assert self.waiting_since is not None
-        self.total_wait_s += now - self.waiting_since
-        self.waiting_since = None
-        self.is_swapped = False
+        assert self.is_waiting, (self.session_id, self.phase)
         if not kept:
-            self.prefill_target, self.prefill_sent = self.kv_len, found
+            self.prefill = PrefillProgress(target=self.kv_len, sent=found)
             self.written_positions = max(self.written_positions, found)
-        if not (self.preemptions or self.emitted):
+        self.change_phase(PREFILLING if self.prefill.left else DECODING)
+        self.preemption.end_wait(now)
+        if not (self.preemption.count or self.emitted):
             return
-        self.resumed_at, self.resumed_len = now, self.length
+        self.preemption.record_resume(now, self.length)
         if self.speculation_state is not None:
             self.speculation_state.record_resume()
         # Nobody waited for a draft meanwhile; its turn among prompts is that of its opening.
-        self.root_known_at = self.opened_at if self.prefill_left else now
+        self.root_known_at = self.opened_at if self.prefill.left else now
+
+    def mark_submitted(self, end: int) -> None:
+        """A round was submitted with its tokens to prefill before position `end`."""
+        assert self.phase is PREFILLING, (self.session_id, self.phase)
+        self.prefill.sent = end
+        if not self.prefill.left:
+            self.change_phase(DECODING)
 
     def mark_prefilled(self, end: int, now: float) -> int:
         """K/V of positions before `end` is written, by prefilling; how many of these positions
         were never written before."""
         fresh = max(0, end - self.written_positions)
         self.written_positions += fresh
-        if self.emitted and end == self.prefill_target:
+        if self.emitted and end == self.prefill.target:
             self.root_known_at = now
         return fresh
+
+    def mark_ended(self) -> None:
+        """All that it held is being given back; it is in no later round."""
+        self.change_phase(ENDED)
 
 
 def any_keeps_features(sessions: Sequence[Session]) -> bool:

@@ -11,6 +11,7 @@ from outrider_verifier.exchange.feature_store import MAX_SINGLE_ROWS
 from outrider_verifier.server.service import VerifierService
 from outrider_verifier.state.commands import OpenSession
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 from tests.fakes.target import FakeProjection, FakeTarget
 from tests.unit.verifier.harness import make_spec
@@ -34,7 +35,7 @@ def test_what_a_round_still_has_of_an_abandoned_session_is_nobodys() -> None:
     left = _opened(core, 1, "left")
     before = left.handle
     core.drop_all_sessions()
-    assert left.is_ended and not core.sessions
+    assert left.phase is ENDED and not core.sessions
     next_one = _opened(core, 2, "next")
     assert next_one.handle == before and store.is_complete(next_one.handle)
     rows = np.ones((MAX_SINGLE_ROWS, FakeProjection().hidden_size), store._dtype)

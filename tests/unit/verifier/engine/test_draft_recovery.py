@@ -207,7 +207,10 @@ async def test_a_session_for_which_its_drafter_has_no_draft_any_more_is_recomput
 
         def refuse() -> None:
             for session in rig.core.sessions.values():
-                if session.session_id == "s0" and session.round_id > session.undrafted_round:
+                if (
+                    session.session_id == "s0"
+                    and session.round_id > session.drafter_record.last_undrafted_round
+                ):
                     recovery.record_undrafted_round(session)
 
         rig.before_rounds(refuse)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from outrider_verifier.state.session_phase import ENDED
 
 from outrider.ids import SessionId
 from outrider.spec.plan import DraftMethod, SpeculationPlan
@@ -321,7 +322,7 @@ async def test_a_change_of_mind_is_not_put_off_by_hits() -> None:
         pauses = policy.changed = True
         await until(lambda: session.is_speculation_off)
         pauses, policy.changed = False, True
-        await until(lambda: not session.is_speculation_off or session.is_ended)
+        await until(lambda: not session.is_speculation_off or session.phase is ENDED)
         result = await running
         assert result.tokens == rig.reference(make_spec(max_new_tokens=400))
 

@@ -87,7 +87,9 @@ def test_who_ends_or_is_followed_by_nobody_is_left_out(reason: str) -> None:
         "no drafter": {"drafter": None},
     }
     out = session(0, **options.get(reason, {}))
-    out.is_speculation_off, out.is_ended = reason == "paused", reason == "ended"
+    out.is_speculation_off = reason == "paused"
+    if reason == "ended":
+        out.mark_ended()
     told = VerdictInputs.of_sessions([session(1), out, session(2)]).make_batch(
         decoded((5, 6), (5, 6), (6,))
     )
@@ -124,7 +126,7 @@ def test_a_session_closed_in_flight_does_not_cost_the_others_their_hits() -> Non
         tree=make_tree([1]),
     )
     box.store_proposals(Proposals.of_proposals([ahead]), [0])
-    closed.is_ended = True
+    closed.mark_ended()
     # Its place goes to another one at once, of which nothing is known.
     verdict_builder.follow_session(session(1))
     verdict_inputs = VerdictInputs.of_sessions(sessions)
@@ -194,7 +196,7 @@ def test_a_sheet_that_is_ready_stands_until_sessions_are_touched() -> None:
     ready = in_flight.verdict_inputs(7)
     assert in_flight.has_verdict_inputs and in_flight.verdict_inputs(7) is ready
     assert len(ready.make_batch(decoded((5, 6)))) == 1
-    one.is_ended = True
+    one.mark_ended()
     assert len(in_flight.verdict_inputs(8).make_batch(decoded((5, 6)))) == 0
 
 

@@ -103,7 +103,7 @@ def follow_preemptions(rig: Rig) -> dict[SessionId, int]:
 
     def preempt_and_note(session: Session, now: float) -> None:
         act(session, now)
-        most[session.session_id] = session.preemptions
+        most[session.session_id] = session.preemption.count
 
     block_manager._preempt = preempt_and_note
     return most
@@ -146,7 +146,7 @@ async def test_copies_are_fetched_one_at_a_time_and_rounds_go_on_meanwhile() -> 
             at_a_time.append(len(late) - before)
 
         def slow_fetch(session: Session) -> bool:
-            if not session.preemptions:
+            if not session.preemption.count:
                 return True
             # As on a device: asking for another copy forgets the one that was on its way.
             if asked[-1:] != [session]:
@@ -224,7 +224,7 @@ async def test_preempted_in_the_middle_of_its_prompt_a_session_goes_on_correctly
         assert session.written_positions % 8
         other = await rig.run(urgent(max_new_tokens=2))
         assert other.tokens == rig.reference(urgent(max_new_tokens=2))
-        assert session.preemptions == 1
+        assert session.preemption.count == 1
         await until(lambda: session.emitted > 3)
         store = rig.service._core.store
         assert store is not None
@@ -290,12 +290,12 @@ async def test_a_session_that_waits_for_a_proposal_waits_on_after_a_preemption(w
         session = session_of(rig)
         await until(lambda: session.emitted == 1)
         await rig.run(urgent(max_new_tokens=30))
-        assert session.preemptions == 1
+        assert session.preemption.count == 1
         result = await running
         assert result.tokens == rig.reference(spec)
         # The proposal timeout began anew, for nobody waited while it had no K/V.
         assert rig.service._core.counters["proposal_timeouts"] == 1
-        assert time.monotonic() - session.resumed_at >= 0.15
+        assert time.monotonic() - session.preemption.resumed_at >= 0.15
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])

@@ -16,6 +16,7 @@ from outrider_verifier.model_runner.batch import VerifyDraft
 from outrider_verifier.model_runner.gpu_runner.runner import GpuModelRunner
 from outrider_verifier.model_runner.interface import ModelRunner
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import PREFILLING
 
 from outrider.engine.kv_cache import KVPool
 from outrider.errors import InvalidRequestError, ResourceExhaustedError
@@ -170,10 +171,7 @@ def test_a_head_drafts_again_after_one_round(tiny_target: Path, tiny_head: Path)
         for _ in range(5):
             driver.step()
         assert driver.resume(session) is swap
-        while (
-            driver.runner.in_process_draft_length
-            and session.prefill_sent < driver.ends[session.ticket]
-        ):
+        while driver.runner.in_process_draft_length and session.phase is PREFILLING:
             driver.step()
         after = _head_kv(runner, session.kv.blocks, rows)
         assert torch.equal(before, after) if swap else torch.allclose(before, after, atol=1e-5)

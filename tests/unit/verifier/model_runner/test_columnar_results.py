@@ -36,10 +36,11 @@ def session_of(number: int, kind: str, budget: int) -> Session:
         kind == "paused",
         3 if kind == "own" else 0,
     )
-    made.is_ended = kind == "ended"
     made.link_id = 1 if kind in ("waits", "drafted") else None
     made.kv.advance(made.length)
     made.commit_tokens((7,), 0.0)
+    if kind == "ended":
+        made.mark_ended()
     return made
 
 

@@ -34,6 +34,7 @@ def test_nobody_owns_what_was_given_back_or_cleared() -> None:
     handles, first = SessionHandles(2), session(1)
     handles.assign(first)
     handles.clear()
+    assert first.handle == -1
     with pytest.raises(AssertionError):
         handles.get_owner(0)
     second = session(2)

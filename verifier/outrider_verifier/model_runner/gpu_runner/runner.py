@@ -77,6 +77,7 @@ from outrider_verifier.model_runner.interface import (
 from outrider_verifier.model_runner.kv_headroom import KVHeadroom
 from outrider_verifier.model_runner.results import has_drafter_link
 from outrider_verifier.state.session import Session
+from outrider_verifier.state.session_phase import ENDED
 
 logger = logging.getLogger(__name__)
 _TREE_TOP_K: Final = 4
@@ -461,12 +462,12 @@ class GpuModelRunner:
             return
         emitted: list[GrammarEmission] = []
         for place, row in enumerate(group.rows):
-            if row.session.constraint is not None and not row.session.is_ended:
+            if row.session.constraint is not None and row.session.phase is not ENDED:
                 tokens = launched.read_tokens(place)
                 emitted.append(GrammarEmission(row.session, group.device_slots[place].slot, tokens))
         for chunk in group.prompts:
             session = chunk.row.session
-            if session.constraint is not None and chunk.row.last and not session.is_ended:
+            if session.constraint is not None and chunk.row.last and session.phase is not ENDED:
                 first = launched.read_first_token(chunk.last_chunk)
                 # Without a token there is nothing to enter; the session is about to fail.
                 tokens = [first] if first >= 0 else []
@@ -482,7 +483,7 @@ class GpuModelRunner:
         words = words_of_rows[: len(group.rows)]
         counts = words[:, 0].tolist()
         for row, count in zip(group.rows, counts, strict=True):
-            if not row.session.is_ended:
+            if row.session.phase is not ENDED:
                 row.session.kv.advance(count)
         drafted = launched.shape.nodes - 1 if group.has_in_process_drafts else 0
         features = self._wire_features(launched)
@@ -493,7 +494,7 @@ class GpuModelRunner:
     def _read_chunk(self, chunk: PromptChunk, launched: LaunchedRound) -> RowOutput:
         """The outcome of prompt tokens that ran as pieces."""
         row, session = chunk.row, chunk.row.session
-        if not session.is_ended:
+        if session.phase is not ENDED:
             session.kv.advance(row.num_tokens)
         features, mine = self._wire_features(launched), None
         if features is not None and session.keeps_features:

@@ -1,0 +1,77 @@
+"""Parts of a session: its prefill progress, its preemptions, and its drafter's failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefillProgress:
+    """Tokens that a session has to prefill, and those that rounds were submitted with."""
+
+    target: int
+    """Tokens to prefill: the prompt, or what a preempted session had written when it lost it."""
+    sent: int = 0
+    """Tokens that rounds were submitted with; K/V is written for those of finished rounds."""
+
+    @property
+    def left(self) -> int:
+        """Tokens that no round was submitted with."""
+        return self.target - self.sent
+
+
+@dataclass(slots=True, kw_only=True)
+class PreemptionRecord:
+    """Preemptions of a session, and how long it has waited for K/V blocks. Times are seconds of the
+    engine's clock."""
+
+    waiting_since: float
+    """When its last wait began."""
+    total_wait_s: float = 0.0
+    """Length of all waits that are over."""
+    count: int = 0
+    """Number of preemptions."""
+    resumed_at: float = 0.0
+    """When it last got blocks after a preemption, or in order to prefill again; 0: never."""
+    resumed_len: int = 0
+    """Its length at that time."""
+
+    def end_wait(self, now: float) -> None:
+        """Add the wait that ends now to the total."""
+        self.total_wait_s += now - self.waiting_since
+
+    def record_resume(self, now: float, length: int) -> None:
+        """Record that a session of this length goes on now."""
+        self.resumed_at, self.resumed_len = now, length
+
+
+@dataclass(slots=True)
+class DrafterRecord:
+    """How often the drafter of a session could not follow it, or had no draft for it."""
+
+    losses: int = 0
+    """How often the drafter lost the session."""
+    undrafted_rounds: int = 0
+    """Rounds in a row, up to `last_undrafted_round`, for which the drafter on another device had no
+    draft."""
+    last_undrafted_round: int = -1
+
+    def record_loss(self) -> int:
+        """Count a loss; returns the losses so far."""
+        self.losses += 1
+        return self.losses
+
+    def reset_losses(self) -> None:
+        """Forget the losses: the session has another drafter."""
+        self.losses = 0
+
+    def record_undrafted_round(self, round_id: int) -> int:
+        """Count a round without a draft; returns how many there were in a row."""
+        follows = round_id == self.last_undrafted_round + 1
+        self.undrafted_rounds = self.undrafted_rounds + 1 if follows else 1
+        self.last_undrafted_round = round_id
+        return self.undrafted_rounds
+
+    def reset_undrafted_rounds(self) -> None:
+        """Begin to count rounds without a draft anew."""
+        self.undrafted_rounds = 0
