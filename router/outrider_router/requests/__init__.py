@@ -15,10 +15,17 @@ output_assembler.py        Output assembler: turns a session's token ids into te
 request.py                 Request validation: tokenizes a client's request, applies defaults and
                            checks limits.
 request_accounting.py      Accounting of a finished request: metrics, log line and span.
+request_lifecycle.py       Lifecycle of a request: its phases, the transitions between them, and
+                           what a failure means in each.
 request_options.py         Translates request options into sampling parameters, speculation plan and
                            token limits.
-request_runner.py          Request runner: serves a request to its end, on one verifier session or
+request_output.py          Output of a request: the tokens that verifiers have emitted for it, and
+                           when.
+request_run.py             Request run: serves one request to its end, on one verifier session or
                            several.
+request_runner.py          Request runner: serves all requests of a router, and moves their sessions
+                           off verifiers that are about to stop.
+request_session.py         Session of a request on a verifier, and the drafter that drafts for it.
 request_spans.py           OpenTelemetry spans of a request: the request, its queue waits and its
                            sessions.
 resumable_answers.py       Resumable answers: output that a client can resume reading after a broken

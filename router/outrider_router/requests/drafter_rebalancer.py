@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 
-from outrider.ids import DrafterId, VerifierId
+from outrider.ids import DrafterId
 from outrider.spec.plan import DraftMethod
 from outrider.wire.pool_codec import RemovedDrafter
 from outrider_router.base.metrics import RouterMetrics
@@ -21,6 +21,7 @@ from outrider_router.fleet.drafter_assignment import (
 )
 from outrider_router.fleet.peers import DrafterPeer, VerifierPeer
 from outrider_router.fleet.registry import PeerRegistry
+from outrider_router.requests.request_session import RequestSession
 from outrider_router.requests.running_requests import RequestEntry, RunningRequests
 
 logger = logging.getLogger(__name__)
@@ -73,19 +74,19 @@ class DrafterRebalancer:
         """A drafter was lost or is to leave: look soon."""
         self._woken.set()
 
-    def choose_drafter(self, peer: VerifierPeer, entry: RequestEntry) -> DrafterId | None:
+    def choose_drafter(self, peer: VerifierPeer, method: DraftMethod) -> DrafterId | None:
         """The drafter of a session that is about to be opened on this verifier, or None for plain
         decoding until there is one."""
-        assert peer.info is not None and entry.method is not None
+        assert peer.info is not None
         here = self._registry.candidates_for(peer)
         if not here:
             return None
         held = (
-            SessionDrafter(verifier_id, _drafter_of(other))
-            for other, verifier_id, _ in self._seated()
+            SessionDrafter(session.verifier_id, session.drafter.next_drafter_id)
+            for _, session, _ in self._drafted_sessions()
         )
         loads = DrafterLoads(held, self._registry.other_router_sessions)
-        return loads.choose_drafter(here, peer.info.verifier_id, entry.method)
+        return loads.choose_drafter(here, peer.info.verifier_id, method)
 
     async def drain_drafter(self, peer: DrafterPeer, timeout_s: float) -> RemovedDrafter:
         """Give all sessions of a drafter to others and no more to it, within a bound."""
@@ -93,7 +94,7 @@ class DrafterRebalancer:
         if peer.info is None:
             return RemovedDrafter(0, 0)
         drafter_id = peer.info.drafter_id
-        mine = [entry for entry in self._running_requests if entry.drafter_id == drafter_id]
+        mine = [entry for entry in self._running_requests if _drafter_of(entry) == drafter_id]
         end = self._clock() + timeout_s
         while self._clock() < end:
             moved = self.rebalance_now()
@@ -101,7 +102,7 @@ class DrafterRebalancer:
                 break
             await asyncio.sleep(MIN_CHECK_INTERVAL_S)
         left = sum(_is_with(entry, drafter_id) for entry in mine)
-        gone = sum(entry.drafter_id not in (None, drafter_id) for entry in mine)
+        gone = sum(_drafter_of(entry) not in (None, drafter_id) for entry in mine)
         return RemovedDrafter(num_moved=gone, num_remaining=left)
 
     def rebalance_now(self) -> int:
@@ -120,49 +121,43 @@ class DrafterRebalancer:
 
     def _perform(self, move: MoveSession) -> None:
         entry = self._running_requests.get_entry(move.request_id)
-        assert entry is not None and entry.move is not None
+        session = None if entry is None else entry.open_session
+        assert session is not None, "nothing has happened since the move was planned"
         self._metrics.session_moves.labels(move.reason).inc()
         logger.info(
             "session moves",
             extra={
-                "request_id": entry.request_id,
-                "drafter_id": entry.drafter_id,
+                "request_id": move.request_id,
+                "drafter_id": session.drafter.drafter_id,
                 "to": move.drafter_id,
                 "why": move.reason.value,
             },
         )
-        entry.moving_to, entry.move_asked_at = move.drafter_id, self._clock()
-        if move.drafter_id is None:
-            # A verifier never refuses that.
-            entry.drafter_id = None
-        entry.move(move.drafter_id)
+        session.move_to_drafter(move.drafter_id, self._clock())
 
     def _sessions(self) -> list[SessionPlacement]:
         rested = self._clock() - MIN_MOVE_INTERVAL_S
         return [
             SessionPlacement(
                 request_id=entry.request_id,
-                verifier_id=verifier_id,
+                verifier_id=session.verifier_id,
                 method=method,
-                drafter_id=_drafter_of(entry),
-                tokens=entry.prompt_tokens + len(entry.emitted),
-                is_movable=entry.first_token is not None
-                and entry.moving_to is None
-                and entry.move_asked_at <= rested,
-                is_fixed=entry.refused_moves >= MAX_REFUSED_MOVES,
+                drafter_id=session.drafter.next_drafter_id,
+                tokens=session.prompt_tokens + len(entry.output.token_ids),
+                is_movable=entry.output.first_token_at is not None
+                and session.drafter.moving_to is None
+                and session.drafter.last_move_at <= rested,
+                is_fixed=session.drafter.refused_moves >= MAX_REFUSED_MOVES,
             )
-            for entry, verifier_id, method in self._seated()
+            for entry, session, method in self._drafted_sessions()
         ]
 
-    def _seated(self) -> Iterator[tuple[RequestEntry, VerifierId, DraftMethod]]:
-        """Running sessions that a drafter is to draft for, where they are, and how."""
+    def _drafted_sessions(self) -> Iterator[tuple[RequestEntry, RequestSession, DraftMethod]]:
+        """Running sessions that a drafter is to draft for, and how."""
         for entry in self._running_requests:
-            if (
-                entry.move is not None
-                and entry.method is not None
-                and entry.verifier_id is not None
-            ):
-                yield entry, entry.verifier_id, entry.method
+            session = entry.open_session
+            if session is not None and session.drafter.method is not None:
+                yield entry, session, session.drafter.method
 
     async def _run(self) -> None:
         while True:
@@ -180,10 +175,15 @@ class DrafterRebalancer:
 
 
 def _drafter_of(entry: RequestEntry) -> DrafterId | None:
-    """Who drafts for a session, or is to soon."""
-    return entry.moving_to or entry.drafter_id
+    """Who drafts for a running session."""
+    return None if entry.drafter is None else entry.drafter.drafter_id
 
 
 def _is_with(entry: RequestEntry, drafter_id: DrafterId, *, moving: bool = False) -> bool:
     """Whether the drafter drafts for a running session; `moving`: and another one is asked to."""
-    return entry.drafter_id == drafter_id and (entry.moving_to is not None or not moving)
+    drafter = entry.drafter
+    return (
+        drafter is not None
+        and drafter.drafter_id == drafter_id
+        and (drafter.moving_to is not None or not moving)
+    )

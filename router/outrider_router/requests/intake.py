@@ -12,6 +12,7 @@ from outrider.wire.inference import GenerateRequest
 from outrider_router.admission.access_control import AccessControl, AccessGrant
 from outrider_router.admission.policy import no_verifier_error
 from outrider_router.admission.queue import AdmissionQueue
+from outrider_router.admission.request_group import RequestGroup
 from outrider_router.base.api_keys import Caller
 from outrider_router.config import RouterConfig
 from outrider_router.fleet.registry import PeerRegistry
@@ -22,6 +23,7 @@ from outrider_router.requests.request import (
     tokenize_prompt,
     validate_request,
 )
+from outrider_router.requests.request_spans import request_span
 from outrider_router.requests.running_requests import RequestEntry, RunningRequests
 
 
@@ -38,7 +40,9 @@ class RequestIntake:
         admission: AdmissionQueue,
         registry: PeerRegistry,
         clock: Callable[[], float],
+        on_failing: Callable[[RequestEntry, OutriderError], None],
     ) -> None:
+        """`on_failing`: hears of requests that fail before they have ended."""
         self._config = config
         self._tokenizer = tokenizer
         self._access_control = access_control
@@ -49,6 +53,7 @@ class RequestIntake:
             tokenizer.file, vocab_size=tokenizer.num_ids, limits=config.grammar_compile
         )
         self._clock = clock
+        self._on_failing = on_failing
 
     def prepare(self) -> None:
         """Have done what takes long, before anybody is served."""
@@ -64,26 +69,37 @@ class RequestIntake:
         name: RequestId | None,
         timeout_s: float | None,
         caller: Caller,
+        *,
+        traceparent: str = "",
         passed: AccessGrant | None = None,
+        group: RequestGroup | None = None,
     ) -> tuple[RequestEntry, GenerateRequest]:
         """The entry of a new request, and the request as its caller may have it.
 
         The entry gives its access grant back when it ends. A request without a name gets one.
-        `passed`: the grant of a request that access control has let in already.
+        `passed`: the grant of a request that access control has let in already. `group`: the
+        request group that the request belongs to.
 
         Raises InvalidRequestError, AlreadyExistsError, and what access control raises.
         """
         if request.request_id == "":
             raise InvalidRequestError("request_id must not be empty", reason="INVALID_REQUEST_ID")
         name = name or RequestId(f"req-{secrets.token_hex(8)}")
-        entry = self._running_requests.open_entry(name, self._clock(), caller)
-        try:
-            passed = passed or self._access_control.enter_requests(caller, (request,))[0]
-        except OutriderError:
-            self._running_requests.close_entry(entry)
-            raise
-        entry.release = passed.release
-        entry.deadline = None if timeout_s is None else entry.arrived_at + timeout_s
+        # First: access control counts whatever it lets in.
+        self._running_requests.check_unused(name)
+        arrived_at = self._clock()
+        passed = passed or self._access_control.enter_requests(caller, (request,))[0]
+        entry = RequestEntry(
+            request_id=name,
+            arrived_at=arrived_at,
+            caller=caller,
+            group=group,
+            deadline=None if timeout_s is None else arrived_at + timeout_s,
+            span=request_span(name, traceparent),
+            release=passed.release,
+            on_failing=self._on_failing,
+        )
+        self._running_requests.add_entry(entry)
         return entry, passed.request
 
     async def validate_request(self, request: GenerateRequest, caller: Caller) -> ValidatedRequest:

@@ -17,9 +17,10 @@ def log_request_end(
 ) -> None:
     """Note that a request ended at `now`, seconds, as `outcome`: how it finished, or the code of
     its error. An InternalError is logged as an error, with its message."""
-    duration_s = now - entry.arrived_at
+    duration_s, output = now - entry.arrived_at, entry.output
+    num_tokens = len(output.token_ids)
     metrics.record_request_end(
-        outcome, entry.first_token, entry.last_token, len(entry.emitted), duration_s
+        outcome, output.first_token_at, output.last_token_at, num_tokens, duration_s
     )
     failure = {"reason": problem.reason} if isinstance(problem, OutriderError) else {}
     level = logging.INFO
@@ -34,10 +35,10 @@ def log_request_end(
             **entry.log_ids,
             "outcome": outcome,
             **failure,
-            "tokens": len(entry.emitted),
+            "tokens": num_tokens,
             "duration_ms": round(duration_s * 1000, 1),
-            "rounds": entry.counters.rounds,
-            "fallback_rounds": entry.counters.fallback_rounds,
+            "rounds": output.counters.rounds,
+            "fallback_rounds": output.counters.fallback_rounds,
         },
     )
     end_request_span(entry, outcome, problem)

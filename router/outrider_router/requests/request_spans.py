@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider import spans
-from outrider.ids import RequestId
+from outrider.ids import RequestId, VerifierId
 from outrider.spans import NO_SPAN, Attributes, RequestSpan
 from outrider.wire.messages import SessionSpec
 from outrider_router.requests.request import ValidatedRequest
@@ -43,17 +43,19 @@ def queue_span(entry: RequestEntry, priority: int) -> RequestSpan:
     return entry.span.child("outrider.queue", {"outrider.priority": priority})
 
 
-def start_session_span(entry: RequestEntry, spec: SessionSpec) -> tuple[RequestSpan, SessionSpec]:
+def start_session_span(
+    entry: RequestEntry, spec: SessionSpec, *, verifier_id: VerifierId
+) -> tuple[RequestSpan, SessionSpec]:
     """The span of a request's new session, and what its verifier is told, whose own span is a child
     of it."""
     if not entry.span.is_sampled:
         return NO_SPAN, spec
     about: Attributes = {
         "outrider.session_id": spec.session_id,
-        "outrider.verifier": entry.verifier_id or "",
+        "outrider.verifier": verifier_id,
         "outrider.drafter": spec.drafter_id or "",
         "outrider.epoch": spec.epoch,
-        "outrider.resumed_tokens": len(entry.emitted),
+        "outrider.resumed_tokens": len(entry.output.token_ids),
     }
     span = entry.span.child("outrider.session", about)
     return span, replace(spec, traceparent=span.traceparent)
@@ -63,10 +65,10 @@ def end_request_span(entry: RequestEntry, outcome: str, error: Exception | None)
     """The request is over."""
     if not entry.span.is_sampled:
         return
-    stats = entry.counters.to_stats()
+    stats = entry.output.counters.to_stats()
     entry.span.set_attributes(
         {
-            "gen_ai.usage.output_tokens": len(entry.emitted),
+            "gen_ai.usage.output_tokens": len(entry.output.token_ids),
             "gen_ai.response.finish_reasons": (outcome,),
             "outrider.rounds": stats.rounds,
             "outrider.draft_tokens": stats.proposed,
@@ -75,7 +77,7 @@ def end_request_span(entry: RequestEntry, outcome: str, error: Exception | None)
             "outrider.fallback_rounds": stats.fallback_rounds,
         }
     )
-    if entry.first_token is not None:
-        seconds = entry.first_token - entry.arrived_at
+    if entry.output.first_token_at is not None:
+        seconds = entry.output.first_token_at - entry.arrived_at
         entry.span.set_attributes({"gen_ai.response.time_to_first_chunk": seconds})
     entry.span.end(error)

@@ -66,10 +66,9 @@ class _AnswerListener:
 class ResumableAnswer:
     """Output of a resumable request so far, and the client call that listens to it."""
 
-    def __init__(self, entry: RequestEntry, *, grace_s: float) -> None:
+    def __init__(self, entry: RequestEntry, *, grace_s: float, may_lag: bool = False) -> None:
         """`grace_s`: without a listener for this many seconds the request is cancelled."""
         self.entry = entry
-        entry.on_ended = self._interrupt
         self.info: PromptInfo | None = None
         self.finish: FinishInfo | None = None
         self.error: OutriderError | None = None
@@ -78,7 +77,7 @@ class ResumableAnswer:
         """Ids said; those of the entry, up to here."""
         self.characters = 0
         """Characters said."""
-        self.may_lag = False
+        self.may_lag = may_lag
         """Whether a client may have heard more than this router knows of, and the same will come
         again: a log may lack its end, and the text depends on nothing but prompt and seed."""
         self._text: list[str] = []
@@ -98,8 +97,10 @@ class ResumableAnswer:
     @property
     def size_bytes(self) -> int:
         """About what it holds."""
-        told = len(self.entry.logprobs) * (1 + (self.entry.top_logprobs or 0))
-        ids = len(self.entry.emitted) + (len(self.info.prompt_token_ids) if self.info else 0)
+        output = self.entry.output
+        # All tokens have as many log-probabilities.
+        told = len(output.logprobs) * (1 + len(output.logprobs[0].top)) if output.logprobs else 0
+        ids = len(output.token_ids) + (len(self.info.prompt_token_ids) if self.info else 0)
         return 8 * ids + self.characters + _LOGPROB_BYTES * told
 
     def result(self) -> GenerateResult:
@@ -109,9 +110,9 @@ class ResumableAnswer:
             request_id=self.info.request_id,
             model=self.info.model,
             text=self.text,
-            token_ids=tuple(self.entry.emitted[: self.tokens]),
+            token_ids=tuple(self.entry.output.token_ids[: self.tokens]),
             finish=self.finish,
-            logprobs=tuple(self.entry.logprobs[: self.tokens]),
+            logprobs=tuple(self.entry.output.logprobs[: self.tokens]),
             prompt_token_ids=self.info.prompt_token_ids,
         )
 
@@ -177,6 +178,14 @@ class ResumableAnswer:
             self._timer.cancel()
             self._timer = None
 
+    def interrupt(self, error: OutriderError) -> None:
+        """The request is to end: whoever holds it up hears of it now, the others at the end."""
+        listener = self._listener
+        if self._telling and listener is not None:
+            self._listener = None
+            self._stop_telling()
+            listener.end(error.copy())
+
     async def _reach(self, position: StreamPosition) -> None:
         """Wait until everything that the client has was said again, after a restart."""
         while not self._check(position):
@@ -186,7 +195,7 @@ class ResumableAnswer:
         """Whether a position was reached; InvalidRequestError if it will not be."""
         if position.tokens <= self.tokens and position.characters <= self.characters:
             return True
-        known = len(self.entry.emitted)
+        known = len(self.entry.output.token_ids)
         comes = self.tokens < known and position.tokens <= known
         if self.over or not (comes or self.may_lag):
             raise InvalidRequestError(
@@ -203,8 +212,8 @@ class ResumableAnswer:
         while (tokens, characters) != (self.tokens, self.characters) and listener.error is None:
             delta = Delta(
                 text=self.text[characters:],
-                token_ids=tuple(self.entry.emitted[tokens : self.tokens]),
-                logprobs=tuple(self.entry.logprobs[tokens : self.tokens]),
+                token_ids=tuple(self.entry.output.token_ids[tokens : self.tokens]),
+                logprobs=tuple(self.entry.output.logprobs[tokens : self.tokens]),
             )
             tokens, characters = self.tokens, self.characters
             await listener.write(delta)
@@ -247,14 +256,6 @@ class ResumableAnswer:
             self._stop_telling()
             self._wait_for_listener()
 
-    def _interrupt(self, error: OutriderError) -> None:
-        """The request is to end: whoever holds it up hears of it now, the others at the end."""
-        listener = self._listener
-        if self._telling and listener is not None:
-            self._listener = None
-            self._stop_telling()
-            listener.end(error.copy())
-
     def _stop_telling(self) -> None:
         """Have the request's task go on although a write is not done."""
         if self._telling and self._task is not None and self._task is not asyncio.current_task():
@@ -294,12 +295,14 @@ class AnswerStore:
         """The answer of a request that runs, or has ended of late."""
         return self._answers.get(request_id)
 
-    def add_answer(self, entry: RequestEntry) -> ResumableAnswer:
-        """Begin an answer; an ended one of the same id is forgotten."""
+    def add_answer(self, entry: RequestEntry, *, may_lag: bool = False) -> ResumableAnswer:
+        """Begin an answer; an ended one of the same id is forgotten. `may_lag`: see
+        `ResumableAnswer.may_lag`."""
         previous = self._answers.get(entry.request_id)
         if previous is not None:
             self._forget(previous)
-        answer = self._answers[entry.request_id] = ResumableAnswer(entry, grace_s=self._grace_s)
+        answer = ResumableAnswer(entry, grace_s=self._grace_s, may_lag=may_lag)
+        self._answers[entry.request_id] = answer
         return answer
 
     def keep_finished(self, answer: ResumableAnswer, for_s: float | None = None) -> None:

@@ -23,6 +23,7 @@ from outrider_router.config import RouterConfig
 from outrider_router.requests.durable_log import DurableLog
 from outrider_router.requests.log_records import EmittedRow, LoggedRequest, OpenedRequest
 from outrider_router.requests.request import ValidatedRequest
+from outrider_router.requests.request_output import RequestOutput
 from outrider_router.requests.resumable_answers import AnswerStore, ResumableAnswer
 from outrider_router.requests.running_requests import RequestEntry, RunningRequests
 
@@ -73,18 +74,27 @@ class ResumableRequests:
         """The answer of a request that runs, or has ended of late."""
         return self._answers.get_answer(request_id)
 
-    def start_request(self, entry: RequestEntry, make: RequestFactory) -> ResumableAnswer:
-        """Run a request in a task of its own."""
-        answer = self._answers.add_answer(entry)
+    def start_request(
+        self, entry: RequestEntry, make: RequestFactory, *, may_lag: bool = False
+    ) -> ResumableAnswer:
+        """Run a request in a task of its own. `may_lag`: see `ResumableAnswer.may_lag`."""
+        answer = self._answers.add_answer(entry, may_lag=may_lag)
         task = asyncio.create_task(self._follow(answer, make), name="resumable-request")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         answer.set_task(task)
         return answer
 
+    def interrupt_answer(self, entry: RequestEntry, error: OutriderError) -> None:
+        """Stop the write to a client that holds up a request which fails with `error`. Requests
+        that are not resumable are ignored."""
+        answer = self._answers.get_answer(entry.request_id)
+        if answer is not None and answer.entry is entry:
+            answer.interrupt(error)
+
     def survives_restart(self, entry: RequestEntry) -> bool:
         """Whether a request goes on where this router is started again."""
-        return entry.log_number != 0 and self._log is not None and not self._log.is_failing
+        return entry.output.log_number != 0 and self._log is not None and not self._log.is_failing
 
     # ---- the log -------------------------------------------------------------------------------
 
@@ -120,7 +130,7 @@ class ResumableRequests:
         """A request was accepted. One that came out of the log is in there already."""
         if (
             self._log is None
-            or entry.log_number
+            or entry.output.log_number
             or self._answers.get_answer(entry.request_id) is None
         ):
             return
@@ -131,7 +141,8 @@ class ResumableRequests:
             deadline=None if left is None else self._wall() + left,
             tokenizer_hash=self._tokenizer.hash,
         )
-        entry.log_number = self._log.append_opened(opened, entry.emitted, entry.logprobs)
+        output = entry.output
+        output.record_logged(self._log.append_opened(opened, output.token_ids, output.logprobs))
 
     def log_emitted(self, rows: Sequence[EmittedRow]) -> None:
         """Ids that were appended to entries with a number; nobody has been told of them yet."""
@@ -140,8 +151,8 @@ class ResumableRequests:
 
     def log_finished(self, entry: RequestEntry, finish: FinishInfo) -> None:
         """A request has come to its end, of which nobody has been told yet."""
-        if self._log is not None and entry.log_number:
-            self._log.append_ended(entry.log_number, finish)
+        if self._log is not None and entry.output.log_number:
+            self._log.append_ended(entry.output.log_number, finish)
 
     def prepare_close(self) -> None:
         """From now on requests that fail stay in the log: whoever starts again goes on with them.
@@ -172,7 +183,7 @@ class ResumableRequests:
         if self._closing:
             return
         if error is not None and self._log is not None:
-            self._log.append_ended(answer.entry.log_number, None)
+            self._log.append_ended(answer.entry.output.log_number, None)
         # An error before anything was said is no answer: its client asks anew.
         if answer.info is None or (error is not None and error.reason in UNWANTED_REASONS):
             self._answers.drop_answer(answer)
@@ -181,7 +192,7 @@ class ResumableRequests:
 
     def _forgotten(self, entry: RequestEntry) -> None:
         if self._log is not None:
-            self._log.forget_request(entry.log_number)
+            self._log.forget_request(entry.output.log_number)
 
     # ---- after a restart -----------------------------------------------------------------------
 
@@ -203,45 +214,59 @@ class ResumableRequests:
 
     def _go_on(self, logged: LoggedRequest, left_s: float | None) -> None:
         """Run a restored request behind what it has emitted; `left_s` until its deadline."""
-        job = logged.opened.job
-        caller = Caller(tenant=job.tenant)
-        entry = self._running_requests.open_entry(logged.opened.request_id, self._clock(), caller)
-        self._fill(entry, logged)
-        entry.epoch = 1
-        if left_s is not None:
-            entry.deadline = entry.arrived_at + left_s
-        if entry.emitted:
-            entry.first_token = entry.last_token = entry.arrived_at
+        job, now = logged.opened.job, self._clock()
+        entry = RequestEntry(
+            request_id=logged.opened.request_id,
+            arrived_at=now,
+            caller=Caller(tenant=job.tenant),
+            deadline=None if left_s is None else now + left_s,
+            is_restored=True,
+            on_failing=self.interrupt_answer,
+            output=_restored_output(logged, now),
+        )
+        self._running_requests.add_entry(entry)
 
         async def made() -> ValidatedRequest:
             return job
 
-        answer = self.start_request(entry, made)
-        answer.may_lag = job.sampling.effective_rule in REPRODUCIBLE_RULES
+        may_lag = job.sampling.effective_rule in REPRODUCIBLE_RULES
+        self.start_request(entry, made, may_lag=may_lag)
 
     def _keep_ended(self, logged: LoggedRequest, finish: FinishInfo, left_s: float) -> None:
         job = logged.opened.job
+        # Earlier versions logged ids behind a stop string, too.
+        del logged.emitted[finish.usage.completion_tokens :]
         entry = RequestEntry(
             request_id=logged.opened.request_id,
             arrived_at=self._clock(),
             caller=Caller(tenant=job.tenant),
+            is_restored=True,
+            output=_restored_output(logged, None),
         )
-        # Earlier versions logged ids behind a stop string, too.
-        del logged.emitted[finish.usage.completion_tokens :]
-        self._fill(entry, logged)
+        entry.end_request()
+        ids = entry.output.token_ids
         assembler = job.make_assembler(self._tokenizer)
         stopped = finish.reason is FinishReason.STOP_TOKEN
-        text = assembler.push_tokens(entry.emitted, last_is_stop=stopped) + assembler.flush()
+        text = assembler.push_tokens(ids, last_is_stop=stopped) + assembler.flush()
         answer = self._answers.add_answer(entry)
         answer.store_event(job.prompt_info(entry.request_id))
         # Its log-probabilities are the entry's.
-        answer.store_event(Delta(text=text, token_ids=tuple(entry.emitted)))
+        answer.store_event(Delta(text=text, token_ids=tuple(ids)))
         answer.store_event(finish)
         answer.finish_answer(None)
         self._answers.keep_finished(answer, left_s)
 
-    def _fill(self, entry: RequestEntry, logged: LoggedRequest) -> None:
-        entry.log_number, entry.emitted = logged.number, logged.emitted
-        entry.logprobs, entry.top_logprobs = logged.logprobs, logged.opened.job.top_logprobs
-        # A record may lack its end.
-        del entry.logprobs[len(entry.emitted) :]
+
+def _restored_output(logged: LoggedRequest, now: float | None) -> RequestOutput:
+    """The output of a logged request, in the lists that the log goes on with. `now`: clock time
+    that counts as that of its tokens, seconds; None: they have none."""
+    # A record may lack its end.
+    del logged.logprobs[len(logged.emitted) :]
+    told_at = now if logged.emitted else None
+    return RequestOutput(
+        token_ids=logged.emitted,
+        logprobs=logged.logprobs,
+        first_token_at=told_at,
+        last_token_at=told_at or 0.0,
+        log_number=logged.number,
+    )

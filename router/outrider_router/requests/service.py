@@ -46,13 +46,13 @@ from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
 from outrider_router.requests.intake import RequestIntake
 from outrider_router.requests.request_accounting import log_request_end
 from outrider_router.requests.request_runner import RequestRunner
-from outrider_router.requests.request_spans import describe_request, request_span
+from outrider_router.requests.request_spans import describe_request
 from outrider_router.requests.resumable_answers import EventWriter
 from outrider_router.requests.resumable_requests import RequestFactory, ResumableRequests
 from outrider_router.requests.running_requests import (
     RequestEntry,
     RunningRequests,
-    run_unless_ended,
+    run_unless_failed,
 )
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,15 @@ class RouterService:
         self.mover = DrafterRebalancer(
             config, self.running_requests, self.registry, metrics, clock=clock
         )
+        self.resumables = ResumableRequests(
+            config,
+            self.running_requests,
+            tokenizer,
+            metrics,
+            run=self._events,
+            clock=clock,
+            wall=time.time,
+        )
         self._intake = RequestIntake(
             config,
             self.running_requests,
@@ -112,11 +121,12 @@ class RouterService:
             admission=self.admission,
             registry=self.registry,
             clock=clock,
+            on_failing=self.resumables.interrupt_answer,
         )
-        common = (config, self.running_requests, tokenizer, metrics)
-        self.resumables = ResumableRequests(*common, run=self._events, clock=clock, wall=time.time)
         self.serving = RequestRunner(
-            *common,
+            config,
+            tokenizer,
+            metrics,
             admission=self.admission,
             registry=self.registry,
             rebalancer=self.mover,
@@ -258,8 +268,7 @@ class RouterService:
         the grant of access control, where the request was let in along with others; without one it
         is admitted now. `group`: the request group that it belongs to.
         """
-        opened = self._open(request, timeout_s, caller, traceparent, own_id, passed)
-        opened[0].group = group
+        opened = self._open(request, timeout_s, caller, traceparent, own_id, passed, group)
         if request.resumable:
             answer = self.resumables.start_request(*opened)
             await answer.stream_from(StreamPosition(request_id=answer.entry.request_id), write)
@@ -297,7 +306,7 @@ class RouterService:
         for request_id in dict.fromkeys(request_ids):
             entry = self.running_requests.get_entry(request_id)
             own = entry is not None and entry.caller.tenant == caller.tenant
-            if entry is not None and own and entry.end_error is None:
+            if entry is not None and own and entry.lifecycle.error is None:
                 entry.fail_request(
                     CancelledRequestError(f"request {request_id!r} was aborted", reason="ABORTED")
                 )
@@ -312,10 +321,10 @@ class RouterService:
         outcome: str = CancelledRequestError.code
         problem: Exception | None = None
         try:
-            job = await run_unless_ended(entry, make())
+            job = await run_unless_failed(entry, make)
             describe_request(entry.span, job)
             self.resumables.log_opened(entry, job)
-            async with aclosing(self.serving.run_request(entry, job, entry.deadline)) as events:
+            async with aclosing(self.serving.run_request(entry, job)) as events:
                 async for event in events:
                     if isinstance(event, FinishInfo):
                         outcome = event.reason.value
@@ -329,7 +338,6 @@ class RouterService:
             if timer is not None:
                 timer.cancel()
             self.running_requests.close_entry(entry)
-            entry.release()
             log_request_end(entry, outcome, problem, self.metrics, self._clock())
 
     def _open(
@@ -340,14 +348,22 @@ class RouterService:
         traceparent: str,
         own_id: RequestId | None = None,
         passed: AccessGrant | None = None,
+        group: RequestGroup | None = None,
     ) -> tuple[RequestEntry, RequestFactory]:
         """The entry of a new request, and what makes its job."""
         if self._draining:
             raise _stopping()
         name = request.request_id or own_id
         self._check_owner(name, caller)
-        entry, allowed = self._intake.open_entry(request, name, timeout_s, caller, passed)
-        entry.span = request_span(entry.request_id, traceparent)
+        entry, allowed = self._intake.open_entry(
+            request,
+            name,
+            timeout_s,
+            caller,
+            traceparent=traceparent,
+            passed=passed,
+            group=group,
+        )
         return entry, partial(self._intake.validate_request, allowed, caller)
 
     def _check_owner(self, name: RequestId | None, caller: Caller) -> None:

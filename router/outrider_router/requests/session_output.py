@@ -26,6 +26,8 @@ from outrider.wire.messages import (
 from outrider_router.base.metrics import RouterMetrics
 from outrider_router.requests.log_records import EmittedRow
 from outrider_router.requests.output_assembler import OutputAssembler
+from outrider_router.requests.request_output import OutputLimits, RequestOutput
+from outrider_router.requests.request_session import DrafterAttachment
 from outrider_router.requests.running_requests import RequestEntry
 from outrider_router.requests.stop_checker import StopChecker
 from outrider_router.requests.wakeup_pacer import WakeupPacer
@@ -41,9 +43,12 @@ class SessionFeed:
         "_pacer",
         "_turn",
         "_waiter",
+        "drafter",
         "end",
         "entry",
         "error",
+        "limits",
+        "output",
         "reason",
         "stop_checker",
     )
@@ -55,13 +60,19 @@ class SessionFeed:
         on_finish: Callable[[FinishReason], None] = lambda reason: None,
         end: Callable[[], FinishReason | None] = lambda: None,
         *,
+        limits: OutputLimits,
+        drafter: DrafterAttachment,
         stop_checker: StopChecker | None = None,
     ) -> None:
         """`pacer` hears when the reader comes back for more; `on_finish` when the session has
         ended by itself or its text has come to a stop string, however long its reader takes to
-        hear of it. `end` is the end that the text has come to by what was emitted.
-        `stop_checker` is the request's; None: it has no stop strings."""
+        hear of it. `end` is the end that the text has come to by what was emitted. `limits` are
+        those of what the verifier may emit, `drafter` is the session's. `stop_checker` is the
+        request's; None: it has no stop strings."""
         self.entry = entry
+        self.output = entry.output
+        self.limits = limits
+        self.drafter = drafter
         self.stop_checker = stop_checker
         self._pacer = pacer
         self._on_finish = on_finish
@@ -106,11 +117,8 @@ class SessionFeed:
 
     def handle_drafter_change(self, drafter_id: DrafterId | None) -> None:
         """The verifier has said who drafts for the session."""
-        entry = self.entry
-        if entry.moving_to not in (None, drafter_id):
-            entry.refused_moves += 1
-        entry.drafter_id, entry.moving_to = drafter_id, None
-        entry.span.event("drafter_moved", {"outrider.drafter": drafter_id or ""})
+        self.drafter.record_drafter(drafter_id)
+        self.entry.span.event("drafter_moved", {"outrider.drafter": drafter_id or ""})
 
     def detach_reader(self) -> None:
         """Nobody reads any more."""
@@ -122,11 +130,11 @@ class SessionFeed:
 
         Raises the request's error at once, the session's once everything before it was read.
         """
-        entry = self.entry
+        lifecycle, token_ids = self.entry.lifecycle, self.output.token_ids
         while True:
-            if entry.end_error is not None:
-                raise entry.end_error.copy()
-            more = len(entry.emitted) > told
+            if lifecycle.error is not None:
+                raise lifecycle.error.copy()
+            more = len(token_ids) > told
             # First tokens and ends do not wait for their turn.
             if self.reason is not None or (more and (self._turn or not told)):
                 self._turn = False
@@ -157,19 +165,16 @@ class _MessageUpdates:
 
     def add_row(self, feed: SessionFeed, tokens: list[int], told: list[TokenLogprobs]) -> None:
         """Append a row's ids to its entry, and wake the reader of the first one."""
-        entry, now = feed.entry, self._now
-        if entry.log_number:
-            self.logged.append(EmittedRow(entry.log_number, len(entry.emitted), tokens, told))
-        entry.emitted += tokens
-        entry.logprobs += told
-        if entry.first_token is None:
-            entry.first_token = now
-            self.waits.append(now - entry.arrived_at)
-            entry.span.event("first_token")
+        output = feed.output
+        if output.log_number:
+            self.logged.append(EmittedRow(output.log_number, len(output.token_ids), tokens, told))
+        gap_s = output.add_tokens(tokens, told, self._now)
+        if gap_s is None:
+            self.waits.append(self._now - feed.entry.arrived_at)
+            feed.entry.span.event("first_token")
             feed.wake_reader()
         else:
-            self.gaps.append((now - entry.last_token) / len(tokens))
-        entry.last_token = now
+            self.gaps.append(gap_s / len(tokens))
 
 
 class EventDispatcher:
@@ -226,8 +231,8 @@ class EventDispatcher:
             if feed is None or reason == MALFORMED_ROW or feed.reason is not None:
                 news.cuts.append((row, 0))
                 continue
-            entry, ids = feed.entry, tokens[start:end]
-            if not entry.accepts(ids, told):
+            output, ids = feed.output, tokens[start:end]
+            if not feed.limits.accepts(len(output.token_ids), ids, told):
                 events.finish_reasons[row] = MALFORMED_ROW
                 news.cuts.append((row, 0))
                 continue
@@ -236,16 +241,17 @@ class EventDispatcher:
                 kept = feed.count_tokens(ids, ended)
                 if kept < count:
                     news.cuts.append((row, kept))
-                news.add_row(feed, ids[:kept], told[:kept])
+                    ids, told = ids[:kept], told[:kept]
+                news.add_row(feed, ids, told)
                 if round_id:
-                    entry.counters.add_round(
+                    output.counters.add_round(
                         emitted=kept, flags=flags, proposed=proposed, accepted=min(accepted, kept)
                     )
-            if bool(flags & DRAFTER_ATTACHED) is not entry.drafter_attached:
-                self._note_drafter(entry)
+            if bool(flags & DRAFTER_ATTACHED) is not feed.drafter.is_attached:
+                self._note_drafter(feed)
             if feed.stop_checker is not None and feed.stop_checker.is_stopped:
                 ended = FinishReason.STOP_STRING
-            elif ended is None and len(entry.emitted) >= entry.max_new_tokens:
+            elif ended is None and len(output.token_ids) >= feed.limits.max_new_tokens:
                 ended = feed.end()
             if ended is not None:
                 feed.finish_session(ended)
@@ -265,16 +271,17 @@ class EventDispatcher:
         self._metrics.time_to_first_token.observe_values(*news.waits)
         self._metrics.inter_token_latency.observe_values(*news.gaps)
 
-    def _note_drafter(self, entry: RequestEntry) -> None:
-        entry.drafter_attached = not entry.drafter_attached
-        if not entry.drafter_attached and entry.drafter_id is not None:
+    def _note_drafter(self, feed: SessionFeed) -> None:
+        drafter, entry = feed.drafter, feed.entry
+        drafter.record_attached(not drafter.is_attached)
+        if not drafter.is_attached and drafter.drafter_id is not None:
             self._metrics.drafter_detached_sessions.inc()
             logger.warning(
                 "session lost its drafter",
-                extra={**entry.log_ids, "drafter_id": entry.drafter_id},
+                extra={**entry.log_ids, "drafter_id": drafter.drafter_id},
             )
-            entry.span.event("drafter_lost", {"outrider.drafter": entry.drafter_id})
-            self._on_drafter_lost(entry.drafter_id)
+            entry.span.event("drafter_lost", {"outrider.drafter": drafter.drafter_id})
+            self._on_drafter_lost(drafter.drafter_id)
 
 
 def _logprobs(events: SessionEvents, counts: list[int]) -> list[list[TokenLogprobs]]:
@@ -300,20 +307,20 @@ class ClientReply:
     """Text stream to the client of one request, continued over all of its sessions."""
 
     def __init__(
-        self, entry: RequestEntry, assembler: OutputAssembler, *, prompt_tokens: int
+        self, output: RequestOutput, assembler: OutputAssembler, *, prompt_tokens: int
     ) -> None:
-        self._entry = entry
+        self._output = output
         self._assembler = assembler
         self._prompt_tokens = prompt_tokens
         self.told = 0
-        """Ids of the entry that were passed on."""
+        """Ids of the output that were passed on."""
         self.ended = False
         """Whether the client was told of an end."""
 
     def catch_up(self, reason: FinishReason | None) -> list[Delta | FinishInfo]:
         """Messages for all ids that were not passed on; `reason` if they are the last ones."""
-        ids = self._entry.emitted[self.told :]
-        logprobs = self._entry.logprobs[self.told :]
+        ids = self._output.token_ids[self.told :]
+        logprobs = self._output.logprobs[self.told :]
         self.told += len(ids)
         return self._messages(ids, logprobs, reason)
 
@@ -342,9 +349,9 @@ class ClientReply:
             usage=Usage(
                 prompt_tokens=self._prompt_tokens, completion_tokens=self._assembler.num_tokens
             ),
-            stats=self._entry.counters.to_stats(),
+            stats=self._output.counters.to_stats(),
             stop_string=self._assembler.stop_string,
-            stop_token_id=self._entry.emitted[self.told - 1] if stopped else None,
+            stop_token_id=self._output.token_ids[self.told - 1] if stopped else None,
         )
 
 

@@ -72,7 +72,9 @@ async def pair(directory: Path, **config: Any) -> AsyncGenerator[Pair]:
 
 async def emitted(router: RouterService, count: int) -> None:
     """Wait until the one running request has emitted so many tokens."""
-    await until(lambda: any(len(entry.emitted) >= count for entry in router.running_requests))
+    await until(
+        lambda: any(len(entry.output.token_ids) >= count for entry in router.running_requests)
+    )
 
 
 def ticket(number: int, kv_tokens: int = 10, **changes: object) -> AdmissionRequest:

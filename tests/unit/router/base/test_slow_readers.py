@@ -149,10 +149,10 @@ async def test_a_request_that_is_aborted_ends_at_the_verifier_although_its_clien
         call = opened(channel, max_tokens=60_000, request_id=RequestId("unread"))
         await call.read()
         (entry,) = router.running_requests
-        await until(lambda: len(entry.emitted) > 6000)
+        await until(lambda: len(entry.output.token_ids) > 6000)
         assert router.abort_requests([RequestId("unread")])
         await until(lambda: not verifier.live)
-        assert len(entry.emitted) < 60_000
+        assert len(entry.output.token_ids) < 60_000
         assert router.admission.num_running == 0
         call.cancel()
         await until(lambda: len(router.running_requests) == 0)

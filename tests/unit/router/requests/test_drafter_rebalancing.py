@@ -53,7 +53,9 @@ class Pool:
         ]
         await until(lambda: len(self.verifier.live) == before + count)
         # Every session has begun.
-        await until(lambda: all(e.first_token is not None for e in self.router.running_requests))
+        await until(
+            lambda: all(e.output.first_token_at is not None for e in self.router.running_requests)
+        )
 
     def sessions(self) -> Counter[str | None]:
         return Counter(spec.drafter_id for spec in self.verifier.live.values())

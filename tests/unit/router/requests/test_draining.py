@@ -47,8 +47,8 @@ async def test_a_session_goes_on_where_it_is_until_there_is_a_place_for_it(tmp_p
         await until(lambda: both.second.live)
         (entry, _) = both.router.running_requests
         await both.first.drain(10.0)
-        before = len(entry.emitted)
-        await until(lambda: len(entry.emitted) > before + 5)
+        before = len(entry.output.token_ids)
+        await until(lambda: len(entry.output.token_ids) > before + 5)
         assert both.first.live and not fills.done()
         await fills
         await until(lambda: both.second.live and not both.first.live)

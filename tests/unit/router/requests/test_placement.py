@@ -44,13 +44,15 @@ async def test_a_lost_verifier_without_another_is_a_typed_error_in_time_that_say
     verifier = FakeVerifier(round_s=0.01)
     async with running_router(tmp_path, {"v": verifier}, failover_timeout_s=0.5) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=1000)))
-        await until(lambda: any(len(entry.emitted) >= 3 for entry in router.running_requests))
+        await until(
+            lambda: any(len(entry.output.token_ids) >= 3 for entry in router.running_requests)
+        )
         (entry,) = router.running_requests
         kill(verifier)
         with pytest.raises(UnavailableError, match="incomplete") as caught:
             await soon(task)
         assert caught.value.reason == "VERIFIER_LOST"
-        assert f"{len(entry.emitted)} tokens" in caught.value.message
+        assert f"{len(entry.output.token_ids)} tokens" in caught.value.message
         await until(lambda: router.registry.any_verifier_info() is None)
         assert sample(router, "outrider_verifier_losses_total", verifier="v0") == 1
         verifier.lost.clear()
@@ -80,7 +82,11 @@ async def test_the_loss_of_the_drafter_is_counted_and_the_stream_goes_on(tmp_pat
     drafter = FakeDrafter({"v": verifier})
     async with running_router(tmp_path, {"v": verifier}, {"d": drafter}) as router:
         task = asyncio.create_task(router.generate(text_request(max_tokens=60)))
-        await until(lambda: any(entry.drafter_attached for entry in router.running_requests))
+        await until(
+            lambda: any(
+                entry.drafter and entry.drafter.is_attached for entry in router.running_requests
+            )
+        )
         assert verifier.specs[0].drafter_id == "d0"
         drafter.lost = True
         verifier.drafters_alive = False

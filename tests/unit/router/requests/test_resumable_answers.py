@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from outrider_router.requests.request_output import RequestOutput
 from outrider_router.requests.resumable_answers import AnswerStore
 from outrider_router.requests.running_requests import RequestEntry
 from outrider_router.requests.service import RouterService
@@ -308,7 +309,11 @@ async def test_ended_answers_are_kept_within_bounds() -> None:
     )
     for name, ids in (("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 12), ("f", 1)):
         answer = answers.add_answer(
-            RequestEntry(request_id=RequestId(name), arrived_at=0.0, emitted=[0] * ids)
+            RequestEntry(
+                request_id=RequestId(name),
+                arrived_at=0.0,
+                output=RequestOutput(token_ids=[0] * ids),
+            )
         )
         answer.finish_answer(None)
         answers.keep_finished(answer)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from outrider_router.requests.request import ValidatedRequest, tokenize_prompt, validate_request
+from outrider_router.requests.request_output import RequestOutput
+from outrider_router.requests.running_requests import RequestEntry, run_unless_failed
 from outrider_router.requests.service import RouterService
 
 from outrider.errors import UnavailableError
@@ -42,11 +44,13 @@ async def job_of(router: RouterService, request: GenerateRequest) -> ValidatedRe
 async def taken_up(
     router: RouterService, request: GenerateRequest, emitted: list[int]
 ) -> list[StreamEvent]:
-    job = await job_of(router, request)
-    entry = router.running_requests.open_entry(RequestId("old"), 0.0)
-    entry.emitted = emitted
+    entry = RequestEntry(
+        request_id=RequestId("old"), arrived_at=0.0, output=RequestOutput(token_ids=emitted)
+    )
+    router.running_requests.add_entry(entry)
     try:
-        async with aclosing(router.serving.run_request(entry, job, None)) as events:
+        job = await run_unless_failed(entry, lambda: job_of(router, request))
+        async with aclosing(router.serving.run_request(entry, job)) as events:
             return [event async for event in events]
     finally:
         router.running_requests.close_entry(entry)

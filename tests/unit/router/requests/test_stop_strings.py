@@ -130,7 +130,7 @@ async def test_a_stop_string_ends_the_session_although_nobody_reads(tmp_path: Pa
         await until(lambda: verifier.specs and not verifier.live)
         assert router.admission.num_running == 0
         (entry,) = router.running_requests
-        assert len(entry.emitted) == 5
+        assert len(entry.output.token_ids) == 5
         *_, finish = [event async for event in events]
         assert isinstance(finish, FinishInfo) and finish.reason is FinishReason.STOP_STRING
         await assert_all_freed(router, verifier)

@@ -89,7 +89,7 @@ async def test_the_clients_trace_is_taken_up(
         heard.append(traceparent)
         return NO_SPAN
 
-    monkeypatch.setattr("outrider_router.requests.service.request_span", begin)
+    monkeypatch.setattr("outrider_router.requests.intake.request_span", begin)
     headers = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
     async with http_client(router) as client:
         await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)

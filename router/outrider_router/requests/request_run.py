@@ -1,0 +1,450 @@
+"""Request run: serves one request to its end, on one verifier session or several.
+
+A session that is lost, refused or drained is followed by another one, which begins with all tokens
+that the request has emitted, in the next epoch and with the same seed, so that the text continues
+unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from outrider.errors import OutriderError, UnavailableError
+from outrider.ids import SessionId
+from outrider.spans import RequestSpan
+from outrider.spec.plan import SpeculationPlan
+from outrider.text.tokenizer import Tokenizer
+from outrider.transport.session_stream import OpenedSession
+from outrider.wire.inference import StreamEvent
+from outrider.wire.messages import FinishReason, SessionSpec, VerifierInfo
+from outrider_router.admission.capacity_ledger import CapacityReservation
+from outrider_router.admission.policy import NO_VERIFIER
+from outrider_router.admission.queue import AdmissionQueue
+from outrider_router.admission.wait_order import AdmissionRequest
+from outrider_router.base.metrics import RouterMetrics
+from outrider_router.base.reasons import FailoverCause
+from outrider_router.fleet.peers import VerifierPeer
+from outrider_router.fleet.registry import PeerRegistry
+from outrider_router.requests.drafter_rebalancer import DrafterRebalancer
+from outrider_router.requests.failover import (
+    DRAINING,
+    FINAL_REASONS,
+    FailoverRecord,
+    RequestHistory,
+    failover_cause,
+    implied_finish,
+    incomplete_error,
+    pause_s,
+    should_retry,
+)
+from outrider_router.requests.request import ValidatedRequest
+from outrider_router.requests.request_lifecycle import RequestPhase
+from outrider_router.requests.request_options import needs_no_drafter, plan_for_verifier
+from outrider_router.requests.request_output import OutputLimits
+from outrider_router.requests.request_session import DrafterAttachment, RequestSession
+from outrider_router.requests.request_spans import queue_span, start_session_span
+from outrider_router.requests.running_requests import RequestEntry
+from outrider_router.requests.session_output import (
+    ClientReply,
+    SessionFeed,
+    session_messages,
+    verifier_lost_error,
+)
+from outrider_router.requests.stop_checker import StopChecker
+from outrider_router.requests.verifier_streams import VerifierStreams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunContext:
+    """Parts of the router that serve requests, the same for all of them."""
+
+    admission: AdmissionQueue
+    registry: PeerRegistry
+    rebalancer: DrafterRebalancer
+    streams: VerifierStreams
+    tokenizer: Tokenizer
+    metrics: RouterMetrics
+    clock: Callable[[], float]
+    """Monotonic, in seconds."""
+    failover_timeout_s: float
+    max_failovers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ServingSession:
+    """Session that serves a request, or the last one that did."""
+
+    peer: VerifierPeer
+    feed: SessionFeed
+    opened: OpenedSession
+
+
+class RequestRun:
+    """Serves one request: places it, opens its sessions and reads what these emit."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        entry: RequestEntry,
+        job: ValidatedRequest,
+        *,
+        sequence: int,
+        session_id: SessionId,
+    ) -> None:
+        """`sequence`: number of the request in the order of arrival. `session_id`: id of all of
+        its sessions. An entry that has emitted tokens or was restored goes on behind them."""
+        self._context = context
+        self._entry = entry
+        self._job = job
+        self._admission_request = AdmissionRequest(
+            request_id=entry.request_id,
+            kv_tokens=job.kv_tokens,
+            prompt_tokens=len(job.prompt_ids),
+            max_new_tokens=job.max_new_tokens,
+            sequence=sequence,
+            priority=job.priority,
+            deadline=entry.deadline,
+            tenant=job.tenant,
+            is_client_named=job.is_client_named,
+        )
+        self._session_id = session_id
+        self._reply = ClientReply(
+            entry.output,
+            job.make_assembler(context.tokenizer),
+            prompt_tokens=len(job.prompt_ids),
+        )
+        self._stop_checker = _resumed_stop_checker(entry, job, context.tokenizer)
+        """Search for its stop strings, over all of its sessions; None: it has none."""
+        self._failovers = FailoverRecord()
+        if entry.is_restored or entry.output.token_ids:
+            self._failovers = FailoverRecord(
+                cause=FailoverCause.ROUTER_LOST,
+                epoch=int(entry.is_restored),
+                stuck_since=context.clock(),
+            )
+        self._has_sent_prompt_info = False
+        """Whether the client has heard of its prompt."""
+        self._reservation: CapacityReservation | None = None
+        self._next_reservation: CapacityReservation | None = None
+        """Reservation on another verifier, for a session whose verifier is about to stop."""
+        self._session: _ServingSession | None = None
+        self._relocation: asyncio.Task[None] | None = None
+        """Task that waits for `_next_reservation`."""
+
+    async def stream_messages(self) -> AsyncGenerator[StreamEvent, None]:
+        """What the client of the request hears, its finish last.
+
+        A request that goes on behind tokens begins with all of them, from PromptInfo on.
+        """
+        reply, metrics = self._reply, self._context.metrics
+        placed = self._failovers.cause is not None
+        if placed:
+            yield self._job.prompt_info(self._entry.request_id)
+            for known in reply.catch_up(self._implied_finish()):
+                yield known
+            self._has_sent_prompt_info = True
+        while not reply.ended:
+            await self._admit()
+            if not placed:
+                placed = True
+                metrics.prompt_tokens.inc(len(self._job.prompt_ids))
+                metrics.request_prompt_tokens.observe_values(len(self._job.prompt_ids))
+                metrics.queue_time.observe_values(self._context.clock() - self._entry.arrived_at)
+            try:
+                async with aclosing(self._stream_session()) as messages:
+                    async for message in messages:
+                        yield message
+            except OutriderError as error:
+                self._fail_over(error)
+                # What came after the reader last looked, and an end that nobody could tell of.
+                for known in reply.catch_up(self._implied_finish()):
+                    yield known
+
+    def free(self) -> None:
+        """Give back what the request holds; it is over."""
+        for reservation in (self._reservation, self._next_reservation):
+            if reservation is not None:
+                self._context.admission.release_capacity(reservation)
+        self._context.admission.remove_request(self._entry.request_id)
+
+    def relocate(self, peer: VerifierPeer, until: float) -> None:
+        """Have the session leave `peer`, which stops at `until`, clock time in seconds, as soon as
+        another verifier has capacity. Nothing happens if the session is not on it."""
+        session, lifecycle = self._session, self._entry.lifecycle
+        if (
+            session is not None
+            and session.peer is peer
+            and lifecycle.phase is RequestPhase.STREAMING
+        ):
+            lifecycle.relocate()
+            self._relocation = asyncio.create_task(self._move_away(session, until))
+
+    def _implied_finish(self) -> FinishReason | None:
+        """The end that its text has come to, although nobody said so."""
+        if self._stop_checker is not None and self._stop_checker.is_stopped:
+            return FinishReason.STOP_STRING
+        return implied_finish(
+            self._entry.output.token_ids,
+            stop_ids=self._job.stop_ids,
+            max_new_tokens=self._job.max_new_tokens,
+        )
+
+    # ---- reservations --------------------------------------------------------------------------
+
+    async def _admit(self) -> None:
+        """Wait for a reservation.
+
+        Raises what admission raises; an error that says so where part of the answer was emitted.
+        """
+        self._reservation, self._next_reservation = self._next_reservation, None
+        if self._reservation is not None:
+            return
+        failovers, admission_request = self._failovers, self._admission_request
+        if failovers.cause is not None:
+            await self._back_off(pause_s(failovers.losses))
+            since = failovers.stuck_since
+            since = self._context.clock() if since is None else since
+            until = since + self._context.failover_timeout_s
+            admission_request = replace(admission_request, waits_until=until)
+        try:
+            self._reservation = await self._acquire(admission_request)
+        except UnavailableError as error:
+            emitted = self._entry.output.token_ids
+            if error.reason == NO_VERIFIER and failovers.cause is not None and emitted:
+                raise incomplete_error(failovers.cause, self._history()) from error
+            raise
+
+    async def _acquire(self, admission_request: AdmissionRequest) -> CapacityReservation:
+        entry, admission = self._entry, self._context.admission
+        with (
+            entry.lifecycle.during(
+                RequestPhase.QUEUED, partial(admission.fail_request, entry.request_id)
+            ),
+            queue_span(entry, admission_request.priority) as span,
+        ):
+            reservation = await admission.reserve_capacity(admission_request, entry.group)
+            span.set_attributes({"outrider.verifier": reservation.verifier_id})
+            return reservation
+
+    async def _back_off(self, seconds: float) -> None:
+        """Let some time pass, unless the request fails first."""
+        if seconds <= 0:
+            return
+        failed = asyncio.Event()
+        with (
+            self._entry.lifecycle.during(RequestPhase.BACKING_OFF, lambda _error: failed.set()),
+            contextlib.suppress(TimeoutError),
+        ):
+            async with asyncio.timeout(seconds):
+                await failed.wait()
+
+    def _give_back(self) -> None:
+        """End the reservation of a session that has ended, before a slow client has heard of it."""
+        if self._reservation is not None:
+            self._context.admission.release_capacity(self._reservation)
+            self._reservation = None
+
+    # ---- failover ------------------------------------------------------------------------------
+
+    def _fail_over(self, error: OutriderError) -> None:
+        """Prepare another session after one that ended with `error`; raises unless the request
+        goes on in another one."""
+        entry, failovers = self._entry, self._failovers
+        if entry.lifecycle.error is not None:
+            raise error
+        cause, num_emitted = failover_cause(error), len(entry.output.token_ids)
+        # A verifier that hung had kept the client waiting before it was given up.
+        stalled_s = 0.0 if self._session is None else self._session.peer.stalled_s
+        failovers.record_error(cause, num_emitted, self._context.clock() - stalled_s)
+        history = self._history()
+        if cause is None or not should_retry(
+            cause, history, max_failovers=self._context.max_failovers
+        ):
+            if cause is FailoverCause.VERIFIER_LOST or cause is FailoverCause.DRAINING:
+                raise incomplete_error(cause, history) from error
+            raise error
+        if cause is not FailoverCause.REFUSED:
+            self._context.metrics.failovers.inc()
+            entry.span.event("session_lost", {"outrider.cause": cause.value})
+            logger.warning(
+                "request has lost its session",
+                extra={
+                    **entry.log_ids,
+                    "cause": cause.value,
+                    "problem": error.message,
+                    "tokens": num_emitted,
+                },
+            )
+        failovers.record_failover(cause)
+        if self._reservation is not None:
+            self._context.admission.release_capacity(
+                self._reservation, refused=cause is FailoverCause.REFUSED
+            )
+            self._reservation = None
+
+    def _history(self) -> RequestHistory:
+        reservation, since = self._reservation, self._failovers.stuck_since
+        return RequestHistory(
+            losses=self._failovers.losses,
+            refusals=self._failovers.refusals,
+            emitted=len(self._entry.output.token_ids),
+            is_alone=reservation is not None
+            and self._context.admission.sessions_on(reservation.verifier_id) <= 1,
+            is_in_time=since is None
+            or self._context.clock() < since + self._context.failover_timeout_s,
+        )
+
+    # ---- sessions ------------------------------------------------------------------------------
+
+    async def _stream_session(self) -> AsyncGenerator[StreamEvent, None]:
+        """What the client hears of one session, which is opened and left here."""
+        entry, registry, reservation = self._entry, self._context.registry, self._reservation
+        assert reservation is not None, "a session needs a reservation"
+        # No session is opened for a request that ends anyway.
+        entry.lifecycle.raise_error()
+        peer = registry.healthy_verifier(reservation.verifier_id)
+        if peer is None or peer.info is None or peer.control is None:
+            raise verifier_lost_error(reservation.verifier_id)
+        incarnation = peer.info.incarnation
+        session, span = self._open_session(peer, peer.info)
+        try:
+            with span:
+                if not self._has_sent_prompt_info:
+                    # Once the session is on its way: the verifier need not wait for the client.
+                    self._has_sent_prompt_info = True
+                    yield self._job.prompt_info(entry.request_id)
+                async with aclosing(session_messages(session.feed, self._reply)) as messages:
+                    async for message in messages:
+                        yield message
+        finally:
+            # Nothing that is said of this session from here on reaches the entry.
+            session.opened.leave_session()
+            session.feed.detach_reader()
+            entry.leave_session()
+            peer.open_sessions -= 1
+            await self._stop_relocation()
+            if session.feed.error is not None and peer.info.incarnation == incarnation:
+                _doubt_verifier(registry, peer, session.feed.error)
+
+    def _open_session(
+        self, peer: VerifierPeer, info: VerifierInfo
+    ) -> tuple[_ServingSession, RequestSpan]:
+        """Open the request's next session on a verifier, which said `info`."""
+        entry, job, streams = self._entry, self._job, self._context.streams
+        plan = plan_for_verifier(job.plan, info)
+        drafter = self._choose_drafter(peer, info, plan)
+        span, spec = start_session_span(
+            entry, self._session_spec(plan, drafter), verifier_id=info.verifier_id
+        )
+        feed = SessionFeed(
+            entry,
+            streams.pacer,
+            self._finish_session,
+            self._implied_finish,
+            limits=OutputLimits(
+                max_new_tokens=job.max_new_tokens,
+                vocab_size=info.vocab_size,
+                top_logprobs=job.top_logprobs,
+            ),
+            drafter=drafter,
+            stop_checker=self._stop_checker,
+        )
+        opened = streams.get_stream(peer).open_session(spec, feed)
+        session = self._session = _ServingSession(peer=peer, feed=feed, opened=opened)
+        entry.start_session(
+            RequestSession(
+                session_id=self._session_id,
+                verifier_id=info.verifier_id,
+                prompt_tokens=len(job.prompt_ids),
+                drafter=drafter,
+                opened=opened,
+            ),
+            partial(self._interrupt_session, session),
+        )
+        peer.open_sessions += 1
+        return session, span
+
+    def _choose_drafter(
+        self, peer: VerifierPeer, info: VerifierInfo, plan: SpeculationPlan
+    ) -> DrafterAttachment:
+        """The drafter of the request's next session, if it needs one and there is one."""
+        last = self._entry.session
+        last_move_at = -math.inf if last is None else last.drafter.last_move_at
+        if not plan.is_speculative or needs_no_drafter(plan, info):
+            return DrafterAttachment(last_move_at=last_move_at)
+        return DrafterAttachment(
+            method=plan.method,
+            drafter_id=self._context.rebalancer.choose_drafter(peer, plan.method),
+            last_move_at=last_move_at,
+        )
+
+    def _session_spec(self, plan: SpeculationPlan, drafter: DrafterAttachment) -> SessionSpec:
+        emitted, failovers = self._entry.output.token_ids, self._failovers
+        failovers.record_session(len(emitted))
+        if failovers.cause is not None:
+            self._context.metrics.resumed_sessions.labels(failovers.cause.value).inc()
+        return self._job.session_spec(
+            self._session_id, failovers.epoch, drafter.drafter_id, plan, emitted
+        )
+
+    def _finish_session(self, reason: FinishReason) -> None:
+        """A session has come to its end, before a slow client has heard of it. At a stop string it
+        is ended here: the verifier knows nothing of these."""
+        if reason is FinishReason.STOP_STRING and self._session is not None:
+            self._session.opened.leave_session()
+        self._give_back()
+
+    def _interrupt_session(self, session: _ServingSession, _error: OutriderError) -> None:
+        """The request fails, and its session ends with it, before a slow client has heard of it."""
+        session.opened.leave_session()
+        self._give_back()
+        session.feed.wake_reader()
+
+    # ---- draining verifiers --------------------------------------------------------------------
+
+    async def _move_away(self, session: _ServingSession, until: float) -> None:
+        """Wait for a reservation on another verifier, then end the session on this one."""
+        admission_request = replace(self._admission_request, waits_until=until)
+        with contextlib.suppress(OutriderError):
+            self._next_reservation = await self._context.admission.reserve_capacity(
+                admission_request
+            )
+            session.feed.fail_session(
+                UnavailableError("the verifier is about to stop", reason=DRAINING)
+            )
+
+    async def _stop_relocation(self) -> None:
+        """Stop waiting for a reservation on another verifier; one that was made is kept."""
+        relocation, self._relocation = self._relocation, None
+        if relocation is not None:
+            relocation.cancel()
+            await asyncio.gather(relocation, return_exceptions=True)
+
+
+def _resumed_stop_checker(
+    entry: RequestEntry, job: ValidatedRequest, tokenizer: Tokenizer
+) -> StopChecker | None:
+    """The search for the request's stop strings, behind what the entry has emitted; ids behind a
+    stop that is among these are dropped from it."""
+    checker, ids = job.stop_checker(tokenizer), entry.output.token_ids
+    if checker is not None and ids:
+        kept = checker.count_tokens(ids, last_is_stop=ids[-1] in job.stop_ids)
+        entry.output.truncate_tokens(kept)
+    return checker
+
+
+def _doubt_verifier(registry: PeerRegistry, peer: VerifierPeer, error: OutriderError) -> None:
+    """Let nothing be placed on a verifier whose sessions end with such an error."""
+    if error.reason == DRAINING:
+        registry.mark_verifier_draining(peer)
+    elif error.reason in FINAL_REASONS:
+        registry.mark_verifier_lost(peer, error.message)
