@@ -62,6 +62,8 @@ class FakeRunner:
     def __init__(self, target: FakeTarget, *, drafts: int = 3, slots: int = 64) -> None:
         self.target = target
         self.in_process_draft_length = drafts
+        self.draft_s = 0.0
+        """What an in-process draft of one row takes."""
         self.slot_headroom = KVHeadroom(
             16, rounds=2, in_process_slots=2 * (drafts + 1) if drafts else 0
         )
@@ -266,6 +268,8 @@ class FakeRunner:
             # An in-process draft is as long as ever; how much of it stands changes from round to
             # round.
             drafted = self.in_process_draft_length if row.in_process_depth else 0
+            if drafted and self.draft_s:
+                time.sleep(self.draft_s)
             tokens = self._emit(session, before % (row.in_process_depth + 1))
         written = before + max(drafted, row.nodes, len(tokens) - 1)
         assert written <= self._capacities[session.ticket] <= session.kv.capacity

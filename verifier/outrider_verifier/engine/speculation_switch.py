@@ -30,7 +30,7 @@ def apply_speculation_changes(core: EngineCore, now: float, *, in_flight: RoundP
             policy.changed = True
         elif pauses:
             policy.record_pause(session, paused=True)
-            session.covered_len = 0
+            session.recheck_blocks()
             core.counters["speculation_paused"] += 1
         else:
             _resume(core, session, now)

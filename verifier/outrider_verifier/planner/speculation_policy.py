@@ -268,7 +268,7 @@ class SpeculationPolicy:
         state.record_mode_change(paused=paused)
         if paused and state.is_in_process:
             # The head's K/V ends here: its drafts cannot be had again.
-            session.in_process_draft_length = 0
+            session.set_in_process_drafts(0)
             self._in_process.record_drafts_given_up()
 
     def record_look_ahead(self, session: Session, *, ahead: bool) -> None:

@@ -46,10 +46,10 @@ def test_a_session_that_begins_paused_turns_nobody_else() -> None:
 
 
 async def test_own_drafts_that_lose_are_given_up_by_all_and_those_that_win_are_kept() -> None:
-    for times, given_up in (((0.001, 0.1), True), ((0.001, 0.0011), False), (None, False)):
+    for times, given_up in (((0.001, 0.021), True), ((0.001, 0.0011), False), (None, False)):
         target = FakeTarget(num_blocks=512)
         runner = FakeRunner(target, drafts=3)
-        runner.times = times
+        runner.times, runner.draft_s = times, 0.005 * given_up
         async with verifier(target=target, runner=runner, planner="automatic") as rig:
             plan = replace(LONG, draft_tokens=3)
             specs = [
