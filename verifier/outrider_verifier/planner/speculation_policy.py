@@ -281,13 +281,7 @@ class SpeculationPolicy:
         """A drafter has connected: what was measured of its predecessor is void."""
         for workload_class, workload in self._workloads.items():
             if workload_class.drafter_id == drafter_id:
-                fresh = WorkloadStats(
-                    workload_class,
-                    SpeculationController(),
-                    workload.shapes,
-                    workload.acceptance,
-                )
-                workload.controller, workload.arrivals = fresh.controller, fresh.arrivals
+                workload.reset_drafter()
                 self._look_up(workload)
         self.changed = self._automatic
 

@@ -167,6 +167,11 @@ class WorkloadStats:
         mine = self.workload_class
         return mine.shape_ahead if session.is_look_ahead_on else mine.shape
 
+    def reset_drafter(self) -> None:
+        """Another drafter drafts: what was measured of its predecessor is void."""
+        self.controller = SpeculationController()
+        self.arrivals = ArrivalEstimate(), ArrivalEstimate()
+
     def draft_limit(self, load: int) -> int:
         """Draft tokens that are worth verifying at a load."""
         return self.limits.get(load, NO_LIMIT)
