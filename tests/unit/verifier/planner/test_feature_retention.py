@@ -79,7 +79,7 @@ class Stage:
 
     def session(self, name: str = "s") -> Session:
         """One that is being served."""
-        found = [s for s in self.rig.service._core.sessions.values() if s.session_id == name]
+        found = [s for s in self.rig.service.core.sessions.values() if s.session_id == name]
         return found[0]
 
     async def let_go(self, name: str = "s") -> None:
@@ -89,7 +89,7 @@ class Stage:
 
     def used_bytes(self) -> int:
         """By features."""
-        store = self.rig.service._core.store
+        store = self.rig.service.core.store
         assert store is not None
         return store.used_bytes
 
@@ -100,7 +100,7 @@ async def stage() -> AsyncIterator[Stage]:
     async with verifier(planner="automatic") as rig:
         rig.target.forward_s = 0.002
         policy = Told(automatic=True, ceiling_s=5.0)
-        rig.service._core.policy = policy
+        rig.service.core.policy = policy
         drafter = await rig.attach(half_good_chain(rig.target))
         yield Stage(rig, policy, drafter)
         await rig.idle()
@@ -124,7 +124,7 @@ async def test_it_says_what_it_would_and_its_drafter_is_told_goodbye(
         )
         assert on.drafter.starts == 1
         assert result.last.stats.accepted > 0 and result.last.stats.paused_rounds > 10
-        assert on.rig.service._core.counters["features_dropped_sessions"] == 1
+        assert on.rig.service.core.counters["features_dropped_sessions"] == 1
 
 
 async def test_who_begins_then_has_none_from_the_start_and_who_begins_later_has_all() -> None:
@@ -181,7 +181,7 @@ async def test_it_goes_to_another_drafter_as_others_do() -> None:
         )
         running = await on.begin()
         await on.let_go()
-        core, session = on.rig.service._core, on.session()
+        core, session = on.rig.service.core, on.session()
         for drafter_id in (OTHER, DRAFTER, None, OTHER):
             core.handle_command(SetDrafter(session.session_id, session.ticket, drafter_id), 0.0)
             assert session.spec.drafter_id == drafter_id
